@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh Linux machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# the same find-links setting for pip and uv: where it offers a CPU build of torch, that build is taken
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+RUN := outputs/quickstart/default
+DENSE := outputs/quickstart/dense
+
+.PHONY: demo compare test test-all lint clean
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q uv || echo "uv is not available, using pip"
+	if test -x $(BIN)/uv; then VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -q -e '.[dev]'; \
+	else $(BIN)/python -m pip install -q -e '.[dev]'; fi
+	touch $(STAMP)
+
+# the main job: video files -> latent shards -> sparse training -> sampled and scored videos
+demo: $(STAMP)
+	$(BIN)/python scripts/make_toy_videos.py --out data/toy/videos
+	$(BIN)/python scripts/encode_videos.py data/toy/videos --out data/toy/shards
+	$(BIN)/python train.py experiment=quickstart overwrite=true
+	$(BIN)/python scripts/score_toy.py $(RUN)
+
+# dense attention at the same training FLOPs, beside the sparse run of `make demo`
+compare: $(STAMP)
+	test -f $(RUN)/score.json || $(MAKE) demo
+	$(BIN)/python scripts/compare.py $(RUN) $(DENSE)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+# every check that fits in 15 minutes on two cores
+test: lint
+	$(BIN)/python -m pytest -m "not slow" -n 2
+
+# the longer forms too
+test-all: lint
+	$(BIN)/python -m pytest -n 2
+
+clean:
+	rm -rf outputs data

@@ -1,0 +1,91 @@
+"""What a block-sparse mask means, independent of any kernel.
+
+B batch, H heads, Nq / Nkv number of query / kv blocks, Kmax list capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Partition of a sequence into contiguous blocks (`cu_seqlens` style).
+
+    The extreme sizes stand beside the offsets as plain ints so that no kernel has to ask the device.
+
+    Args:
+        offsets: int32 `[N + 1]`, ascending from 0 to the sequence length; block n holds tokens
+            `offsets[n] : offsets[n + 1]`.
+        max_size: tokens in the largest block.
+        min_size: tokens in the smallest block; equal to `max_size` when the blocks are uniform.
+    """
+
+    offsets: Tensor
+    max_size: int
+    min_size: int
+
+    @classmethod
+    def from_sizes(cls, sizes: Sequence[int], device: torch.device | str | None = None) -> Blocks:
+        """Blocks of the given sizes, in order."""
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"block sizes must be positive and at least one, got {list(sizes)}")
+        total = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
+        return cls(offsets=total.to(torch.int32).to(device), max_size=max(sizes), min_size=min(sizes))
+
+    @property
+    def num(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def sizes(self) -> Tensor:
+        """int32 `[N]` tokens per block."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockIndex:
+    """Which kv blocks each query block attends to.
+
+    Dims of size 1 broadcast over batch or heads. Counts and capacity are run-time values.
+
+    Args:
+        kv_indices: int32 `[B|1, H|1, Nq, Kmax]`; the first `kv_num_blocks` entries of a row are distinct and
+            ascending (with a fine mask: full entries first, then masked ones, each part ascending); the rest is
+            never read.
+        kv_num_blocks: int32 `[B|1, H|1, Nq]`.
+        kv_num_full_blocks: int32 like `kv_num_blocks`, entries before it need no fine mask; None: all are full.
+        mask_ids: int32 like `kv_indices`, row of `mask_bits` for each masked entry.
+        mask_bits: bool `[M, block_q, block_kv]`, True = attend.
+        max_blocks: upper bound of `kv_num_blocks` when the host knows it; None: a backend that needs it asks.
+        min_blocks: lower bound of `kv_num_blocks` when the host knows it; equal to `max_blocks` when every row
+            lists the same number of blocks, which spares the backends their slot masks.
+    """
+
+    kv_indices: Tensor
+    kv_num_blocks: Tensor
+    kv_num_full_blocks: Tensor | None = None
+    mask_ids: Tensor | None = None
+    mask_bits: Tensor | None = None
+    max_blocks: int | None = None
+    min_blocks: int | None = None
+
+    @classmethod
+    def from_dense(cls, mask: Tensor) -> BlockIndex:
+        """Index of a bool block mask `[B|1, H|1, Nq, Nkv]`."""
+        counts = mask.sum(-1, dtype=torch.int32)
+        # a stable sort of the negated mask lists the kept blocks first, ascending
+        indices = torch.sort((~mask).to(torch.int8), dim=-1, stable=True).indices.to(torch.int32)
+        return cls(kv_indices=indices.contiguous(), kv_num_blocks=counts)
+
+    def to_dense(self, num_kv_blocks: int) -> Tensor:
+        """Bool block mask `[B|1, H|1, Nq, num_kv_blocks]`, True where any token pair may attend."""
+        kept = torch.arange(self.kv_indices.shape[-1], device=self.kv_indices.device) < self.kv_num_blocks[..., None]
+        # entries past the count are never read: send them to a spare column
+        columns = torch.where(kept, self.kv_indices, num_kv_blocks).long()
+        mask = torch.zeros(*self.kv_indices.shape[:-1], num_kv_blocks + 1, dtype=torch.bool, device=columns.device)
+        return mask.scatter_(-1, columns, True)[..., :num_kv_blocks]

@@ -1,0 +1,134 @@
+"""Registered ops of block-sparse attention: fake, autograd and FLOP formula around the backends.
+
+The mask travels as the flat arguments of `BlockMask.flatten`, in that order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from vsa_kernels.block_sparse import gather, reference
+from vsa_kernels.block_sparse.mask import BlockMask
+
+
+def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("vsa_kernels::block_sparse_fwd", mutates_args=())
+def block_sparse_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_indices: Tensor,
+    kv_num_blocks: Tensor,
+    kv_num_full_blocks: Tensor | None,
+    mask_ids: Tensor | None,
+    mask_bits: Tensor | None,
+    max_blocks: int | None,
+    min_blocks: int | None,
+    q_offsets: Tensor,
+    q_max: int,
+    q_min: int,
+    kv_offsets: Tensor,
+    kv_max: int,
+    kv_min: int,
+    kv_valid: Tensor | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    flat = (kv_indices, kv_num_blocks, kv_num_full_blocks, mask_ids, mask_bits, max_blocks, min_blocks)
+    mask = BlockMask.unflatten((*flat, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, kv_valid))
+    if backend == "reference":
+        return reference.forward(q, k, v, mask, scale)
+    return gather.forward(q, k, v, mask, scale)
+
+
+@block_sparse_fwd.register_fake
+def _(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
+    B, L, H, D = q.shape
+    return q.new_empty((B, L, H, D)), q.new_empty((B, H, L), dtype=_lse_dtype(q.dtype))
+
+
+@torch.library.custom_op("vsa_kernels::block_sparse_bwd", mutates_args=())
+def block_sparse_bwd(
+    dout: Tensor,
+    dlse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_indices: Tensor,
+    kv_num_blocks: Tensor,
+    kv_num_full_blocks: Tensor | None,
+    mask_ids: Tensor | None,
+    mask_bits: Tensor | None,
+    max_blocks: int | None,
+    min_blocks: int | None,
+    q_offsets: Tensor,
+    q_max: int,
+    q_min: int,
+    kv_offsets: Tensor,
+    kv_max: int,
+    kv_min: int,
+    kv_valid: Tensor | None,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    flat = (kv_indices, kv_num_blocks, kv_num_full_blocks, mask_ids, mask_bits, max_blocks, min_blocks)
+    mask = BlockMask.unflatten((*flat, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, kv_valid))
+    # delta of a query without kv tokens is set to 0: its dlse may be anything and must not reach others
+    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2) - dlse
+    delta = delta.masked_fill(lse == -torch.inf, 0)
+    if backend == "reference":
+        return reference.backward(dout, delta, lse, q, k, v, mask, scale)
+    return gather.backward(dout, delta, lse, q, k, v, mask, scale)
+
+
+@block_sparse_bwd.register_fake
+def _(
+    _dout: Tensor, _dlse: Tensor, _out: Tensor, _lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(tuple(q.shape)), k.new_empty(tuple(k.shape)), v.new_empty(tuple(v.shape))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    out, lse = output
+    ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
+    ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.save_for_backward(out, lse, *(x for x in inputs if isinstance(x, Tensor)))
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    saved = iter(tensors)
+    inputs = [next(saved) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
+    grads = block_sparse_bwd(dout, dlse, out, lse, *inputs)
+    return (*grads, *(None for _ in inputs[3:]))
+
+
+block_sparse_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _matmul_flops(q_shape: Any, k_shape: Any, mask: tuple[Any, ...]) -> int:
+    # one matmul over the listed blocks at their mean size; without a host-known bound the list capacity counts
+    B, L, H, D = q_shape
+    listed = mask[0][-1] if mask[5] is None else mask[5]
+    return 2 * B * H * L * D * listed * k_shape[1] // (mask[10][0] - 1)
+
+
+@register_flop_formula(torch.ops.vsa_kernels.block_sparse_fwd)
+def _fwd_flops(q_shape: Any, k_shape: Any, v_shape: Any, *mask: Any, out_shape: Any = None, **_: Any) -> int:
+    return 2 * _matmul_flops(q_shape, k_shape, mask)
+
+
+@register_flop_formula(torch.ops.vsa_kernels.block_sparse_bwd)
+def _bwd_flops(
+    dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *mask: Any, out_shape: Any = None, **_: Any
+) -> int:
+    return 5 * _matmul_flops(q, k, mask)

@@ -1,0 +1,7 @@
+"""Mean over the tokens of each block."""
+
+from __future__ import annotations
+
+from vsa_kernels.pooling.api import block_mean_pool
+
+__all__ = ["block_mean_pool"]

@@ -1,0 +1,28 @@
+"""The public call of block pooling. B batch, L tokens, H heads, D head dim, N blocks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vsa_kernels.block_index import Blocks
+from vsa_kernels.pooling.op import block_mean_pool_fwd
+
+
+def block_mean_pool(x: Tensor, blocks: Blocks) -> Tensor:
+    """Mean of each block over its own tokens: the pooled queries, keys and values of VSA's coarse stage.
+
+    Args:
+        x: `[B, L, H, D]` tokens in block order.
+        blocks: partition of the L tokens; ragged blocks divide by their own size.
+
+    Returns:
+        `[B, N, H, D]`, fp32 for half-precision x, otherwise x's dtype; differentiable.
+
+    Raises:
+        ValueError: x is not a 4-dim float tensor.
+
+    Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (coarse stage).
+    """
+    if x.ndim != 4 or not x.is_floating_point():
+        raise ValueError(f"x must be a float [B, L, H, D], got {x.dtype} {list(x.shape)}")
+    return block_mean_pool_fwd(x, blocks.offsets, blocks.max_size, blocks.min_size)

@@ -1,0 +1,67 @@
+"""The public call of block selection. B batch, H heads, Nq / Nkv query / kv blocks, Kmax list capacity."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vsa_kernels.block_index import BlockIndex
+from vsa_kernels.selection.op import select_topk_op
+
+_CAPACITY_STEP = 32
+
+
+def select_topk(
+    scores: Tensor,
+    topk: int | Tensor,
+    *,
+    candidates: Tensor | None = None,
+    always: Tensor | None = None,
+) -> BlockIndex:
+    """The `topk` highest-scoring candidates of each row, and every `always` block on top of them.
+
+    Exact and deterministic: equal scores (0.0 and -0.0 are equal) go to the lowest index, NaN ranks below -inf. A
+    row with fewer candidates than `topk` keeps them all. The choice is not differentiable and never waits for the
+    device.
+
+    Args:
+        scores: `[B, H, Nq, Nkv]` any float dtype.
+        topk: blocks to keep per row, at least 1; or int32 `[Nq]`, one count per query block.
+        candidates: bool `[Nq, Nkv]`, blocks that may compete; None: all.
+        always: bool `[Nq, Nkv]`, blocks every row lists whatever their score; they do not compete.
+
+    Returns:
+        Ascending index with capacity Kmax = `topk` rounded up to a multiple of 32, at most Nkv (Nkv when `topk` is a
+        tensor or `always` is given, so that capacity never depends on values on the device).
+
+    Raises:
+        ValueError: `topk` below 1 (ints only: a tensor is not read), or shapes that do not fit.
+
+    Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (top-k).
+    """
+    if scores.ndim != 4 or not scores.is_floating_point():
+        raise ValueError(f"scores must be a float [B, H, Nq, Nkv], got {scores.dtype} {list(scores.shape)}")
+    num_q, num_kv = scores.shape[2], scores.shape[3]
+    for name, allowed in (("candidates", candidates), ("always", always)):
+        if allowed is not None and (allowed.dtype != torch.bool or allowed.shape != (num_q, num_kv)):
+            raise ValueError(f"{name} must be bool {[num_q, num_kv]}, got {allowed.dtype} {list(allowed.shape)}")
+    if isinstance(topk, Tensor):
+        if topk.shape != (num_q,) or topk.is_floating_point():
+            raise ValueError(f"topk must be an int or an int tensor {[num_q]}, got {topk.dtype} {list(topk.shape)}")
+        indices, counts = select_topk_op(scores.detach(), None, topk, candidates, always, num_kv)
+        return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
+    if topk < 1:
+        raise ValueError(f"topk must be at least 1, got {topk}")
+    kept = min(topk, num_kv)
+    if always is None:
+        steps = (topk + _CAPACITY_STEP - 1) // _CAPACITY_STEP
+        capacity = min(steps * _CAPACITY_STEP, num_kv)
+    else:
+        capacity = num_kv
+    indices, counts = select_topk_op(scores.detach(), kept, None, candidates, always, capacity)
+    return BlockIndex(
+        kv_indices=indices,
+        kv_num_blocks=counts,
+        max_blocks=kept if always is None else None,
+        min_blocks=kept if always is None and candidates is None else None,
+    )

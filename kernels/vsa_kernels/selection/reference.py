@@ -1,0 +1,50 @@
+"""Exact top-k by a stable sort of total-order integer keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def select_plain(scores: Tensor, topk: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """All blocks compete and every row keeps `topk <= Nkv`: indices `[B, H, Nq, capacity]` and counts."""
+    best = _ranking(order_keys(scores))[..., :topk].sort(-1).values.to(torch.int32)
+    indices = torch.nn.functional.pad(best, (0, capacity - topk))
+    return indices, indices.new_full(indices.shape[:-1], topk)
+
+
+def select(
+    scores: Tensor, topk: int | Tensor, candidates: Tensor | None, always: Tensor | None, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """The general case: indices `[B, H, Nq, capacity]` and counts `[B, H, Nq]`."""
+    compete = torch.ones_like(scores[0, 0], dtype=torch.bool) if candidates is None else candidates
+    if always is not None:
+        compete = compete & ~always
+    keys = order_keys(scores)
+    keys = keys.masked_fill(~compete, torch.iinfo(keys.dtype).min)
+    ranking = _ranking(keys)
+    limit = compete.sum(-1).clamp(max=topk) if isinstance(topk, int) else torch.minimum(compete.sum(-1), topk)
+    # rank of a slot below the row's limit: that block is kept
+    slot = torch.arange(scores.shape[-1], device=scores.device)
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ranking, (slot < limit[:, None]).expand_as(ranking))
+    if always is not None:
+        kept = kept | always
+    # a stable sort of the negated mask lists the kept blocks first, ascending
+    indices = torch.sort((~kept).to(torch.int8), dim=-1, stable=True).indices[..., :capacity]
+    return indices.to(torch.int32).contiguous(), kept.sum(-1, dtype=torch.int32)
+
+
+def order_keys(scores: Tensor) -> Tensor:
+    """Integers in the order of the scores: NaN below -inf, -0.0 equal to 0.0, the smallest integer unused."""
+    # adding 0 turns -0.0 into 0.0
+    x = (scores if scores.dtype == torch.float64 else scores.float()) + 0.0
+    bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    limits = torch.iinfo(bits.dtype)
+    # the bit pattern of a negative float ascends with its magnitude: flip all but the sign
+    keys = torch.where(bits < 0, bits ^ limits.max, bits)
+    return keys.masked_fill(x.isnan(), limits.min + 1)
+
+
+def _ranking(keys: Tensor) -> Tensor:
+    # stable, so that equal keys stay in ascending order of their index
+    return torch.sort(keys, dim=-1, descending=True, stable=True).indices

@@ -1,0 +1,227 @@
+"""Cases, an independent fp64 definition and error budgets, shared by the tests and `scripts/bench.py`.
+
+Nothing here calls the code under test except `run`: masks are spelled out token by token on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vsa_kernels.block_index import BlockIndex, Blocks
+from vsa_kernels.block_sparse import block_sparse_attn
+
+_POISON = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One `block_sparse_attn` problem with the gradients of both outputs; fields as in its signature."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    index: BlockIndex
+    q_blocks: Blocks
+    kv_blocks: Blocks
+    kv_valid: Tensor | None = None
+    scale: float | None = None
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """The same values in another dtype (dlse: fp32, or fp64 for fp64)."""
+        q, k, v, dout = (x.to(dtype) for x in (self.q, self.k, self.v, self.dout))
+        lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        return replace(self, q=q, k=k, v=v, dout=dout, dlse=self.dlse.to(lse_dtype))
+
+
+def make_case(
+    q_sizes: Sequence[int],
+    kv_sizes: Sequence[int],
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    kv_heads: int = 1,
+    head_dim: int = 16,
+    density: float = 0.5,
+    index_batch: int | None = None,
+    index_heads: int | None = None,
+    fine: bool = False,
+    kv_valid: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Case:
+    """A random case; list entries past the counts hold an index far out of range, empty rows are possible.
+
+    Args:
+        q_sizes: tokens of each query block.
+        kv_sizes: tokens of each kv block.
+        density: probability that a block is listed.
+        index_batch: batch dim of the index, 1 or `batch` (default).
+        index_heads: head dim of the index, 1 or `heads` (default).
+        fine: give about half of the listed blocks a random token mask.
+        kv_valid: shorten the kv blocks of each sample at random.
+    """
+    g = torch.Generator().manual_seed(seed)
+    L, S, Nq, Nkv = sum(q_sizes), sum(kv_sizes), len(q_sizes), len(kv_sizes)
+    # rounded once, so that the fp64 definition and the op see the same numbers
+    q = torch.randn(batch, L, heads, head_dim, generator=g).to(dtype)
+    k, v = (torch.randn(batch, S, kv_heads, head_dim, generator=g).to(dtype) for _ in range(2))
+    dout = torch.randn(batch, L, heads, head_dim, generator=g).to(dtype)
+    dlse = torch.randn(batch, heads, L, generator=g)
+    rows = (index_batch or batch, index_heads or heads, Nq)
+    listed = torch.rand(*rows, Nkv, generator=g) < density
+    masked = (torch.rand(*rows, Nkv, generator=g) < 0.5) & listed if fine else torch.zeros_like(listed)
+    index = index_of(listed, masked if fine else None, max(q_sizes), max(kv_sizes), g)
+    valid = None
+    if kv_valid:
+        valid = torch.stack([torch.randint(0, n + 1, (batch,), generator=g) for n in kv_sizes], 1).int()
+    case = Case(
+        q=q.to(device),
+        k=k.to(device),
+        v=v.to(device),
+        dout=dout.to(device),
+        dlse=dlse.to(device),
+        index=_index_to(index, device),
+        q_blocks=Blocks.from_sizes(q_sizes, device),
+        kv_blocks=Blocks.from_sizes(kv_sizes, device),
+        kv_valid=None if valid is None else valid.to(device),
+    )
+    return case.to(dtype)
+
+
+def index_of(listed: Tensor, masked: Tensor | None, block_q: int, block_kv: int, g: torch.Generator) -> BlockIndex:
+    """The lists of a bool block mask `[B, H, Nq, Nkv]`, written row by row, with poisoned tails.
+
+    Args:
+        listed: blocks each row lists.
+        masked: listed blocks that carry a random token mask; None for an index without fine masks.
+        block_q: tokens of the largest query block.
+        block_kv: tokens of the largest kv block.
+        g: source of the masks.
+    """
+    indices = torch.full(listed.shape, _POISON, dtype=torch.int32)
+    counts = listed.sum(-1, dtype=torch.int32)
+    if masked is None:
+        for row in _rows(listed):
+            chosen = listed[row].nonzero().squeeze(-1)
+            indices[row][: len(chosen)] = chosen.int()
+        return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
+    ids = torch.full(listed.shape, _POISON, dtype=torch.int32)
+    bits = torch.rand(5, block_q, block_kv, generator=g) < 0.6
+    for row in _rows(listed):
+        full = (listed[row] & ~masked[row]).nonzero().squeeze(-1)
+        part = masked[row].nonzero().squeeze(-1)
+        both = torch.cat([full, part]).int()
+        indices[row][: len(both)] = both
+        ids[row][len(full) : len(both)] = torch.randint(0, len(bits), (len(part),), generator=g).int()
+    num_full = (listed & ~masked).sum(-1, dtype=torch.int32)
+    return BlockIndex(
+        kv_indices=indices, kv_num_blocks=counts, kv_num_full_blocks=num_full, mask_ids=ids, mask_bits=bits
+    )
+
+
+def expand_mask(case: Case) -> Tensor:
+    """bool `[B, H, L, S]` on the host: every query-key pair of the case, spelled out block by block."""
+    B, L, H, _ = case.q.shape
+    index = _index_to(case.index, "cpu")
+    q_at, kv_at = case.q_blocks.offsets.tolist(), case.kv_blocks.offsets.tolist()
+    valid = None if case.kv_valid is None else case.kv_valid.cpu()
+    allowed = torch.zeros(B, H, L, case.k.shape[1], dtype=torch.bool)
+    for b, h, n in _rows(torch.empty(B, H, len(q_at) - 1, 1)):
+        row = (b % index.kv_indices.shape[0], h % index.kv_indices.shape[1], n)
+        for slot in range(int(index.kv_num_blocks[row])):
+            block = int(index.kv_indices[row][slot])
+            size = kv_at[block + 1] - kv_at[block]
+            bits = torch.ones(q_at[n + 1] - q_at[n], size, dtype=torch.bool)
+            if index.mask_bits is not None and slot >= int(index.kv_num_full_blocks[row]):  # type: ignore[index]
+                bits = index.mask_bits[int(index.mask_ids[row][slot])][: bits.shape[0], :size].clone()  # type: ignore[index]
+            if valid is not None:
+                bits[:, int(valid[b, block]) :] = False
+            allowed[b, h, q_at[n] : q_at[n + 1], kv_at[block] : kv_at[block + 1]] = bits
+    return allowed
+
+
+def define(case: Case) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv of a case by a dense masked softmax in fp64 and autograd."""
+    case = case.to(torch.float64)
+    allowed = expand_mask(case).to(case.q.device)
+    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    group = q.shape[2] // k.shape[2]
+    kh, vh = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scale = q.shape[3] ** -0.5 if case.scale is None else case.scale
+    some = allowed.any(-1)
+    logits = torch.einsum("blhd,bshd->bhls", q, kh) * scale
+    logits = logits.masked_fill(~allowed, -torch.inf).masked_fill(~some[..., None], 0)
+    p = torch.softmax(logits, -1) * some[..., None]
+    out = torch.einsum("bhls,bshd->blhd", p, vh)
+    lse = torch.logsumexp(logits, -1).masked_fill(~some, -torch.inf)
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (case.dout, case.dlse))
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def run(case: Case, backend: str | None) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv of a case by the op."""
+    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    out, lse = block_sparse_attn(
+        q,
+        k,
+        v,
+        case.index,
+        q_blocks=case.q_blocks,
+        kv_blocks=case.kv_blocks,
+        kv_valid=case.kv_valid,
+        scale=case.scale,
+        backend=backend,
+    )
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (case.dout, case.dlse))
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def assert_within_budget(actual: Tensor, plain: Tensor, exact: Tensor, name: str) -> None:
+    """The error against fp64 is at most twice that of the plain same-dtype computation, plus one rounding.
+
+    Holds for the largest and for the mean error; infinities must stand at the same places, NaN nowhere.
+
+    Args:
+        actual: result under test.
+        plain: the reference backend's result in the same dtype.
+        exact: the fp64 definition.
+        name: of the tensor, for the message.
+    """
+    exact = exact.double()
+    assert not actual.isnan().any(), f"{name}: NaN in the result"
+    infinite = exact.isinf()
+    assert torch.equal(actual.double()[infinite], exact[infinite]), f"{name}: infinities differ"
+    error, allowed = ((x.double() - exact).abs()[~infinite] for x in (actual, plain))
+    if not error.numel():
+        return
+    size, eps = exact.abs()[~infinite], torch.finfo(actual.dtype).eps
+    for kind in ("max", "mean"):
+        got, budget, rounding = (float(getattr(x, kind)()) for x in (error, allowed, size))
+        limit = 2 * budget + eps * rounding
+        assert got <= limit, f"{name}: {kind} error {got:.3g} above its budget {limit:.3g}"
+
+
+def _rows(x: Tensor) -> list[tuple[int, int, int]]:
+    B, H, N = x.shape[:3]
+    return [(b, h, n) for b in range(B) for h in range(H) for n in range(N)]
+
+
+def _index_to(index: BlockIndex, device: torch.device | str) -> BlockIndex:
+    def moved(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device)
+
+    return replace(
+        index,
+        kv_indices=index.kv_indices.to(device),
+        kv_num_blocks=index.kv_num_blocks.to(device),
+        kv_num_full_blocks=moved(index.kv_num_full_blocks),
+        mask_ids=moved(index.mask_ids),
+        mask_bits=moved(index.mask_bits),
+    )

@@ -1,0 +1,128 @@
+"""Score a run on toy prompts: does a sampled clip show the colour and the direction its prompt names?
+
+Clips are scored on their pixels, beside what chance gives and what the codec's own reconstructions of rendered clips
+reach, which is the most a model behind that codec can get.
+
+python scripts/score_toy.py outputs/quickstart/default
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+from vsa.cli import one_line_errors
+from vsa.data.atomic import atomic_file
+from vsa.data.codecs import Codec
+from vsa.data.toy_videos import COLOURS, DIRECTIONS, evaluation_prompts, render_clip, score_clip
+from vsa.training.inference import generate, load_run, settings_dict
+
+CHANCE = {"colour": 1 / len(COLOURS), "direction": 1 / len(DIRECTIONS)}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="run folder (newest checkpoint) or checkpoint folder")
+    parser.add_argument("--clips", type=int, default=96, help="clips to sample; multiples of 24 are balanced")
+    parser.add_argument("--out", type=Path, help="JSON to write (RUN/score.json)")
+    parser.add_argument("--weights", choices=("ema", "model"), default="ema")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--guidance", type=float, default=1.0)
+    parser.add_argument("--shift", type=float, help="flow shift (that of the training)")
+    parser.add_argument("--topk", type=int, help="tiles per query tile (that of the training)")
+    parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--device", help="cpu, cuda, ... (cuda when there is one)")
+    parser.add_argument("--min-colour", type=float, default=0.0, help="fail below this share of right colours")
+    parser.add_argument("--min-direction", type=float, default=0.0, help="fail below this share of right directions")
+    return parser.parse_args(argv)
+
+
+def score(videos: Tensor | Sequence[Tensor], prompts: Sequence[str]) -> dict[str, float]:
+    """Share of clips with the right colour and with the right direction.
+
+    Args:
+        videos: N uint8 clips `[T, H, W, 3]`.
+        prompts: their N captions.
+    """
+    rows = [score_clip(video, prompt) for video, prompt in zip(videos, prompts, strict=True)]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in CHANCE}
+
+
+def reconstructions(codec: Codec, count: int, seed: int, size: tuple[int, int, int]) -> tuple[list[Tensor], list[str]]:
+    """Rendered clips after a round trip through the codec, and their captions.
+
+    Args:
+        codec: of the run.
+        count: number of clips.
+        seed: of the rendered set.
+        size: frames, height and width.
+    """
+    rendered = [render_clip(seed, i, size=size) for i in range(count)]
+    return [codec.decode(codec.encode(video)) for video, _, _ in rendered], [caption for _, caption, _ in rendered]
+
+
+def print_table(model: dict[str, float], codec: dict[str, float], clips: int) -> None:
+    table = Table(title=f"share of {clips} clips that show what their prompt says", caption="pixels scored, no judge")
+    for heading in ("", "colour", "direction"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, row in (("model", model), ("codec reconstructions", codec), ("chance", CHANCE)):
+        table.add_row(name, *(f"{row[part]:.1%}" for part in CHANCE))
+    Console().print(table)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.clips < 1:
+        raise ValueError(f"clips must be at least 1, got {args.clips}")
+    run = load_run(args.run, weights=args.weights, device=args.device)
+    settings = run.settings(
+        seed=args.seed,
+        steps=args.steps,
+        guidance=args.guidance,
+        flow_shift=args.shift,
+        topk=args.topk,
+        sparsity=args.sparsity,
+        batch_size=args.batch_size,
+    )
+    prompts = evaluation_prompts(args.clips)
+    columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task("sampling", total=len(prompts) * settings.steps)
+        videos = generate(run, prompts, settings, lambda clips: progress.advance(task, clips))
+    model = score(videos, prompts)
+    frames, height, width = videos.shape[1:4]
+    codec = score(*reconstructions(run.codec, args.clips, args.seed, (frames, height, width)))
+    print_table(model, codec, args.clips)
+
+    path = Path(args.run)
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path
+    out = args.out if args.out is not None else folder / "score.json"
+    record = {
+        "clips": args.clips,
+        "model": model,
+        "codec_reconstructions": codec,
+        "chance": CHANCE,
+        "settings": settings_dict(settings, run),
+        "torch": torch.__version__,
+    }
+    with atomic_file(out) as temporary:
+        temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    print(f"score in {out}")
+    for name, least in (("colour", args.min_colour), ("direction", args.min_direction)):
+        if model[name] < least:
+            raise ValueError(f"{name} is right in {model[name]:.1%} of the clips, below the required {least:.1%}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,68 @@
+"""Video sparse attention by definition: one dense mask over all token pairs, in raster order and fp64.
+
+Shares no code with `vsa`: tiles are numbered by dividing coordinates, means and masks are dense matrices.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def cube_ids(grid: tuple[int, int, int], tile: tuple[int, int, int]) -> list[int]:
+    """Tile number of each raster token of a grid."""
+    counts = [math.ceil(n / c) for n, c in zip(grid, tile, strict=True)]
+    ids = []
+    for t in range(grid[0]):
+        for h in range(grid[1]):
+            for w in range(grid[2]):
+                ids.append(((t // tile[0]) * counts[1] + h // tile[1]) * counts[2] + w // tile[2])
+    return ids
+
+
+def video_sparse_oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_coarse: Tensor,
+    gate_fine: Tensor,
+    *,
+    tile_ids: Tensor,
+    sample: Tensor,
+    is_video: Tensor,
+    topk: int,
+) -> Tensor:
+    """Gated output of coarse and fine stage, any float dtype (computed in fp64).
+
+    Args:
+        q, k, v: `[B, L, H, D]` raster order.
+        gate_coarse, gate_fine: like q.
+        tile_ids: int `[L]`, number of each token's tile, unique in the row for video tiles; ignored for text.
+        sample: int `[L]`.
+        is_video: bool `[L]`.
+        topk: tiles per query tile, clamped to the tiles of the query's sample.
+    """
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    tiles = sorted(set(tile_ids[is_video].tolist()))
+    members = torch.stack([(tile_ids == n) & is_video for n in tiles])
+    mean = members.double() / members.sum(1, keepdim=True)
+    owner = torch.stack([sample[row][0] for row in members])
+    scores = (mean @ q) @ (mean @ k).transpose(-1, -2) * scale
+    scores = scores.masked_fill(owner[:, None] != owner, -math.inf)
+    coarse = members.double().T @ (scores.softmax(-1) @ (mean @ v))
+
+    batch, heads, length, _ = q.shape
+    same = sample[:, None] == sample
+    mask = (same & (~is_video[:, None] | ~is_video)).expand(batch, heads, length, length).clone()
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(len(tiles)):
+                kept = min(topk, int((owner == owner[i]).sum()))
+                for j in scores[b, h, i].argsort(descending=True)[:kept].tolist():
+                    mask[b, h] |= members[i][:, None] & members[j]
+    logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
+    fine = logits.softmax(-1) @ v
+    return coarse.transpose(1, 2) * gate_coarse.double() + fine.transpose(1, 2) * gate_fine.double()

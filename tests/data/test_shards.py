@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vsa.data.codecs import HaarCodec
+from vsa.data.index import DatasetIndex
+from vsa.data.shards import LatentReader, ShardWriter
+from vsa.data.text import HashedNgramEncoder
+
+ENCODER = HashedNgramEncoder(dim=8, max_tokens=5)
+
+
+def read_everything(reader: LatentReader) -> None:
+    for sample in reader.index.samples.values():
+        reader.latent(sample.id)
+        for caption in range(sample.captions):
+            reader.text(sample.id, caption)
+
+
+def edit_index(root: Path, change) -> None:
+    content = json.loads((root / "index.json").read_text())
+    change(content)
+    (root / "index.json").write_text(json.dumps(content))
+
+
+def test_round_trip(dataset: Path) -> None:
+    reader = LatentReader(dataset)
+    generator = torch.Generator().manual_seed(1)
+    assert len(reader.index.samples) == 32
+    values = []
+    for i, sample in enumerate(reader.index.samples.values()):
+        shape = (16, 2, 2, 4) if i < 23 else (16, 1, 4, 4)
+        written = torch.randn(shape, generator=generator)
+        latent = reader.latent(sample.id)
+        assert latent.dtype == torch.float32
+        assert sample.latent_shape == shape
+        assert torch.equal(latent, written.half().float())
+        values.append(latent.flatten(1))
+        assert sample.captions == 1 + i % 3
+        for k in range(sample.captions):
+            caption, tokens = reader.text(sample.id, k)
+            assert caption == f"{'video' if i < 23 else 'image'} {i} caption {k}"
+            assert torch.equal(tokens, ENCODER.encode(caption))
+    assert torch.equal(reader.null_text, ENCODER.encode(""))
+    pooled = torch.cat(values, 1).double()
+    mean, std = torch.tensor([reader.index.latent_mean, reader.index.latent_std], dtype=torch.float64)
+    torch.testing.assert_close(mean, pooled.mean(1), atol=1e-12, rtol=0)
+    torch.testing.assert_close(std, pooled.std(1, correction=0), atol=1e-12, rtol=0)
+    assert reader.index.codec.hash == HaarCodec().hash
+    assert reader.index.text_encoder.hash == ENCODER.hash
+    reader.verify()
+
+
+def test_shards_are_plain_tars_of_one_shape_each(dataset: Path) -> None:
+    names = sorted(path.name for path in dataset.iterdir())
+    assert names == [
+        "index.json",
+        "latents-C16x1x4x4-00000.tar",
+        "latents-C16x2x2x4-00000.tar",
+        "latents-C16x2x2x4-00001.tar",
+        "latents-C16x2x2x4-00002.tar",
+        *(f"text-{i:05d}.tar" for i in range(4)),
+    ]
+    with tarfile.open(dataset / "latents-C16x2x2x4-00001.tar") as tar:
+        members = tar.getnames()
+        record = json.loads(tar.extractfile("video-010.json").read())  # pyright: ignore
+    assert members[:2] == ["video-010.json", "video-010.latent.safetensors"]
+    assert record["latent_shape"] == [16, 2, 2, 4]
+    assert record["codec_hash"] == HaarCodec().hash
+    assert record["source"] == "10.mp4"
+
+
+def test_webdataset_reads_the_shards(dataset: Path) -> None:
+    import webdataset
+
+    stream = webdataset.WebDataset(str(dataset / "latents-C16x1x4x4-00000.tar"), shardshuffle=False)
+    samples = list(stream)
+    assert [s["__key__"] for s in samples] == [f"image-{i:03d}" for i in range(23, 32)]
+    assert set(samples[0]) >= {"json", "latent.safetensors"}
+
+
+def test_equal_samples_give_equal_files(dataset: Path, make_dataset, tmp_path: Path) -> None:
+    again = make_dataset(tmp_path / "again")
+    for path in dataset.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 0.0), ("bfloat16", 2**-8), ("float16", 2**-11)])
+def test_storage_types(tmp_path: Path, make_dataset, dtype: str, error: float) -> None:
+    reader = LatentReader(make_dataset(tmp_path, dtype=dtype))
+    written = torch.randn((16, 2, 2, 4), generator=torch.Generator().manual_seed(1))
+    difference = (reader.latent("video-000") - written).abs() / written.abs()
+    assert difference.max() <= error
+    assert error == 0 or difference.max() > error / 4
+
+
+def test_constant_channels_keep_deviation_one(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, codec=HaarCodec(2), text_encoder=ENCODER) as writer:
+        for i in range(3):
+            writer.add(f"s{i}", torch.stack([torch.full((1, 2, 2), 7.0), torch.full((1, 2, 2), float(i))]), ["a"], {})
+    index = LatentReader(tmp_path).index
+    assert index.latent_mean == pytest.approx((7.0, 1.0))
+    assert index.latent_std == pytest.approx((1.0, (2 / 3) ** 0.5))
+
+
+def test_every_cut_shard_is_refused_at_opening(tmp_path: Path, make_dataset) -> None:
+    root = make_dataset(tmp_path)
+    rng = np.random.default_rng(0)
+    for path in sorted(root.glob("*.tar"))[::3]:
+        good = path.read_bytes()
+        cuts = {*range(0, len(good), 512), *rng.integers(0, len(good), 30).tolist(), len(good) - 1}
+        for cut in cuts:
+            path.write_bytes(good[:cut])
+            with pytest.raises(ValueError, match=rf"{path.name} is cut short or changed: .* {cut} bytes"):
+                LatentReader(root)
+        path.unlink()
+        with pytest.raises(ValueError, match=rf"{path.name} is missing"):
+            LatentReader(root)
+        path.write_bytes(good)
+    read_everything(LatentReader(root))
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path, make_dataset) -> None:
+    """300 flips: the whole-file digest notices each; reading notices each that hits a latent or a text."""
+    root = make_dataset(tmp_path)
+    index = LatentReader(root).index
+    spans = [(s.id, span) for s in index.samples.values() for span in (s.latent, s.text)]
+    rng = np.random.default_rng(0)
+    in_data = 0
+    for i in range(300):
+        path = root / sorted(index.shards)[i % len(index.shards)]
+        good = path.read_bytes()
+        place = int(rng.integers(len(good)))
+        bad = bytearray(good)
+        bad[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(bad)
+        hit = [
+            name for name, span in spans if span.shard == path.name and span.offset <= place < span.offset + span.size
+        ]
+        if hit:
+            in_data += 1
+            with pytest.raises(ValueError, match=rf"{path.name}, sample {hit[0]}: the bytes are damaged"):
+                read_everything(LatentReader(root))
+        # a flip in the null embedding is met at opening
+        with pytest.raises(ValueError, match=rf"{path.name}( is damaged|, sample __null__)"):
+            LatentReader(root).verify()
+        path.write_bytes(good)
+    assert 30 < in_data < 270
+    LatentReader(root).verify()
+
+
+def test_an_error_while_writing_leaves_no_data_set_and_no_litter(tmp_path: Path, make_dataset) -> None:
+    def interrupted() -> None:
+        writer = ShardWriter(tmp_path, codec=HaarCodec(1), text_encoder=ENCODER, samples_per_shard=2)
+        with writer:
+            for i in range(5):
+                writer.add(f"s{i}", torch.zeros(1, 1, 1, 1), ["a"], {})
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        interrupted()
+    assert not list(tmp_path.glob(".tmp-*"))
+    # finished shards are whole files
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latents-C1x1x1x1-00000.tar",
+        "latents-C1x1x1x1-00001.tar",
+        "text-00000.tar",
+        "text-00001.tar",
+        "text-00002.tar",
+    ]
+    for path in tmp_path.iterdir():
+        with tarfile.open(path) as tar:
+            assert tar.getnames()
+    with pytest.raises(ValueError, match=r"no index\.json"):
+        LatentReader(tmp_path)
+    # the next run sweeps what the broken one left
+    read_everything(LatentReader(make_dataset(tmp_path)))
+    assert not list(tmp_path.glob("*C1x*"))
+
+
+def test_a_killed_writer_leaves_nothing_that_looks_finished(tmp_path: Path, make_dataset) -> None:
+    code = (
+        "import os, signal, sys, torch\n"
+        "from vsa.data.codecs import HaarCodec\n"
+        "from vsa.data.shards import ShardWriter\n"
+        "from vsa.data.text import HashedNgramEncoder\n"
+        "writer = ShardWriter(sys.argv[1], codec=HaarCodec(1), text_encoder=HashedNgramEncoder(8, 5), "
+        "samples_per_shard=3, overwrite=True)\n"
+        "with writer:\n"
+        "    for i in range(int(sys.argv[2])):\n"
+        "        writer.add(f's{i}', torch.zeros(1, 1, 1, 1), ['a'], {})\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    make_dataset(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), "7"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(ValueError, match=r"no index\.json"):
+        LatentReader(tmp_path)
+    for path in tmp_path.glob("[!.]*.tar"):
+        with tarfile.open(path) as tar:
+            assert len(tar.getnames()) >= 3
+    make_dataset(tmp_path)
+    read_everything(LatentReader(tmp_path))
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_an_existing_data_set_is_not_overwritten_by_accident(tmp_path: Path, make_dataset) -> None:
+    make_dataset(tmp_path)
+    before = (tmp_path / "index.json").read_bytes()
+    with pytest.raises(ValueError, match="already holds a data set"):
+        make_dataset(tmp_path)
+    assert (tmp_path / "index.json").read_bytes() == before
+    make_dataset(tmp_path, videos=3, images=0, overwrite=True)
+    assert len(LatentReader(tmp_path).index.samples) == 3
+    assert not (tmp_path / "latents-C16x1x4x4-00000.tar").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "latents", "captions", "message"),
+    [
+        ("../../evil", torch.zeros(1, 1, 1, 1), ["a"], r"\.\./\.\./evil"),
+        ("a.b", torch.zeros(1, 1, 1, 1), ["a"], r"a\.b"),
+        ("", torch.zeros(1, 1, 1, 1), ["a"], "''"),
+        ("__null__", torch.zeros(1, 1, 1, 1), ["a"], "__null__"),
+        ("x" * 81, torch.zeros(1, 1, 1, 1), ["a"], "1 to 80"),
+        ("first", torch.zeros(1, 1, 1, 1), ["a"], "used twice"),
+        ("s", torch.zeros(2, 1, 1, 1), ["a"], r"got \(2, 1, 1, 1\)"),
+        ("s", torch.full((1, 1, 1, 1), float("nan")), ["a"], "not finite"),
+        ("s", torch.full((1, 1, 1, 1), 1e6), ["a"], "not finite as float16"),
+        ("s", torch.zeros(1, 1, 1, 1), [], "no caption"),
+    ],
+)
+def test_bad_samples_are_refused(
+    tmp_path: Path, name: str, latents: torch.Tensor, captions: list[str], message: str
+) -> None:
+    def write() -> None:
+        with ShardWriter(tmp_path, codec=HaarCodec(1), text_encoder=ENCODER) as writer:
+            writer.add("first", torch.zeros(1, 1, 1, 1), ["a"], {})
+            writer.add(name, latents, captions, {})
+
+    with pytest.raises(ValueError, match=message):
+        write()
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_writers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no samples"), ShardWriter(tmp_path, codec=HaarCodec(1), text_encoder=ENCODER):
+        pass
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="int8"):
+        ShardWriter(tmp_path, codec=HaarCodec(1), text_encoder=ENCODER, dtype="int8")
+
+
+class Bomb:
+    """Unpickling this writes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return Path.touch, (self.target,)
+
+
+def test_pickles_and_other_members_are_refused_and_never_run(tmp_path: Path, make_dataset) -> None:
+    root = make_dataset(tmp_path / "set")
+    proof = tmp_path / "executed"
+    bomb = pickle.dumps(Bomb(proof))
+    torch.save({"latent": Bomb(proof)}, tmp_path / "bomb.pt")
+    np.save(tmp_path / "bomb.npy", np.array([Bomb(proof)], dtype=object), allow_pickle=True)
+    payloads = [
+        bomb,
+        (tmp_path / "bomb.pt").read_bytes(),
+        (tmp_path / "bomb.npy").read_bytes(),
+        b"\0" * 100,
+        b"{}",
+        b"x",
+    ]
+    header = b'{"latent":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    payloads.append(len(header).to_bytes(8, "little") + header + b"\0" * 4)  # ours has a header of its own
+    payloads.append((2**62).to_bytes(8, "little") + header)
+    entry = LatentReader(root).index.samples["video-000"]
+    for payload in payloads:
+        shard = root / entry.latent.shard
+        good, index = shard.read_bytes(), (root / "index.json").read_text()
+        shard.write_bytes(good + payload)
+
+        def repoint(content: dict, payload: bytes = payload, end: int = len(good)) -> None:
+            for record in content["shards"]:
+                if record["name"] == entry.latent.shard:
+                    record["bytes"] = end + len(payload)
+                    record["latents"][0][1:] = [end, len(payload), hashlib.sha256(payload).hexdigest()]
+
+        edit_index(root, repoint)
+        with pytest.raises(ValueError, match="sample video-000"):
+            LatentReader(root).latent("video-000")
+        shard.write_bytes(good)
+        (root / "index.json").write_text(index)
+    assert not proof.exists()
+    # the bomb does go off where pickles are read
+    pickle.loads(bomb)
+    assert proof.exists()
+
+
+def test_malformed_indexes_are_refused(tmp_path: Path, make_dataset) -> None:
+    root = make_dataset(tmp_path / "set")
+    good = (root / "index.json").read_text()
+
+    def first(content: dict) -> dict:
+        return next(record for record in content["shards"] if record.get("latents"))
+
+    changes = {
+        "schema": lambda c: c.update(schema=99),
+        "escape": lambda c: first(c).update(name="../../etc/passwd"),
+        "hidden": lambda c: first(c).update(name=".hidden"),
+        "absolute": lambda c: first(c).update(name="/etc/passwd"),
+        "outside": lambda c: first(c)["latents"][0].__setitem__(1, 10**9),
+        "negative": lambda c: first(c)["latents"][0].__setitem__(1, -1),
+        "id": lambda c: first(c)["latents"][0].__setitem__(0, "../evil"),
+        "double": lambda c: first(c)["latents"].append(first(c)["latents"][0]),
+        "lost": lambda c: first(c)["latents"].pop(),
+        "shape": lambda c: first(c).update(latent_shape=[1, 2]),
+        "channels": lambda c: c["latent_mean"].pop(),
+        "null": lambda c: c["null_text"].update(shard="absent.tar"),
+        "codec": lambda c: c.pop("codec"),
+        "list": lambda c: c.update(shards=3),
+    }
+    for name, change in changes.items():
+        edit_index(root, change)
+        with pytest.raises(ValueError, match=r"index\.json") as caught:
+            LatentReader(root)
+        assert "\n" not in str(caught.value), name
+        (root / "index.json").write_text(good)
+    for text in ("", "[", "[]", "3", good[: len(good) // 2]):
+        (root / "index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json"):
+            LatentReader(root)
+    (root / "index.json").write_text(good)
+    assert DatasetIndex.load(root / "index.json").to_json() == good
+
+
+def test_shards_of_another_encoder_under_this_index_are_refused(tmp_path: Path, make_dataset) -> None:
+    root = make_dataset(tmp_path / "set")
+    edit_index(root, lambda c: c["codec"].update(id="other", hash="0"))
+    with pytest.raises(ValueError, match=rf"encoded by haar-4x8x8-c16 {HaarCodec().hash}, the index says other 0"):
+        LatentReader(root).latent("video-000")
+    edit_index(root, lambda c: c["text_encoder"].update(id="other", hash="0"))
+    with pytest.raises(ValueError, match="the index says other 0"):
+        LatentReader(root)
+
+
+def test_unknown_samples_and_captions(dataset: Path) -> None:
+    reader = LatentReader(dataset)
+    with pytest.raises(ValueError, match="absent"):
+        reader.latent("absent")
+    for number in (1, -1):
+        with pytest.raises(ValueError, match="has 1 captions"):
+            reader.text("video-000", number)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vsa_kernels import BlockIndex, Blocks
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_blocks_of_sizes(sizes):
+    blocks = Blocks.from_sizes(sizes)
+    assert (blocks.num, blocks.max_size, blocks.min_size) == (len(sizes), max(sizes), min(sizes))
+    assert blocks.sizes.tolist() == sizes
+    assert blocks.offsets.dtype == torch.int32
+    assert int(blocks.offsets[-1]) == sum(sizes)
+
+
+@pytest.mark.parametrize("sizes", [[], [3, 0]], ids=str)
+def test_blocks_hold_tokens(sizes):
+    with pytest.raises(ValueError, match="block sizes must be positive"):
+        Blocks.from_sizes(sizes)
+
+
+@given(st.integers(0, 1 << 16))
+def test_index_and_dense_mask_are_inverse(seed):
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(2, 1, 4, 7, generator=g) < 0.4
+    index = BlockIndex.from_dense(mask)
+    assert torch.equal(index.to_dense(7), mask)
+    for row, count in zip(index.kv_indices.view(-1, 7), index.kv_num_blocks.view(-1), strict=True):
+        kept = row[: int(count)]
+        assert torch.equal(kept, kept.sort().values)

@@ -1,0 +1,336 @@
+"""`block_sparse_attn` against a dense masked softmax in fp64, and the properties that follow from its meaning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from vsa_kernels import BlockIndex, Blocks, block_sparse_attn
+from vsa_kernels.block_sparse import gather, reference
+from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.testing import Case, assert_within_budget, define, expand_mask, make_case, run
+
+BACKENDS = ("reference", "gather")
+NAMES = ("out", "lse", "dq", "dk", "dv")
+RAGGED = dict(q_sizes=[5, 9, 3, 10, 1], kv_sizes=[7, 2, 11, 1, 6, 4], batch=2, heads=4, kv_heads=2)
+
+sizes = st.lists(st.integers(1, 7), min_size=1, max_size=6)
+uniform = st.builds(lambda size, n: [size] * n, st.integers(1, 6), st.integers(1, 6))
+
+
+@st.composite
+def cases(draw) -> Case:
+    group, kv_heads, batch = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    return make_case(
+        draw(sizes | uniform),
+        draw(sizes | uniform),
+        batch=batch,
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([1, 4, 7])),
+        density=draw(st.sampled_from([0.0, 0.3, 0.7, 1.0])),
+        index_batch=draw(st.sampled_from([1, batch])),
+        index_heads=draw(st.sampled_from([1, group * kv_heads])),
+        fine=draw(st.booleans()),
+        kv_valid=draw(st.booleans()),
+        dtype=torch.float64,
+        seed=draw(st.integers(0, 1 << 20)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_both_backends_are_the_dense_masked_softmax(case):
+    exact = define(case)
+    for backend in BACKENDS:
+        got = run(case, backend)
+        for name in NAMES:
+            torch.testing.assert_close(got[name], exact[name], rtol=1e-9, atol=1e-10, msg=f"{backend} {name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fine", [False, True], ids=["plain", "fine"])
+def test_error_stays_in_the_budget_of_the_dtype(dtype, fine, device):
+    case = make_case(**RAGGED, head_dim=32, fine=fine, kv_valid=fine, dtype=dtype, device=device)
+    exact, plain, got = define(case), run(case, "reference"), run(case, "gather")
+    for name in NAMES:
+        assert got[name].dtype == (torch.float32 if name == "lse" else dtype)
+        assert_within_budget(got[name], plain[name], exact[name], name)
+
+
+def _drop_a_block(case: Case) -> Case:
+    counts = case.index.kv_num_blocks.clone()
+    counts[0, 0, counts[0, 0].argmax()] -= 1
+    return replace(case, index=replace(case.index, kv_num_blocks=counts))
+
+
+def _swap_an_index(case: Case) -> Case:
+    listed = case.index.to_dense(case.kv_blocks.num)
+    row = next(r for r in range(case.q_blocks.num) if 0 < int(listed[0, 0, r].sum()) < case.kv_blocks.num)
+    indices = case.index.kv_indices.clone()
+    indices[0, 0, row, 0] = (~listed[0, 0, row]).nonzero()[0, 0]
+    return replace(case, index=replace(case.index, kv_indices=indices))
+
+
+@pytest.mark.parametrize(
+    "damage", [_drop_a_block, _swap_an_index, lambda c: replace(c, scale=1.0)], ids=["drop", "swap", "scale"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_budget_notices_damage(damage, dtype, device):
+    case = make_case(**RAGGED, head_dim=32, dtype=dtype, device=device)
+    exact, plain, wrong = define(case), run(case, "reference"), run(damage(case), "gather")
+    for name in NAMES:
+        with pytest.raises(AssertionError, match=name):
+            assert_within_budget(wrong[name], plain[name], exact[name], name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradcheck(backend):
+    case = make_case([2, 3], [1, 3, 2], heads=2, fine=True, density=0.8, head_dim=3, dtype=torch.float64, seed=2)
+    some = expand_mask(case).any(-1)
+    assert some.any()
+
+    def f(q, k, v):
+        mask = dict(q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend=backend)
+        out, lse = block_sparse_attn(q, k, v, case.index, **mask)
+        return out, lse[some]
+
+    assert torch.autograd.gradcheck(f, tuple(x.requires_grad_() for x in (case.q, case.k, case.v)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_block_listed_is_dense_attention(backend, device):
+    case = make_case([4] * 6, [4] * 5, heads=2, kv_heads=2, batch=2, density=1.0, device=device)
+    q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
+    dense = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    torch.testing.assert_close(run(case, backend)["out"], dense, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_blocks(backend, device):
+    case = make_case([3, 4], [5, 2], batch=2, heads=2, density=0.0, device=device)
+    got = run(case, backend)
+    assert (got["out"] == 0).all()
+    assert (got["lse"] == -torch.inf).all()
+    assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_undefined_lse_gradient_of_an_empty_row_stays_there(backend, device):
+    case = make_case([3, 4], [5, 2], density=1.0, device=device)
+    counts = torch.tensor([[[0, 2]]], dtype=torch.int32, device=device)
+    case = replace(case, index=replace(case.index, kv_num_blocks=counts))
+    clean = run(case, backend)
+    # what autograd of logaddexp(-inf, -inf) hands back
+    poisoned = case.dlse.clone()
+    poisoned[..., :3] = torch.nan
+    got = run(replace(case, dlse=poisoned), backend)
+    for name in NAMES:
+        assert torch.equal(got[name], clean[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unselected_blocks_get_exactly_zero_gradient(backend, device):
+    case = make_case([4] * 3, [4] * 4, heads=2, kv_heads=1, density=1.0, device=device)
+    listed = torch.tensor([True, False, True, False], device=device).expand(1, 1, 3, 4)
+    got = run(replace(case, index=BlockIndex.from_dense(listed)), backend)
+    for name in ("dk", "dv"):
+        blocks = got[name].view(4, -1)
+        assert (blocks[1::2] == 0).all()
+        assert (blocks[::2] != 0).any(-1).all()
+
+
+def test_nan_reaches_only_the_rows_that_select_its_block(device):
+    case = make_case([4, 4, 3, 4], [5, 4, 5], heads=2, kv_heads=2, density=0.5, seed=3, device=device)
+    exact = define(case)
+    bad_block = slice(5, 9)
+    k, v = case.k.clone(), case.v.clone()
+    k[:, bad_block, 0], v[:, bad_block, 0] = torch.nan, torch.nan
+    got = run(replace(case, k=k, v=v), "gather")
+    reached = expand_mask(case)[..., bad_block].any(-1).to(device)
+    assert reached[:, 0].any()
+    assert not reached[:, 0].all()
+    reached[:, 1] = False
+    assert torch.equal(got["lse"].isnan(), reached)
+    assert torch.equal(got["out"].isnan().all(-1).transpose(1, 2), reached)
+    assert torch.equal(got["dq"].isnan().any(-1).transpose(1, 2), reached)
+    untouched = ~reached
+    torch.testing.assert_close(got["lse"][untouched], exact["lse"][untouched].float(), rtol=1e-5, atol=1e-5)
+    # the other head never saw it
+    for name in ("dk", "dv"):
+        assert not got[name][:, :, 1].isnan().any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_past_kv_valid_may_hold_anything(backend, device):
+    case = make_case(**RAGGED, kv_valid=True, device=device)
+    assert case.kv_valid is not None
+    block = torch.repeat_interleave(torch.arange(case.kv_blocks.num, device=device), case.kv_blocks.sizes)
+    place = torch.arange(len(block), device=device) - case.kv_blocks.offsets[block]
+    missing = place >= case.kv_valid[:, block]
+    k, v = (x.masked_fill(missing[..., None, None], torch.nan) for x in (case.k, case.v))
+    clean, got = run(case, backend), run(replace(case, k=k, v=v), backend)
+    for name in NAMES:
+        assert torch.equal(got[name], clean[name])
+    assert (got["dk"][missing] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_logits(backend, device):
+    case = make_case(**RAGGED, device=device)
+    case = replace(case, q=case.q * 100, k=case.k * 100)
+    exact, got = define(case), run(case, backend)
+    assert exact["lse"][exact["lse"].isfinite()].abs().max() > 1e4
+    torch.testing.assert_close(got["out"].double(), exact["out"], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(got["lse"].double(), exact["lse"], rtol=1e-5, atol=1e-2)
+    assert all(got[name].isfinite().all() for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_permuting_kv_blocks_changes_nothing(backend, device):
+    case = make_case([3] * 4, [5] * 6, heads=2, kv_heads=2, dtype=torch.float64, device=device)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0)).to(device)
+    k, v = (x.unflatten(1, (6, 5))[:, order].flatten(1, 2) for x in (case.k, case.v))
+    index = BlockIndex.from_dense(case.index.to_dense(6)[..., order])
+    got, want = run(replace(case, k=k, v=v, index=index), backend), run(case, backend)
+    torch.testing.assert_close(got["out"], want["out"])
+    torch.testing.assert_close(got["dq"], want["dq"])
+    torch.testing.assert_close(got["dk"], want["dk"].unflatten(1, (6, 5))[:, order].flatten(1, 2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_permuting_query_blocks_permutes_the_output(backend, device):
+    case = make_case([3] * 4, [5] * 6, heads=2, kv_heads=2, dtype=torch.float64, device=device)
+    order = torch.tensor([2, 0, 3, 1], device=device)
+    q, dout = (x.unflatten(1, (4, 3))[:, order].flatten(1, 2) for x in (case.q, case.dout))
+    dlse = case.dlse.unflatten(2, (4, 3))[:, :, order].flatten(2, 3)
+    index = BlockIndex.from_dense(case.index.to_dense(6)[:, :, order])
+    got, want = run(replace(case, q=q, dout=dout, dlse=dlse, index=index), backend), run(case, backend)
+    torch.testing.assert_close(got["out"], want["out"].unflatten(1, (4, 3))[:, order].flatten(1, 2))
+    torch.testing.assert_close(got["dv"], want["dv"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_over_disjoint_blocks_merge_by_their_lse(backend, device):
+    case = make_case([4, 3], [5, 2, 3, 4], heads=2, kv_heads=2, density=1.0, dtype=torch.float64, device=device)
+    first = torch.tensor([[[[1, 0, 1, 0], [0, 1, 1, 0]]]], dtype=torch.bool, device=device)
+    q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.v))
+    blocks = dict(q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend=backend)
+    parts = [block_sparse_attn(q, k, v, BlockIndex.from_dense(m), **blocks) for m in (first, ~first)]
+    share = torch.softmax(torch.stack([lse for _, lse in parts]), 0).transpose(2, 3)[..., None]
+    merged = share[0] * parts[0][0] + share[1] * parts[1][0]
+    grads = torch.autograd.grad(merged, (q, k, v), case.dout)
+    whole = run(replace(case, dlse=torch.zeros_like(case.dlse)), backend)
+    torch.testing.assert_close(merged, whole["out"])
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        torch.testing.assert_close(grad, whole[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sample_alone_equals_itself_in_a_batch(backend, device):
+    case = make_case(**RAGGED, kv_valid=True, device=device)
+    assert case.kv_valid is not None
+    index = replace(case.index, kv_indices=case.index.kv_indices[1:], kv_num_blocks=case.index.kv_num_blocks[1:])
+    tensors = {name: getattr(case, name)[1:] for name in ("q", "k", "v", "dout", "dlse", "kv_valid")}
+    alone, both = run(replace(case, index=index, **tensors), backend), run(case, backend)
+    for name in NAMES:
+        torch.testing.assert_close(alone[name], both[name][1:], rtol=1e-6, atol=1e-6)
+
+
+def test_gather_repeats_bit_for_bit(device):
+    case = make_case([8] * 24, [8] * 24, batch=2, heads=4, kv_heads=2, density=0.4, device=device)
+    first, second = run(case, "gather"), run(case, "gather")
+    assert all(torch.equal(first[name], second[name]) for name in NAMES)
+
+
+def test_known_bounds_change_nothing(device):
+    case = make_case([4] * 5, [4] * 6, heads=2, density=1.0, device=device)
+    indices = torch.stack([torch.randperm(6)[:6] for _ in range(10)]).view(1, 2, 5, 6)
+    indices = torch.cat([indices[..., :3].sort(-1).values, indices[..., 3:]], -1).int().to(device)
+    counts = torch.full((1, 2, 5), 3, dtype=torch.int32, device=device)
+    index = BlockIndex(kv_indices=indices, kv_num_blocks=counts)
+    want = run(replace(case, index=index), "gather")
+    for bounds in ({"max_blocks": 3, "min_blocks": 3}, {"max_blocks": 5, "min_blocks": 0}):
+        got = run(replace(case, index=replace(index, **bounds)), "gather")
+        for name in NAMES:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=1e-6)
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    case = make_case([4, 3, 4, 2, 4], [4] * 6, batch=2, heads=2, kv_heads=1, dtype=torch.float64)
+    want = run(case, "gather")
+    monkeypatch.setattr("vsa_kernels.block_sparse.gather._CHUNK_BYTES_CPU", 1)
+    got = run(case, "gather")
+    for name in NAMES:
+        torch.testing.assert_close(got[name], want[name])
+
+
+def test_extra_memory_is_bounded():
+    class Largest(TorchDispatchMode):
+        """Bytes of the largest tensor any operation makes."""
+
+        def __init__(self):
+            super().__init__()
+            self.bytes = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for x in result if isinstance(result, tuple) else (result,):
+                if isinstance(x, torch.Tensor):
+                    self.bytes = max(self.bytes, x.numel() * x.element_size())
+            return result
+
+    case = make_case([16] * 128, [16] * 128, density=0.25, dtype=torch.float32)
+    mask = BlockMask(index=case.index, q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, kv_valid=None)
+    used = {}
+    for backend in (reference, gather):
+        with Largest() as largest:
+            out, lse = backend.forward(case.q, case.k, case.v, mask, 0.25)
+            delta = (case.dout * out).sum(-1).transpose(1, 2)
+            backend.backward(case.dout, delta, lse, case.q, case.k, case.v, mask, 0.25)
+        used[backend] = largest.bytes
+    assert used[reference] == 4 * 2048 * 2048
+    assert used[gather] <= gather._CHUNK_BYTES_CPU
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_the_output_may_be_used(backend):
+    case = make_case([4, 3], [5, 2], density=1.0)
+    q = case.q.requires_grad_()
+    blocks = dict(q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend=backend)
+    out, _ = block_sparse_attn(q, case.k, case.v, case.index, **blocks)
+    (dq,) = torch.autograd.grad(out, q, case.dout)
+    want = run(replace(case, dlse=torch.zeros_like(case.dlse)), backend)["dq"]
+    torch.testing.assert_close(dq, want)
+
+
+def _with_index(**changes):
+    return lambda c: replace(c, index=replace(c.index, **changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: replace(c, k=c.k[:, :-1]), "k and v must have one shape"),
+        (lambda c: replace(c, k=c.k[..., :-1], v=c.v[..., :-1]), "agree in batch and head dim"),
+        (lambda c: replace(c, q=c.q[:, :, :3]), "multiple of kv heads, got 3 and 2"),
+        (lambda c: replace(c, k=c.k.double()), "share one float dtype"),
+        (lambda c: replace(c, q_blocks=Blocks.from_sizes([28])), "1 rows, one per query block, got 5"),
+        (_with_index(kv_num_blocks=torch.ones(1, dtype=torch.int32)), "kv_num_blocks must be"),
+        (_with_index(mask_bits=torch.ones(1, 10, 11, dtype=torch.bool)), "needs kv_num_full_blocks"),
+        (lambda c: replace(c, kv_valid=torch.ones(1, 6, dtype=torch.int32)), r"kv_valid must be \[2, 6\]"),
+    ],
+)
+def test_bad_input(change, message):
+    with pytest.raises(ValueError, match=message):
+        run(change(make_case(**RAGGED)), "gather")
+
+
+def test_a_named_backend_is_never_replaced():
+    with pytest.raises(ValueError, match=r"reference, gather or None .* got 'triton'"):
+        run(make_case([2], [2]), "triton")

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vsa.models.rope import apply_rope, axis_dims, rope_tables
+
+CPU = torch.device("cpu")
+grids = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 7))
+head_dims = st.sampled_from([6, 8, 12, 16, 20, 32])
+
+
+def rotate_by_definition(x, grid, head_dim):
+    """Each channel pair is a complex number turned by position * theta^(-2i / axis width), token by token, fp64."""
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+    out = torch.empty_like(pairs)
+    _, rows, columns = grid
+    for token in range(x.shape[1]):
+        position = (token // (rows * columns), token // columns % rows, token % columns)
+        angles = [
+            position[axis] * 10000.0 ** (-2 * i / width)
+            for axis, width in enumerate(axis_dims(head_dim))
+            for i in range(width // 2)
+        ]
+        out[:, token] = pairs[:, token] * torch.exp(1j * torch.tensor(angles, dtype=torch.float64))
+    return torch.view_as_real(out).flatten(-2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(grid=grids, head_dim=head_dims)
+def test_equals_the_definition(grid, head_dim):
+    x = torch.randn(2, grid[0] * grid[1] * grid[2], 3, head_dim, generator=torch.Generator().manual_seed(0))
+    rotated = apply_rope(x, rope_tables(grid, head_dim, CPU))
+    torch.testing.assert_close(rotated.double(), rotate_by_definition(x, grid, head_dim), atol=2e-6, rtol=0)
+
+
+def test_pairing_halves_is_not_the_definition():
+    grid, head_dim = (2, 3, 4), 16
+    x = torch.randn(1, 24, 1, head_dim)
+    cos, sin = (table[:, None] for table in rope_tables(grid, head_dim, CPU))
+    first, second = x.chunk(2, dim=-1)
+    halves = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    assert (halves.double() - rotate_by_definition(x, grid, head_dim)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_tables_equal_diffusers(head_dim):
+    theirs = WanRotaryPosEmbed(head_dim, (1, 2, 2), 64)(torch.empty(1, 16, 5, 14, 22))
+    for ours, full in zip(rope_tables((5, 7, 11), head_dim, CPU), theirs, strict=True):
+        torch.testing.assert_close(ours, full[0, :, 0, ::2], atol=1e-7, rtol=0)
+
+
+def test_scores_depend_on_the_offset_only():
+    q, k = torch.randn(2, 12, dtype=torch.float64)
+    grid = (4, 5, 6)
+    tokens = grid[0] * grid[1] * grid[2]
+    rope = rope_tables(grid, 12, CPU)
+    scores = (
+        apply_rope(q.expand(1, tokens, 1, 12), rope)[0, :, 0] @ apply_rope(k.expand(1, tokens, 1, 12), rope)[0, :, 0].T
+    ).view(*grid, *grid)
+    torch.testing.assert_close(scores[0, 1, 2, 2, 2, 5], scores[1, 3, 0, 3, 4, 3], atol=1e-6, rtol=0)
+    assert (scores[0, 1, 2, 2, 2, 5] - scores[1, 3, 0, 3, 4, 4]).abs() > 1e-4
+
+
+def test_half_precision_rotates_in_fp32():
+    x = torch.randn(1, 60, 2, 16).bfloat16()
+    rope = rope_tables((3, 4, 5), 16, CPU)
+    assert torch.equal(apply_rope(x, rope), apply_rope(x.float(), rope).bfloat16())
+
+
+def test_tables_made_in_inference_mode_serve_training():
+    with torch.inference_mode():
+        rope = rope_tables((1, 3, 13), 16, CPU)
+    x = torch.randn(1, 39, 1, 16, requires_grad=True)
+    apply_rope(x, rope).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("head_dim", [4, 7])
+def test_head_dim_without_three_axes_is_refused(head_dim):
+    with pytest.raises(ValueError, match=f"even and at least 6 .* got {head_dim}"):
+        axis_dims(head_dim)

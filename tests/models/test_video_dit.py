@@ -1,0 +1,486 @@
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from vsa.attention.full import FullAttention
+from vsa.attention.layout import TileLayout
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.video_dit import VideoDiT
+
+# the layouts here are ragged on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
+
+LATENT = (6, 4, 8, 12)
+GRID = (4, 4, 6)
+SIZES = dict(
+    num_attention_heads=2,
+    attention_head_dim=12,
+    in_channels=6,
+    out_channels=5,
+    text_dim=10,
+    freq_dim=16,
+    ffn_dim=40,
+    num_layers=3,
+)
+SPARSE = partial(VideoSparseAttention, tile_thw=(2, 2, 2), gate_init="model")
+
+
+class TiledFull(FullAttention):
+    """Dense attention in a tile-major order that is far from raster: every tile at an edge is short."""
+
+    def layout(self, segments, device=None):
+        return TileLayout.build(segments, tile_thw=(3, 3, 4), device=device)
+
+
+def make_model(attention=FullAttention, device="cpu", **changes) -> VideoDiT:
+    torch.manual_seed(0)
+    model = VideoDiT(attention=attention, **(SIZES | changes))
+    # a zero head would hide everything behind it
+    torch.nn.init.normal_(model.proj_out.weight, std=0.1)
+    for parameter in model.parameters():
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return model.to(device)
+
+
+def make_inputs(device="cpu", batch: int = 2, latent=LATENT, text_len: int = 7):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, *latent, generator=generator)
+    timestep = torch.rand(batch, generator=generator) * 1000
+    text = torch.randn(batch, text_len, 10, generator=generator)
+    return x.to(device), timestep.to(device), text.to(device)
+
+
+def gradients(model: VideoDiT) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_runs(a, b, inputs, *, tolerance: float, kwargs_a=None, kwargs_b=None):
+    """Outputs and parameter gradients of two models agree, for the parameters both have."""
+    out_a, out_b = a(*inputs, **(kwargs_a or {})), b(*inputs, **(kwargs_b or {}))
+    torch.testing.assert_close(out_a, out_b, atol=tolerance, rtol=0)
+    for model, out in ((a, out_a), (b, out_b)):
+        model.zero_grad()
+        out.square().mean().backward()
+    grads_a, grads_b = gradients(a), gradients(b)
+    for name in grads_a.keys() & grads_b.keys():
+        scale = grads_b[name].abs().max().clamp(min=1).item()
+        torch.testing.assert_close(grads_a[name], grads_b[name], atol=tolerance * scale, rtol=0, msg=name)
+
+
+# --- token order ---
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_layouts_order_does_not_show(per_token, device):
+    raster, tiled = make_model(device=device), make_model(TiledFull, device=device)
+    x, timestep, text = make_inputs(device)
+    if per_token:
+        timestep = torch.rand(2, 96, generator=torch.Generator().manual_seed(2)).to(device) * 1000
+    assert not tiled.layout_for(LATENT).is_identity
+    assert_equal_runs(tiled, raster, (x, timestep, text), tolerance=2e-6)
+
+
+def test_rope_left_in_raster_order_would_show(monkeypatch):
+    raster, tiled = make_model(), make_model(TiledFull)
+    inputs = make_inputs()
+    expected = raster(*inputs)
+    tables = raster._rope(GRID, raster.layout_for(LATENT))
+    monkeypatch.setattr(tiled, "_rope", lambda grid, layout: tables)
+    assert (tiled(*inputs) - expected).abs().max() > 1e-4
+
+
+def test_samples_of_a_batch_do_not_mix(device):
+    model = make_model(SPARSE, device=device)
+    x, timestep, text = make_inputs(device)
+    both = model(x, timestep, text, topk=3)
+    for i in range(2):
+        alone = model(x[i : i + 1], timestep[i : i + 1], text[i : i + 1], topk=3)
+        torch.testing.assert_close(alone[0], both[i], atol=2e-6, rtol=0)
+
+
+# --- sparse attention inside the model ---
+
+
+def test_all_tiles_and_identity_gates_equal_the_dense_model(device):
+    dense = make_model(device=device)
+    sparse = VideoDiT(attention=partial(VideoSparseAttention, tile_thw=(2, 2, 2)), **SIZES).to(device)
+    missing, unexpected = sparse.load_state_dict(dense.state_dict(), strict=False)
+    assert not unexpected
+    assert all(".to_gate_" in name for name in missing)
+    inputs = make_inputs(device)
+    assert_equal_runs(sparse, dense, inputs, tolerance=1e-5)
+    # the control: fewer tiles are not dense attention
+    assert (sparse(*inputs, topk=2) - dense(*inputs)).abs().max() > 1e-4
+
+
+def test_state_dict_names_each_gate_once_under_its_block():
+    gates = {n for n in make_model(SPARSE).state_dict()} - {n for n in make_model().state_dict()}
+    assert gates == {
+        f"blocks.{i}.{gate}.{kind}"
+        for i in range(3)
+        for gate in ("to_gate_compress", "to_gate_fine")
+        for kind in ("weight", "bias")
+    }
+
+
+def test_topk_none_is_all_tiles_and_lists_are_per_layer():
+    model = make_model(SPARSE)
+    inputs = make_inputs()
+    num_tiles = model.layout_for(LATENT).num_video_tiles
+    assert num_tiles == 2 * 2 * 3
+    assert torch.equal(model(*inputs), model(*inputs, topk=num_tiles))
+    assert torch.equal(model(*inputs, topk=4), model(*inputs, topk=[4, 4, 4]))
+    assert not torch.equal(model(*inputs, topk=[4, 2, 4]), model(*inputs, topk=4))
+    seen = {}
+    model(*inputs, topk=[1, 5, 3], recorder=lambda layer, tensors: seen.update({layer: tensors}))
+    assert [int(seen[i]["kv_num_blocks"].max()) for i in range(3)] == [1, 5, 3]
+
+
+def test_every_parameter_gets_a_gradient(device):
+    model = make_model(SPARSE, device=device)
+    model(*make_inputs(device), topk=3).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("attention", [FullAttention, SPARSE], ids=["full", "sparse"])
+def test_activation_checkpointing_changes_nothing(attention, device):
+    plain, recomputed = make_model(attention, device=device), make_model(attention, device=device)
+    assert not recomputed.activation_checkpointing
+    recomputed.activation_checkpointing = True
+    assert recomputed.activation_checkpointing
+    kwargs = {"topk": 3}
+    assert_equal_runs(plain, recomputed, make_inputs(device), tolerance=0, kwargs_a=kwargs, kwargs_b=kwargs)
+
+
+def test_activation_checkpointing_keeps_less():
+    def saved_numbers(checkpointing: bool) -> int:
+        model, total = make_model(SPARSE), 0
+        model.activation_checkpointing = checkpointing
+
+        def pack(tensor):
+            nonlocal total
+            total += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(*make_inputs(), topk=3)
+        return total
+
+    assert saved_numbers(True) < 0.3 * saved_numbers(False)
+
+
+def test_a_deep_copy_runs_its_own_weights():
+    model = make_model(SPARSE)
+    inputs = make_inputs()
+    before = model(*inputs, topk=3)
+    twin = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(twin(*inputs, topk=3), before)
+    for parameter in twin.blocks[0].to_gate_compress.parameters():
+        parameter.data.add_(1.0)
+    assert not torch.equal(twin(*inputs, topk=3), before)
+
+
+# --- conditions ---
+
+
+@pytest.mark.parametrize("garbage", [1e4, float("nan")])
+def test_masked_text_has_no_influence(garbage, device):
+    model = make_model(device=device)
+    x, timestep, text = make_inputs(device)
+    mask = torch.ones(2, 7, dtype=torch.bool, device=device)
+    mask[0, 4:] = False
+    mask[1, 2] = False
+    text.requires_grad_()
+    expected = model(x, timestep, text, mask)
+    changed = text.detach().clone()
+    changed[~mask] = garbage
+    assert torch.equal(model(x, timestep, changed, mask), expected)
+    # the same text without the masked tokens at all
+    torch.testing.assert_close(model(x[:1], timestep[:1], text[:1, :4])[0], expected[0], atol=2e-6, rtol=0)
+    expected.square().mean().backward()
+    assert text.grad is not None
+    assert (text.grad[~mask] == 0).all()
+    assert (text.grad[mask].abs().sum(-1) > 0).all()
+    # the control: unmasked, the tokens do matter
+    assert (model(x, timestep, text) - expected).abs().max() > 1e-4
+
+
+def test_per_token_timesteps_of_one_value_are_one_timestep():
+    model = make_model(SPARSE)
+    x, timestep, text = make_inputs()
+    spread = timestep[:, None].expand(-1, 96).contiguous()
+    torch.testing.assert_close(model(x, spread, text, topk=3), model(x, timestep, text, topk=3), atol=2e-6, rtol=0)
+    spread[0, 5] += 300
+    assert (model(x, spread, text, topk=3) - model(x, timestep, text, topk=3)).abs().max() > 1e-4
+
+
+def test_condition_latents_are_the_last_channels():
+    model = make_model()
+    x, timestep, text = make_inputs()
+    assert torch.equal(model(x[:, :4], timestep, text, cond_latents=x[:, 4:]), model(x, timestep, text))
+
+
+def test_half_precision_model_stays_near_its_fp64_twin():
+    model = make_model(SPARSE)
+    exact = copy.deepcopy(model).double()
+    x, timestep, text = make_inputs()
+    expected = exact(x.double(), timestep, text.double())
+    half = copy.deepcopy(model).bfloat16()(x, timestep, text)
+    assert half.dtype == torch.bfloat16
+    assert expected.dtype == torch.float64
+    assert (half.double() - expected).abs().max() < 0.05 * expected.abs().max()
+    assert (model(x, timestep, text).double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+# --- compilation ---
+
+
+def count_compiled_graphs():
+    """A backend that runs graphs as they are and counts them: one graph per compilation."""
+    graphs = []
+
+    def backend(graph, _example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return graphs, backend
+
+
+@pytest.mark.parametrize(("training", "start"), [(True, "all"), (False, 2)])
+def test_topk_changes_do_not_recompile(training, start):
+    torch._dynamo.reset()
+    sizes = dict(num_attention_heads=1, attention_head_dim=6, ffn_dim=8, num_layers=2, in_channels=2, out_channels=2)
+    model = make_model(partial(VideoSparseAttention, tile_thw=(1, 1, 1)), **sizes)
+    reference = copy.deepcopy(model)
+    graphs, backend = count_compiled_graphs()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    latent = (2, 2, 14, 16)
+    inputs = make_inputs(batch=1, latent=latent)
+    num_tiles = model.layout_for(latent).num_video_tiles
+    assert num_tiles == 112
+    with torch.set_grad_enabled(training):
+        # an annealing run starts at all tiles, where the fine stage is dense; top-k 1 is a constant to dynamo
+        for topk in (num_tiles if start == "all" else start, 3):
+            model(*inputs, topk=topk)
+        # one graph, then one whose top-k is a symbol; not one per layer
+        assert len(graphs) == 2
+        for topk in range(4, 4 + 100):
+            out = model(*inputs, topk=topk)
+        assert len(graphs) == 2
+        torch.testing.assert_close(out, reference(*inputs, topk=topk))
+        # a top-k per layer is no exception
+        model(*inputs, topk=[7, 5])
+        assert len(graphs) == 2
+        # the control: the counter does see a recompilation
+        for block in model.blocks:
+            block.norm1.eps = 1e-5
+        model(*inputs, topk=4)
+        assert len(graphs) > 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compile_blocks_shares_one_graph_and_equals_eager(checkpointing):
+    torch._dynamo.reset()
+    plain, compiled = make_model(SPARSE), make_model(SPARSE)
+    graphs, backend = count_compiled_graphs()
+    compiled.compile_blocks(backend=backend)
+    compiled.activation_checkpointing = checkpointing
+    kwargs = {"topk": 3}
+    assert_equal_runs(plain, compiled, make_inputs(), tolerance=1e-6, kwargs_a=kwargs, kwargs_b=kwargs)
+    assert len(graphs) == 1
+    # a copy made after compiling runs its own weights too
+    twin = copy.deepcopy(compiled)
+    for parameter in compiled.parameters():
+        parameter.data.zero_()
+    torch.testing.assert_close(twin(*make_inputs(), topk=3), plain(*make_inputs(), topk=3))
+    # a recorder is Python: those blocks run eagerly instead of breaking the graph
+    layers = []
+    twin(*make_inputs(), topk=3, recorder=lambda layer, _tensors: layers.append(layer))
+    assert layers == [0, 1, 2]
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_inductor_blocks_equal_eager(device):
+    torch._dynamo.reset()
+    plain, compiled = (make_model(SPARSE, device=device, num_layers=1) for _ in range(2))
+    compiled.compile_blocks()
+    for topk in (2, 3, 5):
+        kwargs = {"topk": topk}
+        assert_equal_runs(plain, compiled, make_inputs(device), tolerance=1e-5, kwargs_a=kwargs, kwargs_b=kwargs)
+    torch._dynamo.reset()
+
+
+# --- parameters ---
+
+
+def test_roles_cover_every_parameter():
+    model = make_model(SPARSE, in_channels=6, image_dim=9, added_kv_proj_dim=24)
+    roles = model.parameter_roles()
+    assert roles.keys() == dict(model.named_parameters()).keys()
+    expected = {
+        "patch_embedding.weight": "embedding",
+        "condition_embedder.text_embedder.linear_1.weight": "embedding",
+        "condition_embedder.image_embedder.ff.net.0.proj.weight": "embedding",
+        "condition_embedder.time_proj.bias": "vector",
+        "scale_shift_table": "vector",
+        "proj_out.weight": "head",
+        "proj_out.bias": "vector",
+        "blocks.2.attn1.to_out.0.weight": "matrix",
+        "blocks.2.attn2.add_k_proj.weight": "matrix",
+        "blocks.2.attn1.norm_q.weight": "vector",
+        "blocks.2.scale_shift_table": "vector",
+        "blocks.2.to_gate_compress.weight": "gate",
+        "blocks.2.to_gate_fine.bias": "gate",
+    }
+    assert {name: roles[name] for name in expected} == expected
+    matrices = {n for n, role in roles.items() if role == "matrix"}
+    assert all(dict(model.named_parameters())[n].dim() == 2 and n.startswith("blocks.") for n in matrices)
+
+
+@pytest.mark.parametrize("init", ["gpt_neox", "wan"])
+def test_a_meta_model_is_initialised_like_a_real_one(init):
+    build = partial(VideoDiT, attention=SPARSE, init=init, **SIZES)
+    torch.manual_seed(3)
+    real = build()
+    with torch.device("meta"):
+        empty = build()
+    empty.to_empty(device="cpu")
+    for parameter in empty.parameters():
+        parameter.data.fill_(float("nan"))
+    torch.manual_seed(3)
+    empty.reset_parameters()
+    # `real` drew torch's own initial values first, so only what is not random is equal
+    for (name, a), b in zip(real.named_parameters(), empty.parameters(), strict=True):
+        assert b.isfinite().all(), name
+        assert (a.std(correction=0) == 0) == (b.std(correction=0) == 0), name
+        if a.std(correction=0) == 0:
+            assert torch.equal(a, b), name
+    assert empty(*make_inputs(), topk=2).abs().max() == 0
+
+
+@pytest.mark.parametrize("init", ["gpt_neox", "wan"])
+def test_initial_values_follow_the_documented_scheme(init):
+    torch.manual_seed(0)
+    sizes = SIZES | dict(num_attention_heads=8, attention_head_dim=16, ffn_dim=512, text_dim=64, in_channels=16)
+    model = VideoDiT(attention=FullAttention, init=init, **sizes)
+    dim, layers = 128, 3
+
+    def xavier(shape):
+        return (2 / (shape[0] + shape[1:].numel())) ** 0.5
+
+    def expected_std(name, shape):
+        if name == "proj_out.weight":
+            return 0.0
+        if "text_embedder" in name or "time_embedder" in name:
+            return 0.02
+        if name.endswith("scale_shift_table"):
+            return dim**-0.5
+        if init == "wan":
+            return xavier(shape)
+        return 2 / (layers * dim**0.5) if name.endswith(("to_out.0.weight", "net.2.weight")) else (0.4 / dim) ** 0.5
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+        else:
+            exact = expected_std(name, parameter.shape)
+            # five standard errors of a standard deviation
+            assert abs(parameter.std().item() - exact) <= 5 * exact / (2 * parameter.numel()) ** 0.5, name
+
+
+# --- work ---
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_flops_equal_torchs_counter(training):
+    model = make_model()
+    x, timestep, text = make_inputs(batch=1)
+    x.requires_grad_(training)
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        out = model(x, timestep, text)
+        if training:
+            out.sum().backward()
+    work = model.flops(LATENT, text_len=7, training=False)
+    if training:
+        # eager attention runs two matmuls forward and four backward; 3.5 counts flash's recomputed scores too
+        tokens, dim, layers = 96, 24, 3
+        attention = 4 * dim * tokens * (tokens + 7) * layers
+        linear = work.executed - attention
+        assert model.flops(LATENT, text_len=7).executed == 3 * linear + 3.5 * attention
+        # the text and the sinusoid need no gradient
+        first_layers = 2 * 24 * (7 * 10 + 16)
+        assert counter.get_total_flops() == 3 * (linear + attention) - first_layers
+    else:
+        assert counter.get_total_flops() == work.executed
+
+
+def test_sparse_work_is_dense_work_minus_skipped_pairs():
+    model = make_model(SPARSE)
+    tokens, tiles, dim, layers = 96, 12, 24, 3
+    dense = model.flops(LATENT, text_len=7)
+    sparse = model.flops(LATENT, 3, text_len=7)
+    skipped = tokens * (tokens - 3 * tokens / tiles)
+    assert dense.executed - sparse.executed == pytest.approx(3.5 * 4 * dim * skipped * layers)
+    assert dense.dense_equivalent == sparse.dense_equivalent == make_model().flops(LATENT, 3).dense_equivalent
+    mixed = model.flops(LATENT, [3, 12, 12], text_len=7)
+    assert dense.executed - mixed.executed == pytest.approx(3.5 * 4 * dim * skipped)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_head_dim": 9}, "attention_head_dim must be even and at least 6 .* got 9"),
+        ({"attention_head_dim": 4}, "attention_head_dim must be even and at least 6 .* got 4"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"freq_dim": 15}, "freq_dim must be even and positive, got 15"),
+        ({"patch_size": (2, 2)}, r"patch_size must be three positive sizes, got \(2, 2\)"),
+        ({"init": "kaiming"}, "init must be one of gpt_neox, wan, got 'kaiming'"),
+        ({"image_dim": 8}, "image_dim and added_kv_proj_dim come together, got 8 and None"),
+        ({"image_dim": 8, "added_kv_proj_dim": 20}, "added_kv_proj_dim must be the model width 24, got 20"),
+    ],
+)
+def test_bad_sizes_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        VideoDiT(attention=FullAttention, **(SIZES | changes))
+
+
+def test_bad_inputs_are_named():
+    model = make_model(rope_max_seq_len=8)
+    x, timestep, text = make_inputs()
+    ones = torch.ones(2, 7)
+    cases = [
+        ((x[..., :11], timestep, text), {}, r"divisible by the patch \(1, 2, 2\), got \(6, 4, 8, 11\)"),
+        ((x[:, :5], timestep, text), {}, "takes 6 latent channels .* got 5"),
+        ((x, timestep, text), {"cond_latents": x[:, :1]}, "takes 6 latent channels .* got 7"),
+        ((x, timestep, text[..., :9]), {}, r"text must be \[B, S, E\] = \[2, S, 10\], got \[2, 7, 9\]"),
+        ((x, timestep, text, ones), {}, r"text_mask must be bool \[2, 7\], got torch.float32 \[2, 7\]"),
+        ((x, timestep[:1], text), {}, r"timestep must be \[2\] or \[2, 96\], got \[1\]"),
+        ((x, timestep, text), {"image_embeds": text}, r"image_embeds .*: None, got \[2, 7, 10\]"),
+        ((x, timestep, text), {"topk": 0}, r"topk must be at least 1, .* got 0"),
+        ((x, timestep, text), {"topk": [1, 2]}, r"one per layer \(3\), got \[1, 2\]"),
+        ((torch.randn(2, 6, 9, 8, 12), timestep, text), {}, r"\(9, 4, 6\) exceeds rope_max_seq_len 8"),
+    ]
+    for args, kwargs, message in cases:
+        with pytest.raises(ValueError, match=message):
+            model(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"divisible by the patch \(1, 2, 2\), got \(4, 8, 12\)"):
+        model.layout_for(LATENT[1:])

@@ -1,0 +1,15 @@
+"""Train a video diffusion transformer: `python train.py experiment=quickstart`."""
+
+import hydra
+from omegaconf import DictConfig
+
+from vsa.training.run import command, run
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+def main(cfg: DictConfig) -> None:
+    run(cfg)
+
+
+if __name__ == "__main__":
+    command(main)

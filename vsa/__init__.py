@@ -1,0 +1,1 @@
+"""Training of video diffusion transformers with sparse attention."""

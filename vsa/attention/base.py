@@ -1,0 +1,65 @@
+"""The contract every attention method fulfils.
+
+B batch, L tokens (tile-major), H heads, D head dim, C = H * D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from vsa.attention.context import AttnContext
+from vsa.attention.layout import Segment, TileLayout
+
+
+class AttentionMethod(nn.Module):
+    """Self-attention of one layer, between the qk-norm and the output projection.
+
+    Three parts, so that sequence parallelism can put its all-to-alls between them: `project` makes per-token
+    tensors that stay local, `attend` sees the whole sequence for some heads, `combine` makes the output.
+
+    A method's own parameters live in `extra_modules()`; the block registers these under their names
+    (`blocks.N.to_gate_compress`), so a dense checkpoint's keys stay a subset of a sparse one's.
+
+    Args:
+        dim: model width C.
+        num_heads: H.
+        head_dim: D.
+        layer_idx: position of the layer in the model.
+    """
+
+    def __init__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int = 0):
+        super().__init__()
+        self.dim, self.num_heads, self.head_dim, self.layer_idx = dim, num_heads, head_dim, layer_idx
+
+    def extra_modules(self) -> dict[str, nn.Module]:
+        """Modules with this method's parameters, by the name the block registers them under."""
+        return {}
+
+    def reset_extra_parameters(self) -> None:
+        """Put the extra modules at their documented start, after the model initialised every linear layer."""
+
+    def layout(self, segments: Sequence[Segment], device) -> TileLayout:
+        """The token order and tiles this method wants for a row of segments."""
+        raise NotImplementedError
+
+    def project(self, x: Tensor) -> dict[str, Tensor]:
+        """Per-token tensors from the block's normalised, modulated hidden states x `[B, L, C]`."""
+        return {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        """Parts of the output from q, k, v `[B, L, H, D]` (RoPE and qk-norm applied)."""
+        raise NotImplementedError
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        """Output `[B, L, H, D]` from the parts of `attend` and the tensors of `project`."""
+        raise NotImplementedError
+
+    def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        """`combine(attend(...))`; a method may override it with a fused op that equals the split path."""
+        return self.combine(self.attend(q, k, v, ctx), extra, ctx)
+
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        """Executed query-key pairs of one row and one head (FLOPs = 4 * D * pairs forward)."""
+        raise NotImplementedError

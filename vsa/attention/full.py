@@ -1,0 +1,57 @@
+"""Dense attention: every token sees its whole sample.
+
+B batch, L tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.layout import Segment, TileLayout
+
+
+def dense_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Softmax attention over all keys, `softmax(q k^T * scale) v`.
+
+    Args:
+        q: `[B, L, H, D]` queries.
+        k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
+        v: `[B, S, Hkv, D]` values.
+        scale: factor on the scores; None: `1 / sqrt(D)`.
+
+    Returns:
+        `[B, L, H, D]`.
+    """
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
+def dense_attn_per_sample(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> Tensor:
+    """Dense attention inside each sample of a row; q, k, v and the result `[B, L, H, D]`."""
+    if layout.num_samples == 1:
+        return dense_attn(q, k, v)
+    parts = [dense_attn(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in layout.sample_spans]
+    return torch.cat(parts, dim=1)
+
+
+class FullAttention(AttentionMethod):
+    """Dense attention in raster order; `topk` is ignored."""
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        return TileLayout.build(segments, tile_thw=None, device=device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        return {"out": dense_attn_per_sample(q, k, v, ctx.layout)}
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        return parts["out"]
+
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        return float(sum((stop - start) ** 2 for start, stop in layout.sample_spans))

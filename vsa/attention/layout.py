@@ -1,0 +1,359 @@
+"""How the tokens of a row become tiles.
+
+B batch, L tokens, N blocks, Nv video blocks. A row is a sequence of segments (a video, an image, a text); the
+segments of one sample stand together. Raster order is the order tokens arrive in; in tile-major order the tokens
+of a tile are contiguous, so that a tile is a block to the kernels. A block never crosses a segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from vsa_kernels.block_index import Blocks
+
+from vsa.attention.hilbert import hilbert_order
+from vsa.attention.tiling import (
+    MIN_FILL,
+    SUPER_SIZES,
+    BlockOrder,
+    Grid,
+    SegmentTiles,
+    cube_tiles,
+    propose_tile,
+    run_tiles,
+    slots,
+)
+
+Span = tuple[int, int]
+Partition = Literal["cube", "hilbert_run"]
+
+VIDEO_KINDS = ("video", "image")
+TEXT_KINDS = ("text", "cond")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of one kind.
+
+    Args:
+        grid_thw: tokens along time, height, width; text and cond segments of n tokens have (1, 1, n).
+        kind: video or image (tiled in space, competing for top-k), text or cond (visible to all of the sample).
+        sample: number of the sample the segment belongs to; samples never see each other.
+    """
+
+    grid_thw: Grid
+    kind: str = "video"
+    sample: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "grid_thw", tuple(int(n) for n in self.grid_thw))
+        if self.kind not in (*VIDEO_KINDS, *TEXT_KINDS):
+            raise ValueError(f"segment kind must be video, image, text or cond, got {self.kind!r}")
+        if len(self.grid_thw) != 3 or min(self.grid_thw) < 1:
+            raise ValueError(f"grid_thw must be three positive sizes, got {self.grid_thw}")
+        if not self.is_video and self.grid_thw[:2] != (1, 1):
+            raise ValueError(f"a {self.kind} segment has grid (1, 1, n), got {self.grid_thw}")
+
+    @property
+    def is_video(self) -> bool:
+        return self.kind in VIDEO_KINDS
+
+    @property
+    def num_tokens(self) -> int:
+        return math.prod(self.grid_thw)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TileSelection:
+    """Which tiles a video query tile may select, in rows with text or with several samples.
+
+    Args:
+        candidates: bool `[Nv, N]`, video tiles of the query's own sample.
+        always: bool `[Nv, N]`, text tiles of the query's own sample; None when the row has no text.
+        block_ids: int64 `[Nv]`, position of each video tile among all blocks: the query block of a row of the index.
+    """
+
+    candidates: Tensor
+    always: Tensor | None
+    block_ids: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TileLayout:
+    """Token order and blocks of a row; made by `TileLayout.build`, immutable, tensors on `device`.
+
+    Args:
+        segments: the row's segments in order; their places are the same in raster and in tile-major order.
+        tile_thw: tile of the video segments; None: raster order, one block per segment.
+        partition: cube (cuboid tiles, ragged at the far edges) or hilbert_run (runs of exactly tile-volume tokens
+            along a Hilbert curve, only the last one shorter).
+        block_order: nested or raster order of cube tiles; Hilbert runs follow their curve.
+        device: where the tensors are.
+        num_tokens: L.
+        num_blocks: N.
+        order: int64 `[L]`, raster index of the i-th tile-major token.
+        inverse: int64 `[L]`, tile-major index of the i-th raster token.
+        is_identity: the two orders are the same.
+        blocks: all N blocks over the tile-major tokens.
+        block_segment: int64 `[N]`, segment of each block.
+        video_tiles: video tiles of each sample, in the order samples appear.
+        num_video_tiles: the largest of them: what "all tiles" means as a top-k.
+        fill: tokens per slot of the video tiles; a short tile costs a kernel a whole one.
+        super_offsets: int32 `[groups + 1]` block offsets of the aligned groups of 2 (tiles next to each other in
+            height), 4 (height and width) and 8 (time too) blocks; groups at an edge hold fewer. Empty in raster
+            block order.
+        sample_spans: token range of each sample.
+        text_spans: token range and sample position of each text or cond segment.
+        video_spans: token ranges of the video tokens, neighbours merged.
+        video_blocks: the Nv video blocks over the video tokens alone.
+        video_slots: int64 `[Lv]`, slot of each video token when every tile has `video_blocks.max_size` slots; None
+            when all tiles are full.
+        selection: None when every tile may select every tile: one sample and no text.
+    """
+
+    segments: tuple[Segment, ...]
+    tile_thw: Grid | None
+    partition: Partition
+    block_order: BlockOrder
+    device: torch.device
+    num_tokens: int
+    num_blocks: int
+    order: Tensor
+    inverse: Tensor
+    is_identity: bool
+    blocks: Blocks
+    block_segment: Tensor
+    video_tiles: tuple[int, ...]
+    num_video_tiles: int
+    fill: float
+    super_offsets: Mapping[int, Tensor]
+    sample_spans: tuple[Span, ...]
+    text_spans: tuple[tuple[int, int, int], ...]
+    video_spans: tuple[Span, ...]
+    video_blocks: Blocks
+    video_slots: Tensor | None
+    selection: TileSelection | None
+
+    @staticmethod
+    def build(
+        segments: Sequence[Segment],
+        *,
+        tile_thw: Sequence[int] | None,
+        partition: Partition = "cube",
+        block_order: BlockOrder = "nested",
+        device: torch.device | str | None = None,
+    ) -> TileLayout:
+        """The layout of a row of segments; the same arguments give the same object while it is in the cache.
+
+        Warns once per layout when short tiles waste more than a tenth of the slots.
+
+        Args:
+            segments: at least one; the segments of a sample stand together.
+            tile_thw: tokens per tile along time, height, width; None for raster order.
+            partition: cube or hilbert_run.
+            block_order: nested or raster.
+            device: None means cpu.
+
+        Raises:
+            ValueError: no segments, samples interleaved, a tile without three positive sizes, unknown names.
+        """
+        segments = tuple(segments)
+        if not segments:
+            raise ValueError("a layout needs at least one segment, got none")
+        tile = None if tile_thw is None else tuple(int(n) for n in tile_thw)
+        if tile is not None and (len(tile) != 3 or min(tile) < 1):
+            raise ValueError(f"tile_thw must be three positive sizes, got {tile}")
+        if partition not in ("cube", "hilbert_run"):
+            raise ValueError(f"partition must be cube or hilbert_run, got {partition!r}")
+        if block_order not in ("nested", "raster"):
+            raise ValueError(f"block_order must be nested or raster, got {block_order!r}")
+        samples = [sample for sample, _ in itertools.groupby(s.sample for s in segments)]
+        if len(set(samples)) < len(samples):
+            raise ValueError(f"segments of one sample must stand together, got samples {samples}")
+        return _build(segments, tile, partition, block_order, torch.device(device or "cpu"))
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_spans)
+
+    def permute(self, x: Tensor) -> Tensor:
+        """Tile-major copy of x `[B, L, ...]`, or x itself when the orders are the same."""
+        return x if self.is_identity else x.index_select(1, self.order)
+
+    def unpermute(self, x: Tensor) -> Tensor:
+        """Raster copy of a tile-major x `[B, L, ...]`."""
+        return x if self.is_identity else x.index_select(1, self.inverse)
+
+    def take_video(self, x: Tensor) -> Tensor:
+        """Video tokens `[B, Lv, ...]` of a tile-major x `[B, L, ...]`."""
+        parts = [x[:, start:stop] for start, stop in self.video_spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def merge(self, video: Tensor, texts: Sequence[Tensor]) -> Tensor:
+        """Whole row `[B, L, ...]` from its video tokens `[B, Lv, ...]` and one tensor per text segment."""
+        if not texts:
+            return video
+        pieces: list[tuple[int, Tensor]] = []
+        done = 0
+        for start, stop in self.video_spans:
+            pieces.append((start, video[:, done : done + stop - start]))
+            done += stop - start
+        pieces += [(start, text) for (start, _, _), text in zip(self.text_spans, texts, strict=True)]
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim=1)
+
+    def tile_to_tokens(self, x: Tensor) -> Tensor:
+        """Copies of a per-tile x `[B, Nv, ...]` for each of its tokens, `[B, Lv, ...]`.
+
+        Built from copies with one reader each, so that the sum in its backward has a fixed order on every device.
+        """
+        size = self.video_blocks.max_size
+        spread = x[:, :, None].expand(-1, -1, size, *x.shape[2:]).flatten(1, 2)
+        return spread if self.video_slots is None else spread.index_select(1, self.video_slots)
+
+
+def _tiles(segment: Segment, tile: Grid | None, partition: Partition, block_order: BlockOrder) -> SegmentTiles:
+    if tile is None:
+        return run_tiles(segment.num_tokens, segment.num_tokens)
+    if not segment.is_video:
+        return run_tiles(segment.num_tokens, math.prod(tile))
+    if partition == "hilbert_run":
+        return run_tiles(segment.num_tokens, math.prod(tile), hilbert_order(segment.grid_thw))
+    return cube_tiles(segment.grid_thw, tile, block_order)
+
+
+def _offsets(sizes: Sequence[int]) -> Iterator[int]:
+    return itertools.accumulate(sizes, initial=0)
+
+
+def _blocks(sizes: Sequence[int], device: torch.device) -> Blocks:
+    offsets = torch.tensor(list(_offsets(sizes)), dtype=torch.int32, device=device)
+    return Blocks(offsets=offsets, max_size=max(sizes), min_size=min(sizes))
+
+
+def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans in order, neighbours that touch made one."""
+    merged: list[Span] = []
+    for start, stop in spans:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _fill(segments: Sequence[Segment], parts: Sequence[SegmentTiles], tile: Grid | None, partition: Partition) -> float:
+    """Share of the video tiles' slots that hold a token; warns when another tile or partition would waste less."""
+    videos = [(s, p) for s, p in zip(segments, parts, strict=True) if s.is_video]
+    if tile is None or not videos:
+        return 1.0
+    volume = math.prod(tile)
+    fill = sum(s.num_tokens for s, _ in videos) / (volume * sum(len(p.sizes) for _, p in videos))
+    if fill < MIN_FILL and partition == "cube":
+        worst = min(videos, key=lambda item: item[0].num_tokens / len(item[1].sizes))[0].grid_thw
+        better = propose_tile(worst, volume)
+        hint = "partition=hilbert_run has no short tiles but the last"
+        if slots(worst, better) < slots(worst, tile):
+            hint = f"tile {better} fits grid {worst} better"
+        warnings.warn(f"tiles {tile} are {fill:.0%} full, a short tile costs a whole one: {hint}", stacklevel=5)
+    return fill
+
+
+def _select(segments: Sequence[Segment], block_segment: Tensor, device: torch.device) -> TileSelection | None:
+    """Candidate and always-visible tiles of each video tile, None when there is nothing to restrict."""
+    has_text = not all(s.is_video for s in segments)
+    if not has_text and len({s.sample for s in segments}) == 1:
+        return None
+    sample = torch.tensor([s.sample for s in segments], device="cpu")[block_segment]
+    is_video = torch.tensor([s.is_video for s in segments], device="cpu")[block_segment]
+    rows = is_video.nonzero()[:, 0]
+    same = sample[rows, None] == sample
+    return TileSelection(
+        candidates=(same & is_video).to(device),
+        always=(same & ~is_video).to(device) if has_text else None,
+        block_ids=rows.to(device),
+    )
+
+
+# rows repeat from step to step; the bound keeps a run over many grids from holding all of their index tensors
+@lru_cache(maxsize=64)
+def _build(
+    segments: tuple[Segment, ...],
+    tile: Grid | None,
+    partition: Partition,
+    block_order: BlockOrder,
+    device: torch.device,
+) -> TileLayout:
+    # a layout first built while validating is used in training too, where inference tensors cannot be saved
+    with torch.inference_mode(False), torch.no_grad():
+        return _build_fresh(segments, tile, partition, block_order, device)
+
+
+def _build_fresh(
+    segments: tuple[Segment, ...],
+    tile: Grid | None,
+    partition: Partition,
+    block_order: BlockOrder,
+    device: torch.device,
+) -> TileLayout:
+    parts = [_tiles(segment, tile, partition, block_order) for segment in segments]
+    fill = _fill(segments, parts, tile, partition)
+    starts = list(_offsets([s.num_tokens for s in segments]))
+    num_tokens = starts[-1]
+    order = torch.cat([part.order + start for part, start in zip(parts, starts[:-1], strict=True)])
+    identity = torch.arange(num_tokens, device="cpu")
+    block_segment = torch.tensor([i for i, part in enumerate(parts) for _ in part.sizes], device="cpu")
+    sizes = [size for part in parts for size in part.sizes]
+    spans = list(zip(segments, starts[:-1], starts[1:], strict=True))
+    samples = list(dict.fromkeys(s.sample for s in segments))
+    num_tiles = {
+        sample: sum(len(p.sizes) for s, p in zip(segments, parts, strict=True) if s.is_video and s.sample == sample)
+        for sample in samples
+    }
+    video_sizes = [n for s, p in zip(segments, parts, strict=True) if s.is_video for n in p.sizes]
+    if not video_sizes:
+        raise ValueError(f"a row needs at least one video or image segment, got {[s.kind for s in segments]}")
+    video_blocks = _blocks(video_sizes, device)
+    video_slots = None
+    if video_blocks.min_size != video_blocks.max_size:
+        kept = torch.arange(video_blocks.max_size, device="cpu") < torch.tensor(video_sizes, device="cpu")[:, None]
+        video_slots = kept.flatten().nonzero()[:, 0].to(device)
+    supers = {} if tile is None or (block_order == "raster" and partition == "cube") else dict.fromkeys(SUPER_SIZES)
+    super_offsets = {
+        g: torch.tensor(list(_offsets([n for p in parts for n in p.groups[g]])), dtype=torch.int32, device=device)
+        for g in supers
+    }
+    return TileLayout(
+        segments=segments,
+        tile_thw=tile,
+        partition=partition,
+        block_order=block_order,
+        device=device,
+        num_tokens=num_tokens,
+        num_blocks=len(sizes),
+        order=order.to(device),
+        inverse=torch.empty_like(order).scatter_(0, order, identity).to(device),
+        is_identity=torch.equal(order, identity),
+        blocks=_blocks(sizes, device),
+        block_segment=block_segment.to(device),
+        video_tiles=tuple(num_tiles[sample] for sample in samples),
+        num_video_tiles=max(num_tiles.values()),
+        fill=fill,
+        super_offsets=super_offsets,
+        sample_spans=tuple(
+            (min(a for s, a, _ in spans if s.sample == n), max(b for s, _, b in spans if s.sample == n))
+            for n in samples
+        ),
+        text_spans=tuple((a, b, samples.index(s.sample)) for s, a, b in spans if not s.is_video),
+        video_spans=_merged([(a, b) for s, a, b in spans if s.is_video]),
+        video_blocks=video_blocks,
+        video_slots=video_slots,
+        selection=_select(segments, block_segment, device),
+    )

@@ -1,0 +1,297 @@
+"""Video sparse attention (VSA): a coarse stage over tiles chooses the tiles that the fine stage attends to.
+
+B batch, L query tokens, S kv tokens, H heads, D head dim, Nq / Nkv query / kv tiles, C = H * D model width.
+
+    scores = mean_tile(q) mean_tile(k)^T / sqrt(D)
+    coarse = softmax(scores) mean_tile(v)                       one row per query tile
+    fine   = softmax(q k^T / sqrt(D)) v                         over the tokens of the top-k tiles of `scores`
+    out    = G_c * coarse + G_f * fine                          gates: linear in the block's hidden states
+
+The selection is a constant to the gradient. Means are over the tokens a tile really has, and every tile has one
+vote in the coarse softmax whatever its size.
+
+Source: "VSA: Faster Video Diffusion with Trainable Sparse Attention" (arXiv 2505.13389), sections 2.2 and 2.3; where
+its text and its published code differ, the code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vsa_kernels import BlockIndex, Blocks, block_mean_pool, block_sparse_attn, select_topk
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.full import dense_attn, dense_attn_per_sample
+from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout, TileSelection
+
+
+class CoarseOutput(NamedTuple):
+    """Result of the coarse stage.
+
+    Args:
+        coarse: `[B, Nq, H, D]` output per query tile, in q's dtype.
+        scores: `[B, H, Nq, Nkv]` logits, fp32 (fp64 for fp64 inputs), -inf where a tile is no candidate.
+    """
+
+    coarse: Tensor
+    scores: Tensor
+
+
+class VideoSparseOutput(NamedTuple):
+    """Result of `video_sparse_attn`.
+
+    Args:
+        fine: `[B, L, H, D]` output per query token.
+        coarse: `[B, Nq, H, D]` output per query tile.
+        scores: `[B, H, Nq, Nkv]` coarse logits.
+        index: the selected tiles; None when all of them are kept.
+    """
+
+    fine: Tensor
+    coarse: Tensor
+    scores: Tensor
+    index: BlockIndex | None
+
+
+def coarse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_blocks: Blocks,
+    kv_blocks: Blocks,
+    candidates: Tensor | None = None,
+    scale: float | None = None,
+) -> CoarseOutput:
+    """Softmax attention between tile means.
+
+    Args:
+        q: `[B, L, H, D]` queries, tile-major.
+        k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
+        v: `[B, S, Hkv, D]` values.
+        q_blocks: query tiles.
+        kv_blocks: kv tiles.
+        candidates: bool `[Nq, Nkv]`, tiles that may be seen, at least one per row; None: all.
+        scale: factor on the scores; None: `1 / sqrt(D)`.
+
+    Source: VSA, section 2.2.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    q_mean, k_mean, v_mean = (
+        block_mean_pool(x, blocks).transpose(1, 2) for x, blocks in ((q, q_blocks), (k, kv_blocks), (v, kv_blocks))
+    )
+    if (group := q.shape[2] // k.shape[2]) > 1:
+        k_mean, v_mean = k_mean.repeat_interleave(group, dim=1), v_mean.repeat_interleave(group, dim=1)
+    scores = (q_mean * scale) @ k_mean.transpose(-1, -2)
+    if candidates is not None:
+        scores = scores.masked_fill(~candidates, -math.inf)
+    coarse = scores.softmax(dim=-1) @ v_mean
+    return CoarseOutput(coarse.transpose(1, 2).to(q.dtype), scores)
+
+
+def video_sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_blocks: Blocks,
+    kv_blocks: Blocks,
+    topk: int,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> VideoSparseOutput:
+    """Coarse and fine stage of VSA where every kv tile may be selected; L and S may differ.
+
+    With `topk` at or above the number of kv tiles the fine stage is dense attention.
+
+    Args:
+        q: `[B, L, H, D]` queries, tile-major, RoPE and qk-norm applied.
+        k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
+        v: `[B, S, Hkv, D]` values.
+        q_blocks: query tiles.
+        kv_blocks: kv tiles.
+        topk: kv tiles per query tile and head.
+        scale: factor on the scores; None: `1 / sqrt(D)`.
+        backend: of `block_sparse_attn`; None picks by device.
+
+    Raises:
+        ValueError: topk below 1.
+
+    Source: VSA, section 2.2.
+    """
+    if topk < 1:
+        raise ValueError(f"topk must be at least 1, got {topk}")
+    coarse, scores = coarse_attn(q, k, v, q_blocks=q_blocks, kv_blocks=kv_blocks, scale=scale)
+    if topk >= kv_blocks.num:
+        return VideoSparseOutput(dense_attn(q, k, v, scale), coarse, scores, None)
+    # scores, not probabilities: the same order without ties where the softmax underflows
+    index = select_topk(scores, topk)
+    fine, _ = block_sparse_attn(q, k, v, index, q_blocks=q_blocks, kv_blocks=kv_blocks, scale=scale, backend=backend)
+    return VideoSparseOutput(fine, coarse, scores, index)
+
+
+class VideoSparseAttention(AttentionMethod):
+    """VSA as a layer's self-attention, with gates on the coarse and the fine output.
+
+    Text and cond tokens have no coarse output and attend densely to their sample; every video token sees them on
+    top of the tiles it selects. With as many tiles kept as there are, the fine stage is dense attention.
+
+    Args:
+        dim: model width C, equal to num_heads * head_dim.
+        num_heads: H.
+        head_dim: D.
+        layer_idx: position of the layer in the model.
+        tile_thw: tokens per tile along time, height, width; the paper's best is (4, 4, 4).
+        partition: cube or hilbert_run, see `TileLayout`.
+        block_order: nested or raster, see `TileLayout`.
+        fine_gate: False leaves the fine output as it is (finetuning); the coarse gate is always there.
+        gate_init: identity (G_c = 0 and G_f = 1 for any input: a layer starts as plain sparse attention) or model
+            (weights as the model initialises its linear layers; biases 0 for the coarse and 1 for the fine gate).
+            The paper zero-initialises the coarse gate to finetune and does not say how to start from scratch.
+        backend: of `block_sparse_attn`; None picks by device.
+
+    Raises:
+        ValueError: dim is not num_heads * head_dim, or an unknown gate_init.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        layer_idx: int = 0,
+        tile_thw: Sequence[int] = (4, 4, 4),
+        partition: Partition = "cube",
+        block_order: BlockOrder = "nested",
+        fine_gate: bool = True,
+        gate_init: Literal["identity", "model"] = "identity",
+        backend: str | None = None,
+    ):
+        super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
+        if dim != num_heads * head_dim:
+            raise ValueError(f"dim must be num_heads * head_dim, got {dim} and {num_heads} * {head_dim}")
+        if gate_init not in ("identity", "model"):
+            raise ValueError(f"gate_init must be identity or model, got {gate_init!r}")
+        self.tile_thw = tuple(int(n) for n in tile_thw)
+        self.partition: Partition = partition
+        self.block_order: BlockOrder = block_order
+        self.gate_init = gate_init
+        self.backend = backend
+        self.to_gate_compress = nn.Linear(dim, dim)
+        self.to_gate_fine = nn.Linear(dim, dim) if fine_gate else None
+        self.reset_extra_parameters()
+
+    def extra_repr(self) -> str:
+        return f"tile_thw={self.tile_thw}, partition={self.partition}, block_order={self.block_order}"
+
+    def extra_modules(self) -> dict[str, nn.Module]:
+        modules: dict[str, nn.Module] = {"to_gate_compress": self.to_gate_compress}
+        if self.to_gate_fine is not None:
+            modules["to_gate_fine"] = self.to_gate_fine
+        return modules
+
+    def reset_extra_parameters(self) -> None:
+        gates = [(self.to_gate_compress, 0.0)] + ([(self.to_gate_fine, 1.0)] if self.to_gate_fine is not None else [])
+        for gate, start in gates:
+            nn.init.constant_(gate.bias, start)
+            if self.gate_init == "identity":
+                nn.init.zeros_(gate.weight)
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        return TileLayout.build(
+            segments,
+            tile_thw=self.tile_thw,
+            partition=self.partition,
+            block_order=self.block_order,
+            device=device,
+        )
+
+    def project(self, x: Tensor) -> dict[str, Tensor]:
+        """Gates `[B, L, H, D]` from x `[B, L, C]`; no activation, no RoPE."""
+        heads = (self.num_heads, self.head_dim)
+        gates = {"gate_compress": self.to_gate_compress(x).unflatten(-1, heads)}
+        if self.to_gate_fine is not None:
+            gates["gate_fine"] = self.to_gate_fine(x).unflatten(-1, heads)
+        return gates
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        """`fine` `[B, L, H, D]` per token and `coarse` `[B, Nv, H, D]` per video tile."""
+        layout, topk = ctx.layout, ctx.topk
+        if isinstance(topk, tuple):
+            raise ValueError(f"a layer needs one top-k, got {topk}: take ctx.layer(index)")
+        if topk < 1:
+            raise ValueError(f"topk must be at least 1, got {topk}")
+        if q.shape[1] != layout.num_tokens:
+            raise ValueError(f"layout has {layout.num_tokens} tokens, q has {q.shape[1]}")
+        if layout.selection is None:
+            blocks = layout.blocks
+            out = video_sparse_attn(q, k, v, q_blocks=blocks, kv_blocks=blocks, topk=topk, backend=self.backend)
+        else:
+            out = self._attend_mixed(q, k, v, layout, layout.selection, topk)
+        if ctx.recorder is not None:
+            self._record(out, ctx)
+        return {"fine": out.fine, "coarse": out.coarse}
+
+    def _attend_mixed(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, rule: TileSelection, topk: int
+    ) -> VideoSparseOutput:
+        """Rows with text or several samples: restricted selection, dense text queries."""
+        q_video, q_blocks, kv_blocks = layout.take_video(q), layout.video_blocks, layout.blocks
+        coarse, scores = coarse_attn(q_video, k, v, q_blocks=q_blocks, kv_blocks=kv_blocks, candidates=rule.candidates)
+        if topk >= layout.num_video_tiles:
+            return VideoSparseOutput(dense_attn_per_sample(q, k, v, layout), coarse, scores, None)
+        # a row of a smaller sample keeps all of its candidates
+        index = select_topk(scores, topk, candidates=rule.candidates, always=rule.always)
+        fine, _ = block_sparse_attn(q_video, k, v, index, q_blocks=q_blocks, kv_blocks=kv_blocks, backend=self.backend)
+        texts = []
+        for start, stop, sample in layout.text_spans:
+            first, last = layout.sample_spans[sample]
+            texts.append(dense_attn(q[:, start:stop], k[:, first:last], v[:, first:last]))
+        return VideoSparseOutput(layout.merge(fine, texts), coarse, scores, index)
+
+    def _record(self, out: VideoSparseOutput, ctx: AttnContext) -> None:
+        index, rule = out.index, ctx.layout.selection
+        if index is None:
+            num = ctx.layout.num_blocks
+            seen = torch.ones(num, num, dtype=torch.bool, device=out.fine.device)
+            if rule is not None:
+                seen = rule.candidates if rule.always is None else rule.candidates | rule.always
+            index = BlockIndex.from_dense(seen[None, None])
+        assert ctx.recorder is not None
+        ctx.recorder(
+            self.layer_idx,
+            {
+                "scores": out.scores.detach(),
+                "kv_indices": index.kv_indices,
+                "kv_num_blocks": index.kv_num_blocks,
+            },
+        )
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        layout, fine, coarse = ctx.layout, parts["fine"], parts["coarse"]
+        if "gate_fine" in extra:
+            fine = fine * extra["gate_fine"]
+        video, gate = layout.take_video(fine), layout.take_video(extra["gate_compress"])
+        if layout.video_slots is None:
+            # equal tiles: broadcast, so that backward keeps one coarse row per tile and not one per token
+            tiles = (-1, layout.video_blocks.max_size)
+            video = torch.addcmul(video.unflatten(1, tiles), gate.unflatten(1, tiles), coarse[:, :, None]).flatten(1, 2)
+        else:
+            video = torch.addcmul(video, gate, layout.tile_to_tokens(coarse))
+        return layout.merge(video, [fine[:, start:stop] for start, stop, _ in layout.text_spans])
+
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        """Pairs of the fine stage (exact when the tiles are full) and of the coarse stage."""
+        total = float(layout.video_blocks.num * layout.blocks.num)
+        for sample, (start, stop) in enumerate(layout.sample_spans):
+            text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
+            video, tiles = stop - start - text, layout.video_tiles[sample]
+            kept = video * min(topk, tiles) / tiles if tiles else 0.0
+            total += video * (kept + text) + text * (video + text)
+        return total

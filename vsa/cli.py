@@ -1,0 +1,35 @@
+"""How every command reports bad input: one line, exit status 1."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> Iterator[None]:
+    """Turn an error of the user's input into `error: ...` on stderr and exit status 1.
+
+    Input errors are ValueError and OSError, and whatever stands in `extra`. Anything else is a defect of ours and
+    keeps its traceback.
+
+    Args:
+        extra: further exceptions that are input errors.
+        traceback: True lets input errors through with theirs too; None follows Hydra's own switch HYDRA_FULL_ERROR=1.
+    """
+    if traceback is None:
+        traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    if traceback:
+        yield
+        return
+    try:
+        yield
+    except (ValueError, OSError, *extra) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -1,0 +1,369 @@
+"""Lightning data modules: latent shards, or toy clips made on the fly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from vsa.data.batch import VideoBatch
+from vsa.data.codecs import Codec
+from vsa.data.encode import encode_folder
+from vsa.data.index import INDEX_NAME, CodecInfo, TextInfo
+from vsa.data.plan import DataPlan, Phase, SampleRef, Shape, Source, split_ids
+from vsa.data.shards import LatentReader
+from vsa.data.stores import SampleStore, ShardStore, ToyStore
+from vsa.data.streams import RankSlice, TrainStream, ValidationStream
+from vsa.data.text import TextEncoder
+from vsa.data.toy_videos import ToyClips, write_toy_videos
+
+# a run without max_steps ends by other means
+_ENDLESS = 1 << 40
+
+
+class PlanDataModule(LightningDataModule):
+    """What both data modules share: a store, a plan over its training split, and the two streams.
+
+    Attributes:
+        start_step: optimizer step that training starts from; set before `fit` to resume (a seek, not a replay).
+        codec: decodes samples.
+        text_encoder: encodes prompts.
+        batch_size: samples of an optimizer step, over all ranks and micro-batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        codec: Codec,
+        text_encoder: TextEncoder,
+        batch_size: int,
+        seed: int,
+        num_workers: int,
+        val_fraction: float,
+        val_batches: int | None,
+        caption_dropout: float,
+    ) -> None:
+        super().__init__()
+        if not 0 <= val_fraction < 1:
+            raise ValueError(f"val_fraction must be in [0, 1), got {val_fraction}")
+        if not 0 <= caption_dropout <= 1:
+            raise ValueError(f"caption_dropout must be in [0, 1], got {caption_dropout}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.codec = codec
+        self.text_encoder = text_encoder
+        self.batch_size = batch_size
+        self.start_step = 0
+        self._seed = seed
+        self._num_workers = num_workers
+        self._val_fraction = val_fraction
+        self._val_batches = val_batches
+        self._caption_dropout = caption_dropout
+        self._opened: tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]] | None = None
+
+    def open_store(self) -> SampleStore:
+        """The samples of this module, every split."""
+        raise NotImplementedError
+
+    def source_weights(self) -> Mapping[str, float]:
+        """Weight of every source of the store."""
+        raise NotImplementedError
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Changes of the source weights over training; none by default."""
+        return ()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Opens the store and lays out the plan; further calls do nothing.
+
+        Raises:
+            ValueError: shards that cannot be read, were encoded by another codec or text encoder than this module's,
+                or hold no training sample.
+        """
+        if self._opened is not None:
+            return
+        store = self.open_store()
+        for what, ours, theirs in (
+            ("codec", CodecInfo.of(self.codec), store.codec),
+            ("text encoder", TextInfo.of(self.text_encoder), store.text_encoder),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"the shards were encoded with {what} {theirs.id} ({theirs.hash}), "
+                    f"the configuration has {ours.id} ({ours.hash})"
+                )
+        weights = self.source_weights()
+        sources: dict[str, Source] = {}
+        held: dict[Shape, tuple[SampleRef, ...]] = {}
+        for name, buckets in sorted(store.buckets.items()):
+            train: dict[Shape, tuple[str, ...]] = {}
+            for shape, ids in sorted(buckets.items()):
+                train[shape], out = split_ids(sorted(ids), self._val_fraction)
+                if out:
+                    held[shape] = held.get(shape, ()) + tuple(SampleRef(source=name, id=i) for i in out)
+            sources[name] = Source(weight=weights[name], buckets=train)
+        if not any(ids for source in sources.values() for ids in source.buckets.values()):
+            raise ValueError(
+                f"val_fraction {self._val_fraction} leaves no training samples: add samples or set it to 0"
+            )
+        plan = DataPlan(sources=sources, batch_size=self.batch_size, seed=self._seed, phases=self.phases())
+        self._opened = store, plan, held
+
+    def train_dataloader(self) -> DataLoader[VideoBatch]:
+        """Micro-batches of this rank from `start_step` to the trainer's `max_steps`."""
+        store, plan, _ = self._ready()
+        limit = self.trainer.max_steps if self.trainer is not None else -1
+        steps = max(limit - self.start_step, 0) if limit >= 0 else _ENDLESS
+        stream = TrainStream(
+            store,
+            plan,
+            part=self._part(),
+            start_step=self.start_step,
+            steps=steps,
+            caption_dropout=self._caption_dropout,
+        )
+        return self._loader(stream)
+
+    def val_dataloader(self) -> DataLoader[VideoBatch] | list[Any]:
+        """The fixed validation set of this rank; empty when nothing is held out."""
+        store, _, held = self._ready()
+        if not held:
+            return []
+        stream = ValidationStream(
+            store, held, batch_size=self.batch_size, batches=self._val_batches, part=self._part(), seed=self._seed
+        )
+        return self._loader(stream)
+
+    @property
+    def store(self) -> SampleStore:
+        """Random access to every sample."""
+        return self._ready()[0]
+
+    @property
+    def plan(self) -> DataPlan:
+        """The order of the training split."""
+        return self._ready()[1]
+
+    @property
+    def plan_hash(self) -> str:
+        """Digest of the plan; a resumed run must have the same."""
+        return self.plan.hash
+
+    @property
+    def latent_mean(self) -> Tensor:
+        """float32 `[C]` mean of the stored latents."""
+        return self.store.latent_mean
+
+    @property
+    def latent_std(self) -> Tensor:
+        """float32 `[C]` standard deviation of the stored latents."""
+        return self.store.latent_std
+
+    @property
+    def codec_id(self) -> str:
+        """Name of the codec."""
+        return self.codec.id
+
+    @property
+    def codec_hash(self) -> str:
+        """Digest of the codec."""
+        return self.codec.hash
+
+    @property
+    def text_encoder_id(self) -> str:
+        """Name of the text encoder."""
+        return self.text_encoder.id
+
+    @property
+    def text_encoder_hash(self) -> str:
+        """Digest of the text encoder."""
+        return self.text_encoder.hash
+
+    @property
+    def buckets(self) -> dict[Shape, int]:
+        """Number of training samples by latent shape `(C, t, h, w)`, most frequent first."""
+        counts: dict[Shape, int] = {}
+        for source in self.plan.sources.values():
+            for shape, ids in source.buckets.items():
+                if ids:
+                    counts[shape] = counts.get(shape, 0) + len(ids)
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def _ready(self) -> tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]]:
+        if self._opened is None:
+            raise RuntimeError("call prepare_data() and setup() first")
+        return self._opened
+
+    def _part(self) -> RankSlice:
+        trainer = self.trainer
+        if trainer is None:
+            return RankSlice()
+        return RankSlice(accumulate=trainer.accumulate_grad_batches, rank=trainer.global_rank, world=trainer.world_size)
+
+    def _loader(self, stream: TrainStream | ValidationStream) -> DataLoader[VideoBatch]:
+        return DataLoader(
+            stream,
+            batch_size=None,
+            num_workers=self._num_workers,
+            # its own generator: a loader that draws from the global one shifts every later random number of the run
+            generator=torch.Generator().manual_seed(0),
+        )
+
+
+class LatentDataModule(PlanDataModule):
+    """Batches from folders of latent shards.
+
+    Args:
+        root: folder of shards; or
+        sources: several folders, {name: {"root": folder, "weight": share of the steps}}.
+        codec: the codec the shards were made with.
+        text_encoder: the text encoder the shards were made with.
+        batch_size: samples of an optimizer step, over all ranks and micro-batches.
+        seed: seed of order, caption choice and noise.
+        num_workers: worker processes of a loader; changes nothing but speed.
+        val_fraction: share of the samples held out, by hash of their id.
+        val_batches: most global validation batches of a latent shape (None: every held-out sample).
+        caption_dropout: probability of training a sample on the null embedding.
+        weight_phases: changes of the source weights, [{"from_step": n, "weights": {name: weight}}].
+        toy: render these clips to `videos` and encode them to `root` when `root` has no index.
+        videos: folder of the toy clips' mp4 files.
+
+    Raises:
+        ValueError: not exactly one of `root` and `sources`, or `toy` without `root` and `videos`.
+    """
+
+    def __init__(
+        self,
+        *,
+        codec: Codec,
+        text_encoder: TextEncoder,
+        batch_size: int,
+        root: str | None = None,
+        sources: Mapping[str, Mapping[str, Any]] | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        val_fraction: float = 0.05,
+        val_batches: int | None = None,
+        caption_dropout: float = 0.1,
+        weight_phases: Sequence[Mapping[str, Any]] = (),
+        toy: ToyClips | None = None,
+        videos: str | None = None,
+    ) -> None:
+        super().__init__(
+            codec=codec,
+            text_encoder=text_encoder,
+            batch_size=batch_size,
+            seed=seed,
+            num_workers=num_workers,
+            val_fraction=val_fraction,
+            val_batches=val_batches,
+            caption_dropout=caption_dropout,
+        )
+        if (root is None) == (sources is None):
+            raise ValueError(f"give exactly one of root and sources, got root={root} and sources={sources}")
+        if toy is not None and (root is None or videos is None):
+            raise ValueError(f"toy clips need root and videos, got root={root} and videos={videos}")
+        named = {"main": {"root": root}} if root is not None else dict(sources or {})
+        for name, entry in named.items():
+            if not {"root"} <= set(entry) <= {"root", "weight"}:
+                raise ValueError(f"source {name} must have root and may have weight, it has {sorted(entry)}")
+        self._roots = {str(name): str(entry["root"]) for name, entry in named.items()}
+        self._weights = {str(name): float(entry.get("weight", 1.0)) for name, entry in named.items()}
+        self._phases = tuple(Phase(from_step=int(p["from_step"]), weights=dict(p["weights"])) for p in weight_phases)
+        self._toy = toy
+        self._videos = videos
+
+    def prepare_data(self) -> None:
+        """Renders and encodes the toy clips when they are asked for and missing.
+
+        Raises:
+            ValueError: `root` holds another toy set than the one asked for.
+        """
+        if self._toy is None or self._videos is None:
+            return
+        root = Path(self._roots["main"])
+        if (root / INDEX_NAME).is_file():
+            _check_toy_set(root, self._toy, self.codec)
+            return
+        write_toy_videos(self._toy, self._videos)
+        encode_folder(self._videos, root, codec=self.codec, text_encoder=self.text_encoder)
+
+    def open_store(self) -> SampleStore:
+        """The shards of every source."""
+        return ShardStore(self._roots)
+
+    def source_weights(self) -> Mapping[str, float]:
+        """The configured weights."""
+        return self._weights
+
+    def phases(self) -> tuple[Phase, ...]:
+        """The configured changes of the weights."""
+        return self._phases
+
+
+class ToyOnlineDataModule(PlanDataModule):
+    """Toy clips rendered and encoded in the loader: no files, a pure function of (seed, sample).
+
+    Args:
+        toy: which clips.
+        codec: encodes the pixels.
+        text_encoder: encodes the captions.
+        batch_size: samples of an optimizer step, over all ranks and micro-batches.
+        seed: seed of order, caption choice and noise.
+        num_workers: worker processes of a loader; changes nothing but speed.
+        val_fraction: share of the clips held out, by hash of their id.
+        val_batches: most global validation batches (None: every held-out clip).
+        caption_dropout: probability of training a sample on the null embedding.
+    """
+
+    def __init__(
+        self,
+        *,
+        toy: ToyClips,
+        codec: Codec,
+        text_encoder: TextEncoder,
+        batch_size: int,
+        seed: int = 0,
+        num_workers: int = 0,
+        val_fraction: float = 0.05,
+        val_batches: int | None = None,
+        caption_dropout: float = 0.1,
+    ) -> None:
+        super().__init__(
+            codec=codec,
+            text_encoder=text_encoder,
+            batch_size=batch_size,
+            seed=seed,
+            num_workers=num_workers,
+            val_fraction=val_fraction,
+            val_batches=val_batches,
+            caption_dropout=caption_dropout,
+        )
+        self._toy = toy
+
+    def open_store(self) -> SampleStore:
+        """Clips on demand."""
+        return ToyStore(self._toy, self.codec, self.text_encoder)
+
+    def source_weights(self) -> Mapping[str, float]:
+        """One source."""
+        return {"toy": 1.0}
+
+
+def _check_toy_set(root: Path, toy: ToyClips, codec: Codec) -> None:
+    index = LatentReader(root).index
+    frames, height, width = toy.size
+    st, sh, sw = codec.stride
+    # clips shorter than the stride are images
+    shape = (codec.channels, max(frames // st, 1), height // sh, width // sw)
+    alike = all(s.id.startswith(f"toy-{toy.seed}-") and s.latent_shape == shape for s in index.samples.values())
+    if len(index.samples) != toy.count or not alike:
+        raise ValueError(
+            f"{root} holds {len(index.samples)} samples, not the {toy.count} toy clips of seed {toy.seed} and size "
+            f"{frames}x{height}x{width} asked for: remove it or choose another folder"
+        )

@@ -1,0 +1,201 @@
+"""`index.json`: which sample lies where in a folder of shards, and what encoded it.
+
+The index is written last, so a folder without one is not a data set yet. Samples are read by byte offset and checked
+against their digest; nothing is ever unpickled or extracted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vsa.data.codecs import Codec
+from vsa.data.text import TextEncoder
+
+SCHEMA = 1
+INDEX_NAME = "index.json"
+# no dots in ids: a shard member is split at its first dot into id and field
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecInfo:
+    """What encoded the latents; see `vsa.data.codecs.Codec`."""
+
+    id: str
+    hash: str
+    stride: tuple[int, int, int]
+    channels: int
+
+    @staticmethod
+    def of(codec: Codec) -> CodecInfo:
+        """The fields of a codec that an index stores."""
+        return CodecInfo(id=codec.id, hash=codec.hash, stride=codec.stride, channels=codec.channels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInfo:
+    """What encoded the captions; see `vsa.data.text.TextEncoder`."""
+
+    id: str
+    hash: str
+    dim: int
+    max_tokens: int
+
+    @staticmethod
+    def of(encoder: TextEncoder) -> TextInfo:
+        """The fields of a text encoder that an index stores."""
+        return TextInfo(id=encoder.id, hash=encoder.hash, dim=encoder.dim, max_tokens=encoder.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One shard member: where its bytes lie and their SHA-256."""
+
+    shard: str
+    offset: int
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleEntry:
+    """One sample: latent `[C, t, h, w]` and how many captions it has."""
+
+    id: str
+    latent_shape: tuple[int, int, int, int]
+    latent: Span
+    text: Span
+    captions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """One shard file: its size and the SHA-256 of the whole of it."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetIndex:
+    """The content of `index.json`.
+
+    Args:
+        codec: what encoded the latents.
+        text_encoder: what encoded the captions.
+        latent_mean: C per-channel means of all latents.
+        latent_std: C per-channel standard deviations (1 where a channel is constant).
+        null_text: where the embedding of the empty caption lies.
+        shards: shard files by name.
+        samples: samples by id, in the order they were written.
+    """
+
+    codec: CodecInfo
+    text_encoder: TextInfo
+    latent_mean: tuple[float, ...]
+    latent_std: tuple[float, ...]
+    null_text: Span
+    shards: Mapping[str, ShardEntry]
+    samples: Mapping[str, SampleEntry]
+
+    def to_json(self) -> str:
+        """The text of `index.json`; per-shard sample lists, so that it stays readable and small."""
+        records: dict[str, dict[str, Any]] = {name: asdict(shard) for name, shard in self.shards.items()}
+        for sample in self.samples.values():
+            latent, text = sample.latent, sample.text
+            record = records[latent.shard]
+            record["latent_shape"] = sample.latent_shape
+            record.setdefault("latents", []).append([sample.id, latent.offset, latent.size, latent.sha256])
+            row = [sample.id, text.offset, text.size, text.sha256, sample.captions]
+            records[text.shard].setdefault("texts", []).append(row)
+        content = {
+            "schema": SCHEMA,
+            "codec": asdict(self.codec),
+            "text_encoder": asdict(self.text_encoder),
+            "latent_mean": self.latent_mean,
+            "latent_std": self.latent_std,
+            "null_text": asdict(self.null_text),
+            "shards": list(records.values()),
+        }
+        return json.dumps(content)
+
+    @staticmethod
+    def load(path: Path) -> DatasetIndex:
+        """Reads and checks `index.json`.
+
+        Raises:
+            ValueError: the file is missing or not a complete index of a known schema; names it.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"no {INDEX_NAME} in {path.parent}: not encoded, or encoding was interrupted") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+        schema = content.get("schema") if isinstance(content, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"{path} has schema {schema!r}, this version reads {SCHEMA}")
+        try:
+            return _parse(content)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ValueError(f"{path} is not a complete index: {type(error).__name__} {error}") from error
+
+
+def valid_id(name: str) -> bool:
+    """Whether `name` may be a sample id: 1 to 128 of letters, digits, "_" and "-"."""
+    return _ID.fullmatch(name) is not None
+
+
+def _parse(content: dict[str, Any]) -> DatasetIndex:
+    codec = {**content["codec"], "stride": tuple(content["codec"]["stride"])}
+    shards: dict[str, ShardEntry] = {}
+    latents: dict[str, tuple[tuple[int, ...], Span]] = {}
+    texts: dict[str, tuple[int, Span]] = {}
+    for record in content["shards"]:
+        name = record["name"]
+        if not _SHARD_NAME.fullmatch(name) or name in shards:
+            raise ValueError(f"shard name {name!r}")
+        shards[name] = ShardEntry(name=name, bytes=int(record["bytes"]), sha256=str(record["sha256"]))
+        for sample, offset, size, digest in record.get("latents", ()):
+            shape = tuple(int(n) for n in record["latent_shape"])
+            if sample in latents or not valid_id(sample) or len(shape) != 4:
+                raise ValueError(f"latent {sample!r} of shape {shape}")
+            latents[sample] = shape, _span(shards[name], offset, size, digest)
+        for sample, offset, size, digest, captions in record.get("texts", ()):
+            if sample in texts or captions < 1:
+                raise ValueError(f"text {sample!r} with {captions} captions")
+            texts[sample] = int(captions), _span(shards[name], offset, size, digest)
+    if latents.keys() != texts.keys():
+        odd = sorted(latents.keys() ^ texts.keys())
+        raise ValueError(f"{len(odd)} samples without latent or text, first {odd[0]!r}")
+    null = content["null_text"]
+    index = DatasetIndex(
+        codec=CodecInfo(**codec),
+        text_encoder=TextInfo(**content["text_encoder"]),
+        latent_mean=tuple(float(x) for x in content["latent_mean"]),
+        latent_std=tuple(float(x) for x in content["latent_std"]),
+        null_text=_span(shards[null["shard"]], null["offset"], null["size"], null["sha256"]),
+        shards=shards,
+        samples={
+            name: SampleEntry(id=name, latent_shape=shape, latent=span, text=texts[name][1], captions=texts[name][0])  # pyright: ignore[reportArgumentType]
+            for name, (shape, span) in latents.items()
+        },
+    )
+    if not len(index.latent_mean) == len(index.latent_std) == index.codec.channels:
+        raise ValueError(
+            f"{len(index.latent_mean)} means and {len(index.latent_std)} deviations of {index.codec.channels}"
+        )
+    return index
+
+
+def _span(shard: ShardEntry, offset: int, size: int, digest: str) -> Span:
+    if not (offset >= 0 and size > 0 and offset + size <= shard.bytes):
+        raise ValueError(f"bytes {offset}..{offset + size} of {shard.name}, which has {shard.bytes}")
+    return Span(shard=shard.name, offset=int(offset), size=int(size), sha256=str(digest))

@@ -1,0 +1,281 @@
+"""Which samples step n trains on: a pure function of (plan, seed, step), so resuming is a seek and never a replay.
+
+A stream is one bucket (latent shape) of one source. Every step draws its whole global batch from one stream; streams
+take turns by integer quotas within periods of 1,000 steps, and each stream walks through permutations of its samples,
+one permutation an epoch. All randomness comes from keyed hashes written out here: library generators may change their
+streams between versions, a plan may not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+Shape = tuple[int, int, int, int]
+PLAN_VERSION = 1
+_PERIOD = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One data set of a plan.
+
+    Args:
+        weight: share of the steps, relative to the other sources; buckets share it by their number of samples.
+        buckets: sample ids by latent shape `(C, t, h, w)`.
+    """
+
+    weight: float
+    buckets: Mapping[Shape, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Source weights that hold from an optimizer step on (a source not named has weight 0)."""
+
+    from_step: int
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRef:
+    """A sample of a source."""
+
+    source: str
+    id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step: its latent shape and its samples in slot order."""
+
+    step: int
+    bucket: Shape
+    refs: tuple[SampleRef, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """The order of a training run.
+
+    Args:
+        sources: data sets by name.
+        batch_size: samples of an optimizer step, over all ranks and micro-batches.
+        seed: seed of the order.
+        phases: changes of the source weights, by rising `from_step`; empty: the sources' own weights throughout.
+
+    Raises:
+        ValueError: nothing to draw from, or weights, phases or the batch size out of range; names the value.
+    """
+
+    sources: Mapping[str, Source]
+    batch_size: int
+    seed: int = 0
+    phases: tuple[Phase, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if not self._streams:
+            raise ValueError(f"a data plan needs samples, its sources {sorted(self.sources)} hold none")
+        starts = [phase.from_step for phase in self._phases]
+        if starts[0] != 0 or sorted(set(starts)) != starts:
+            raise ValueError(f"phases must start at step 0 and rise, got from_step {starts}")
+        for phase in self._phases:
+            unknown = sorted(set(phase.weights) - set(self.sources))
+            if unknown:
+                raise ValueError(f"phase from step {phase.from_step} names unknown sources {unknown}")
+            if any(not math.isfinite(w) or w < 0 for w in phase.weights.values()):
+                raise ValueError(f"source weights must be finite and not negative, got {dict(phase.weights)}")
+            if self._rates(phase).sum() <= 0:
+                raise ValueError(f"phase from step {phase.from_step} gives no source with samples a weight")
+
+    def step(self, step: int) -> StepPlan:
+        """The samples of optimizer step `step`, in time that does not depend on it.
+
+        Raises:
+            ValueError: `step` is negative.
+        """
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        stream = self._stream_at(step)
+        name, bucket, ids = self._streams[stream]
+        first = self._batches_before(stream, step) * self.batch_size
+        refs = []
+        for position in range(first, first + self.batch_size):
+            epoch, place = divmod(position, len(ids))
+            key = hash64(self.seed, "epoch", name, bucket, epoch)
+            refs.append(SampleRef(source=name, id=ids[permute_index(place, len(ids), key)]))
+        return StepPlan(step=step, bucket=bucket, refs=tuple(refs))
+
+    @cached_property
+    def hash(self) -> str:
+        """Digest of everything that changes the order; goes into checkpoints."""
+        streams = [
+            [name, bucket, hashlib.sha256("\n".join(ids).encode()).hexdigest()] for name, bucket, ids in self._streams
+        ]
+        phases = [[phase.from_step, sorted((n, float(w)) for n, w in phase.weights.items())] for phase in self._phases]
+        content = [PLAN_VERSION, self.seed, self.batch_size, streams, phases]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @cached_property
+    def _phases(self) -> tuple[Phase, ...]:
+        own = Phase(from_step=0, weights={name: source.weight for name, source in self.sources.items()})
+        return self.phases or (own,)
+
+    @cached_property
+    def _streams(self) -> list[tuple[str, Shape, tuple[str, ...]]]:
+        """(source, bucket, ids), sorted, so that the order of a config file or a folder changes nothing."""
+        return [
+            (name, bucket, tuple(sorted(ids)))
+            for name, source in sorted(self.sources.items())
+            for bucket, ids in sorted(source.buckets.items())
+            if ids
+        ]
+
+    def _rates(self, phase: Phase) -> np.ndarray:
+        """float64 weight of every stream: its source's weight times its share of the source's samples."""
+        totals = {name: 0 for name in self.sources}
+        for name, _, ids in self._streams:
+            totals[name] += len(ids)
+        return np.array([phase.weights.get(name, 0.0) * len(ids) / totals[name] for name, _, ids in self._streams])
+
+    @cached_property
+    def _quotas(self) -> list[np.ndarray]:
+        """Per phase, int64 steps of every stream in a period: largest remainders, at least 1 where weighted."""
+        quotas = []
+        for phase in self._phases:
+            rates = self._rates(phase)
+            exact = rates / rates.sum() * self._period
+            quota = np.where(rates > 0, np.maximum(np.floor(exact), 1), 0).astype(np.int64)
+            while quota.sum() < self._period:
+                quota[int(np.argmax(np.where(rates > 0, exact - quota, -np.inf)))] += 1
+            while quota.sum() > self._period:
+                quota[int(np.argmin(np.where(quota > 1, exact - quota, np.inf)))] -= 1
+            quotas.append(quota)
+        return quotas
+
+    @cached_property
+    def _period(self) -> int:
+        return max(_PERIOD, 2 * len(self._streams))
+
+    def _phase_at(self, step: int) -> int:
+        return max(i for i, phase in enumerate(self._phases) if phase.from_step <= step)
+
+    def _order(self, phase: int, period: int) -> np.ndarray:
+        """int64 `[period]` stream of every step of one period of a phase."""
+        blocks = np.repeat(np.arange(len(self._streams)), self._quotas[phase])
+        if len(self._streams) == 1:
+            return blocks
+        if (phase, period) not in self._orders:
+            key = hash64(self.seed, "streams", phase, period)
+            # a few are enough: steps are asked for in order
+            if len(self._orders) >= 8:
+                self._orders.clear()
+            self._orders[phase, period] = blocks[[permute_index(i, self._period, key) for i in range(self._period)]]
+        return self._orders[phase, period]
+
+    @cached_property
+    def _orders(self) -> dict[tuple[int, int], np.ndarray]:
+        return {}
+
+    def _stream_at(self, step: int) -> int:
+        if len(self._streams) == 1:
+            return 0
+        phase = self._phase_at(step)
+        period, place = divmod(step - self._phases[phase].from_step, self._period)
+        return int(self._order(phase, period)[place])
+
+    def _batches_before(self, stream: int, step: int) -> int:
+        """How many of the steps 0..step-1 the stream got."""
+        if len(self._streams) == 1:
+            return step
+        count = 0
+        last = self._phase_at(step)
+        for i in range(last + 1):
+            end = step if i == last else self._phases[i + 1].from_step
+            periods, rest = divmod(end - self._phases[i].from_step, self._period)
+            count += periods * int(self._quotas[i][stream])
+            if rest:
+                count += int((self._order(i, periods)[:rest] == stream).sum())
+        return count
+
+
+def rank_slice(*, batch_size: int, micro: int, accumulate: int, rank: int, world: int) -> range:
+    """Slots of the global batch that one rank trains on in one micro-batch.
+
+    Args:
+        batch_size: samples of the global batch.
+        micro: number of the micro-batch, 0 to accumulate - 1.
+        accumulate: micro-batches of an optimizer step.
+        rank: data-parallel rank.
+        world: number of data-parallel ranks.
+
+    Raises:
+        ValueError: the batch does not divide, or micro or rank out of range.
+    """
+    if accumulate < 1 or world < 1 or batch_size % (accumulate * world):
+        raise ValueError(
+            f"batch_size {batch_size} must be a multiple of {world} ranks x {accumulate} accumulated micro-batches"
+        )
+    if not (0 <= micro < accumulate and 0 <= rank < world):
+        raise ValueError(f"micro-batch {micro} of {accumulate}, rank {rank} of {world}")
+    width = batch_size // (accumulate * world)
+    first = (micro * world + rank) * width
+    return range(first, first + width)
+
+
+def is_validation(sample_id: str, fraction: float) -> bool:
+    """Whether a sample belongs to the validation split: by the hash of its id, whatever else is in the data set."""
+    return hash64("validation", sample_id) < fraction * 2.0**64
+
+
+def split_ids(ids: Iterable[str], fraction: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(training ids, validation ids), in the given order."""
+    train: list[str] = []
+    held: list[str] = []
+    for sample_id in ids:
+        (held if is_validation(sample_id, fraction) else train).append(sample_id)
+    return tuple(train), tuple(held)
+
+
+def hash64(*parts: object) -> int:
+    """An integer in 0..2^64-1 from the text of `parts`; equal on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
+
+
+def sample_seed(seed: int, step: int, sample_id: str) -> int:
+    """The 63-bit seed of a sample's noise at a step."""
+    return hash64(seed, "noise", step, sample_id) >> 1
+
+
+def permute_index(i: int, n: int, key: int) -> int:
+    """Image of `i` under a keyed permutation of 0..n-1, in constant time and memory.
+
+    A balanced Feistel network of six rounds on the next even power of two, walked until it lands inside 0..n-1
+    (J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
+    half = max(((n - 1).bit_length() + 1) // 2, 1)
+    mask = (1 << half) - 1
+    while True:
+        left, right = i >> half, i & mask
+        for round_ in range(6):
+            left, right = right, left ^ (_mix(right ^ (round_ << 32) ^ key) & mask)
+        i = left << half | right
+        if i < n:
+            return i
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)

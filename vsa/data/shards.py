@@ -1,0 +1,372 @@
+"""Writing and reading folders of latent and text shards.
+
+Layout of a folder (tar files in webdataset form, one sample a key):
+
+    latents-C16x4x16x16-00000.tar   KEY.latent.safetensors, KEY.json     one latent shape per shard
+    text-00000.tar                  KEY.text.safetensors                 every caption; the null embedding once
+    index.json                      byte offsets, sizes and digests; written last
+
+C t h w latent channels, frames and size; S E text tokens and width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from vsa.data.atomic import atomic_file
+from vsa.data.codecs import Codec
+from vsa.data.index import (
+    INDEX_NAME,
+    SCHEMA,
+    CodecInfo,
+    DatasetIndex,
+    SampleEntry,
+    ShardEntry,
+    Span,
+    TextInfo,
+    valid_id,
+)
+from vsa.data.text import TextEncoder
+
+# tar's classic header holds 100 bytes of name and the longest field takes 19
+_LONGEST_ID = 80
+_NULL_KEY = "__null__"
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class ShardWriter:
+    """Writes one folder of shards; a context manager.
+
+    Every shard is written to a temporary name and renamed when full, the index last of all. Starting to write removes
+    an index that is there, so an interrupted run leaves a folder that says it is none, never a mixture.
+
+    Args:
+        root: folder to write; created when missing.
+        codec: what encoded the latents.
+        text_encoder: what encodes the captions given to `add`.
+        samples_per_shard: samples in a full shard.
+        dtype: how latents are stored: float16, bfloat16 or float32.
+        overwrite: replace the data set that is there.
+
+    Raises:
+        ValueError: `root` already holds an index and `overwrite` is off; unknown dtype.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        codec: Codec,
+        text_encoder: TextEncoder,
+        samples_per_shard: int = 1024,
+        dtype: str = "float16",
+        overwrite: bool = False,
+    ) -> None:
+        self.root = Path(root)
+        if dtype not in _DTYPES:
+            raise ValueError(f"latent dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        if samples_per_shard < 1:
+            raise ValueError(f"samples_per_shard must be at least 1, got {samples_per_shard}")
+        if (self.root / INDEX_NAME).exists() and not overwrite:
+            raise ValueError(f"{self.root} already holds a data set; choose another folder or overwrite it")
+        self._codec = codec
+        self._text_encoder = text_encoder
+        self._samples_per_shard = samples_per_shard
+        self._dtype = _DTYPES[dtype]
+        self._open: dict[str, _OpenShard] = {}
+        self._counts: dict[str, int] = {}
+        self._shards: dict[str, ShardEntry] = {}
+        self._spans: dict[str, Span] = {}
+        self._samples: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._sums = torch.zeros(3, codec.channels, dtype=torch.float64)  # count, sum, sum of squares
+
+    def __enter__(self) -> ShardWriter:
+        self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / INDEX_NAME).unlink(missing_ok=True)
+        for pattern in ("latents-*.tar", "text-*.tar", ".tmp-*"):
+            for leftover in self.root.glob(pattern):
+                leftover.unlink()
+        null = self._text_payload([""])
+        self._write("text", _NULL_KEY, {"text.safetensors": null})
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            # whatever is still open was not finished
+            for shard in self._open.values():
+                shard.abandon()
+
+    def _finish(self) -> None:
+        if not self._samples:
+            raise ValueError(f"nothing to write to {self.root}: no samples")
+        for stream in list(self._open):
+            self._close(stream)
+        with atomic_file(self.root / INDEX_NAME) as temporary:
+            temporary.write_text(self._index().to_json(), encoding="utf-8")
+
+    def add(self, sample_id: str, latents: Tensor, captions: Sequence[str], info: Mapping[str, Any]) -> None:
+        """Stores one sample.
+
+        Args:
+            sample_id: unique name.
+            latents: `[C, t, h, w]`, not normalised.
+            captions: one or more captions.
+            info: what else is known of the sample (source file, frame rate, size); goes to KEY.json as it is.
+
+        Raises:
+            ValueError: the id is malformed or used twice, the latents are not finite or have the wrong channels, or
+                there is no caption.
+        """
+        if not valid_id(sample_id) or len(sample_id) > _LONGEST_ID or sample_id == _NULL_KEY:
+            raise ValueError(f"sample id {sample_id!r} must be 1 to {_LONGEST_ID} letters, digits, '_' or '-'")
+        if sample_id in self._samples:
+            raise ValueError(f"sample id {sample_id!r} is used twice")
+        if latents.dim() != 4 or latents.shape[0] != self._codec.channels:
+            raise ValueError(
+                f"latents of {sample_id} must be [{self._codec.channels}, t, h, w], got {tuple(latents.shape)}"
+            )
+        if not captions:
+            raise ValueError(f"sample {sample_id} has no caption")
+        stored = latents.detach().cpu().to(self._dtype).contiguous()
+        if not stored.isfinite().all():
+            raise ValueError(f"latents of {sample_id} are not finite as {str(self._dtype).removeprefix('torch.')}")
+
+        flat = stored.double().flatten(1)
+        self._sums += torch.stack([torch.full((len(flat),), flat.shape[1]), flat.sum(1), (flat**2).sum(1)])
+        shape = tuple(latents.shape)
+        header = {"codec_id": self._codec.id, "codec_hash": self._codec.hash}
+        record = {
+            "schema": SCHEMA,
+            "id": sample_id,
+            "latent_shape": shape,
+            **header,
+            "captions": list(captions),
+            **info,
+        }
+        fields = {
+            "latent.safetensors": save_tensors({"latent": stored}, {"vsa": json.dumps(header)}),
+            "json": json.dumps(record, ensure_ascii=False).encode(),
+        }
+        self._samples[sample_id] = shape, len(captions)
+        self._write(f"latents-C{'x'.join(map(str, shape))}", sample_id, fields)
+        self._write("text", sample_id, {"text.safetensors": self._text_payload(captions)})
+
+    def _text_payload(self, captions: Sequence[str]) -> bytes:
+        header = {
+            "text_encoder_id": self._text_encoder.id,
+            "text_encoder_hash": self._text_encoder.hash,
+            "captions": list(captions),
+        }
+        tensors = {str(i): self._text_encoder.encode(caption).contiguous() for i, caption in enumerate(captions)}
+        # one metadata key: with several, their order in the file would change from run to run
+        return save_tensors(tensors, {"vsa": json.dumps(header)})
+
+    def _write(self, stream: str, key: str, fields: dict[str, bytes]) -> None:
+        if stream not in self._open:
+            number = self._counts.get(stream, 0)
+            self._counts[stream] = number + 1
+            self._open[stream] = _OpenShard(self.root / f"{stream}-{number:05d}.tar")
+        self._open[stream].write(key, fields)
+        if self._open[stream].keys == self._samples_per_shard:
+            self._close(stream)
+
+    def _close(self, stream: str) -> None:
+        entry, spans = self._open[stream].close()
+        del self._open[stream]
+        self._shards[entry.name] = entry
+        self._spans.update(spans)
+
+    def _index(self) -> DatasetIndex:
+        count, total, squares = self._sums
+        mean = total / count
+        std = (squares / count - mean**2).clamp_min(0).sqrt()
+        # a channel that never varies (time bands of an image set) must not be blown up
+        std = torch.where(std > 1e-6, std, torch.ones_like(std))
+        return DatasetIndex(
+            codec=CodecInfo.of(self._codec),
+            text_encoder=TextInfo.of(self._text_encoder),
+            latent_mean=tuple(mean.tolist()),
+            latent_std=tuple(std.tolist()),
+            null_text=self._spans[f"{_NULL_KEY}.text.safetensors"],
+            shards=self._shards,
+            samples={
+                name: SampleEntry(
+                    id=name,
+                    latent_shape=shape,  # pyright: ignore[reportArgumentType]
+                    latent=self._spans[f"{name}.latent.safetensors"],
+                    text=self._spans[f"{name}.text.safetensors"],
+                    captions=captions,
+                )
+                for name, (shape, captions) in self._samples.items()
+            },
+        )
+
+
+class LatentReader:
+    """Random access to a folder of shards; holds no open files, so it can be handed to worker processes.
+
+    Args:
+        root: folder with an `index.json`.
+
+    Raises:
+        ValueError: the index is missing or malformed, or a shard is missing or cut short; names the file.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self.index = DatasetIndex.load(self.root / INDEX_NAME)
+        for shard in self.index.shards.values():
+            path = self.root / shard.name
+            if not path.is_file():
+                raise ValueError(f"shard {path} is missing, {INDEX_NAME} lists it")
+            size = path.stat().st_size
+            if size != shard.bytes:
+                raise ValueError(
+                    f"shard {path} is cut short or changed: it has {size} bytes, {INDEX_NAME} says {shard.bytes}"
+                )
+        _, null = self._text(_NULL_KEY, self.index.null_text, 0)
+        self.null_text = null
+
+    def latent(self, sample_id: str) -> Tensor:
+        """float32 latents `[C, t, h, w]` of a sample, not normalised.
+
+        Raises:
+            ValueError: unknown id, or the stored bytes are damaged; names shard and sample.
+        """
+        entry = self._entry(sample_id)
+        header, tensors = self._tensors(sample_id, entry.latent)
+        if header.get("codec_hash") != self.index.codec.hash:
+            found = f"{header.get('codec_id')} {header.get('codec_hash')}"
+            raise ValueError(
+                f"shard {self.root / entry.latent.shard}, sample {sample_id}: encoded by {found}, "
+                f"the index says {self.index.codec.id} {self.index.codec.hash}"
+            )
+        latent = tensors.get("latent")
+        if latent is None or tuple(latent.shape) != entry.latent_shape:
+            found = None if latent is None else tuple(latent.shape)
+            raise ValueError(
+                f"shard {self.root / entry.latent.shard}, sample {sample_id}: latent of shape {found}, "
+                f"the index says {entry.latent_shape}"
+            )
+        return latent.float()
+
+    def text(self, sample_id: str, caption: int) -> tuple[str, Tensor]:
+        """One caption of a sample and its float32 embedding `[S, E]`.
+
+        Raises:
+            ValueError: unknown id or caption number, or the stored bytes are damaged; names shard and sample.
+        """
+        entry = self._entry(sample_id)
+        if not 0 <= caption < entry.captions:
+            raise ValueError(f"sample {sample_id} has {entry.captions} captions, number {caption} was asked for")
+        return self._text(sample_id, entry.text, caption)
+
+    def verify(self) -> None:
+        """Reads every shard whole and compares it with its digest.
+
+        Raises:
+            ValueError: a shard is damaged; names it.
+        """
+        for shard in self.index.shards.values():
+            if _file_digest(self.root / shard.name) != shard.sha256:
+                raise ValueError(f"shard {self.root / shard.name} is damaged: its digest differs from {INDEX_NAME}")
+
+    def _entry(self, sample_id: str) -> SampleEntry:
+        try:
+            return self.index.samples[sample_id]
+        except KeyError:
+            raise ValueError(f"no sample {sample_id!r} in {self.root}") from None
+
+    def _text(self, key: str, span: Span, caption: int) -> tuple[str, Tensor]:
+        header, tensors = self._tensors(key, span)
+        if header.get("text_encoder_hash") != self.index.text_encoder.hash:
+            found = f"{header.get('text_encoder_id')} {header.get('text_encoder_hash')}"
+            raise ValueError(
+                f"shard {self.root / span.shard}, sample {key}: encoded by {found}, "
+                f"the index says {self.index.text_encoder.id} {self.index.text_encoder.hash}"
+            )
+        captions, embedding = header.get("captions", []), tensors.get(str(caption))
+        if embedding is None or caption >= len(captions):
+            raise ValueError(f"shard {self.root / span.shard}, sample {key}: no caption number {caption}")
+        return captions[caption], embedding.float()
+
+    def _tensors(self, key: str, span: Span) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Our header and the tensors of one member, after its digest was checked."""
+        path = self.root / span.shard
+        with path.open("rb") as file:
+            file.seek(span.offset)
+            payload = file.read(span.size)
+        if len(payload) != span.size or hashlib.sha256(payload).hexdigest() != span.sha256:
+            raise ValueError(f"shard {path}, sample {key}: the bytes are damaged (digest differs from {INDEX_NAME})")
+        try:
+            tensors = load_tensors(payload)
+            length = int.from_bytes(payload[:8], "little")
+            header = json.loads(json.loads(payload[8 : 8 + length])["__metadata__"]["vsa"])
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"shard {path}, sample {key}: not a safetensors member of ours ({error})") from error
+        return header, tensors
+
+
+class _OpenShard:
+    """A tar file that is being written under a temporary name."""
+
+    def __init__(self, path: Path) -> None:
+        # webdataset takes seconds to import; readers do without it
+        from webdataset.writer import TarWriter
+
+        self.path = path
+        self.keys = 0
+        self._digests: dict[str, str] = {}
+        self._rename = atomic_file(path)
+        self._temporary = self._rename.__enter__()
+        self._file = self._temporary.open("wb")
+        # a fixed time and owner: equal samples give equal shards
+        self._tar = TarWriter(self._file, encoder=False, compress=False, mtime=0, user="vsa", group="vsa")
+
+    def write(self, key: str, fields: dict[str, bytes]) -> None:
+        self._tar.write({"__key__": key, **fields})
+        self._digests.update(
+            {f"{key}.{field}": hashlib.sha256(payload).hexdigest() for field, payload in fields.items()}
+        )
+        self.keys += 1
+
+    def close(self) -> tuple[ShardEntry, dict[str, Span]]:
+        self._tar.close()
+        self._file.close()
+        # offsets come from reading the file back: what the index promises has been seen
+        with tarfile.open(self._temporary, "r:") as tar:
+            spans = {
+                m.name: Span(shard=self.path.name, offset=m.offset_data, size=m.size, sha256=self._digests[m.name])
+                for m in tar
+            }
+        size, digest = os.path.getsize(self._temporary), _file_digest(self._temporary)
+        self._rename.__exit__(None, None, None)
+        return ShardEntry(name=self.path.name, bytes=size, sha256=digest), spans
+
+    def abandon(self) -> None:
+        """Closes and removes the temporary file; a full disk must not hide the error that led here."""
+        for stream in (self._tar, self._file):
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

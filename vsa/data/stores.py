@@ -1,0 +1,179 @@
+"""Where samples come from: folders of shards, or toy clips made on the fly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vsa.data.codecs import Codec
+from vsa.data.index import CodecInfo, TextInfo
+from vsa.data.plan import SampleRef, Shape
+from vsa.data.shards import LatentReader
+from vsa.data.text import TextEncoder
+from vsa.data.toy_videos import ToyClips, captions_of, clip_attributes, render_clip
+
+# clips that the statistics of an endless toy set are taken from
+_PROBE_CLIPS = 64
+
+
+class SampleStore(Protocol):
+    """Random access to latents and captions of named sources."""
+
+    @property
+    def codec(self) -> CodecInfo:
+        """What encoded every latent."""
+        ...
+
+    @property
+    def text_encoder(self) -> TextInfo:
+        """What encoded every caption."""
+        ...
+
+    @property
+    def latent_mean(self) -> Tensor:
+        """float32 `[C]` mean of the latents."""
+        ...
+
+    @property
+    def latent_std(self) -> Tensor:
+        """float32 `[C]` standard deviation of the latents."""
+        ...
+
+    @property
+    def null_text(self) -> Tensor:
+        """float32 `[S, E]`, the embedding of the empty caption."""
+        ...
+
+    @property
+    def buckets(self) -> Mapping[str, Mapping[Shape, tuple[str, ...]]]:
+        """Sample ids by latent shape, by source."""
+        ...
+
+    def latent(self, ref: SampleRef) -> Tensor:
+        """float32 `[C, t, h, w]`, not normalised."""
+        ...
+
+    def captions(self, ref: SampleRef) -> int:
+        """How many captions the sample has."""
+        ...
+
+    def text(self, ref: SampleRef, caption: int) -> tuple[str, Tensor]:
+        """One caption and its embedding `[S, E]`."""
+        ...
+
+
+class ShardStore:
+    """One or more folders of shards made by the same codec and text encoder.
+
+    Args:
+        roots: folder by source name.
+
+    Raises:
+        ValueError: a folder that cannot be read, or two that were encoded differently; names both.
+    """
+
+    def __init__(self, roots: Mapping[str, str | Path]) -> None:
+        if not roots:
+            raise ValueError("no data sets given")
+        self._readers = {name: LatentReader(root) for name, root in roots.items()}
+        first, *others = self._readers.values()
+        self.codec = first.index.codec
+        self.text_encoder = first.index.text_encoder
+        self.null_text = first.null_text
+        for other in others:
+            for what in ("codec", "text_encoder"):
+                ours, theirs = getattr(first.index, what), getattr(other.index, what)
+                if ours != theirs:
+                    raise ValueError(
+                        f"cannot mix {first.root} ({what} {ours.id}, {ours.hash}) with {other.root} "
+                        f"({what} {theirs.id}, {theirs.hash})"
+                    )
+        self.buckets = {name: _by_shape(reader) for name, reader in self._readers.items()}
+        self.latent_mean, self.latent_std = _pooled_statistics(list(self._readers.values()))
+
+    def latent(self, ref: SampleRef) -> Tensor:
+        """float32 `[C, t, h, w]`, not normalised."""
+        return self._readers[ref.source].latent(ref.id)
+
+    def captions(self, ref: SampleRef) -> int:
+        """How many captions the sample has."""
+        return self._readers[ref.source].index.samples[ref.id].captions
+
+    def text(self, ref: SampleRef, caption: int) -> tuple[str, Tensor]:
+        """One caption and its embedding `[S, E]`."""
+        return self._readers[ref.source].text(ref.id, caption)
+
+
+class ToyStore:
+    """Toy clips rendered and encoded when asked for; no files.
+
+    Args:
+        clips: which clips.
+        codec: encodes the pixels.
+        text_encoder: encodes the captions.
+    """
+
+    def __init__(self, clips: ToyClips, codec: Codec, text_encoder: TextEncoder) -> None:
+        self._clips = clips
+        self._codec = codec
+        self._text_encoder = text_encoder
+        self.codec = CodecInfo.of(codec)
+        self.text_encoder = TextInfo.of(text_encoder)
+        self.null_text = text_encoder.encode("")
+        probe = torch.stack([self._encode(i) for i in range(min(clips.count, _PROBE_CLIPS))])
+        flat = probe.double().transpose(0, 1).flatten(1)
+        std = flat.std(1, correction=0)
+        self.latent_mean = flat.mean(1).float()
+        self.latent_std = torch.where(std > 1e-6, std, torch.ones_like(std)).float()
+        c, t, h, w = probe.shape[1:]
+        ids = tuple(f"toy-{clips.seed}-{i:08d}" for i in range(clips.count))
+        self.buckets = {"toy": {(c, t, h, w): ids}}
+
+    def latent(self, ref: SampleRef) -> Tensor:
+        """float32 `[C, t, h, w]`, not normalised."""
+        return self._encode(_clip_number(ref.id))
+
+    def captions(self, ref: SampleRef) -> int:
+        """How many captions the sample has."""
+        return len(self._captions(ref))
+
+    def text(self, ref: SampleRef, caption: int) -> tuple[str, Tensor]:
+        """One caption and its embedding `[S, E]`."""
+        words = self._captions(ref)[caption]
+        return words, self._text_encoder.encode(words)
+
+    def _encode(self, number: int) -> Tensor:
+        video, _, _ = render_clip(self._clips.seed, number, size=self._clips.size)
+        return self._codec.encode(video)
+
+    def _captions(self, ref: SampleRef) -> tuple[str, ...]:
+        return captions_of(clip_attributes(self._clips.seed, _clip_number(ref.id)))
+
+
+def _clip_number(sample_id: str) -> int:
+    return int(sample_id.rpartition("-")[2])
+
+
+def _by_shape(reader: LatentReader) -> dict[Shape, tuple[str, ...]]:
+    ids: dict[Shape, list[str]] = {}
+    for sample in reader.index.samples.values():
+        ids.setdefault(sample.latent_shape, []).append(sample.id)
+    return {shape: tuple(names) for shape, names in ids.items()}
+
+
+def _pooled_statistics(readers: list[LatentReader]) -> tuple[Tensor, Tensor]:
+    """float32 mean and standard deviation `[C]` over every latent value of all readers."""
+    mean = torch.tensor([reader.index.latent_mean for reader in readers], dtype=torch.float64)
+    std = torch.tensor([reader.index.latent_std for reader in readers], dtype=torch.float64)
+    if len(readers) == 1:
+        return mean[0].float(), std[0].float()
+    cells = [sum(math.prod(s.latent_shape[1:]) for s in reader.index.samples.values()) for reader in readers]
+    share = torch.tensor(cells, dtype=torch.float64)[:, None] / sum(cells)
+    pooled = (share * mean).sum(0)
+    variance = (share * (std**2 + (mean - pooled) ** 2)).sum(0)
+    return pooled.float(), variance.sqrt().float()

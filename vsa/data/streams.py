@@ -1,0 +1,199 @@
+"""Batches of a plan, in order, for any rank, worker count and starting step.
+
+B samples, C t h w latent channels, frames and size, S text tokens, E text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from vsa.data.batch import VideoBatch
+from vsa.data.plan import DataPlan, SampleRef, Shape, hash64, rank_slice, sample_seed
+from vsa.data.stores import SampleStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSlice:
+    """Which part of every global batch is read here.
+
+    Args:
+        accumulate: micro-batches of an optimizer step.
+        rank: data-parallel rank.
+        world: number of data-parallel ranks.
+    """
+
+    accumulate: int = 1
+    rank: int = 0
+    world: int = 1
+
+    def slots(self, batch_size: int, micro: int) -> range:
+        """Slots of micro-batch `micro` on this rank; see `rank_slice`."""
+        return rank_slice(
+            batch_size=batch_size, micro=micro, accumulate=self.accumulate, rank=self.rank, world=self.world
+        )
+
+
+class TrainStream(IterableDataset[VideoBatch]):
+    """The training batches of one rank, one item a micro-batch.
+
+    The items depend on the plan and the starting step alone: no shuffle buffer, no generator state, and with W workers
+    worker w makes items w, w + W, ..., which a DataLoader puts back in order.
+
+    Args:
+        store: where samples come from.
+        plan: which samples a step trains on.
+        part: this rank's part of the global batch.
+        start_step: first optimizer step.
+        steps: number of optimizer steps.
+        caption_dropout: probability that a sample is trained on the null embedding, redrawn at every step.
+
+    Raises:
+        ValueError: the global batch does not divide into ranks and micro-batches.
+    """
+
+    def __init__(
+        self,
+        store: SampleStore,
+        plan: DataPlan,
+        *,
+        part: RankSlice,
+        start_step: int,
+        steps: int,
+        caption_dropout: float,
+    ) -> None:
+        super().__init__()
+        part.slots(plan.batch_size, 0)
+        self._store = store
+        self._plan = plan
+        self._part = part
+        self._start_step = start_step
+        self._steps = steps
+        self._caption_dropout = caption_dropout
+
+    def __len__(self) -> int:
+        return self._steps * self._part.accumulate
+
+    def __iter__(self) -> Iterator[VideoBatch]:
+        for i in _worker_items(len(self)):
+            step, micro = divmod(i, self._part.accumulate)
+            yield self.batch(self._start_step + step, micro)
+
+    def batch(self, step: int, micro: int) -> VideoBatch:
+        """Micro-batch `micro` of optimizer step `step` on this rank."""
+        plan = self._plan.step(step)
+        slots = self._part.slots(self._plan.batch_size, micro)
+        refs = [plan.refs[slot] for slot in slots]
+        choices = [self._caption(ref, step) for ref in refs]
+        seeds = [sample_seed(self._plan.seed, step, ref.id) for ref in refs]
+        return collate(self._store, refs, choices, seeds=seeds, slots=slots, num_slots=self._plan.batch_size, step=step)
+
+    def _caption(self, ref: SampleRef, step: int) -> int | None:
+        """Which caption a sample is trained on at a step; None: the null embedding."""
+        seed = self._plan.seed
+        if hash64(seed, "caption dropout", step, ref.id) < self._caption_dropout * 2.0**64:
+            return None
+        return hash64(seed, "caption", step, ref.id) % self._store.captions(ref)
+
+
+class ValidationStream(IterableDataset[VideoBatch]):
+    """A fixed, seeded validation set: the same samples, captions, slots and noise seeds at every pass and world size.
+
+    Each bucket's held-out samples fill whole global batches, at most `batches` of them; a last batch that they do not
+    fill starts over with the bucket's first ones, so none is dropped. Slots run through the whole set, which spreads
+    stratified timesteps over it.
+
+    Args:
+        store: where samples come from.
+        held: held-out samples by latent shape.
+        batch_size: samples of a global batch.
+        batches: most global batches of a bucket (None: all).
+        part: this rank's part of a global batch.
+        seed: seed of the noise.
+    """
+
+    def __init__(
+        self,
+        store: SampleStore,
+        held: dict[Shape, tuple[SampleRef, ...]],
+        *,
+        batch_size: int,
+        batches: int | None,
+        part: RankSlice,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        part.slots(batch_size, 0)
+        self._store = store
+        self._part = part
+        self._batch_size = batch_size
+        self._seed = seed
+        self._batches: list[tuple[SampleRef, ...]] = []
+        for _, refs in sorted(held.items()):
+            full = -(-len(refs) // batch_size)
+            full = full if batches is None else min(full, batches)
+            padded = [refs[i % len(refs)] for i in range(full * batch_size)]
+            self._batches += [tuple(padded[i : i + batch_size]) for i in range(0, len(padded), batch_size)]
+
+    def __len__(self) -> int:
+        return len(self._batches) * self._part.accumulate
+
+    def __iter__(self) -> Iterator[VideoBatch]:
+        for i in _worker_items(len(self)):
+            number, micro = divmod(i, self._part.accumulate)
+            slots = self._part.slots(self._batch_size, micro)
+            refs = [self._batches[number][slot] for slot in slots]
+            slots = [number * self._batch_size + slot for slot in slots]
+            # the slot is in the seed: a sample that fills up a batch meets another noise
+            seeds = [hash64(self._seed, "validation", slot, ref.id) >> 1 for slot, ref in zip(slots, refs, strict=True)]
+            num_slots = len(self._batches) * self._batch_size
+            yield collate(self._store, refs, [0] * len(refs), seeds=seeds, slots=slots, num_slots=num_slots, step=0)
+
+
+def collate(
+    store: SampleStore,
+    refs: Sequence[SampleRef],
+    captions: Sequence[int | None],
+    *,
+    seeds: Sequence[int],
+    slots: Sequence[int],
+    num_slots: int,
+    step: int,
+) -> VideoBatch:
+    """Reads samples of one latent shape into a batch; text is padded to the encoder's longest, so shapes never vary.
+
+    Args:
+        store: where samples come from.
+        refs: B samples.
+        captions: caption number of each; None: the null embedding and the caption "".
+        seeds: noise seed of each.
+        slots: position of each in the global batch.
+        num_slots: size of the global batch.
+        step: optimizer step.
+    """
+    texts = [("", store.null_text) if c is None else store.text(ref, c) for ref, c in zip(refs, captions, strict=True)]
+    text = torch.zeros(len(refs), store.text_encoder.max_tokens, store.text_encoder.dim)
+    mask = torch.zeros(text.shape[:2], dtype=torch.bool)
+    for i, (_, tokens) in enumerate(texts):
+        text[i, : len(tokens)] = tokens
+        mask[i, : len(tokens)] = True
+    return VideoBatch(
+        latents=torch.stack([store.latent(ref) for ref in refs]),
+        text=text,
+        text_mask=mask,
+        sample_ids=tuple(ref.id for ref in refs),
+        captions=tuple(caption for caption, _ in texts),
+        seeds=torch.tensor(seeds, dtype=torch.int64),
+        slots=torch.tensor(list(slots), dtype=torch.int64),
+        num_slots=num_slots,
+        step=step,
+    )
+
+
+def _worker_items(count: int) -> range:
+    """This worker's share of items 0..count-1, the one a DataLoader asks it for."""
+    worker = get_worker_info()
+    return range(count) if worker is None else range(worker.id, count, worker.num_workers)

@@ -1,0 +1,296 @@
+"""Captioned clips of one moving shape, and a scorer that reads colour and direction back from the pixels.
+
+T H W frames and pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from vsa.data.atomic import atomic_file
+from vsa.data.video_files import write_video
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (225, 45, 45),
+    "green": (50, 200, 60),
+    "blue": (60, 85, 235),
+    "yellow": (235, 215, 50),
+    "purple": (195, 60, 215),
+    "cyan": (60, 210, 220),
+}
+DIRECTIONS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # x, y
+SPEEDS: dict[str, float] = {"slowly": 0.25, "quickly": 0.5}  # share of the picture crossed in one clip
+SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "cross")
+
+# how far a clip's shape must move, as a share of the picture, to count as moving
+_LEAST_MOTION = 0.04
+# RGB distance below which nothing stands out from the background
+_LEAST_CONTRAST = 25.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyAttributes:
+    """What a caption says; shape and speed may be left open."""
+
+    colour: str
+    direction: str
+    shape: str | None = None
+    speed: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyClips:
+    """A set of toy clips: clip i is a pure function of (seed, i).
+
+    Args:
+        count: number of clips.
+        size: frames, height and width.
+        seed: seed of the set.
+        fps: frames per second of the files.
+    """
+
+    count: int = 1024
+    size: tuple[int, int, int] = (16, 128, 128)
+    seed: int = 0
+    fps: int = 8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", tuple(int(n) for n in self.size))
+        if self.count < 1 or len(self.size) != 3 or min(self.size) < 1:
+            raise ValueError(f"toy clips need count >= 1 and size (T, H, W), got {self.count} and {self.size}")
+
+
+def render_clip(
+    seed: int, index: int, *, size: tuple[int, int, int] = (16, 128, 128)
+) -> tuple[Tensor, str, ToyAttributes]:
+    """One clip of a coloured shape that crosses a dark background at constant speed.
+
+    Args:
+        seed: seed of the set.
+        index: number of the clip in it.
+        size: frames, height and width.
+
+    Returns:
+        uint8 video `[T, H, W, 3]`, its caption ("a red circle moving left slowly") and the attributes behind it.
+    """
+    draw = _stream(seed, index)
+    attributes = _attributes(draw)
+    T, H, W = size
+    radius = min(H, W) * (0.12 + 0.04 * draw())
+    sx, sy = DIRECTIONS[attributes.direction]
+    reach = SPEEDS[attributes.speed or "slowly"] * (0.9 + 0.2 * draw())
+    travel_x, travel_y = sx * reach * W, sy * reach * H
+    # 1.3 radii is the tip of the triangle: the shape never leaves the picture
+    x0 = _start(W, travel_x, 1.3 * radius, draw())
+    y0 = _start(H, travel_y, 1.3 * radius, draw())
+
+    phase = np.arange(T, dtype=np.float32) / max(T - 1, 1)
+    dx = np.arange(W, dtype=np.float32)[None, None, :] + 0.5 - (x0 + travel_x * phase)[:, None, None]
+    dy = np.arange(H, dtype=np.float32)[None, :, None] + 0.5 - (y0 + travel_y * phase)[:, None, None]
+    alpha = np.clip(0.5 - _distance(attributes.shape or "circle", dx, dy, radius), 0, 1)[..., None]  # [T, H, W, 1]
+
+    level, tilt_x, tilt_y = 12 + 24 * draw(), 16 * draw() - 8, 16 * draw() - 8
+    ramp_x = np.linspace(-0.5, 0.5, W, dtype=np.float32)[None, :]
+    ramp_y = np.linspace(-0.5, 0.5, H, dtype=np.float32)[:, None]
+    background = (level + tilt_x * ramp_x + tilt_y * ramp_y)[None, :, :, None]
+    paint = np.array(COLOURS[attributes.colour], dtype=np.float32) * (0.92 + 0.08 * draw())
+    video = background + alpha * (paint - background)
+    return torch.from_numpy(np.rint(np.clip(video, 0, 255)).astype(np.uint8)), caption_of(attributes), attributes
+
+
+def write_toy_videos(clips: ToyClips, folder: str | Path, *, progress: bool = True) -> None:
+    """Renders toy clips as mp4 files with a `captions.jsonl`; the caption file is written last.
+
+    Args:
+        clips: which clips.
+        folder: where to write; toy clips of an earlier call are replaced, other files stay.
+        progress: show a progress bar.
+    """
+    folder = Path(folder)
+    (folder / "captions.jsonl").unlink(missing_ok=True)
+    for old in folder.glob("toy-*.mp4"):
+        old.unlink()
+    lines = []
+    for i in track(range(clips.count), description="rendering toy videos", disable=not progress):
+        video, _, attributes = render_clip(clips.seed, i, size=clips.size)
+        name = f"toy-{clips.seed}-{i:06d}.mp4"
+        write_video(folder / name, video, fps=clips.fps)
+        lines.append(json.dumps({"video": name, "captions": captions_of(attributes)}))
+    with atomic_file(folder / "captions.jsonl") as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def clip_attributes(seed: int, index: int) -> ToyAttributes:
+    """The attributes of clip `index` of a set, without drawing it."""
+    return _attributes(_stream(seed, index))
+
+
+def caption_of(attributes: ToyAttributes) -> str:
+    """The caption of a clip: "a red circle moving left slowly"; open attributes are left out."""
+    words = [
+        "a",
+        attributes.colour,
+        attributes.shape or "shape",
+        "moving",
+        attributes.direction,
+        attributes.speed or "",
+    ]
+    return " ".join(word for word in words if word)
+
+
+def captions_of(attributes: ToyAttributes) -> tuple[str, ...]:
+    """Every caption stored with a clip: the full one and one that leaves the speed open."""
+    return caption_of(attributes), caption_of(ToyAttributes(**{**asdict(attributes), "speed": None}))
+
+
+def parse_prompt(caption: str) -> ToyAttributes:
+    """The attributes a caption names.
+
+    Raises:
+        ValueError: the caption does not name exactly one known colour and one direction.
+    """
+    words = re.findall(r"[a-z]+", caption.lower())
+    found = {
+        name: [word for word in words if word in known]
+        for name, known in (("colour", COLOURS), ("direction", DIRECTIONS), ("shape", SHAPES), ("speed", SPEEDS))
+    }
+    for name in ("colour", "direction"):
+        if len(set(found[name])) != 1:
+            known = COLOURS if name == "colour" else DIRECTIONS
+            raise ValueError(f"prompt {caption!r} must name one {name} of {', '.join(known)}, it names {found[name]}")
+    return ToyAttributes(**{name: (words[0] if words else None) for name, words in found.items()})  # pyright: ignore
+
+
+def evaluation_prompts(count: int) -> list[str]:
+    """`count` prompts balanced over colour x direction, with shapes and speeds taking turns."""
+    prompts = []
+    for i in range(count):
+        colour = tuple(COLOURS)[i % len(COLOURS)]
+        lap = i // len(COLOURS)
+        direction = tuple(DIRECTIONS)[lap % len(DIRECTIONS)]
+        shape = SHAPES[(i + lap // len(DIRECTIONS)) % len(SHAPES)]
+        speed = tuple(SPEEDS)[(i + lap) % len(SPEEDS)]
+        prompts.append(caption_of(ToyAttributes(colour=colour, direction=direction, shape=shape, speed=speed)))
+    return prompts
+
+
+def measure_clip(video: Tensor) -> tuple[str | None, str | None]:
+    """Colour and direction of motion of what stands out in a clip, from its pixels alone.
+
+    The background is the median colour; foreground weight grows with the distance from it. The colour is the palette
+    entry that lies in the direction of the mean foreground from the background (so a faded shape keeps its name); the
+    motion is the slope of a least-squares line through the foreground's centroids.
+
+    Args:
+        video: uint8 `[T, H, W, 3]`.
+
+    Returns:
+        (colour, direction), each None when nothing stands out or nothing moves.
+    """
+    pixels = video.detach().cpu().numpy().astype(np.float32)
+    T, H, W, _ = pixels.shape
+    # medians of a grid of about 64 x 64 points are as good and much faster
+    step = max(min(H, W) // 64, 1)
+    background = np.median(pixels[:, ::step, ::step].reshape(-1, 3), axis=0)
+    distance = np.sqrt(((pixels - background) ** 2).sum(-1))  # [T, H, W]
+    # the smallest shape covers 3% of a picture, so the last percent is all shape
+    peak = float(np.percentile(distance[:, ::step, ::step], 99))
+    if peak < _LEAST_CONTRAST:
+        return None, None
+    weight = np.maximum(distance - max(0.5 * peak, _LEAST_CONTRAST), 0)
+    mass = weight.sum(axis=(1, 2))  # [T]
+
+    offset = (weight[..., None] * pixels).sum(axis=(0, 1, 2)) / mass.sum() - background
+    angles = {name: _cosine(offset, np.array(rgb, dtype=np.float32) - background) for name, rgb in COLOURS.items()}
+    colour = max(angles, key=lambda name: angles[name])
+
+    seen = mass > 0.05 * mass.max()
+    if seen.sum() < 2:
+        return colour, None
+    time = np.arange(T, dtype=np.float64)[seen]
+    x = ((weight * (np.arange(W) + 0.5)).sum(axis=(1, 2))[seen] / mass[seen]) / W
+    y = ((weight * (np.arange(H) + 0.5)[:, None]).sum(axis=(1, 2))[seen] / mass[seen]) / H
+    span = max(T - 1, 1)
+    move_x, move_y = float(np.polyfit(time, x, 1)[0]) * span, float(np.polyfit(time, y, 1)[0]) * span
+    if max(abs(move_x), abs(move_y)) < _LEAST_MOTION:
+        return colour, None
+    if abs(move_x) >= abs(move_y):
+        return colour, "right" if move_x > 0 else "left"
+    return colour, "down" if move_y > 0 else "up"
+
+
+def score_clip(video: Tensor, caption: str) -> dict[str, bool]:
+    """Whether a clip shows the colour and the direction of motion that its caption names.
+
+    Args:
+        video: uint8 `[T, H, W, 3]`.
+        caption: a prompt that names one colour and one direction.
+
+    Returns:
+        {"colour": bool, "direction": bool}; a random clip scores 1 in 6 and 1 in 4.
+
+    Raises:
+        ValueError: see `parse_prompt`.
+    """
+    wanted = parse_prompt(caption)
+    colour, direction = measure_clip(video)
+    return {"colour": colour == wanted.colour, "direction": direction == wanted.direction}
+
+
+def _stream(seed: int, index: int) -> Callable[[], float]:
+    """Uniform numbers in [0, 1) that belong to one clip."""
+    # only Random.random() keeps its stream across Python versions
+    return random.Random(_hash64(f"toy {seed} {index}")).random
+
+
+def _attributes(draw: Callable[[], float]) -> ToyAttributes:
+    return ToyAttributes(
+        colour=_pick(tuple(COLOURS), draw()),
+        direction=_pick(tuple(DIRECTIONS), draw()),
+        shape=_pick(SHAPES, draw()),
+        speed=_pick(tuple(SPEEDS), draw()),
+    )
+
+
+def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, r: float) -> np.ndarray:
+    """Signed distance to the outline in pixels, negative inside (a lower bound outside corners)."""
+    if shape == "circle":
+        return np.sqrt(dx**2 + dy**2) - r
+    if shape == "square":
+        return np.maximum(np.abs(dx), np.abs(dy)) - 0.9 * r
+    if shape == "triangle":
+        side = math.sqrt(0.75) * np.abs(dx) - 0.5 * dy
+        return np.maximum(dy, side) - 0.65 * r
+    bar, stem = np.maximum(np.abs(dx) / 1.15, np.abs(dy) / 0.4), np.maximum(np.abs(dx) / 0.4, np.abs(dy) / 1.15)
+    return (np.minimum(bar, stem) - r) * 0.4
+
+
+def _start(extent: int, travel: float, margin: float, u: float) -> float:
+    """A first centre from which `travel` keeps the shape inside; the middle when the picture is too narrow for that."""
+    low = margin + max(-travel, 0)
+    high = extent - margin - max(travel, 0)
+    return low + u * (high - low) if high > low else (low + high) / 2
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b) + 1e-6))
+
+
+def _pick(names: tuple[str, ...], u: float) -> str:
+    return names[int(u * len(names))]
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

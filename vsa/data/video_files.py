@@ -1,0 +1,155 @@
+"""Reading and writing video, GIF and image files.
+
+T H W frames and pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from vsa.data.atomic import atomic_file
+
+VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".gif")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+# a decoded clip is held in memory: refuse what no training clip needs instead of running out of it
+MAX_PIXELS = 8192 * 8192
+MAX_BYTES = 8 * 2**30
+
+
+def read_video(path: str | Path, *, frames: int | None = None, fps: float | None = None) -> tuple[Tensor, float]:
+    """The first frames of a video file.
+
+    Args:
+        path: any container and codec that ffmpeg knows; an image file gives one frame.
+        frames: stop after that many (None: to the end).
+        fps: resample to that rate: every output instant takes the newest frame at or before it (None: as stored).
+
+    Returns:
+        uint8 video `[T, H, W, 3]` and its frame rate.
+
+    Raises:
+        ValueError: the file is missing, does not decode, holds no frames or is larger than the limits; names the file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no such video: {path}")
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        return read_image(path)[None], 1.0
+    if fps is not None and fps <= 0:
+        raise ValueError(f"fps must be above 0, got {fps}")
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise ValueError(f"cannot decode video {path}: it has no video stream")
+            stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise ValueError(f"cannot decode video {path}: no decoder for its video stream")
+            stream.thread_type = "AUTO"
+            if stream.width * stream.height > MAX_PIXELS:
+                raise ValueError(
+                    f"cannot decode video {path}: {stream.width}x{stream.height} pixels are over the limit"
+                )
+            rate = float(stream.average_rate or stream.guessed_rate or 1)
+            decoded = container.decode(stream)
+            picked = decoded if fps is None else _resample(decoded, rate, fps)
+            video = []
+            for frame in picked:
+                if frames is not None and len(video) == frames:
+                    break
+                if (len(video) + 1) * frame.width * frame.height * 3 > MAX_BYTES:
+                    raise ValueError(f"cannot decode video {path}: over {MAX_BYTES >> 30} GiB of frames; ask for fewer")
+                video.append(frame.to_ndarray(format="rgb24"))
+    except (av.FFmpegError, OSError, MemoryError, OverflowError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"cannot decode video {path}: {reason}") from error
+    if not video:
+        raise ValueError(f"cannot decode video {path}: it holds no frames")
+    if len({picture.shape for picture in video}) > 1:
+        raise ValueError(f"cannot decode video {path}: the frame size changes inside the file")
+    return torch.from_numpy(np.stack(video)), fps or rate
+
+
+def read_image(path: str | Path) -> Tensor:
+    """A PNG, JPEG or WebP file as uint8 `[H, W, 3]`; transparency is put on black.
+
+    Raises:
+        ValueError: the file is missing, does not decode or is larger than the limit; names the file.
+    """
+    try:
+        # named formats only: others reach for external programs
+        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"cannot decode image {path}: {image.width}x{image.height} pixels are over the limit")
+            rgba = image.convert("RGBA")
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"cannot decode image {path}: {error}") from error
+    canvas = Image.new("RGBA", rgba.size, (0, 0, 0, 255))
+    return torch.from_numpy(np.array(Image.alpha_composite(canvas, rgba).convert("RGB")))
+
+
+def write_video(path: str | Path, video: Tensor, *, fps: float = 8) -> None:
+    """Writes an H.264 mp4 file; it appears under its name complete or not at all.
+
+    Args:
+        path: file to write.
+        video: uint8 `[T, H, W, 3]`; odd sizes are extended by their last row or column (4:2:0 needs even ones).
+        fps: frames per second.
+
+    Raises:
+        ValueError: wrong dtype or shape.
+    """
+    frames = _frames(video)
+    odd = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
+    frames = np.pad(frames, odd, mode="edge")
+    with atomic_file(path) as temporary, av.open(str(temporary), mode="w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "14", "preset": "veryfast", "threads": "1"}
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+        container.mux(stream.encode())
+
+
+def write_gif(path: str | Path, video: Tensor, *, fps: float = 8) -> None:
+    """Writes a looping GIF; it appears under its name complete or not at all.
+
+    Args:
+        path: file to write.
+        video: uint8 `[T, H, W, 3]`.
+        fps: frames per second (GIF rounds the frame time to 10 ms).
+
+    Raises:
+        ValueError: wrong dtype or shape.
+    """
+    first, *rest = (Image.fromarray(frame) for frame in _frames(video))
+    with atomic_file(path) as temporary:
+        first.save(
+            temporary, format="GIF", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0, disposal=1
+        )
+
+
+def _frames(video: Tensor) -> np.ndarray:
+    if video.dtype != torch.uint8 or video.dim() != 4 or video.shape[-1] != 3 or 0 in video.shape:
+        raise ValueError(f"video must be uint8 [T, H, W, 3] and not empty, got {video.dtype} {tuple(video.shape)}")
+    return video.detach().cpu().numpy()
+
+
+def _resample(decoded: Iterator[av.VideoFrame], rate: float, fps: float) -> Iterator[av.VideoFrame]:
+    """Frames at instants 0, 1/fps, 2/fps, ...: each the newest stored frame at or before it (constant rate assumed)."""
+    # a thousandth of a frame of slack: rounding must not decide between a frame and its successor
+    slack = 1e-3 / rate
+    produced = 0
+    for i, frame in enumerate(decoded):
+        while produced / fps < (i + 1) / rate - slack:
+            yield frame
+            produced += 1

@@ -1,0 +1,286 @@
+"""Flow matching: noise levels, targets and the loss, as pure functions of tensors.
+
+sigma is the noise level in [0, 1]: 0 is data, 1 is pure noise. `x_t = (1 - sigma) * x0 + sigma * noise`, the
+model predicts the velocity `noise - x0`, and reads the timestep `1000 * sigma`.
+
+B samples, C T H W latent channels, frames and size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+TIMESTEP_SCALE = 1000.0
+
+
+def per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """View one value per sample as a tensor that broadcasts over a latent.
+
+    Args:
+        values: `[B]`.
+        like: `[B, ...]`, gives the number of dimensions and the device.
+
+    Raises:
+        ValueError: if `values` is not `[B]`.
+    """
+    if values.shape != like.shape[:1]:
+        raise ValueError(f"expected one value per sample [{like.shape[0]}], got shape {tuple(values.shape)}")
+    return values.to(like.device).view(-1, *[1] * (like.ndim - 1))
+
+
+def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
+    """Noised latents `x_t = (1 - sigma) * x0 + sigma * noise`.
+
+    Args:
+        x0: `[B, C, T, H, W]` latents.
+        noise: same shape.
+        sigma: `[B]` noise levels in [0, 1].
+    """
+    s = per_sample(sigma, x0).to(x0.dtype)
+    return (1 - s) * x0 + s * noise
+
+
+def velocity_target(x0: Tensor, noise: Tensor) -> Tensor:
+    """Target of the model, `noise - x0`: the derivative of `add_noise` by sigma."""
+    return noise - x0
+
+
+def velocity_to_x0(x_t: Tensor, v: Tensor, sigma: Tensor) -> Tensor:
+    """Data predicted by a velocity, `x_t - sigma * v`.
+
+    Args:
+        x_t: `[B, ...]` noised latents.
+        v: same shape, velocity at `x_t`.
+        sigma: `[B]`.
+    """
+    return x_t - per_sample(sigma, x_t).to(x_t.dtype) * v
+
+
+def to_timestep(sigma: Tensor) -> Tensor:
+    """Timestep 0..1000 the model reads, float32 `[B]`."""
+    return (sigma * TIMESTEP_SCALE).float()
+
+
+def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
+    """Move noise levels towards noise: `shift * sigma / (1 + (shift - 1) * sigma)`.
+
+    A longer token sequence needs more noise for the same loss of information (SD3, arXiv:2403.03206, section
+    5.3.2). 0 and 1 stay fixed, shift 1 is the identity, and shifting by a then by b is shifting by a * b.
+
+    Args:
+        sigma: any shape, values in [0, 1].
+        shift: > 0.
+
+    Raises:
+        ValueError: if `shift` is not positive.
+    """
+    if not shift > 0:
+        raise ValueError(f"flow shift must be positive, got {shift}")
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowShift:
+    """Flow shift as a function of the number of tokens of a segment.
+
+    Args:
+        kind: `constant` gives `value`; `sqrt` gives `value * sqrt(num_tokens / base_tokens)` (SD3, section
+            5.3.2); `table` interpolates `table` linearly in the number of tokens and is flat outside it.
+        value: shift, at `base_tokens` tokens for `sqrt`.
+        base_tokens: token count at which `sqrt` gives `value`.
+        table: number of tokens to shift.
+
+    Raises:
+        ValueError: on an unknown kind, a missing or unused field, or a value that is not positive.
+    """
+
+    kind: Literal["constant", "sqrt", "table"] = "constant"
+    value: float = 1.0
+    base_tokens: int | None = None
+    table: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "sqrt", "table"):
+            raise ValueError(f"flow shift kind must be constant, sqrt or table, got {self.kind!r}")
+        if not self.value > 0:
+            raise ValueError(f"flow shift value must be positive, got {self.value}")
+        if (self.kind == "sqrt") != (self.base_tokens is not None):
+            raise ValueError(f"base_tokens belongs to kind sqrt, got kind={self.kind}, base_tokens={self.base_tokens}")
+        if self.base_tokens is not None and self.base_tokens < 1:
+            raise ValueError(f"base_tokens must be at least 1, got {self.base_tokens}")
+        if (self.kind == "table") != bool(self.table):
+            raise ValueError(f"table belongs to kind table, got kind={self.kind}, table={self.table}")
+        for tokens, shift in (self.table or {}).items():
+            if int(tokens) < 1 or not shift > 0:
+                raise ValueError(f"table must map token counts to positive shifts, got {tokens}: {shift}")
+
+    def __call__(self, num_tokens: int) -> float:
+        """Shift of a segment of `num_tokens` tokens."""
+        if num_tokens < 1:
+            raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
+        if self.kind == "constant":
+            return float(self.value)
+        if self.base_tokens is not None:
+            return float(self.value * math.sqrt(num_tokens / self.base_tokens))
+        points = sorted((int(n), float(s)) for n, s in (self.table or {}).items())
+        if num_tokens <= points[0][0]:
+            return points[0][1]
+        for (n0, s0), (n1, s1) in pairwise(points):
+            if num_tokens <= n1:
+                return s0 + (s1 - s0) * (num_tokens - n0) / (n1 - n0)
+        return points[-1][1]
+
+
+def mixed_generator(*parts: int | str) -> torch.Generator:
+    """CPU generator seeded by a digest of `parts`.
+
+    torch's CPU generator reads the low 32 bits of a seed only, so seeds that differ higher up, or by one, are
+    mixed first.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def sample_sigmas(
+    *,
+    seed: int,
+    step: int,
+    num_slots: int,
+    distribution: Literal["logit_normal", "uniform"] = "logit_normal",
+    shift: float = 1.0,
+    logit_mean: float = 0.0,
+    logit_std: float = 1.0,
+) -> Tensor:
+    """Noise levels of one optimizer step, stratified over the global batch.
+
+    The unit interval is cut into `num_slots` equal parts, each slot gets one part at random and a uniform
+    place in it, and the quantile function of the distribution maps it to sigma. So every step sees all noise
+    levels, each slot alone still follows the distribution, and the result depends on (seed, step, slot) only:
+    not on ranks, micro-batches or how often it was called.
+
+    Args:
+        seed: seed of the run.
+        step: optimizer step.
+        num_slots: samples in the global batch.
+        distribution: `logit_normal` (SD3, arXiv:2403.03206, section 3.1; the VSA paper pretrains with mean 0
+            and std 1) or `uniform`.
+        shift: applied after the distribution, see `shift_sigma`.
+        logit_mean: mean of logit(sigma).
+        logit_std: standard deviation of logit(sigma).
+
+    Returns:
+        float64 `[num_slots]` in (0, 1), by slot, on the CPU.
+
+    Raises:
+        ValueError: on an unknown distribution, `num_slots` < 1, a shift or `logit_std` that is not positive.
+    """
+    if num_slots < 1:
+        raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+    generator = mixed_generator("sigma", seed, step)
+    strata = torch.randperm(num_slots, generator=generator)
+    jitter = torch.rand(num_slots, generator=generator, dtype=torch.float64)
+    # open interval: the quantile function of the normal is infinite at both ends
+    u = ((strata + jitter) / num_slots).clamp(1e-9, 1 - 1e-9)
+    if distribution == "uniform":
+        sigma = u
+    elif distribution == "logit_normal":
+        if not logit_std > 0:
+            raise ValueError(f"logit_std must be positive, got {logit_std}")
+        sigma = torch.sigmoid(logit_mean + logit_std * torch.special.ndtri(u))
+    else:
+        raise ValueError(f"timestep distribution must be logit_normal or uniform, got {distribution!r}")
+    return shift_sigma(sigma, shift)
+
+
+def noise_like(latents: Tensor, seeds: Tensor) -> Tensor:
+    """Standard normal noise, each sample from its own seed.
+
+    Drawn on the CPU in float32, so a sample gets the same noise on every device, in every dtype and batch.
+
+    Args:
+        latents: `[B, ...]`, gives shape, dtype and device.
+        seeds: int64 `[B]`.
+
+    Raises:
+        ValueError: if there is not one seed per sample.
+    """
+    if seeds.shape != latents.shape[:1]:
+        raise ValueError(f"expected one seed per sample [{latents.shape[0]}], got shape {tuple(seeds.shape)}")
+    rows = [
+        torch.randn(latents.shape[1:], generator=mixed_generator("noise", seed), dtype=torch.float32)
+        for seed in seeds.tolist()
+    ]
+    return torch.stack(rows).to(latents.device, latents.dtype)
+
+
+def loss_weights(sigma: Tensor, name: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform") -> Tensor:
+    """Weight of each sample in the loss.
+
+    Args:
+        sigma: `[B]`.
+        name: `uniform` 1; `sigma_sqrt` sigma^-2, sigma at least 1e-3; `cosmap` 2 / (pi * (1 - 2 sigma +
+            2 sigma^2)) (SD3, arXiv:2403.03206, section 3.1).
+
+    Raises:
+        ValueError: on an unknown name.
+    """
+    if name == "uniform":
+        return torch.ones_like(sigma)
+    if name == "sigma_sqrt":
+        return sigma.clamp_min(1e-3) ** -2
+    if name == "cosmap":
+        return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
+    raise ValueError(f"loss weighting must be uniform, sigma_sqrt or cosmap, got {name!r}")
+
+
+def sample_mse(pred: Tensor, target: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    """Mean squared error of each sample, in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        pred: `[B, ...]` prediction of the model.
+        target: same shape.
+        token_mask: bool or weights, broadcastable to `pred`; elements with 0 do not count.
+
+    Returns:
+        `[B]`; 0 for a sample without a counted element.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if pred.shape != target.shape:
+        raise ValueError(f"pred and target must have one shape, got {tuple(pred.shape)} and {tuple(target.shape)}")
+    dtype = torch.float64 if pred.dtype == torch.float64 else torch.float32
+    error = pred.to(dtype) - target.to(dtype)
+    if token_mask is None:
+        return error.square().flatten(1).mean(1)
+    mask = token_mask.to(dtype).expand_as(error)
+    # masked before the square: an excluded element may hold inf or nan, and its gradient would be nan too
+    error = torch.where(mask == 0, torch.zeros_like(error), error)
+    return (mask * error.square()).flatten(1).sum(1) / mask.flatten(1).sum(1).clamp_min(torch.finfo(dtype).tiny)
+
+
+def weighted_loss(mse: Tensor, weights: Tensor, weight_total: Tensor | float) -> Tensor:
+    """Loss of one micro-batch, `sum_i w_i * mse_i / weight_total`.
+
+    With `weight_total` the sum of the weights of the whole global batch, the sum of this value over
+    micro-batches and ranks does not depend on how the global batch is cut.
+
+    Args:
+        mse: `[B]` from `sample_mse`.
+        weights: `[B]` from `loss_weights`.
+        weight_total: sum of the weights over the global batch.
+    """
+    return (weights.to(mse) * mse).sum() / weight_total
+
+
+def decile(sigma: Tensor) -> Tensor:
+    """Tenth of [0, 1] each noise level lies in, int64 0..9; 1.0 belongs to the last."""
+    return (sigma * 10).floor().long().clamp(0, 9)

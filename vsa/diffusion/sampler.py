@@ -1,0 +1,123 @@
+"""Samplers: from noise to latents with a velocity function.
+
+A velocity function takes x_t `[B, ...]` and the timestep `[B]` (0..1000, float32) and returns the velocity
+`[B, ...]`; guidance and conditioning live inside it. State is kept in fp32 whatever the model computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from vsa.diffusion.flow_matching import TIMESTEP_SCALE, shift_sigma
+
+VelocityFn = Callable[[Tensor, Tensor], Tensor]
+StepFn = Callable[[int, Tensor], None]
+
+
+def euler_sigmas(steps: int, shift: float = 1.0) -> Tensor:
+    """Noise levels of an Euler run: `steps + 1` even points from 1 to 0, shifted.
+
+    Args:
+        steps: model evaluations.
+        shift: see `flow_matching.shift_sigma`.
+
+    Returns:
+        float64 `[steps + 1]`, from 1 down to 0.
+
+    Raises:
+        ValueError: if `steps` < 1 or `shift` is not positive.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    return shift_sigma(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
+
+
+def guide(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance in the standard form, `uncond + scale * (cond - uncond)`.
+
+    Scale 1 is the conditional prediction alone. Distillation code often quotes the additive form
+    `cond + w * (cond - uncond)`, whose w is `scale - 1`.
+
+    Args:
+        cond: velocity with the caption.
+        uncond: velocity with the null embedding, same shape.
+        scale: guidance scale.
+    """
+    return uncond + scale * (cond - uncond)
+
+
+def _state(noise: Tensor) -> Tensor:
+    return noise if noise.dtype == torch.float64 else noise.float()
+
+
+def sample_euler(velocity_fn: VelocityFn, noise: Tensor, sigmas: Tensor, on_step: StepFn | None = None) -> Tensor:
+    """Integrate dx/dsigma = velocity from the first to the last noise level with Euler steps.
+
+    Args:
+        velocity_fn: see the head of this file.
+        noise: `[B, ...]` x at `sigmas[0]`, pure noise when that is 1.
+        sigmas: `[steps + 1]` falling noise levels, from `euler_sigmas`.
+        on_step: called as `on_step(i, x)` after each step, for progress bars and previews.
+
+    Returns:
+        `[B, ...]` x at `sigmas[-1]`, fp32 (fp64 for fp64 noise).
+
+    Raises:
+        ValueError: if `sigmas` has fewer than two values or does not fall.
+    """
+    levels = [float(s) for s in sigmas]
+    if len(levels) < 2 or any(a <= b for a, b in pairwise(levels)):
+        raise ValueError(f"sigmas must fall and hold at least two values, got {levels}")
+    x = _state(noise)
+    for i, (now, nxt) in enumerate(pairwise(levels)):
+        timestep = torch.full((len(x),), now * TIMESTEP_SCALE, device=x.device, dtype=torch.float32)
+        x = x + (nxt - now) * velocity_fn(x, timestep).to(x.dtype)
+        if on_step is not None:
+            on_step(i, x)
+    return x
+
+
+def sample_few_step(
+    velocity_fn: VelocityFn,
+    noise: Tensor,
+    timesteps: Sequence[float] = (1000, 757, 522),
+    generator: torch.Generator | None = None,
+    on_step: StepFn | None = None,
+) -> Tensor:
+    """Few-step sampling of a distilled generator: predict the data, then noise it again with fresh noise.
+
+    The procedure of consistency models and of DMD2's backward simulation (arXiv:2405.14867, section 4.5):
+    `x0 = x - sigma * velocity`, then `x = (1 - sigma') * x0 + sigma' * fresh`, and the last x0 is the result.
+
+    Args:
+        velocity_fn: see the head of this file.
+        noise: `[B, ...]` pure noise.
+        timesteps: falling list in (0, 1000], used as they are (a shift is already inside them).
+        generator: source of the fresh noise; drawn on its device in fp32.
+        on_step: called as `on_step(i, x0)` after each prediction.
+
+    Returns:
+        `[B, ...]` predicted data, fp32 (fp64 for fp64 noise).
+
+    Raises:
+        ValueError: if `timesteps` is empty, does not fall or leaves (0, 1000].
+    """
+    levels = [float(t) / TIMESTEP_SCALE for t in timesteps]
+    falls = all(a > b for a, b in pairwise(levels))
+    if not levels or not falls or levels[0] > 1 or levels[-1] <= 0:
+        raise ValueError(f"timesteps must fall and lie in (0, 1000], got {list(timesteps)}")
+    x = x0 = _state(noise)
+    for i, sigma in enumerate(levels):
+        timestep = torch.full((len(x),), sigma * TIMESTEP_SCALE, device=x.device, dtype=torch.float32)
+        x0 = x - sigma * velocity_fn(x, timestep).to(x.dtype)
+        if on_step is not None:
+            on_step(i, x0)
+        if i + 1 < len(levels):
+            draw_on = generator.device if generator is not None else x.device
+            fresh = torch.randn(x.shape, generator=generator, device=draw_on, dtype=torch.float32).to(x)
+            x = (1 - levels[i + 1]) * x0 + levels[i + 1] * fresh
+    return x0

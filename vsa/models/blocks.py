@@ -1,0 +1,191 @@
+"""One transformer block of the video DiT; parameter names are those of diffusers' Wan.
+
+B batch, L video tokens in the layout's order, S text tokens, H heads, D head dim, C = H * D model width,
+M = 1 or L timesteps per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.models.embeddings import FeedForward, LayerNormFp32, at_least_fp32
+from vsa.models.rope import Rope, apply_rope
+
+
+class Modulation(NamedTuple):
+    """Shift, scale and gate of the two modulated sub-layers, each `[B, M, C]`, in checkpoint order."""
+
+    shift_attn: Tensor
+    scale_attn: Tensor
+    gate_attn: Tensor
+    shift_ffn: Tensor
+    scale_ffn: Tensor
+    gate_ffn: Tensor
+
+
+class Conditioning(NamedTuple):
+    """What every block reads beside the hidden states.
+
+    Args:
+        modulation: `[B, M, 6, C]`, at least float32.
+        rope: cos, sin `[L, D / 2]` in the layout's order.
+        text: `[B, S, C]`.
+        text_mask: bool `[B, 1, 1, S]`, True where a text token is attended to; None attends to all.
+        image: `[B, I, C']` image tokens of image-to-video models.
+    """
+
+    modulation: Tensor
+    rope: Rope
+    text: Tensor
+    text_mask: Tensor | None = None
+    image: Tensor | None = None
+
+
+class AttentionProjections(nn.Module):
+    """Projections to q, k, v and back, with RMS norm over all heads of q and k together.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        eps: of the norms.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float):
+        super().__init__()
+        self.num_heads = num_heads
+        dim = num_heads * head_dim
+        self.to_q = nn.Linear(dim, dim)
+        self.to_k = nn.Linear(dim, dim)
+        self.to_v = nn.Linear(dim, dim)
+        # a list because the checkpoint key is to_out.0
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+        self.norm_q = nn.RMSNorm(dim, eps=eps)
+        self.norm_k = nn.RMSNorm(dim, eps=eps)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """`[B, L, C]` to `[B, L, H, D]`."""
+        return x.unflatten(-1, (self.num_heads, -1))
+
+
+class CrossAttention(AttentionProjections):
+    """Dense attention from video tokens to text and, with its own keys and values, to image tokens.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        eps: of the norms.
+        added_kv_proj_dim: width of the image tokens, None without an image branch.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, added_kv_proj_dim: int | None):
+        super().__init__(num_heads, head_dim, eps)
+        self.has_image = added_kv_proj_dim is not None
+        if added_kv_proj_dim is not None:
+            dim = num_heads * head_dim
+            self.add_k_proj = nn.Linear(added_kv_proj_dim, dim)
+            self.add_v_proj = nn.Linear(added_kv_proj_dim, dim)
+            self.norm_added_k = nn.RMSNorm(dim, eps=eps)
+
+    def forward(self, x: Tensor, text: Tensor, text_mask: Tensor | None, image: Tensor | None) -> Tensor:
+        q = self.heads(self.norm_q(self.to_q(x)))
+        k = self.heads(self.norm_k(self.to_k(text)))
+        out = dense_attention(q, k, self.heads(self.to_v(text)), text_mask)
+        if self.has_image and image is not None:
+            k = self.heads(self.norm_added_k(self.add_k_proj(image)))
+            out = out + dense_attention(q, k, self.heads(self.add_v_proj(image)), None)
+        return self.to_out[0](out.flatten(2))
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax attention of q `[B, L, H, D]` over k, v `[B, S, H, D]`, mask bool `[B, 1, 1, S]`."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+class TransformerBlock(nn.Module):
+    """Modulated self-attention, text cross-attention and feed-forward, each with a residual.
+
+    Args:
+        method: self-attention of this layer; its extra modules are registered here under their own names.
+        num_heads: H.
+        head_dim: D.
+        ffn_dim: width of the feed-forward layer.
+        cross_attn_norm: affine norm before the cross-attention.
+        eps: of every norm.
+        added_kv_proj_dim: width of image tokens in the cross-attention, None without them.
+    """
+
+    method: AttentionMethod
+
+    def __init__(
+        self,
+        method: AttentionMethod,
+        *,
+        num_heads: int,
+        head_dim: int,
+        ffn_dim: int,
+        cross_attn_norm: bool,
+        eps: float,
+        added_kv_proj_dim: int | None,
+    ):
+        super().__init__()
+        dim = num_heads * head_dim
+        self.norm1 = LayerNormFp32(dim, eps, elementwise_affine=False)
+        self.attn1 = AttentionProjections(num_heads, head_dim, eps)
+        self.attn2 = CrossAttention(num_heads, head_dim, eps, added_kv_proj_dim)
+        self.norm2 = LayerNormFp32(dim, eps) if cross_attn_norm else nn.Identity()
+        self.ffn = FeedForward(dim, ffn_dim)
+        self.norm3 = LayerNormFp32(dim, eps, elementwise_affine=False)
+        self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
+        for name, module in method.extra_modules().items():
+            self.register_module(name, module)
+        # not a submodule: its parameters are registered once, under the block's own prefix
+        object.__setattr__(self, "method", method)
+        self.activation_checkpointing = False
+        # an unbound function, so that a deep copy of the block never runs the original's weights
+        self.run: Callable[..., Tensor] = TransformerBlock.body
+
+    def forward(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
+        """Hidden states `[B, L, C]` after the block.
+
+        Args:
+            x: `[B, L, C]` in the layout's order.
+            cond: modulation, RoPE tables, text and image.
+            ctx: this layer's context (scalar top-k).
+        """
+        # Python callables and mappings would break the graph of a compiled body
+        traceable = ctx.recorder is None and ctx.cache is None
+        run = self.run if traceable else TransformerBlock.body
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(run, self, x, cond, ctx, use_reentrant=False)
+        return run(self, x, cond, ctx)
+
+    def body(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
+        """The block itself: what is compiled and what activation checkpointing recomputes."""
+        mod = Modulation(*(at_least_fp32(self.scale_shift_table) + cond.modulation).unbind(2))
+
+        h = (self.norm1(x) * (1 + mod.scale_attn) + mod.shift_attn).type_as(x)
+        x = (x + self.self_attention(h, cond.rope, ctx) * mod.gate_attn).type_as(x)
+
+        h = self.norm2(x).type_as(x)
+        x = x + self.attn2(h, cond.text, cond.text_mask, cond.image)
+
+        h = (self.norm3(x) * (1 + mod.scale_ffn) + mod.shift_ffn).type_as(x)
+        return (x + self.ffn(h) * mod.gate_ffn).type_as(x)
+
+    def self_attention(self, h: Tensor, rope: Rope, ctx: AttnContext) -> Tensor:
+        """Self-attention output `[B, L, C]` of normalised, modulated hidden states `[B, L, C]`."""
+        attn = self.attn1
+        q = apply_rope(attn.heads(attn.norm_q(attn.to_q(h))), rope)
+        k = apply_rope(attn.heads(attn.norm_k(attn.to_k(h))), rope)
+        v = attn.heads(attn.to_v(h))
+        out = self.method.attend_combine(q, k, v, self.method.project(h), ctx)
+        return attn.to_out[0](out.flatten(2))

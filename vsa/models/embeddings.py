@@ -1,0 +1,218 @@
+"""How latents, timestep, text and image enter the model; module names are diffusers' names for Wan.
+
+B batch, L tokens, S text tokens, E text width, C model width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Grid = tuple[int, int, int]
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """x in float32, or unchanged when it is float64: norms, modulation and time embedding compute in it."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class LinearFp32(nn.Linear):
+    """A linear layer that computes in at least float32, whatever the dtype of its parameters."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else at_least_fp32(self.bias)
+        weight = at_least_fp32(self.weight)
+        return F.linear(input.to(weight.dtype), weight, bias)
+
+
+class LayerNormFp32(nn.LayerNorm):
+    """Layer norm that computes in at least float32 and returns that: the caller rounds after modulating."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = None if self.weight is None else at_least_fp32(self.weight)
+        bias = None if self.bias is None else at_least_fp32(self.bias)
+        return F.layer_norm(at_least_fp32(input), self.normalized_shape, weight, bias, self.eps)
+
+
+class PatchEmbedding(nn.Conv3d):
+    """Non-overlapping patches to tokens: a 3-D convolution (its checkpoint shape) computed as one matmul.
+
+    Args:
+        in_channels: latent channels.
+        dim: C.
+        patch_size: latent frames, rows and columns per token.
+    """
+
+    def __init__(self, in_channels: int, dim: int, patch_size: Grid):
+        super().__init__(in_channels, dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Tokens `[B, L, C]` from flattened patches `[B, L, in_channels * prod(patch_size)]`."""
+        return F.linear(input.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+def patchify(x: Tensor, patch_size: Grid) -> Tensor:
+    """Cut latents into patches, tokens in raster order, channels slowest inside a patch.
+
+    Args:
+        x: `[B, C, T, H, W]` latents, divisible by the patch.
+        patch_size: frames, rows, columns of a patch.
+
+    Returns:
+        `[B, L, C * prod(patch_size)]`.
+    """
+    pt, ph, pw = patch_size
+    b, c, t, h, w = x.shape
+    x = x.view(b, c, t // pt, pt, h // ph, ph, w // pw, pw)
+    return x.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(1, 3).flatten(2)
+
+
+def unpatchify(tokens: Tensor, grid_thw: Grid, patch_size: Grid) -> Tensor:
+    """Latents from the head's output, whose channels are fastest inside a patch (Wan's order, unlike `patchify`).
+
+    Args:
+        tokens: `[B, L, prod(patch_size) * C]` in raster order.
+        grid_thw: token grid with L cells.
+        patch_size: frames, rows, columns of a patch.
+
+    Returns:
+        `[B, C, T, H, W]`.
+    """
+    b = tokens.shape[0]
+    x = tokens.view(b, *grid_thw, *patch_size, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
+    return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def sinusoid(timestep: Tensor, dim: int) -> Tensor:
+    """Sinusoidal features `[..., dim]` float32 of timesteps `[...]` in 0..1000, cosines first, period base 1e4.
+
+    The frequencies are rounded to float32 as in Wan: at t = 1000 exact ones would differ by 1e-4.
+    """
+    half = dim // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
+    angle = timestep.float()[..., None] * torch.exp(-math.log(10000) * exponent)
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+class TimeEmbedder(nn.Module):
+    """Two-layer SiLU MLP over the sinusoid, in at least float32.
+
+    Args:
+        freq_dim: width of the sinusoid.
+        dim: C.
+    """
+
+    def __init__(self, freq_dim: int, dim: int):
+        super().__init__()
+        self.linear_1 = LinearFp32(freq_dim, dim)
+        self.linear_2 = LinearFp32(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(F.silu(self.linear_1(x)))
+
+
+class TextEmbedder(nn.Module):
+    """Two-layer tanh-GELU MLP from the text encoder's width to the model's.
+
+    Args:
+        text_dim: E.
+        dim: C.
+    """
+
+    def __init__(self, text_dim: int, dim: int):
+        super().__init__()
+        self.linear_1 = nn.Linear(text_dim, dim)
+        self.linear_2 = nn.Linear(dim, dim)
+
+    def forward(self, text: Tensor) -> Tensor:
+        text = text.to(self.linear_1.weight.dtype)
+        return self.linear_2(F.gelu(self.linear_1(text), approximate="tanh"))
+
+
+class GeluProjection(nn.Module):
+    """Linear then GELU, the first half of a feed-forward layer (`net.0.proj`).
+
+    Args:
+        dim: input width.
+        hidden_dim: output width.
+        approximate: "tanh" or "none".
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, approximate: str = "tanh"):
+        super().__init__()
+        self.proj = nn.Linear(dim, hidden_dim)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.proj(x), approximate=self.approximate)
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU, linear under diffusers' names `net.0.proj` and `net.2`.
+
+    Args:
+        dim: input width.
+        hidden_dim: width between the two layers.
+        out_dim: output width, dim when None.
+        approximate: "tanh" or "none".
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, out_dim: int | None = None, approximate: str = "tanh"):
+        super().__init__()
+        # the identity stands where diffusers has a dropout, so that the second layer is net.2
+        self.net = nn.Sequential(
+            GeluProjection(dim, hidden_dim, approximate), nn.Identity(), nn.Linear(hidden_dim, out_dim or dim)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class ImageEmbedder(nn.Module):
+    """CLIP image tokens to the model's width (image-to-video checkpoints of Wan2.1).
+
+    Args:
+        image_dim: width of the image encoder.
+        dim: C.
+    """
+
+    def __init__(self, image_dim: int, dim: int):
+        super().__init__()
+        self.norm1 = LayerNormFp32(image_dim)
+        self.ff = FeedForward(image_dim, image_dim, dim, approximate="none")
+        self.norm2 = LayerNormFp32(dim)
+
+    def forward(self, image: Tensor) -> Tensor:
+        dtype = cast(nn.Linear, self.ff.net[2]).weight.dtype
+        return self.norm2(self.ff(self.norm1(image).to(dtype))).to(dtype)
+
+
+class ConditionEmbedder(nn.Module):
+    """Everything that conditions the blocks: time, text and, for image-to-video, an image.
+
+    Args:
+        dim: C.
+        freq_dim: width of the timestep sinusoid.
+        text_dim: E.
+        image_dim: width of the image tokens, None without an image branch.
+    """
+
+    def __init__(self, dim: int, freq_dim: int, text_dim: int, image_dim: int | None):
+        super().__init__()
+        self.freq_dim = freq_dim
+        self.time_embedder = TimeEmbedder(freq_dim, dim)
+        self.time_proj = LinearFp32(dim, 6 * dim)
+        self.text_embedder = TextEmbedder(text_dim, dim)
+        self.image_embedder = None if image_dim is None else ImageEmbedder(image_dim, dim)
+
+    def time(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
+        """Time embedding `[B, M, C]` and its six modulation parts `[B, M, 6, C]` from timesteps `[B, M]`.
+
+        M is 1, or L when every token has its own timestep (Wan2.2 TI2V).
+        """
+        temb = self.time_embedder(sinusoid(timestep, self.freq_dim))
+        return temb, self.time_proj(F.silu(temb)).unflatten(-1, (6, -1))

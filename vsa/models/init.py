@@ -1,0 +1,47 @@
+"""Parameter initialisation of the video DiT."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+INITS = ("gpt_neox", "wan")
+
+
+def init_parameters(model: nn.Module, *, init: str, dim: int, num_layers: int) -> None:
+    """Initialise every parameter of a `VideoDiT` except those its attention methods reset afterwards.
+
+    Both schemes: zero biases, unit norms, N(0, 0.02) text and time MLPs, a zero head (`proj_out`) and
+    modulation tables N(0, 1 / sqrt(dim)) as in diffusers.
+
+    - `gpt_neox` (VSA paper, appendix C): every other weight N(0, sqrt(2 / (5 dim))), output projections
+      (`to_out.0`, `ffn.net.2`) N(0, 2 / (num_layers sqrt(dim))), as in GPT-NeoX.
+    - `wan` (Wan2.1): every other weight Xavier-uniform, a convolution flattened to a matrix.
+
+    Args:
+        model: the model, parameters already on a real device.
+        init: "gpt_neox" or "wan".
+        dim: model width.
+        num_layers: number of blocks.
+    """
+    small, output = math.sqrt(2 / (5 * dim)), 2 / (num_layers * math.sqrt(dim))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv3d):
+            weight = module.weight
+            if name == "proj_out":
+                nn.init.zeros_(weight)
+            elif name.startswith(("condition_embedder.text_embedder.", "condition_embedder.time_embedder.")):
+                nn.init.normal_(weight, std=0.02)
+            elif init == "gpt_neox":
+                nn.init.normal_(weight, std=output if name.endswith(("to_out.0", "ffn.net.2")) else small)
+            else:
+                bound = math.sqrt(6 / (weight.shape[0] + weight[0].numel()))
+                nn.init.uniform_(weight, -bound, bound)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.reset_parameters()
+        table = getattr(module, "scale_shift_table", None)
+        if table is not None:
+            nn.init.normal_(table, std=dim**-0.5)

@@ -1,0 +1,67 @@
+"""Rotary position embedding over a 3-D token grid.
+
+B batch, L tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines, each `[L, D / 2]` float32."""
+
+
+def axis_dims(head_dim: int) -> tuple[int, int, int]:
+    """Channels of a head that encode time, height and width (128 -> 44, 42, 42), as in Wan2.1.
+
+    Args:
+        head_dim: D, even and at least 6.
+
+    Raises:
+        ValueError: a head too narrow for three axes, or one that has no pairs.
+    """
+    if head_dim < 6 or head_dim % 2:
+        raise ValueError(f"attention_head_dim must be even and at least 6 for 3-D RoPE, got {head_dim}")
+    spatial = 2 * (head_dim // 6)
+    return head_dim - 2 * spatial, spatial, spatial
+
+
+@lru_cache(maxsize=32)
+def rope_tables(grid_thw: tuple[int, int, int], head_dim: int, device: torch.device, theta: float = 10000.0) -> Rope:
+    """Rotation tables of a token grid in raster order, computed in float64 on the CPU and kept per device.
+
+    Args:
+        grid_thw: token grid.
+        head_dim: D.
+        device: where the tables live.
+        theta: base of the frequencies.
+
+    Returns:
+        cos, sin `[L, D / 2]` float32; the pairs of the time axis come first, then height, then width.
+    """
+    # tables made under inference_mode could never be saved for a later backward
+    with torch.inference_mode(False):
+        angles = []
+        for axis, (size, dim) in enumerate(zip(grid_thw, axis_dims(head_dim), strict=True)):
+            exponent = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
+            angle = torch.outer(torch.arange(size, dtype=torch.float64, device="cpu"), theta**-exponent)
+            shape = [1, 1, 1, dim // 2]
+            shape[axis] = size
+            angles.append(angle.view(shape).expand(*grid_thw, -1))
+        table = torch.cat(angles, dim=-1).flatten(0, 2)
+        return table.cos().float().to(device), table.sin().float().to(device)
+
+
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate neighbouring channel pairs `(x0, x1) -> (x0 cos - x1 sin, x0 sin + x1 cos)`, in at least float32.
+
+    Args:
+        x: `[B, L, H, D]` queries or keys.
+        rope: cos, sin `[L, D / 2]`, in the token order of x.
+    """
+    cos, sin = rope[0][:, None], rope[1][:, None]
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)

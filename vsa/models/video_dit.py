@@ -1,0 +1,349 @@
+"""The video diffusion transformer: Wan2.1's architecture with an exchangeable self-attention method.
+
+B batch, C T H W latent channels, frames, rows, columns, L video tokens, S text tokens, E text width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext, Recorder
+from vsa.attention.layout import Segment, TileLayout
+from vsa.models.blocks import Conditioning, TransformerBlock
+from vsa.models.embeddings import (
+    ConditionEmbedder,
+    Grid,
+    LayerNormFp32,
+    PatchEmbedding,
+    at_least_fp32,
+    patchify,
+    unpatchify,
+)
+from vsa.models.flops import FlopCount, count_flops, linear_flops
+from vsa.models.init import INITS, init_parameters
+from vsa.models.rope import axis_dims, rope_tables
+
+Role = Literal["matrix", "vector", "embedding", "gate", "head"]
+TopK = int | Sequence[int] | None
+
+
+class AttentionFactory(Protocol):
+    """Builds the attention method of one layer."""
+
+    def __call__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int) -> AttentionMethod: ...
+
+
+class VideoDiT(nn.Module):
+    """Predicts the flow-matching velocity of video latents from noisy latents, timestep and text.
+
+    With dense attention its parameter names and its output are those of diffusers' `WanTransformer3DModel`;
+    a sparse method adds its own parameters under each block (`blocks.N.to_gate_compress`, `blocks.N.to_gate_fine`).
+
+    Args:
+        attention: factory of the self-attention method, called once per layer.
+        num_attention_heads: H.
+        attention_head_dim: D, even and at least 6.
+        ffn_dim: width of the feed-forward layers.
+        num_layers: number of blocks.
+        in_channels: latent channels of the input, concatenated conditions included.
+        out_channels: channels of the velocity.
+        text_dim: E.
+        freq_dim: width of the timestep sinusoid, even.
+        patch_size: latent frames, rows, columns per token.
+        cross_attn_norm: affine norm before the cross-attention.
+        eps: of every norm.
+        image_dim: width of the image tokens of image-to-video models, None without them.
+        added_kv_proj_dim: width of the embedded image tokens in cross-attention (the model width), None without.
+        rope_max_seq_len: largest token count along one axis.
+        init: "gpt_neox" (pretraining from scratch, VSA paper) or "wan".
+
+    Raises:
+        ValueError: a size out of range, an unknown init, only one of the two image arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: AttentionFactory | Callable[..., AttentionMethod],
+        num_attention_heads: int,
+        attention_head_dim: int,
+        ffn_dim: int,
+        num_layers: int,
+        in_channels: int = 16,
+        out_channels: int = 16,
+        text_dim: int = 4096,
+        freq_dim: int = 256,
+        patch_size: Sequence[int] = (1, 2, 2),
+        cross_attn_norm: bool = True,
+        eps: float = 1e-6,
+        image_dim: int | None = None,
+        added_kv_proj_dim: int | None = None,
+        rope_max_seq_len: int = 1024,
+        init: str = "gpt_neox",
+    ):
+        super().__init__()
+        sizes = {
+            "num_attention_heads": num_attention_heads,
+            "ffn_dim": ffn_dim,
+            "num_layers": num_layers,
+            "in_channels": in_channels,
+            "out_channels": out_channels,
+            "text_dim": text_dim,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        axis_dims(attention_head_dim)
+        if freq_dim < 2 or freq_dim % 2:
+            raise ValueError(f"freq_dim must be even and positive, got {freq_dim}")
+        if len(patch_size) != 3 or min(patch_size) < 1:
+            raise ValueError(f"patch_size must be three positive sizes, got {tuple(patch_size)}")
+        if (image_dim is None) != (added_kv_proj_dim is None):
+            raise ValueError(f"image_dim and added_kv_proj_dim come together, got {image_dim} and {added_kv_proj_dim}")
+        if init not in INITS:
+            raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
+        dim = num_attention_heads * attention_head_dim
+        if added_kv_proj_dim not in (None, dim):
+            raise ValueError(f"added_kv_proj_dim must be the model width {dim}, got {added_kv_proj_dim}")
+        self.dim, self.num_heads, self.head_dim = dim, num_attention_heads, attention_head_dim
+        self.in_channels, self.out_channels, self.text_dim = in_channels, out_channels, text_dim
+        self.image_dim, self.rope_max_seq_len, self.init = image_dim, rope_max_seq_len, init
+        self.patch_size: Grid = (int(patch_size[0]), int(patch_size[1]), int(patch_size[2]))
+
+        self.patch_embedding = PatchEmbedding(in_channels, dim, self.patch_size)
+        self.condition_embedder = ConditionEmbedder(dim, freq_dim, text_dim, image_dim)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                attention(dim=dim, num_heads=num_attention_heads, head_dim=attention_head_dim, layer_idx=layer_idx),
+                num_heads=num_attention_heads,
+                head_dim=attention_head_dim,
+                ffn_dim=ffn_dim,
+                cross_attn_norm=cross_attn_norm,
+                eps=eps,
+                added_kv_proj_dim=added_kv_proj_dim,
+            )
+            for layer_idx in range(num_layers)
+        )
+        self.norm_out = LayerNormFp32(dim, eps, elementwise_affine=False)
+        self.proj_out = nn.Linear(dim, out_channels * math.prod(self.patch_size))
+        self.scale_shift_table = nn.Parameter(torch.empty(1, 2, dim))
+        self.reset_parameters()
+
+    def forward(
+        self,
+        x_t: Tensor,
+        timestep: Tensor,
+        text: Tensor,
+        text_mask: Tensor | None = None,
+        *,
+        cond_latents: Tensor | None = None,
+        image_embeds: Tensor | None = None,
+        topk: TopK = None,
+        progress: float | None = None,
+        cache: MutableMapping[Any, Any] | None = None,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
+        """Velocity `[B, out_channels, T, H, W]` in the dtype the head computes in.
+
+        Args:
+            x_t: `[B, C, T, H, W]` noisy latents.
+            timestep: `[B]`, or `[B, L]` with one per token in raster order; 0 is clean, 1000 is noise.
+            text: `[B, S, E]` text embeddings.
+            text_mask: bool `[B, S]`, True where a text token is real; None attends to all S (Wan's convention:
+                zero-padded to 512, unmasked).
+            cond_latents: `[B, Cc, T, H, W]` conditions concatenated on channels (image-to-video).
+            image_embeds: `[B, I, image_dim]` image tokens.
+            topk: kv tiles per query tile, one for all layers or one per layer; None is all tiles.
+            progress: denoising progress in [0, 1], None in training.
+            cache: caller-owned mapping for masks kept between passes.
+            recorder: receives the methods' internals; blocks then run uncompiled.
+
+        Raises:
+            ValueError: latents that cannot be patched, wrong channels, wrong text width or timestep shape,
+                image tokens missing or not expected, top-k below 1 or not one per layer.
+        """
+        latents = x_t if cond_latents is None else torch.cat((x_t, cond_latents), dim=1)
+        layout = self.layout_for(latents.shape[1:], x_t.device)
+        self._check_inputs(latents, timestep, text, text_mask, image_embeds, layout)
+        grid = layout.segments[0].grid_thw
+        ctx = AttnContext(
+            layout=layout,
+            topk=self._topk_per_layer(topk, layout),
+            progress=progress,
+            cache=cache,
+            recorder=recorder,
+        )
+
+        # tokens and everything else per token are permuted once, here, and the velocity back at the exit
+        x = self.patch_embedding(layout.permute(patchify(latents, self.patch_size)))
+        times = timestep[:, None] if timestep.dim() == 1 else layout.permute(timestep)
+        temb, modulation = self.condition_embedder.time(times)
+        cond = Conditioning(
+            modulation=modulation,
+            rope=self._rope(grid, layout),
+            text=self.condition_embedder.text_embedder(
+                # what a masked token holds must not matter, NaN included
+                text if text_mask is None else text.masked_fill(~text_mask[..., None], 0)
+            ),
+            text_mask=None if text_mask is None else text_mask[:, None, None],
+            image=None if image_embeds is None else self._image(image_embeds),
+        )
+        for layer_idx, block in enumerate(self.blocks):
+            x = block(x, cond, ctx.layer(layer_idx))
+
+        shift, scale = (at_least_fp32(self.scale_shift_table) + temb[:, :, None]).unbind(2)
+        x = self.proj_out((self.norm_out(x) * (1 + scale) + shift).type_as(x))
+        return unpatchify(layout.unpermute(x), grid, self.patch_size)
+
+    def grid(self, latent_shape: Sequence[int]) -> Grid:
+        """Token grid of a latent shape `[C, T, H, W]`.
+
+        Raises:
+            ValueError: sizes that are no multiples of the patch, or an axis beyond `rope_max_seq_len`.
+        """
+        shape = tuple(latent_shape)
+        if len(shape) != 4 or any(n % p or n < p for n, p in zip(shape[1:], self.patch_size, strict=True)):
+            raise ValueError(f"latent shape [C, T, H, W] must be divisible by the patch {self.patch_size}, got {shape}")
+        t, h, w = (n // p for n, p in zip(shape[1:], self.patch_size, strict=True))
+        if max(t, h, w) > self.rope_max_seq_len:
+            raise ValueError(f"token grid {(t, h, w)} exceeds rope_max_seq_len {self.rope_max_seq_len}")
+        return t, h, w
+
+    def layout_for(self, latent_shape: Sequence[int], device: torch.device | str | None = None) -> TileLayout:
+        """The tiles a latent shape `[C, T, H, W]` is cut into by this model's attention."""
+        segments = (Segment(grid_thw=self.grid(latent_shape)),)
+        return self._block(0).method.layout(segments, device)
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter, also after `to_empty` of a model built on the meta device."""
+        init_parameters(self, init=self.init, dim=self.dim, num_layers=len(self.blocks))
+        for index in range(len(self.blocks)):
+            self._block(index).method.reset_extra_parameters()
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """Role of every parameter by name: what optimizer groups and weight decay follow.
+
+        gate: all parameters of the attention methods' own modules; head: `proj_out.weight`; vector: biases, norms
+        and modulation tables; embedding: weights that take in latents, time, text or image; matrix: the weights
+        inside the blocks.
+        """
+        extras = tuple(
+            f"blocks.{i}.{name}." for i in range(len(self.blocks)) for name in self._block(i).method.extra_modules()
+        )
+
+        def role(name: str, parameter: nn.Parameter) -> Role:
+            if extras and name.startswith(extras):
+                return "gate"
+            if name == "proj_out.weight":
+                return "head"
+            if parameter.dim() == 1 or name.endswith("scale_shift_table"):
+                return "vector"
+            return "matrix" if name.startswith("blocks.") else "embedding"
+
+        return {name: role(name, parameter) for name, parameter in self.named_parameters()}
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether each block keeps only its input and recomputes the rest in the backward."""
+        return all(self._block(i).activation_checkpointing for i in range(len(self.blocks)))
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, enabled: bool) -> None:
+        for index in range(len(self.blocks)):
+            self._block(index).activation_checkpointing = enabled
+
+    def compile_blocks(self, *, backend: str = "inductor", mode: str | None = None) -> None:
+        """Compile the body all blocks share as one graph; checkpointing and sharding hooks stay outside of it.
+
+        Args:
+            backend: of `torch.compile`.
+            mode: of `torch.compile`.
+        """
+        run = torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, mode=mode)
+        for index in range(len(self.blocks)):
+            self._block(index).run = run
+
+    def flops(
+        self,
+        latent_shape: Sequence[int],
+        topk: TopK = None,
+        text_len: int = 512,
+        *,
+        image_len: int = 0,
+        training: bool = True,
+    ) -> FlopCount:
+        """Work of one sample (one timestep per sample).
+
+        Args:
+            latent_shape: `[C, T, H, W]`.
+            topk: as in `forward`.
+            text_len: S.
+            image_len: image tokens of image-to-video models.
+            training: count forward and backward, not the forward alone.
+        """
+        layout = self.layout_for(latent_shape, "cpu")
+        topks = self._topk_per_layer(topk, layout)
+        roles = self.parameter_roles()
+        return count_flops(
+            linear=linear_flops(self, num_tokens=layout.num_tokens, text_len=text_len, image_len=image_len),
+            self_pairs=[self._block(i).method.pairs(layout, k) for i, k in enumerate(topks)],
+            num_tokens=layout.num_tokens,
+            cross_len=text_len + image_len,
+            dim=self.dim,
+            num_parameters=sum(p.numel() for name, p in self.named_parameters() if roles[name] != "gate"),
+            training=training,
+        )
+
+    def _block(self, index: int) -> TransformerBlock:
+        return cast(TransformerBlock, self.blocks[index])
+
+    def _rope(self, grid: Grid, layout: TileLayout) -> tuple[Tensor, Tensor]:
+        cos, sin = rope_tables(grid, self.head_dim, layout.device)
+        return layout.permute(cos[None])[0], layout.permute(sin[None])[0]
+
+    def _image(self, image_embeds: Tensor) -> Tensor:
+        assert self.condition_embedder.image_embedder is not None
+        return self.condition_embedder.image_embedder(image_embeds)
+
+    def _topk_per_layer(self, topk: TopK, layout: TileLayout) -> tuple[int, ...]:
+        num_layers = len(self.blocks)
+        if topk is None:
+            topk = layout.num_video_tiles
+        topks = (topk,) * num_layers if isinstance(topk, int) else tuple(topk)
+        if len(topks) != num_layers or min(topks) < 1:
+            raise ValueError(f"topk must be at least 1, one int or one per layer ({num_layers}), got {topk}")
+        return topks
+
+    def _check_inputs(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        text: Tensor,
+        text_mask: Tensor | None,
+        image_embeds: Tensor | None,
+        layout: TileLayout,
+    ) -> None:
+        batch, channels = latents.shape[:2]
+        if channels != self.in_channels:
+            raise ValueError(
+                f"model takes {self.in_channels} latent channels (x_t and cond_latents together), got {channels}"
+            )
+        if text.dim() != 3 or text.shape[0] != batch or text.shape[2] != self.text_dim:
+            raise ValueError(f"text must be [B, S, E] = [{batch}, S, {self.text_dim}], got {list(text.shape)}")
+        if text_mask is not None and (text_mask.dtype != torch.bool or text_mask.shape != text.shape[:2]):
+            raise ValueError(
+                f"text_mask must be bool {list(text.shape[:2])}, got {text_mask.dtype} {list(text_mask.shape)}"
+            )
+        if timestep.shape not in ((batch,), (batch, layout.num_tokens)):
+            raise ValueError(
+                f"timestep must be [{batch}] or [{batch}, {layout.num_tokens}], got {list(timestep.shape)}"
+            )
+        if (image_embeds is None) != (self.image_dim is None):
+            given = None if image_embeds is None else list(image_embeds.shape)
+            raise ValueError(f"image_embeds must be given with image_dim only: {self.image_dim}, got {given}")

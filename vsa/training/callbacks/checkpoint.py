@@ -1,0 +1,103 @@
+"""When checkpoints are written, and how a signal ends a run without losing a step."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from vsa.training.callbacks.ema import find_ema
+from vsa.training.checkpointing import (
+    list_checkpoints,
+    model_tensors,
+    optimizer_tensors,
+    remove_checkpoint,
+    write_checkpoint,
+)
+from vsa.training.module import DiffusionModule
+
+
+class Checkpointing(L.Callback):
+    """Writes a checkpoint every `every_n_steps`, at the end, and when the run is asked to stop.
+
+    SIGINT and SIGTERM finish the optimizer step in hand, save, and end the run with exit status 130 or 143; a second
+    SIGINT ends it at once.
+
+    Args:
+        run_dir: checkpoints go to `run_dir/checkpoints`.
+        every_n_steps: optimizer steps between checkpoints.
+        keep: newest checkpoints kept; at least 2, since the last one may be the one being replaced.
+    """
+
+    def __init__(self, run_dir: str, every_n_steps: int = 1000, keep: int = 2):
+        if keep < 2:
+            raise ValueError(f"callbacks.checkpoint.keep must be at least 2, got {keep}")
+        if every_n_steps < 1:
+            raise ValueError(f"callbacks.checkpoint.every_n_steps must be at least 1, got {every_n_steps}")
+        self.folder = Path(run_dir) / "checkpoints"
+        self.every_n_steps, self.keep = every_n_steps, keep
+        self.received: int | None = None
+        self._saved_step = -1
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        self._saved_step = trainer.global_step if pl_module.resume is not None else -1
+        try:
+            self._previous = {s: signal.signal(s, self._stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:
+            # signals can only be handled in the main thread
+            self._previous = {}
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.received == signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+        rank_zero_info(f"{signal.Signals(number).name}: saving after this step")
+
+    def _restore_signals(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % pl_module.accumulate:
+            return
+        stop = self.received is not None
+        if trainer.world_size > 1:
+            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
+        if stop:
+            trainer.should_stop = True
+        if stop or trainer.global_step % self.every_n_steps == 0:
+            self.save(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        self._restore_signals()
+        self.save(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: DiffusionModule, exception: BaseException) -> None:
+        self._restore_signals()
+
+    def save(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        """Write the checkpoint of the current step unless it stands already."""
+        if trainer.global_step == self._saved_step:
+            return
+        self._saved_step = trainer.global_step
+        # gathering is a collective: every rank takes part, rank 0 writes
+        tensors = {"model": model_tensors(pl_module.model), "optimizer": optimizer_tensors(pl_module.raw_optimizer)}
+        ema = find_ema(trainer)
+        if ema is not None:
+            tensors["ema"] = ema.tensors(pl_module.model)
+        state = pl_module.checkpoint_state()
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.save()
+            write_checkpoint(self.folder, tensors, state)
+            for path in list_checkpoints(self.folder)[: -self.keep]:
+                remove_checkpoint(path)
+        trainer.strategy.barrier("checkpoint")

@@ -1,0 +1,99 @@
+"""Exponential moving average of the weights, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from vsa.training.checkpointing import local, place, refuse_key_difference, whole
+from vsa.training.module import DiffusionModule
+
+
+class EMA(L.Callback):
+    """Keeps an fp32 average of every parameter; validation and samples use it.
+
+    Works on the local shard of sharded parameters, so no weights move.
+
+    Args:
+        decay: of the average.
+        warmup: ramp the decay as (1 + n) / (10 + n) while that is smaller, n being the optimizer step.
+    """
+
+    def __init__(self, decay: float = 0.999, warmup: bool = True):
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA decay must lie in [0, 1), got {decay}")
+        self.decay, self.warmup = decay, warmup
+        self._average: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        # runs before the module loads a checkpoint: `load` or `reset` follow in on_train_start
+        self._average = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        parameters = dict(pl_module.model.named_parameters())
+        self._average = {n: local(p).detach().to(torch.float32, copy=True) for n, p in parameters.items()}
+        if pl_module.resume is not None:
+            if not pl_module.resume.has("ema"):
+                raise ValueError(f"{pl_module.resume.path} has no averaged weights: resume without the EMA callback")
+            self._load(parameters, pl_module.resume.tensors("ema"), str(pl_module.resume.path))
+
+    def _load(self, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], what: str) -> None:
+        refuse_key_difference(set(parameters), set(saved), f"EMA of {what}")
+        for name, average in self._average.items():
+            average.copy_(local(place(saved[name], parameters[name])))
+
+    def decay_at(self, step: int) -> float:
+        """Decay used after optimizer step `step` (1 = the first)."""
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % pl_module.accumulate or pl_module.step_skipped:
+            return
+        averages = list(self._average.values())
+        weights = [local(p).float() for p in pl_module.model.parameters()]
+        torch._foreach_lerp_(averages, weights, 1 - self.decay_at(trainer.global_step))
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole average on the CPU (a collective when sharded)."""
+        found = {}
+        with self.applied(model):
+            for name, parameter in model.named_parameters():
+                found[name] = whole(parameter)
+        return found
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Run with the averaged weights in place of the trained ones."""
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            kept = {name: local(p).clone() for name, p in parameters.items()}
+            for name, p in parameters.items():
+                local(p).copy_(self._average[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in parameters.items():
+                    local(p).copy_(kept[name])
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        if self._average:
+            self._validation = self.applied(pl_module.model)
+            self._validation.__enter__()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        if self._average:
+            self._validation.__exit__(None, None, None)
+
+
+def find_ema(trainer: L.Trainer) -> EMA | None:
+    """The EMA callback of a trainer, if it has one."""
+    return next((c for c in trainer.callbacks if isinstance(c, EMA)), None)  # type: ignore[attr-defined]

@@ -1,0 +1,110 @@
+"""Clips and pictures of a run while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+
+from vsa.attention.full import FullAttention
+from vsa.training.attention_view import draw_attention
+from vsa.training.callbacks.ema import find_ema
+from vsa.training.callbacks.throughput import Throughput
+from vsa.training.clips import write_clips
+from vsa.training.figures import loss_curve
+from vsa.training.inference import LoadedRun, generate, settings_dict
+
+
+class Samples(L.Callback):
+    """Samples clips with the averaged weights every `every_n_steps` and at the end, and draws the run's pictures.
+
+    Clips go to `run_dir/samples/step-N` (mp4, GIF, contact sheet, JSON), to TensorBoard as video and to wandb as
+    GIF; at the end `run_dir/loss.png` and `run_dir/attention.png` (which tiles queries attend to) are drawn.
+
+    Args:
+        run_dir: the run folder.
+        prompts: captions to sample; none: no clips.
+        every_n_steps: optimizer steps between samples; 0 samples at the end only.
+        steps: Euler steps.
+        guidance: classifier-free guidance scale, 1 is one pass.
+        seed: of the sampling noise, the same at every step so that clips can be compared.
+        fps: of the files.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        prompts: Sequence[str] = (),
+        every_n_steps: int = 0,
+        steps: int = 32,
+        guidance: float = 1.0,
+        seed: int = 0,
+        fps: float = 8,
+    ):
+        self.run_dir = Path(run_dir)
+        self.prompts = list(prompts)
+        self.every_n_steps, self.steps, self.guidance = every_n_steps, steps, guidance
+        self.seed, self.fps = seed, fps
+        self._sampled_step = -1
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        due = self.every_n_steps > 0 and trainer.global_step % self.every_n_steps == 0
+        if due and (batch_idx + 1) % pl_module.accumulate == 0:
+            self._sample(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._sample(trainer, pl_module)
+        metrics = self.run_dir / "metrics.csv"
+        if trainer.is_global_zero and metrics.exists():
+            for logger in trainer.loggers:
+                logger.save()
+            loss_curve(metrics, self.run_dir / "loss.png", title=str(self.run_dir))
+
+    def _sample(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if not self.prompts or trainer.global_step in (0, self._sampled_step):
+            return
+        self._sampled_step = trainer.global_step
+        throughput = next((c for c in trainer.callbacks if isinstance(c, Throughput)), None)  # type: ignore[attr-defined]
+        ema = find_ema(trainer)
+        averaged = ema.applied(pl_module.model) if ema is not None else nullcontext()
+        with averaged, throughput.paused() if throughput is not None else nullcontext():
+            run = self._live_run(trainer, pl_module, "ema" if ema is not None else "model")
+            settings = run.settings(seed=self.seed, steps=self.steps, guidance=self.guidance)
+            pl_module.model.eval()
+            # every rank takes part: the forward of a sharded model is a collective
+            videos = generate(run, self.prompts, settings)
+            dense = isinstance(pl_module.model.blocks[0].method, FullAttention)
+            if not dense and trainer.global_step >= trainer.max_steps:
+                draw_attention(run, self.prompts[0], settings, self.run_dir / "attention.png")
+            pl_module.model.train()
+        if trainer.is_global_zero:
+            folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"
+            write_clips(folder, self.prompts, videos, settings_dict(settings, run), fps=self.fps)
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    # [N, T, C, H, W]
+                    clips = videos.permute(0, 1, 4, 2, 3)
+                    logger.experiment.add_video("samples", clips, trainer.global_step, fps=self.fps)
+                elif isinstance(logger, WandbLogger):
+                    gifs = [str(path) for path in sorted(folder.glob("*.gif"))]
+                    logger.log_video("samples", gifs, step=trainer.global_step, caption=self.prompts)
+
+    def _live_run(self, trainer: L.Trainer, pl_module: Any, weights: str) -> LoadedRun:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        return LoadedRun(
+            model=pl_module.model,
+            codec=data.codec,
+            text_encoder=data.text_encoder,
+            latent_mean=data.latent_mean,
+            latent_std=data.latent_std,
+            sparsity=pl_module.sparsity,
+            flow_shift=pl_module.objective.shift,
+            latent_shapes=tuple(data.buckets),
+            step=trainer.global_step,
+            source=str(self.run_dir),
+            weights=weights,
+        )

@@ -1,0 +1,116 @@
+"""Tokens and FLOPs per second, without waiting for the device between log lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+
+from vsa.data.batch import VideoBatch
+from vsa.models.flops import FlopCount
+from vsa.training.module import DiffusionModule
+
+PEAK_BF16_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100": 989,
+    "H200": 989,
+    "H800": 989,
+    "GH200": 989,
+    "B200": 2250,
+    "A100": 312,
+    "A800": 312,
+    "L40S": 362,
+    "RTX 4090": 165,
+    "RTX 5090": 209,
+}
+"""Dense bf16 tensor-core peak by a part of the device name, TFLOP/s (vendors' datasheets, without sparsity)."""
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """bf16 peak of a known GPU in TFLOP/s, else None."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((float(peak) for part, peak in PEAK_BF16_TFLOPS.items() if part in name), None)
+
+
+class Throughput(L.Callback):
+    """Logs step time, tokens/s, executed and dense-equivalent TFLOP/s, MFU on known GPUs, top-k and density.
+
+    FLOPs follow the paper's formula with the pairs a method executes (methods.md 1.4). Validation, sampling and
+    saving between two log lines are left out of the time.
+    """
+
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._excluded = 0.0
+        self._steps = self._tokens = 0
+        self._executed = self._dense = 0.0
+        self._flops: dict[Any, FlopCount] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        self._restart()
+
+    def _restart(self) -> None:
+        self._started, self._excluded = time.perf_counter(), 0.0
+        self._steps = self._tokens = 0
+        self._executed = self._dense = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside out of the measured time."""
+        start = time.perf_counter()
+        yield
+        self._excluded += time.perf_counter() - start
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        self._validation = self.paused()
+        self._validation.__enter__()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        self._validation.__exit__(None, None, None)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: VideoBatch, batch_idx: int
+    ) -> None:
+        accumulate = pl_module.accumulate
+        if (batch_idx + 1) % accumulate:
+            return
+        model, shape = pl_module.model, tuple(batch.latents.shape[1:])
+        step = trainer.global_step
+        topk = pl_module.topk(shape, step - 1)
+        layout = model.layout_for(shape)
+        key = (shape, topk, batch.text.shape[1])
+        if key not in self._flops:
+            self._flops[key] = model.flops(shape, topk, batch.text.shape[1])
+        self._steps += 1
+        self._tokens += layout.num_tokens * batch.num_slots
+        self._executed += self._flops[key].executed * batch.num_slots
+        self._dense += self._flops[key].dense_equivalent * batch.num_slots
+        pl_module.flops_total += self._flops[key].executed * batch.num_slots
+        if not pl_module.logs_this_step(step):
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        seconds = max(time.perf_counter() - self._started - self._excluded, 1e-9)
+        tiles = layout.num_video_tiles
+        metrics = {
+            "throughput/step_seconds": seconds / self._steps,
+            "throughput/tokens_per_second": self._tokens / seconds,
+            "throughput/tflops_executed": self._executed / seconds / 1e12,
+            "throughput/tflops_dense_equivalent": self._dense / seconds / 1e12,
+            "throughput/flops_total": pl_module.flops_total,
+            "sparsity/topk": topk,
+            "sparsity/density": topk / tiles,
+            "sparsity/tile_pairs": topk * tiles,
+        }
+        peak = peak_tflops(pl_module.device)
+        if peak is not None:
+            metrics["throughput/mfu"] = self._executed / seconds / 1e12 / peak / trainer.world_size
+            metrics["throughput/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
+        pl_module.log_step(metrics, step)
+        self._restart()

@@ -1,0 +1,240 @@
+"""Checkpoint folders: safetensors keyed by parameter name plus `state.json`, no pickle.
+
+A checkpoint is complete when its folder stands under its final name: it is written into a temporary folder beside
+it, every file synced, `state.json` (with the SHA-256 of the others) last, then renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+SCHEMA = 1
+_NAME = re.compile(r"step-(\d{8,})$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A verified checkpoint folder.
+
+    Args:
+        path: the folder.
+        state: content of `state.json`: step, plan hash, latent statistics, encoder ids, digests.
+    """
+
+    path: Path
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """CPU tensors of `name` ("model", "ema" or "optimizer")."""
+        with safe_open(self.path / f"{name}.safetensors", framework="pt", device="cpu") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+
+    def has(self, name: str) -> bool:
+        return f"{name}.safetensors" in self.state["files"]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+    """Write `folder/step-N` from groups of CPU tensors ("model", "ema", "optimizer") and the state."""
+    final = folder / checkpoint_name(state["step"])
+    temporary = folder / f".writing-{final.name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    # litter of a save that was killed
+    for left in folder.glob(".*-step-*"):
+        shutil.rmtree(left)
+    temporary.mkdir()
+    digests = {}
+    for name, group in tensors.items():
+        path = temporary / f"{name}.safetensors"
+        save_file({key: value.contiguous() for key, value in group.items()}, path)
+        _sync(path)
+        digests[path.name] = _sha256(path)
+    text = json.dumps({"schema": SCHEMA, **state, "files": digests}, indent=1)
+    (temporary / "state.json").write_text(text)
+    _sync(temporary / "state.json")
+    if final.exists():
+        remove_checkpoint(final)
+    os.replace(temporary, final)
+    _sync(folder)
+    return final
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint so that no half of it can ever be taken for a whole one."""
+    doomed = path.with_name(f".removing-{path.name}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders in `folder`, oldest first; they may be damaged."""
+    found = [p for p in folder.glob("step-*") if _NAME.match(p.name)]
+    return sorted(found, key=lambda p: int(_NAME.match(p.name)[1]))  # type: ignore[index]
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint folder after checking every digest.
+
+    Raises:
+        ValueError: the folder is no checkpoint, is damaged, or has another schema.
+    """
+    path = Path(path)
+    try:
+        state = json.loads((path / "state.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is no checkpoint: it has no state.json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: state.json does not parse ({error})") from None
+    if not isinstance(state, dict) or state.get("schema") != SCHEMA:
+        found = state.get("schema") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"checkpoint {path} has schema {found}, this version reads {SCHEMA}")
+    for name, digest in state["files"].items():
+        try:
+            if _sha256(path / name) != digest:
+                raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest")
+        except FileNotFoundError:
+            raise ValueError(f"checkpoint {path} is damaged: {name} is missing") from None
+    return Checkpoint(path=path, state=state)
+
+
+def latest_checkpoint(folder: Path, on_damaged=print) -> Checkpoint:
+    """The newest valid checkpoint in `folder`; damaged newer ones are named through `on_damaged`.
+
+    Raises:
+        ValueError: no valid checkpoint is left.
+    """
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return read_checkpoint(path)
+        except (ValueError, OSError, SafetensorError) as error:
+            on_damaged(f"skipped a damaged checkpoint: {error}")
+    raise ValueError(f"no valid checkpoint in {folder}")
+
+
+def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None) -> Checkpoint:
+    """The checkpoint a user names: `last` (of `run_dir`), a checkpoint folder, or a run folder (its newest)."""
+    if str(spec) == "last":
+        if run_dir is None:
+            raise ValueError("ckpt_path=last needs a run folder")
+        return latest_checkpoint(run_dir / "checkpoints")
+    path = Path(spec)
+    if not path.exists():
+        raise ValueError(f"no such checkpoint or run folder: {path}")
+    if (path / "checkpoints").is_dir():
+        return latest_checkpoint(path / "checkpoints")
+    return read_checkpoint(path)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor on the CPU, gathered when it is sharded (a collective then: call it on every rank)."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", copy=True)
+
+
+def place(value: Tensor, like: Tensor) -> Tensor:
+    """`value` with the device and sharding of `like`, in its own dtype."""
+    if isinstance(like, DTensor):
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    return value.to(like.device, copy=True)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard; the tensor itself when it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def refuse_key_difference(wanted: set[str], found: set[str], what: str) -> None:
+    """Raise ValueError that names missing and unexpected keys."""
+    missing, unexpected = sorted(wanted - found), sorted(found - wanted)
+    if missing or unexpected:
+        parts = [
+            f"{label} {len(keys)} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
+            for label, keys in (("lacks", missing), ("has unexpected", unexpected))
+            if keys
+        ]
+        raise ValueError(f"{what} does not fit the model: it {' and '.join(parts)}")
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Copy `tensors` into the parameters of `model`; every key must fit.
+
+    Raises:
+        ValueError: a key is missing or left over, or a shape differs; the text names it and `what`.
+    """
+    parameters = dict(model.named_parameters())
+    refuse_key_difference(set(parameters), set(tensors), what)
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            raise ValueError(
+                f"{what}: {name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(parameter.shape)}"
+            )
+        local(parameter).copy_(local(place(tensors[name], parameter)))
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """State of an optimizer built by `vsa.training.optim`, as `NAME/exp_avg` and so on."""
+    found = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{name}/{key}"] = whole(value)
+    return found
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Put the state saved by `optimizer_tensors` back.
+
+    Raises:
+        ValueError: the saved state is of other parameters.
+    """
+    names = {name for group in optimizer.param_groups for name in group["names"]}
+    saved: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, field = key.rpartition("/")
+        saved.setdefault(name, {})[field] = value
+    # a parameter that never had a gradient has no state
+    refuse_key_difference(set(saved) & names, set(saved), what)
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            if name in saved:
+                fields = {k: place(v, parameter) if v.ndim else v.clone() for k, v in saved[name].items()}
+                optimizer.state[parameter] = fields

@@ -1,0 +1,81 @@
+"""From a composed config to objects: the only place that instantiates, after every `_target_` was checked."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from vsa.models.video_dit import VideoDiT
+
+ALLOWED_TARGETS = (
+    "vsa.",
+    "lightning.pytorch.trainer.",
+    "lightning.pytorch.callbacks.",
+    "lightning.pytorch.loggers.",
+    "lightning.pytorch.profilers.",
+)
+"""Where a config may take classes from. A class must also be defined there: an alias such as
+`vsa.training.run.os.system` is no way out."""
+
+
+def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            inner = f"{key}.{name}" if key else str(name)
+            if name == "_target_":
+                yield inner, value
+            else:
+                yield from _targets(value, inner)
+    elif isinstance(node, list | tuple):
+        for i, value in enumerate(node):
+            yield from _targets(value, f"{key}[{i}]")
+
+
+def check_targets(config: Any) -> None:
+    """Refuse a config that would build anything but the classes of `ALLOWED_TARGETS`.
+
+    Raises:
+        ValueError: names the key and the target.
+    """
+    if isinstance(config, DictConfig):
+        config = OmegaConf.to_container(config, resolve=True)
+    for key, target in _targets(config):
+        refused = ValueError(f"{key}={target} is not allowed: a config may build classes of vsa and lightning only")
+        if not isinstance(target, str) or not target.startswith((*ALLOWED_TARGETS, "lightning.pytorch.Trainer")):
+            raise refused
+        module_name, _, class_name = target.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{key}={target} does not exist: {error}") from None
+        if not isinstance(found, type) or not f"{found.__module__}.".startswith(ALLOWED_TARGETS):
+            raise refused
+
+
+def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
+    """Instantiate a config node whose targets were checked; `arguments` join its own.
+
+    Raises:
+        ValueError: what the constructor refused, with the config key.
+    """
+    try:
+        return instantiate(config, _convert_="all", **arguments)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if not isinstance(cause, (ValueError, TypeError, OSError)):
+            raise
+        # hydra appends the key on a line of its own
+        key = str(error).rpartition("full_key: ")[2].strip() if "full_key: " in str(error) else ""
+        raise ValueError(f"{cause}" + (f" (config key {key})" if key else "")) from error
+
+
+def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[[], VideoDiT]:
+    """The function that builds the network of a whole run config (its `model` and `attention` nodes)."""
+    attention = build(config["attention"])
+    return partial(build, config["model"], attention=attention)

@@ -1,0 +1,269 @@
+"""Pictures of a run: loss curve, contact sheet of clips, tiles that queries attend to.
+
+Matplotlib's object interface only: no window system, no global figure state.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from vsa.attention.layout import TileLayout
+
+QUERY_COLOUR = (0.1, 1.0, 0.3)
+KEY_COLOUR = (1.0, 0.55, 0.0)
+
+
+def _save(figure: Figure, path: str | Path) -> Path:
+    """Write a PNG so that no half of it ever stands under its name."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".writing-{path.name}")
+    figure.savefig(temporary, format="png", dpi=110)
+    os.replace(temporary, path)
+    return path
+
+
+def read_metric(metrics_csv: str | Path, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of one column of a run's `metrics.csv`, rows without a value left out.
+
+    Raises:
+        ValueError: the file has no such column, or a value that is no number; names file and column.
+    """
+    with open(metrics_csv, newline="") as file:
+        reader = csv.DictReader(file)
+        if column not in (reader.fieldnames or []):
+            raise ValueError(f"{metrics_csv} has no column {column}, it has {', '.join(reader.fieldnames or [])}")
+        rows = [(row["step"], row[column]) for row in reader if row[column]]
+    try:
+        return np.array([int(s) for s, _ in rows]), np.array([float(v) for _, v in rows])
+    except ValueError as error:
+        raise ValueError(f"{metrics_csv}, column {column}: {error}") from None
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    total = np.cumsum(np.insert(values, 0, 0.0))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return (total[ends] - total[starts]) / (ends - starts)
+
+
+def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") -> Path:
+    """Training loss (every row and a running mean) and validation loss over optimizer steps.
+
+    Args:
+        metrics_csv: a run's metrics; `train/loss` is needed, `val/loss` drawn when there.
+        path: PNG to write.
+        title: above the axes.
+    """
+    steps, losses = read_metric(metrics_csv, "train/loss")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="train")
+    window = max(1, len(losses) // 30)
+    axes.plot(steps, _running_mean(losses, window), color="tab:blue", label=f"train, mean of {window} rows")
+    try:
+        val_steps, val_losses = read_metric(metrics_csv, "val/loss")
+    except ValueError:
+        val_steps, val_losses = np.array([]), np.array([])
+    if len(val_losses):
+        axes.plot(val_steps, val_losses, "o-", color="tab:orange", label="validation (fixed noise)")
+    if len(losses) and np.concatenate([losses, val_losses]).min() > 0:
+        axes.set_yscale("log")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("flow-matching loss (MSE of the velocity)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    return _save(figure, path)
+
+
+def contact_sheet(
+    videos: Tensor, prompts: Sequence[str], path: str | Path, *, frames: int = 4, columns: int = 2
+) -> Path:
+    """A page of clips: a few frames of each side by side, its prompt above.
+
+    Args:
+        videos: uint8 `[N, T, H, W, 3]`.
+        prompts: N captions.
+        path: PNG to write.
+        frames: frames shown per clip, evenly spaced from the first to the last.
+        columns: clips per row.
+
+    Raises:
+        ValueError: not one prompt per clip.
+    """
+    if len(videos) != len(prompts) or len(videos) == 0:
+        raise ValueError(f"expected one prompt per clip, got {len(prompts)} prompts and {len(videos)} clips")
+    picked = torch.linspace(0, videos.shape[1] - 1, min(frames, videos.shape[1])).round().long()
+    rows = math.ceil(len(videos) / columns)
+    figure = Figure(figsize=(columns * 1.3 * len(picked), rows * 1.75), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for axes, video, prompt in zip(grid.flat, videos, prompts, strict=False):
+        strip = np.concatenate(
+            [np.pad(f, ((0, 0), (0, 2), (0, 0)), constant_values=255) for f in video[picked].numpy()], 1
+        )
+        axes.imshow(strip)
+        axes.set_title("\n".join(textwrap.wrap(prompt, 14 * len(picked))), fontsize=8)
+    return _save(figure, path)
+
+
+def tile_map(layout: TileLayout) -> Tensor:
+    """int64 `[T, H, W]`: the tile each token of a one-segment video row belongs to.
+
+    Raises:
+        ValueError: the row has more than one segment.
+    """
+    if len(layout.segments) != 1 or layout.segments[0].kind not in ("video", "image"):
+        raise ValueError(f"a tile map needs a row of one video, got {[s.kind for s in layout.segments]}")
+    blocks = torch.arange(layout.num_blocks).repeat_interleave(layout.blocks.sizes.cpu().long())
+    tiles = torch.empty(layout.num_tokens, dtype=torch.int64)
+    tiles[layout.order.cpu()] = blocks
+    return tiles.view(layout.segments[0].grid_thw)
+
+
+def selection_share(kv_indices: Tensor, kv_num_blocks: Tensor, num_blocks: int) -> Tensor:
+    """Share of heads in which each query tile selects each kv tile, float32 `[Nq, num_blocks]`.
+
+    Args:
+        kv_indices: int `[H, Nq, K]`; only the first `kv_num_blocks` entries of a row count.
+        kv_num_blocks: int `[H, Nq]`.
+        num_blocks: number of kv tiles.
+    """
+    heads, queries, capacity = kv_indices.shape
+    valid = torch.arange(capacity) < kv_num_blocks.cpu()[..., None]
+    # entries past the count may hold anything: send them to a spare column
+    columns = torch.where(valid, kv_indices.cpu().long(), num_blocks)
+    chosen = torch.zeros(heads, queries, num_blocks + 1).scatter_(2, columns, 1.0)
+    return chosen[..., :num_blocks].mean(0)
+
+
+def _upsample(values: Tensor, num_frames: int, height: int, width: int) -> np.ndarray:
+    """Nearest neighbour `[T, H, W]` tokens to `[num_frames, height, width]` pixels."""
+    index = [torch.arange(n) * size // n for n, size in zip((num_frames, height, width), values.shape, strict=True)]
+    return values[index[0]][:, index[1]][:, :, index[2]].numpy()
+
+
+def _outline(mask: np.ndarray, thickness: int) -> np.ndarray:
+    """The inner border of a boolean picture."""
+    inner = mask.copy()
+    for _ in range(thickness):
+        padded = np.pad(inner, 1, constant_values=False)
+        inner &= padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+    return mask & ~inner
+
+
+def attention_overlay(video: Tensor, tiles: Tensor, share: Tensor, query: int) -> Tensor:
+    """A clip with the tiles one query tile selects tinted and the query tile outlined.
+
+    Args:
+        video: uint8 `[T, H, W, 3]`.
+        tiles: int64 token grid of tile numbers from `tile_map`.
+        share: float `[Nkv]`, share of heads that select each tile; the tint's strength.
+        query: query tile.
+
+    Returns:
+        float32 `[T, H, W, 3]` in [0, 1].
+    """
+    frames, height, width, _ = video.shape
+    # dimmed, so that the tint stands out on bright and dark clips
+    base = video.float().numpy() / 255 * 0.6
+    strength = _upsample(share[tiles], frames, height, width)[..., None] * 0.75
+    picture = base * (1 - strength) + np.array(KEY_COLOUR, dtype=np.float32) * strength
+    inside = _upsample(tiles == query, frames, height, width)
+    thickness = max(1, min(height, width) // 48)
+    for frame, mask in zip(picture, inside, strict=True):
+        frame[_outline(mask, thickness)] = QUERY_COLOUR
+    return torch.from_numpy(picture.astype(np.float32))
+
+
+def attention_picture(
+    video: Tensor,
+    layout: TileLayout,
+    kv_indices: Tensor,
+    kv_num_blocks: Tensor,
+    path: str | Path,
+    *,
+    queries: Sequence[int] | None = None,
+    frames: int = 4,
+    title: str = "",
+) -> Path:
+    """Which tiles a few query tiles attend to, drawn over the frames of the clip: one row per query.
+
+    Args:
+        video: uint8 `[T, H, W, 3]`.
+        layout: of the clip's one video segment.
+        kv_indices: `[H, Nq, K]` as recorded.
+        kv_num_blocks: `[H, Nq]`.
+        path: PNG to write.
+        queries: query tiles; None picks the tiles of the frame's moving content: those that vary most.
+        frames: frames shown, evenly spaced.
+        title: above the picture.
+
+    Raises:
+        ValueError: the row is not one video, or a query is out of range.
+    """
+    tiles = tile_map(layout)
+    share = selection_share(kv_indices, kv_num_blocks, layout.num_blocks)
+    if queries is None:
+        queries = varied_tiles(video, tiles, count=3)
+    bad = [q for q in queries if not 0 <= q < layout.num_blocks]
+    if bad or not queries:
+        raise ValueError(f"query tiles must lie in 0..{layout.num_blocks - 1}, got {list(queries)}")
+    picked = torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long()
+    figure = Figure(figsize=(1.9 * len(picked) + 0.4, 1.95 * len(queries) + 1.0), layout="constrained")
+    grid = figure.subplots(len(queries), len(picked), squeeze=False)
+    for row, query in zip(grid, queries, strict=True):
+        overlay = attention_overlay(video, tiles, share[query], query)
+        for axes, frame in zip(row, picked.tolist(), strict=True):
+            axes.imshow(overlay[frame].clamp(0, 1).numpy())
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if query == queries[0]:
+                axes.set_title(f"frame {frame}", fontsize=8)
+        row[0].set_ylabel(f"query tile {query}", fontsize=8)
+    legend = [
+        Patch(color=QUERY_COLOUR, label="query tile"),
+        Patch(color=KEY_COLOUR, label="selected tiles (brighter: by more heads)"),
+    ]
+    figure.legend(handles=legend, loc="outside lower center", ncols=2, fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    return _save(figure, path)
+
+
+def varied_tiles(video: Tensor, tiles: Tensor, count: int) -> list[int]:
+    """The `count` tiles whose pixels vary most, at most one per tile-time where there are enough of those.
+
+    Args:
+        video: uint8 `[T, H, W, 3]`.
+        tiles: int64 token grid of tile numbers.
+        count: how many.
+    """
+    frames, height, width, _ = video.shape
+    of_pixel = torch.from_numpy(_upsample(tiles, frames, height, width)).flatten()
+    grey = video.float().mean(-1).flatten()
+    num = int(tiles.max()) + 1
+    size = torch.bincount(of_pixel, minlength=num).clamp_min(1)
+    mean = torch.zeros(num).index_add_(0, of_pixel, grey) / size
+    variance = torch.zeros(num).index_add_(0, of_pixel, (grey - mean[of_pixel]) ** 2) / size
+    start = torch.full((num,), tiles.shape[0]).scatter_reduce_(
+        0, tiles.flatten(), torch.arange(tiles.shape[0]).repeat_interleave(tiles[0].numel()), "amin"
+    )
+    ranked = torch.argsort(variance, descending=True, stable=True).tolist()
+    fresh, later, seen = [], [], set()
+    for tile in ranked:
+        (later if int(start[tile]) in seen else fresh).append(tile)
+        seen.add(int(start[tile]))
+    return sorted([*fresh, *later][:count], key=lambda tile: (int(start[tile]), tile))

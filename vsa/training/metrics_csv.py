@@ -1,0 +1,103 @@
+"""`metrics.csv`: one row per logged step, append-only; a resume cuts the rows past its step."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+
+class MetricsCSV(Logger):
+    """Logger that writes `root_dir/metrics.csv`.
+
+    Metrics of one step share a row. A metric seen for the first time adds a column (the file is rewritten once).
+
+    Args:
+        root_dir: the run folder.
+    """
+
+    def __init__(self, root_dir: str):
+        super().__init__()
+        self._root = Path(root_dir)
+        self._rows: list[dict[str, str]] = []
+        self._columns = ["step"]
+        self._open: dict[str, str] | None = None
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> None:
+        return None
+
+    @property
+    def root_dir(self) -> str:
+        return str(self._root)
+
+    @property
+    def path(self) -> Path:
+        return self._root / "metrics.csv"
+
+    def start(self, step: int) -> None:
+        """Begin at optimizer step `step`: keep the rows of the file up to it, drop the rest (0: start anew)."""
+        self._rows, self._columns, self._open = [], ["step"], None
+        if step > 0 and self.path.exists():
+            with open(self.path, newline="") as file:
+                reader = csv.DictReader(file)
+                self._columns = list(reader.fieldnames or ["step"])
+                # a kill in the middle of a line leaves a row that lacks columns
+                whole = [row for row in reader if None not in row.values()]
+            self._rows = [row for row in whole if int(row["step"]) <= step]
+        self._rewrite()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        step = 0 if step is None else step
+        if self._open is not None and self._open["step"] != str(step):
+            self.save()
+        row = self._open or {"step": str(step)}
+        row.update({k: f"{float(v):.9g}" for k, v in metrics.items() if k != "epoch"})
+        self._open = row
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """The resolved config stands beside this file already."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        if self._open is None:
+            return
+        row, self._open = self._open, None
+        new = [name for name in row if name not in self._columns]
+        if self._rows and self._rows[-1]["step"] == row["step"]:
+            # a late metric of a row already written
+            self._rows[-1].update(row)
+            self._columns += new
+            self._rewrite()
+            return
+        self._rows.append(row)
+        if new:
+            self._columns += new
+            self._rewrite()
+            return
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, self._columns, restval="").writerow(row)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.save()
+
+    @rank_zero_only
+    def _rewrite(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".csv.writing")
+        with open(temporary, "w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            writer.writeheader()
+            writer.writerows(self._rows)
+        os.replace(temporary, self.path)

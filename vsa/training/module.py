@@ -1,0 +1,167 @@
+"""What every training job shares: networks, optimizer, clipping, step metrics, checkpoint state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from vsa.models.video_dit import VideoDiT
+from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors
+from vsa.training.optim import ROLES, AdamW
+from vsa.training.parallel import ParallelPlan, parallelize
+
+
+class DiffusionModule(L.LightningModule):
+    """One trained network under one optimizer.
+
+    Everything random is a function of (seed, step, sample), the learning rate and the top-k of the step, so a
+    checkpoint needs no random state and a resumed run is the same run.
+
+    Args:
+        model: builds the network.
+        optim: recipe of the optimizer.
+        parallel: activation checkpointing and compile.
+        grad_clip: largest global gradient norm; 0 clips nothing.
+        max_skipped: consecutive steps with non-finite gradients after which training stops.
+        seed: of the initial weights, timesteps and validation noise.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Callable[[], VideoDiT],
+        optim: AdamW,
+        parallel: ParallelPlan,
+        grad_clip: float = 1.0,
+        max_skipped: int = 10,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.model: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
+        self.seed = seed
+        self.grad_clip = grad_clip
+        self.resume: Checkpoint | None = None
+        self.init_from: Checkpoint | None = None
+        self.config: Mapping[str, Any] = {}
+        self.step_skipped = False
+        self.flops_total = 0.0
+        self._model_factory = model
+        self._optim = optim
+        self._parallel = parallel
+        self._max_skipped = max_skipped
+        self._skipped_in_row = 0
+        self._skipped_total = 0
+
+    # set-up
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.model = self._model_factory()
+        mesh = self.device_mesh["data_parallel"] if self.device_mesh is not None else None
+        parallelize(self.model, mesh, self._parallel)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self._optim.build(self.model, self.model.parameter_roles())
+
+    def on_fit_start(self) -> None:
+        """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
+        source = self.resume or self.init_from
+        if source is not None:
+            # a new run starts from the averaged weights where there are any
+            name = "ema" if self.resume is None and source.has("ema") else "model"
+            load_model_tensors(self.model, source.tensors(name), str(source.path))
+        if self.resume is not None:
+            load_optimizer_tensors(self.raw_optimizer, self.resume.tensors("optimizer"), str(self.resume.path))
+            self._skipped_total = self.resume.state["skipped_steps"]
+            self._skipped_in_row = self.resume.state["skipped_in_row"]
+            self.flops_total = self.resume.state["flops_total"]
+            self._set_trainer_step(self.resume.step)
+
+    def _set_trainer_step(self, step: int) -> None:
+        loop = self.trainer.fit_loop.epoch_loop
+        optimizer_steps = loop.automatic_optimization.optim_progress.optimizer.step.total
+        optimizer_steps.ready = optimizer_steps.completed = step
+        batches = loop.batch_progress.total
+        batches.ready = batches.started = batches.processed = batches.completed = step * self.accumulate
+        loop._batches_that_stepped = step
+
+    @property
+    def raw_optimizer(self) -> torch.optim.Optimizer:
+        return self.trainer.optimizers[0]
+
+    @property
+    def accumulate(self) -> int:
+        return self.trainer.accumulate_grad_batches
+
+    # one step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._optim.set_lr(self.raw_optimizer, self.global_step)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradient norms by role, the finite check and clipping.
+
+        A non-finite gradient drops all gradients, so weights and moments keep every bit.
+        """
+        norms = {}
+        for group in optimizer.param_groups:
+            grads = [p.grad for p in group["params"] if p.grad is not None]
+            if grads:
+                norm = torch.nn.utils.get_total_norm(grads)
+                norms[group["role"]] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
+        self.step_skipped = not math.isfinite(total.item())
+        if self.step_skipped:
+            optimizer.zero_grad(set_to_none=True)
+            self._skipped_in_row += 1
+            self._skipped_total += 1
+            if self._skipped_in_row >= self._max_skipped:
+                raise FloatingPointError(
+                    f"gradients were not finite for {self._skipped_in_row} steps in a row, "
+                    f"the last one step {self.global_step}: training stopped"
+                )
+        else:
+            self._skipped_in_row = 0
+            if self.grad_clip > 0:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.grad_clip, total)
+        if self.logs_this_step(self.global_step + 1):
+            named = {f"grad_norm/{role}": norms[role] for role in ROLES if role in norms}
+            self.log_step(
+                {"grad_norm/total": total, **named, "skipped_steps": self._skipped_total}, self.global_step + 1
+            )
+
+    # metrics
+
+    def logs_this_step(self, step: int) -> bool:
+        """Whether optimizer step `step` (counted from 1 when complete) writes metrics."""
+        return step % self.trainer.log_every_n_steps == 0 or step == self.trainer.max_steps
+
+    def log_step(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
+        """Send metrics of a completed optimizer step to every logger; this is where the device is waited for."""
+        values = {name: float(value) for name, value in metrics.items()}
+        if self.trainer.is_global_zero:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(values, step)
+
+    # checkpoints
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The part of `state.json` that this module owns."""
+        return {
+            "step": self.global_step,
+            "seed": self.seed,
+            "skipped_steps": self._skipped_total,
+            "skipped_in_row": self._skipped_in_row,
+            "flops_total": self.flops_total,
+            # the resolved config: what builds the model again for sampling
+            "config": self.config,
+        }

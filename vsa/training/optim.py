@@ -1,0 +1,130 @@
+"""AdamW by parameter role and learning-rate schedules as pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+ROLES = ("matrix", "vector", "embedding", "gate", "head")
+
+
+class Schedule(Protocol):
+    """Factor on the base learning rate at an optimizer step, counted from 0."""
+
+    def __call__(self, step: int) -> float: ...
+
+
+def _warmup(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / steps) if steps > 0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """Linear warm-up over `warmup_steps`, then 1."""
+
+    warmup_steps: int = 0
+
+    def __call__(self, step: int) -> float:
+        return _warmup(step, self.warmup_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """Linear warm-up, then half a cosine from 1 to `end` at `total_steps`; `end` afterwards."""
+
+    total_steps: int
+    warmup_steps: int = 0
+    end: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return _warmup(step, self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WSD:
+    """Warm-up, stable, decay: 1 until the last `decay_share` of `total_steps`, then linear to `end`.
+
+    A warm-up that reaches into the decay multiplies it.
+    """
+
+    total_steps: int
+    decay_share: float
+    warmup_steps: int = 0
+    end: float = 0.0
+
+    def __post_init__(self):
+        if not 0 < self.decay_share <= 1:
+            raise ValueError(f"decay_share must lie in (0, 1], got {self.decay_share}")
+
+    def __call__(self, step: int) -> float:
+        decay_steps = max(1.0, self.decay_share * self.total_steps)
+        progress = min(1.0, max(0.0, (step - (self.total_steps - decay_steps)) / decay_steps))
+        return _warmup(step, self.warmup_steps) * (1 + (self.end - 1) * progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Recipe for a `torch.optim.AdamW` with one parameter group per role.
+
+    Args:
+        lr: base learning rate, multiplied by the schedule and by the role's factor.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay; applied to the roles in `decay_roles`.
+        decay_roles: roles that decay (vectors, embeddings and tables do not).
+        lr_factors: learning-rate factor by role; 1 where absent.
+        schedule: factor by optimizer step.
+    """
+
+    lr: float
+    schedule: Schedule
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decay_roles: tuple[str, ...] = ("matrix", "gate", "head")
+    lr_factors: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for role in (*self.decay_roles, *self.lr_factors):
+            if role not in ROLES:
+                raise ValueError(f"unknown parameter role {role!r}, known roles are {', '.join(ROLES)}")
+
+    def build(self, model: nn.Module, roles: Mapping[str, str]) -> torch.optim.AdamW:
+        """The optimizer over the trainable parameters of `model`; groups carry `role`, `base_lr` and `names`."""
+        groups = {role: [] for role in ROLES}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                groups[roles[name]].append((name, parameter))
+        beta1, beta2 = self.betas
+        return torch.optim.AdamW(
+            [
+                {
+                    "params": [p for _, p in members],
+                    "names": [n for n, _ in members],
+                    "role": role,
+                    "base_lr": self.lr * self.lr_factors.get(role, 1.0),
+                    "weight_decay": self.weight_decay if role in self.decay_roles else 0.0,
+                }
+                for role, members in groups.items()
+                if members
+            ],
+            lr=self.lr,
+            # torch rejects a mix of int and float
+            betas=(float(beta1), float(beta2)),
+            eps=self.eps,
+        )
+
+    def set_lr(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Write the learning rate of optimizer step `step` into every group; returns the schedule's factor."""
+        factor = self.schedule(step)
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        return factor

@@ -1,0 +1,216 @@
+"""Flow-matching training of a video DiT from data.
+
+B samples of a micro-batch, C T H W latent dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsa.attention.schedule import SparsitySchedule
+from vsa.data.batch import VideoBatch
+from vsa.diffusion import flow_matching as fm
+from vsa.models.video_dit import VideoDiT
+from vsa.training.module import DiffusionModule
+from vsa.training.optim import AdamW
+from vsa.training.parallel import ParallelPlan
+
+VALIDATION_SEED = 7919
+"""Added to the run's seed for validation noise and timesteps, which must differ from those of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """Per-sample pieces of a loss.
+
+    Args:
+        mse: fp32 `[B]`, mean over the tokens of each sample.
+        weights: fp32 `[B]`.
+        sigmas: float64 `[B]` on the CPU.
+        total_weight: sum of the weights of the whole global batch.
+    """
+
+    mse: Tensor
+    weights: Tensor
+    sigmas: Tensor
+    total_weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowMatchingLoss:
+    """Velocity matching on data: mean squared error against eps - x0 (methods.md 1.4).
+
+    Args:
+        distribution: of the timesteps, `logit_normal` or `uniform`.
+        logit_mean: of the normal behind `logit_normal`.
+        logit_std: of the same.
+        shift: flow shift as a function of the token count.
+        weighting: name of the per-timestep weight.
+    """
+
+    shift: fm.FlowShift
+    distribution: str = "logit_normal"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    weighting: str = "uniform"
+
+    def __call__(
+        self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: int | Sequence[int]
+    ) -> LossTerms:
+        """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`.
+
+        Timesteps are stratified over the global batch, so every rank knows the sum of all weights.
+        """
+        tokens = model.layout_for(latents.shape[1:]).num_tokens
+        all_sigmas = fm.sample_sigmas(
+            seed=seed,
+            step=batch.step,
+            num_slots=batch.num_slots,
+            distribution=self.distribution,
+            shift=self.shift(tokens),
+            logit_mean=self.logit_mean,
+            logit_std=self.logit_std,
+        )
+        sigmas = all_sigmas[batch.slots]
+        noise = fm.noise_like(latents, batch.seeds)
+        sigma = sigmas.to(latents.device, torch.float32)
+        x_t = fm.add_noise(latents, noise, sigma)
+        velocity = model(x_t, fm.to_timestep(sigma), batch.text, batch.text_mask, topk=topk)
+        return LossTerms(
+            mse=fm.sample_mse(velocity, fm.velocity_target(latents, noise)),
+            weights=fm.loss_weights(sigmas, self.weighting).to(latents.device, torch.float32),
+            sigmas=sigmas,
+            total_weight=float(fm.loss_weights(all_sigmas, self.weighting).sum()),
+        )
+
+
+class PretrainModule(DiffusionModule):
+    """Pretrain a video DiT with sparse attention from scratch (VSA paper, section 3.1).
+
+    Args:
+        model: builds the network.
+        optim: recipe of the optimizer.
+        sparsity: top-k by optimizer step.
+        objective: the loss.
+        parallel: activation checkpointing and compile.
+        grad_clip: largest global gradient norm.
+        max_skipped: consecutive non-finite steps after which training stops.
+        seed: of everything random.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Callable[[], VideoDiT],
+        optim: AdamW,
+        sparsity: SparsitySchedule,
+        objective: FlowMatchingLoss,
+        parallel: ParallelPlan,
+        grad_clip: float = 1.0,
+        max_skipped: int = 10,
+        seed: int = 0,
+    ):
+        super().__init__(
+            model=model, optim=optim, parallel=parallel, grad_clip=grad_clip, max_skipped=max_skipped, seed=seed
+        )
+        self.sparsity = sparsity
+        self.objective = objective
+        self._latent_mean = self._latent_std = torch.empty(0)
+        # mse and sigma of the samples since the last log line, read only there
+        self._window: list[tuple[Tensor, Tensor]] = []
+        self._step_loss: list[Tensor] = []
+
+    def setup(self, stage: str) -> None:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        self._latent_mean, self._latent_std = data.latent_mean, data.latent_std
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        shapes = list(data.buckets)
+        # a top-k that no bucket can hold is a mistake; smaller buckets clamp
+        self.sparsity.check(max(self.model.layout_for(shape).num_video_tiles for shape in shapes))
+        if self.resume is not None and self.resume.state["plan_hash"] != data.plan_hash:
+            raise ValueError(
+                f"{self.resume.path} was trained on another data plan (hash {self.resume.state['plan_hash'][:12]}, "
+                f"now {data.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
+            )
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """Stored latents `[B, C, T, H, W]` to zero mean and unit variance per channel."""
+        shape = (1, -1, 1, 1, 1)
+        mean = self._latent_mean.to(latents.device).view(shape)
+        return (latents - mean) / self._latent_std.to(latents.device).view(shape)
+
+    def topk(self, latent_shape: Sequence[int], step: int) -> int:
+        """Video kv tiles per query tile at an optimizer step for latents `[C, T, H, W]`."""
+        return self.sparsity.topk(step, self.model.layout_for(tuple(latent_shape)).num_video_tiles)
+
+    def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
+        # overfitting repeats the first batches on purpose
+        assert batch.step == self.global_step or self.trainer.overfit_batches, (batch.step, self.global_step)
+        topk = self.topk(batch.latents.shape[1:], self.global_step)
+        terms = self.objective(self.model, batch, self.normalise(batch.latents), seed=self.seed, topk=topk)
+        loss = (terms.weights * terms.mse).sum() / terms.total_weight
+        self._window.append((terms.mse.detach(), terms.sigmas))
+        self._step_loss.append(loss.detach())
+        # the trainer divides by the micro-batches, the strategy averages over ranks; the normaliser is global already
+        return loss * self.accumulate * self.trainer.world_size
+
+    def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.accumulate:
+            return
+        if self.logs_this_step(self.global_step):
+            step_loss = self.trainer.strategy.reduce(torch.stack(self._step_loss).sum(), reduce_op="sum")
+            self.log("loss", step_loss, prog_bar=True, logger=False)
+            self.log_step(
+                {
+                    "train/loss": step_loss,
+                    **{f"train/loss_decile_{d}": v for d, v in self._deciles().items()},
+                    "lr": self.raw_optimizer.param_groups[0]["lr"],
+                },
+                self.global_step,
+            )
+            self._window.clear()
+        self._step_loss.clear()
+
+    def _deciles(self) -> dict[int, float]:
+        """Mean loss of this rank's samples since the last log line, by timestep decile."""
+        mse = torch.cat([m for m, _ in self._window]).cpu()
+        decile = fm.decile(torch.cat([s for _, s in self._window]))
+        return {d: mse[decile == d].mean().item() for d in range(10) if bool((decile == d).any())}
+
+    def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
+        topk = self.topk(batch.latents.shape[1:], self.global_step)
+        terms = self.objective(
+            self.model, batch, self.normalise(batch.latents), seed=self.seed + VALIDATION_SEED, topk=topk
+        )
+        self._log_validation("val/loss", terms.mse)
+        decile = fm.decile(terms.sigmas).to(terms.mse.device)
+        for d in decile.unique().tolist():
+            self._log_validation(f"val/loss_decile_{d}", terms.mse[decile == d])
+
+    def _log_validation(self, name: str, mse: Tensor) -> None:
+        # averaged over the set and the ranks by lightning, sent to the loggers in on_validation_end
+        self.log(name, mse.mean(), batch_size=len(mse), on_step=False, on_epoch=True, sync_dist=True, logger=False)
+
+    def on_validation_end(self) -> None:
+        metrics = {n: v for n, v in self.trainer.callback_metrics.items() if n.startswith("val/")}
+        self.log_step(metrics, self.global_step)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        return {
+            **super().checkpoint_state(),
+            "plan_hash": data.plan_hash,
+            "latent_mean": self._latent_mean.tolist(),
+            "latent_std": self._latent_std.tolist(),
+            "codec": {"id": data.codec_id, "hash": data.codec_hash},
+            "text_encoder": {"id": data.text_encoder_id, "hash": data.text_encoder_hash},
+            "latent_shapes": [list(bucket) for bucket in data.buckets],
+        }
