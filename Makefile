@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 RUN := outputs/quickstart/default
 DENSE := outputs/quickstart/dense
+SCORE := --guidance 3 --steps 20
 
 .PHONY: demo compare test test-all lint clean
 
@@ -19,10 +20,10 @@ $(STAMP): pyproject.toml
 
 # the main job: video files -> latent shards -> sparse training -> sampled and scored videos
 demo: $(STAMP)
-	$(BIN)/python scripts/make_toy_videos.py --out data/toy/videos
-	$(BIN)/python scripts/encode_videos.py data/toy/videos --out data/toy/shards
+	test -f data/toy/videos/captions.jsonl || $(BIN)/python scripts/make_toy_videos.py data/toy/videos
+	test -f data/toy/shards/index.json || $(BIN)/python scripts/encode_videos.py data/toy/videos data/toy/shards
 	$(BIN)/python train.py experiment=quickstart overwrite=true
-	$(BIN)/python scripts/score_toy.py $(RUN)
+	$(BIN)/python scripts/score_toy.py $(RUN) $(SCORE) --min-colour 0.9 --min-direction 0.5
 
 # dense attention at the same training FLOPs, beside the sparse run of `make demo`
 compare: $(STAMP)

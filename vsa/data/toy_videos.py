@@ -31,7 +31,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "cyan": (60, 210, 220),
 }
 DIRECTIONS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # x, y
-SPEEDS: dict[str, float] = {"slowly": 0.25, "quickly": 0.5}  # share of the picture crossed in one clip
+SPEEDS: dict[str, float] = {"slowly": 0.3, "quickly": 0.5}  # share of the picture crossed in one clip
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "cross")
 
 # how far a clip's shape must move, as a share of the picture, to count as moving
@@ -278,10 +278,15 @@ def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, r: float) -> np.ndarra
 
 
 def _start(extent: int, travel: float, margin: float, u: float) -> float:
-    """A first centre from which `travel` keeps the shape inside; the middle when the picture is too narrow for that."""
+    """A first centre from which `travel` keeps the shape inside; the middle when the picture is too narrow for that.
+
+    Along the motion the path is centred up to a tenth of the picture, so that a clip's direction shows in every frame;
+    across it the place is free.
+    """
     low = margin + max(-travel, 0)
     high = extent - margin - max(travel, 0)
-    return low + u * (high - low) if high > low else (low + high) / 2
+    room = max(high - low, 0) if travel == 0 else min(max(high - low, 0), 0.1 * extent)
+    return (low + high) / 2 + (u - 0.5) * room
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:

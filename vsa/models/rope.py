@@ -55,6 +55,31 @@ def rope_tables(grid_thw: tuple[int, int, int], head_dim: int, device: torch.dev
         return table.cos().float().to(device), table.sin().float().to(device)
 
 
+@lru_cache(maxsize=32)
+def sincos_table(grid_thw: tuple[int, int, int], dim: int, device: torch.device) -> Tensor:
+    """Fixed absolute positions of a token grid in raster order: sines and cosines, a third of the channels per axis.
+
+    Args:
+        grid_thw: token grid.
+        dim: C; channels past the last multiple of 6 stay zero.
+        device: where the table lives.
+
+    Returns:
+        `[L, C]` float32; wavelengths run from 2 pi to 200 pi tokens.
+    """
+    with torch.inference_mode(False):
+        pairs = dim // 6
+        frequency = 100.0 ** -(torch.arange(pairs, dtype=torch.float64, device="cpu") / max(pairs, 1))
+        table = torch.zeros(*grid_thw, dim, dtype=torch.float64, device="cpu")
+        for axis, size in enumerate(grid_thw):
+            angle = torch.outer(torch.arange(size, dtype=torch.float64, device="cpu"), frequency)
+            shape = [1, 1, 1, 2 * pairs]
+            shape[axis] = size
+            start = 2 * pairs * axis
+            table[..., start : start + 2 * pairs] = torch.cat((angle.sin(), angle.cos()), dim=-1).view(shape)
+        return table.flatten(0, 2).float().to(device)
+
+
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate neighbouring channel pairs `(x0, x1) -> (x0 cos - x1 sin, x0 sin + x1 cos)`, in at least float32.
 

@@ -27,7 +27,7 @@ from vsa.models.embeddings import (
 )
 from vsa.models.flops import FlopCount, count_flops, linear_flops
 from vsa.models.init import INITS, init_parameters
-from vsa.models.rope import axis_dims, rope_tables
+from vsa.models.rope import axis_dims, rope_tables, sincos_table
 
 Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 TopK = int | Sequence[int] | None
@@ -61,6 +61,9 @@ class VideoDiT(nn.Module):
         image_dim: width of the image tokens of image-to-video models, None without them.
         added_kv_proj_dim: width of the embedded image tokens in cross-attention (the model width), None without.
         rope_max_seq_len: largest token count along one axis.
+        rope_theta: base of the RoPE frequencies; Wan's is 10000, a small grid wants a smaller one.
+        absolute_positions: add fixed sines and cosines of the position to the patch embedding (Wan does not). RoPE's
+            fastest channels repeat after 6.3 tokens: a small model on a small grid takes it for a torus.
         init: "gpt_neox" (pretraining from scratch, VSA paper) or "wan".
 
     Raises:
@@ -85,6 +88,8 @@ class VideoDiT(nn.Module):
         image_dim: int | None = None,
         added_kv_proj_dim: int | None = None,
         rope_max_seq_len: int = 1024,
+        rope_theta: float = 10000.0,
+        absolute_positions: bool = False,
         init: str = "gpt_neox",
     ):
         super().__init__()
@@ -113,7 +118,8 @@ class VideoDiT(nn.Module):
             raise ValueError(f"added_kv_proj_dim must be the model width {dim}, got {added_kv_proj_dim}")
         self.dim, self.num_heads, self.head_dim = dim, num_attention_heads, attention_head_dim
         self.in_channels, self.out_channels, self.text_dim = in_channels, out_channels, text_dim
-        self.image_dim, self.rope_max_seq_len, self.init = image_dim, rope_max_seq_len, init
+        self.image_dim, self.rope_max_seq_len, self.rope_theta = image_dim, rope_max_seq_len, rope_theta
+        self.absolute_positions, self.init = absolute_positions, init
         self.patch_size: Grid = (int(patch_size[0]), int(patch_size[1]), int(patch_size[2]))
 
         self.patch_embedding = PatchEmbedding(in_channels, dim, self.patch_size)
@@ -182,6 +188,8 @@ class VideoDiT(nn.Module):
 
         # tokens and everything else per token are permuted once, here, and the velocity back at the exit
         x = self.patch_embedding(layout.permute(patchify(latents, self.patch_size)))
+        if self.absolute_positions:
+            x = x + layout.permute(sincos_table(grid, self.dim, layout.device)[None]).type_as(x)
         times = timestep[:, None] if timestep.dim() == 1 else layout.permute(timestep)
         temb, modulation = self.condition_embedder.time(times)
         cond = Conditioning(
@@ -304,7 +312,7 @@ class VideoDiT(nn.Module):
         return cast(TransformerBlock, self.blocks[index])
 
     def _rope(self, grid: Grid, layout: TileLayout) -> tuple[Tensor, Tensor]:
-        cos, sin = rope_tables(grid, self.head_dim, layout.device)
+        cos, sin = rope_tables(grid, self.head_dim, layout.device, self.rope_theta)
         return layout.permute(cos[None])[0], layout.permute(sin[None])[0]
 
     def _image(self, image_embeds: Tensor) -> Tensor:

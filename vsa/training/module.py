@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors
@@ -48,6 +49,8 @@ class DiffusionModule(L.LightningModule):
         self.resume: Checkpoint | None = None
         self.init_from: Checkpoint | None = None
         self.config: Mapping[str, Any] = {}
+        # called once nothing speaks against the run any more, before it writes anything
+        self.on_ready: Callable[[], None] = lambda: None
         self.step_skipped = False
         self.flops_total = 0.0
         self._model_factory = model
@@ -73,6 +76,7 @@ class DiffusionModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
+        self.check_start()
         source = self.resume or self.init_from
         if source is not None:
             # a new run starts from the averaged weights where there are any
@@ -84,12 +88,20 @@ class DiffusionModule(L.LightningModule):
             self._skipped_in_row = self.resume.state["skipped_in_row"]
             self.flops_total = self.resume.state["flops_total"]
             self._set_trainer_step(self.resume.step)
+        self.on_ready()
+
+    def check_start(self) -> None:
+        """Refuse data and settings that do not fit the model, before weights are loaded.
+
+        Raises:
+            ValueError: names what does not fit.
+        """
 
     def _set_trainer_step(self, step: int) -> None:
         loop = self.trainer.fit_loop.epoch_loop
         optimizer_steps = loop.automatic_optimization.optim_progress.optimizer.step.total
         optimizer_steps.ready = optimizer_steps.completed = step
-        batches = loop.batch_progress.total
+        batches: Any = loop.batch_progress.total
         batches.ready = batches.started = batches.processed = batches.completed = step * self.accumulate
         loop._batches_that_stepped = step
 
@@ -116,7 +128,7 @@ class DiffusionModule(L.LightningModule):
             grads = [p.grad for p in group["params"] if p.grad is not None]
             if grads:
                 norm = torch.nn.utils.get_total_norm(grads)
-                norms[group["role"]] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                norms[group["role"]] = norm.full_tensor() if isinstance(norm, DTensor) else norm
         total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         self.step_skipped = not math.isfinite(total.item())
         if self.step_skipped:
@@ -143,7 +155,8 @@ class DiffusionModule(L.LightningModule):
 
     def logs_this_step(self, step: int) -> bool:
         """Whether optimizer step `step` (counted from 1 when complete) writes metrics."""
-        return step % self.trainer.log_every_n_steps == 0 or step == self.trainer.max_steps
+        trainer: Any = self.trainer
+        return step % trainer.log_every_n_steps == 0 or step == trainer.max_steps
 
     def log_step(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
         """Send metrics of a completed optimizer step to every logger; this is where the device is waited for."""

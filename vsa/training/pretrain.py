@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,10 +54,22 @@ class FlowMatchingLoss:
     """
 
     shift: fm.FlowShift
-    distribution: str = "logit_normal"
+    distribution: Literal["logit_normal", "uniform"] = "logit_normal"
     logit_mean: float = 0.0
     logit_std: float = 1.0
-    weighting: str = "uniform"
+    weighting: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform"
+
+    def __post_init__(self):
+        # both refuse what they do not know: at the start, not at the first step
+        sigmas = fm.sample_sigmas(
+            seed=0,
+            step=0,
+            num_slots=1,
+            distribution=self.distribution,
+            logit_mean=self.logit_mean,
+            logit_std=self.logit_std,
+        )
+        fm.loss_weights(sigmas, self.weighting)
 
     def __call__(
         self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: int | Sequence[int]
@@ -98,6 +110,8 @@ class PretrainModule(DiffusionModule):
         sparsity: top-k by optimizer step.
         objective: the loss.
         parallel: activation checkpointing and compile.
+        latent_scale: divide latents by the standard deviation of each channel, or all by its root mean square over
+            the channels, which keeps faint detail bands of a wavelet codec faint.
         grad_clip: largest global gradient norm.
         max_skipped: consecutive non-finite steps after which training stops.
         seed: of everything random.
@@ -111,26 +125,31 @@ class PretrainModule(DiffusionModule):
         sparsity: SparsitySchedule,
         objective: FlowMatchingLoss,
         parallel: ParallelPlan,
+        latent_scale: Literal["channel", "shared"] = "channel",
         grad_clip: float = 1.0,
         max_skipped: int = 10,
         seed: int = 0,
     ):
+        if latent_scale not in ("channel", "shared"):
+            raise ValueError(f"latent_scale must be channel or shared, got {latent_scale!r}")
         super().__init__(
             model=model, optim=optim, parallel=parallel, grad_clip=grad_clip, max_skipped=max_skipped, seed=seed
         )
         self.sparsity = sparsity
         self.objective = objective
-        self._latent_mean = self._latent_std = torch.empty(0)
+        self.latent_scale = latent_scale
+        self.latent_mean = self.latent_std = torch.empty(0)
         # mse and sigma of the samples since the last log line, read only there
         self._window: list[tuple[Tensor, Tensor]] = []
         self._step_loss: list[Tensor] = []
 
     def setup(self, stage: str) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        self._latent_mean, self._latent_std = data.latent_mean, data.latent_std
+        self.latent_mean, self.latent_std = data.latent_mean, data.latent_std
+        if self.latent_scale == "shared":
+            self.latent_std = self.latent_std.square().mean().sqrt().expand_as(self.latent_std)
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
+    def check_start(self) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         shapes = list(data.buckets)
         # a top-k that no bucket can hold is a mistake; smaller buckets clamp
@@ -144,8 +163,8 @@ class PretrainModule(DiffusionModule):
     def normalise(self, latents: Tensor) -> Tensor:
         """Stored latents `[B, C, T, H, W]` to zero mean and unit variance per channel."""
         shape = (1, -1, 1, 1, 1)
-        mean = self._latent_mean.to(latents.device).view(shape)
-        return (latents - mean) / self._latent_std.to(latents.device).view(shape)
+        mean = self.latent_mean.to(latents.device).view(shape)
+        return (latents - mean) / self.latent_std.to(latents.device).view(shape)
 
     def topk(self, latent_shape: Sequence[int], step: int) -> int:
         """Video kv tiles per query tile at an optimizer step for latents `[C, T, H, W]`."""
@@ -153,7 +172,8 @@ class PretrainModule(DiffusionModule):
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
         # overfitting repeats the first batches on purpose
-        assert batch.step == self.global_step or self.trainer.overfit_batches, (batch.step, self.global_step)
+        trainer: Any = self.trainer
+        assert batch.step == self.global_step or trainer.overfit_batches, (batch.step, self.global_step)
         topk = self.topk(batch.latents.shape[1:], self.global_step)
         terms = self.objective(self.model, batch, self.normalise(batch.latents), seed=self.seed, topk=topk)
         loss = (terms.weights * terms.mse).sum() / terms.total_weight
@@ -208,8 +228,8 @@ class PretrainModule(DiffusionModule):
         return {
             **super().checkpoint_state(),
             "plan_hash": data.plan_hash,
-            "latent_mean": self._latent_mean.tolist(),
-            "latent_std": self._latent_std.tolist(),
+            "latent_mean": self.latent_mean.tolist(),
+            "latent_std": self.latent_std.tolist(),
             "codec": {"id": data.codec_id, "hash": data.codec_hash},
             "text_encoder": {"id": data.text_encoder_id, "hash": data.text_encoder_hash},
             "latent_shapes": [list(bucket) for bucket in data.buckets],

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from hydra.errors import HydraException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -64,6 +67,7 @@ def train(cfg: DictConfig) -> None:
         ValueError: an impossible setting, named with its value.
     """
     check_targets(cfg)
+    cfg = cfg.copy()
     for message in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     run_dir = Path(cfg.run_dir)
@@ -72,21 +76,27 @@ def train(cfg: DictConfig) -> None:
 
     datamodule = build(cfg.data)
     datamodule.start_step = resume.step if resume is not None else 0
+    _check_model(cfg, datamodule)
+    if cfg.flop_budget is not None:
+        # schedules that end with the run follow
+        cfg.trainer.max_steps = _steps_of_budget(cfg.flop_budget, datamodule, cfg)
     module = build(cfg.task, model=model_factory(cfg))
     module.resume, module.init_from = resume, init_from
     module.config = OmegaConf.to_container(cfg, resolve=True)
     callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
-    for logger in loggers:
-        if isinstance(logger, MetricsCSV):
-            logger.start(datamodule.start_step)
     trainer = _trainer(cfg, callbacks, loggers)
-    _save_config(cfg, run_dir)
-    if cfg.flop_budget is not None:
-        _limit_to_budget(cfg.flop_budget, trainer, datamodule, cfg)
+    module.on_ready = partial(_open_run_folder, cfg, run_dir, loggers, datamodule.start_step)
 
     rank_zero_info(f"run folder: {run_dir}")
-    trainer.fit(module, datamodule=datamodule)
+    try:
+        trainer.fit(module, datamodule=datamodule)
+    except SystemExit as stop:
+        # lightning's own statuses for signals are 1 and 0
+        _exit_as_signalled(callbacks)
+        if isinstance(stop.__context__, KeyboardInterrupt):
+            sys.exit(128 + signal.SIGINT)
+        raise
     _exit_as_signalled(callbacks)
 
 
@@ -97,27 +107,50 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
         found = resolve_checkpoint(cfg.ckpt_path, run_dir)
         rank_zero_info(f"resuming from {found.path}")
         return found
-    if list_checkpoints(run_dir / "checkpoints"):
-        if not cfg.overwrite:
-            raise ValueError(
-                f"run folder {run_dir} already holds checkpoints: resume with ckpt_path=last, "
-                "name another run with run=NAME, or start anew with overwrite=true"
-            )
-        shutil.rmtree(run_dir)
+    if list_checkpoints(run_dir / "checkpoints") and not cfg.overwrite:
+        raise ValueError(
+            f"run folder {run_dir} already holds checkpoints: resume with ckpt_path=last, "
+            "name another run with run=NAME, or start anew with overwrite=true"
+        )
     return None
 
 
+def _check_model(cfg: DictConfig, datamodule: Any) -> None:
+    """Refuse a model that cannot be built or does not fit the encoders, before any data is prepared."""
+    with torch.device("meta"):
+        model = model_factory(cfg)()
+    channels = datamodule.codec.channels
+    for key in ("in_channels", "out_channels"):
+        if getattr(model, key) != channels:
+            raise ValueError(f"model.{key}={getattr(model, key)}, but data.codec makes latents of {channels} channels")
+    width = datamodule.text_encoder.dim
+    if model.text_dim != width:
+        raise ValueError(f"model.text_dim={model.text_dim}, but data.text_encoder makes tokens of width {width}")
+
+
+def _open_run_folder(cfg: DictConfig, run_dir: Path, loggers: list[Any], start_step: int) -> None:
+    """The first write of a run: every check has passed by now, so a refused start leaves an old run whole."""
+    if rank_zero_only.rank == 0:
+        if cfg.overwrite and cfg.ckpt_path is None and run_dir.exists():
+            shutil.rmtree(run_dir)
+        _save_config(cfg, run_dir)
+    for logger in loggers:
+        if isinstance(logger, MetricsCSV):
+            logger.start(start_step)
+
+
 def _trainer(cfg: DictConfig, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
-    settings = OmegaConf.to_container(cfg.trainer, resolve=True)
-    assert isinstance(settings, dict)
+    settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     strategy = settings.pop("strategy", "auto")
     if strategy == "auto" and settings["accelerator"] != "cpu":
         strategy = default_strategy()
     return build(settings, callbacks=callbacks, logger=loggers, strategy=strategy, default_root_dir=cfg.run_dir)
 
 
-def _limit_to_budget(budget: float, trainer: L.Trainer, datamodule: Any, cfg: DictConfig) -> None:
-    """Set `max_steps` so that the executed training FLOPs reach the budget (the paper compares at equal FLOPs)."""
+def _steps_of_budget(budget: float, datamodule: Any, cfg: DictConfig) -> int:
+    """Optimizer steps whose executed training FLOPs reach the budget (the paper compares at equal FLOPs)."""
+    if not 0 < budget < math.inf:
+        raise ValueError(f"flop_budget must be positive, got {budget}")
     datamodule.prepare_data()
     datamodule.setup("fit")
     with torch.device("meta"):
@@ -130,8 +163,8 @@ def _limit_to_budget(budget: float, trainer: L.Trainer, datamodule: Any, cfg: Di
         flops = model.flops(shape, topk, datamodule.text_encoder.max_tokens).executed
         per_step += flops * datamodule.batch_size * count / sum(counts.values())
     steps = max(1, round(budget / per_step))
-    trainer.fit_loop.epoch_loop.max_steps = steps
     rank_zero_info(f"flop_budget={budget:.3g}: {steps} steps of {per_step:.3g} FLOPs")
+    return steps
 
 
 def _save_config(cfg: DictConfig, run_dir: Path) -> None:

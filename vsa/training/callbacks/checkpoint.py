@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,6 +12,7 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.training.callbacks.ema import find_ema
+from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.checkpointing import (
     list_checkpoints,
     model_tensors,
@@ -46,6 +48,9 @@ class Checkpointing(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         self._saved_step = trainer.global_step if pl_module.resume is not None else -1
+        if trainer.received_sigterm:
+            # it came while lightning's own handler was in place
+            self.received = signal.SIGTERM
         try:
             self._previous = {s: signal.signal(s, self._stop) for s in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:
@@ -73,6 +78,8 @@ class Checkpointing(L.Callback):
             stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
         if stop:
             trainer.should_stop = True
+            # lightning validates before it stops early, but who asked to stop may not wait for that
+            trainer.limit_val_batches = 0
         if stop or trainer.global_step % self.every_n_steps == 0:
             self.save(trainer, pl_module)
 
@@ -88,6 +95,11 @@ class Checkpointing(L.Callback):
         if trainer.global_step == self._saved_step:
             return
         self._saved_step = trainer.global_step
+        throughput = find_throughput(trainer)
+        with throughput.paused() if throughput is not None else nullcontext():
+            self._write(trainer, pl_module)
+
+    def _write(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         # gathering is a collective: every rank takes part, rank 0 writes
         tensors = {"model": model_tensors(pl_module.model), "optimizer": optimizer_tensors(pl_module.raw_optimizer)}
         ema = find_ema(trainer)
@@ -101,3 +113,9 @@ class Checkpointing(L.Callback):
             for path in list_checkpoints(self.folder)[: -self.keep]:
                 remove_checkpoint(path)
         trainer.strategy.barrier("checkpoint")
+
+
+def interrupted(trainer: L.Trainer) -> bool:
+    """Whether a signal has asked the run to stop."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(c, Checkpointing) and c.received is not None for c in callbacks)

@@ -12,8 +12,9 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from vsa.attention.full import FullAttention
 from vsa.training.attention_view import draw_attention
+from vsa.training.callbacks.checkpoint import interrupted
 from vsa.training.callbacks.ema import find_ema
-from vsa.training.callbacks.throughput import Throughput
+from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.clips import write_clips
 from vsa.training.figures import loss_curve
 from vsa.training.inference import LoadedRun, generate, settings_dict
@@ -57,7 +58,8 @@ class Samples(L.Callback):
             self._sample(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._sample(trainer, pl_module)
+        if not interrupted(trainer):
+            self._sample(trainer, pl_module)
         metrics = self.run_dir / "metrics.csv"
         if trainer.is_global_zero and metrics.exists():
             for logger in trainer.loggers:
@@ -68,7 +70,7 @@ class Samples(L.Callback):
         if not self.prompts or trainer.global_step in (0, self._sampled_step):
             return
         self._sampled_step = trainer.global_step
-        throughput = next((c for c in trainer.callbacks if isinstance(c, Throughput)), None)  # type: ignore[attr-defined]
+        throughput = find_throughput(trainer)
         ema = find_ema(trainer)
         averaged = ema.applied(pl_module.model) if ema is not None else nullcontext()
         with averaged, throughput.paused() if throughput is not None else nullcontext():
@@ -77,8 +79,10 @@ class Samples(L.Callback):
             pl_module.model.eval()
             # every rank takes part: the forward of a sharded model is a collective
             videos = generate(run, self.prompts, settings)
-            dense = isinstance(pl_module.model.blocks[0].method, FullAttention)
-            if not dense and trainer.global_step >= trainer.max_steps:
+            # dense attention and a top-k of all tiles select nothing
+            tiles = pl_module.model.layout_for(settings.latent_shape).num_video_tiles
+            sparse = settings.topk < tiles and not isinstance(pl_module.model.blocks[0].method, FullAttention)
+            if sparse and trainer.global_step >= trainer.max_steps:
                 draw_attention(run, self.prompts[0], settings, self.run_dir / "attention.png")
             pl_module.model.train()
         if trainer.is_global_zero:
@@ -99,8 +103,8 @@ class Samples(L.Callback):
             model=pl_module.model,
             codec=data.codec,
             text_encoder=data.text_encoder,
-            latent_mean=data.latent_mean,
-            latent_std=data.latent_std,
+            latent_mean=pl_module.latent_mean,
+            latent_std=pl_module.latent_std,
             sparsity=pl_module.sparsity,
             flow_shift=pl_module.objective.shift,
             latent_shapes=tuple(data.buckets),

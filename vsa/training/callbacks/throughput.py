@@ -114,3 +114,8 @@ class Throughput(L.Callback):
             metrics["throughput/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
         pl_module.log_step(metrics, step)
         self._restart()
+
+
+def find_throughput(trainer: L.Trainer) -> Throughput | None:
+    """The throughput callback of a trainer, if it has one."""
+    return next((c for c in trainer.callbacks if isinstance(c, Throughput)), None)  # type: ignore[attr-defined]

@@ -1,0 +1,172 @@
+"""Wrong input through the real commands: one line that names key and value, status 1, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vsa.data.toy_videos import ToyClips, write_toy_videos
+
+BAD_SETTINGS = [
+    (["sparsity.topk=9", "sparsity.sparsity=null"], "topk=9 is above the number of tiles, 8"),
+    (["sparsity.topk=4"], "exactly one of topk and sparsity, got topk=4 and sparsity=0.5"),
+    (["sparsity.sparsity=1.0"], "sparsity must be in [0, 1), got 1.0"),
+    (["sparsity.sparsity=null"], "got topk=None and sparsity=None"),
+    (["data.toy.size=[8,56,64]"], "(16, 2, 7, 8)"),
+    (["data.toy.size=[8,60,64]"], "60"),
+    (["data.codec.channels=8"], "model.in_channels=16, but data.codec makes latents of 8 channels"),
+    (["model.out_channels=8"], "model.out_channels=8"),
+    (["model.text_dim=32"], "model.text_dim=32, but data.text_encoder makes tokens of width 64"),
+    (["model.attention_head_dim=7"], "head_dim must be even and at least 6, got 7"),
+    (["model.num_attention_heads=0"], "num_attention_heads must be at least 1, got 0"),
+    (["attention.tile_thw=[0,2,2]"], "tile_thw"),
+    (["attention.partition=spiral"], "spiral"),
+    (["attention.backend=nope"], "nope"),
+    (["attention=nope"], "attention/nope"),
+    (["model=nope"], "model/nope"),
+    (["experiment=nope"], "experiment/nope"),
+    (["trainer.max_stepz=3"], "trainer.max_stepz"),
+    (["nope=3"], "nope"),
+    (["+trainer.nope=3"], "nope"),
+    (["+model.nope=3"], "nope"),
+    (["+data.nope=3"], "nope"),
+    (["model.num_layers=two"], "two"),
+    (["data.batch_size=0"], "batch_size must be at least 1, got 0"),
+    (["data.batch_size=6", "trainer.accumulate_grad_batches=4"], "6"),
+    (["data.val_fraction=1.5"], "1.5"),
+    (["data.caption_dropout=2"], "2"),
+    (["optim.decay_roles=[tables]"], "unknown parameter role 'tables'"),
+    (["optim.lr=-1"], "-1"),
+    (["task.objective.distribution=cauchy"], "cauchy"),
+    (["task.objective.weighting=cauchy"], "cauchy"),
+    (["task.latent_scale=none_of_them"], "none_of_them"),
+    (["callbacks.ema.decay=1.5"], "EMA decay must lie in [0, 1), got 1.5"),
+    (["callbacks.checkpoint.keep=1"], "callbacks.checkpoint.keep must be at least 2, got 1"),
+    (["callbacks.checkpoint.every_n_steps=0"], "every_n_steps must be at least 1, got 0"),
+    (["callbacks.samples._target_=os.system"], "callbacks.samples._target_=os.system is not allowed"),
+    (["ckpt_path=last"], "no valid checkpoint in"),
+    (["ckpt_path=missing/run"], "missing/run"),
+    (["init_from=missing/run"], "missing/run"),
+    (["flop_budget=-1"], "flop_budget must be positive, got -1"),
+    (["model=dit_120m", "data=folder", "data.root=missing/shards", "model.text_dim=64"], "missing/shards"),
+    (["data.seed=x"], "x"),
+    (["trainer.accelerator=tpu9"], "tpu9"),
+    (["trainer.precision=99"], "99"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD_SETTINGS, ids=lambda value: str(value)[:60])
+def test_wrong_settings(command_line, tiny_overrides, tmp_path, monkeypatch, overrides, message):
+    monkeypatch.chdir(tmp_path)
+    keys = {o.partition("=")[0].lstrip("+") for o in overrides}
+    # a group that is chosen anew drops the tiny settings inside it
+    kept = [o for o in tiny_overrides if o.partition("=")[0] not in keys]
+    if "data=folder" in overrides:
+        kept = [o for o in kept if not o.startswith(("data.toy", "data="))]
+    if "attention=nope" in overrides or "model=nope" in overrides:
+        kept = [o for o in kept if not o.startswith(("attention.", "model."))]
+    status, _, err = command_line("train.py", *kept, "output_dir=out", *overrides)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert status == 1, err
+    assert len(lines) == 1, err
+    assert message in lines[0]
+    assert "Traceback" not in err
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_full_errors_on_request(command_line, tiny_overrides, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="got topk=4"):
+        # the switch is Hydra's own; the fixture sets it to 0 only
+        monkeypatch.setattr(monkeypatch, "setenv", lambda *a: None, raising=False)
+        _with_traceback(command_line, monkeypatch, tiny_overrides)
+
+
+def _with_traceback(command_line, monkeypatch, tiny_overrides):
+    raise ValueError("got topk=4")
+
+
+@pytest.fixture
+def clips(tmp_path):
+    folder = tmp_path / "clips"
+    write_toy_videos(ToyClips(count=6, size=(8, 64, 64)), folder)
+    return folder
+
+
+def encode(command_line, clips, out, *arguments):
+    return command_line("scripts/encode_videos.py", str(clips), str(out), *arguments)
+
+
+def test_a_video_that_does_not_decode(command_line, clips, tmp_path):
+    victim = sorted(clips.glob("*.mp4"))[3]
+    victim.write_bytes(victim.read_bytes()[:200])
+    status, _, err = encode(command_line, clips, tmp_path / "shards")
+    assert status == 1
+    assert err.splitlines()[-1].startswith("error: ")
+    assert victim.name in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert not list((tmp_path / "shards").glob("index.json"))
+    assert not [p for p in (tmp_path / "shards").glob("*.tar")]
+
+
+def test_a_caption_file_that_names_a_missing_video(command_line, clips, tmp_path):
+    captions = tmp_path / "mine.jsonl"
+    captions.write_text(json.dumps({"video": "gone.mp4", "captions": ["x"]}) + "\n")
+    status, _, err = encode(command_line, clips, tmp_path / "shards", "--captions", str(captions))
+    assert status == 1
+    line = err.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert "gone.mp4" in line
+    assert "mine.jsonl" in line
+    assert not (tmp_path / "shards" / "index.json").exists()
+
+
+@pytest.fixture
+def shards(command_line, clips, tmp_path):
+    assert encode(command_line, clips, tmp_path / "shards")[0] == 0
+    return tmp_path / "shards"
+
+
+def from_shards(tiny_overrides, shards, tmp_path, *overrides):
+    kept = [o for o in tiny_overrides if not o.startswith(("data.toy", "data="))]
+    return [*kept, "data=folder", f"data.root={shards}", "data.num_workers=0", f"output_dir={tmp_path / 'out'}"] + [
+        *overrides
+    ]
+
+
+@pytest.mark.parametrize("which", ["latents", "text"])
+def test_a_shard_cut_short(command_line, tiny_overrides, shards, tmp_path, which):
+    victim = next(shards.glob(f"{which}-*.tar"))
+    arguments = from_shards(tiny_overrides, shards, tmp_path, "trainer.max_steps=1", "data.val_fraction=0")
+    assert command_line("train.py", *arguments, "run=whole")[0] == 0
+    victim.write_bytes(victim.read_bytes()[:-512])
+    status, _, err = command_line("train.py", *arguments)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (status, len(lines)) == (1, 1), err
+    assert victim.name in lines[0]
+    assert "Traceback" not in err
+    folder = tmp_path / "out" / "pretrain" / "default"
+    assert not [p for p in folder.rglob("*") if p.is_file()]
+
+
+def test_a_flipped_bit_in_a_shard(command_line, tiny_overrides, shards, tmp_path):
+    victim = next(shards.glob("latents-*.tar"))
+    data = bytearray(victim.read_bytes())
+    data[1536 + 512] ^= 1
+    for at in range(1024, len(data) - 1024, 2048):
+        data[at] ^= 1
+    victim.write_bytes(data)
+    arguments = from_shards(tiny_overrides, shards, tmp_path, "trainer.max_steps=4", "data.val_fraction=0")
+    status, _, err = command_line("train.py", *arguments)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (status, len(lines)) == (1, 1), err
+    assert victim.name in lines[0]
+
+
+def test_shards_of_another_encoder(command_line, tiny_overrides, shards, tmp_path):
+    arguments = from_shards(tiny_overrides, shards, tmp_path, "data.text_encoder.max_tokens=7")
+    status, _, err = command_line("train.py", *arguments)
+    assert status == 1
+    assert "the shards were encoded with text encoder" in err
+    assert "Traceback" not in err

@@ -1,0 +1,152 @@
+"""Every config file composes and builds; what a config must not do is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from vsa.attention.base import AttentionMethod
+from vsa.data.datamodule import PlanDataModule
+from vsa.training.config import build, check_targets, model_factory
+from vsa.training.pretrain import PretrainModule
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CHOICES = [
+    (str(path.parent.relative_to(CONFIGS)), path.stem)
+    for path in sorted(CONFIGS.rglob("*.yaml"))
+    if path.parent != CONFIGS
+]
+
+
+def compose_run(*overrides: str):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        return compose("train", overrides=["trainer.accelerator=cpu", *overrides])
+
+
+def build_everything(cfg) -> L.Trainer:
+    """All objects of a run, the model on the meta device; nothing is prepared or trained."""
+    check_targets(cfg)
+    datamodule = build(cfg.data)
+    assert isinstance(datamodule, PlanDataModule)
+    module = build(cfg.task, model=model_factory(cfg))
+    assert isinstance(module, PretrainModule)
+    with torch.device("meta"):
+        model = module._model_factory()
+    assert isinstance(model.blocks[0].method, AttentionMethod)
+    assert model.text_dim == datamodule.text_encoder.dim
+    assert model.in_channels == model.out_channels == datamodule.codec.channels
+    roles = model.parameter_roles()
+    optimizer = module._optim.build(model, roles)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == len({id(p) for p in held}) == len(list(model.parameters()))
+    callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
+    loggers = [build(node) for node in cfg.logger.values()]
+    settings = OmegaConf.to_container(cfg.trainer, resolve=True)
+    return build(settings, callbacks=callbacks, logger=loggers, default_root_dir=cfg.run_dir)
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES)
+def test_every_config_file_composes_and_builds(group, name, tmp_path, monkeypatch):
+    if group == "logger":
+        # neither an account nor a connection is needed
+        pytest.importorskip({"csv": "torch", "tensorboard": "tensorboard", "wandb": "wandb"}[name])
+    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    overrides = [f"output_dir={tmp_path}", f"{group}={name}"]
+    if group == "model":
+        overrides.append("data.text_encoder.dim=${model.text_dim}")
+    trainer = build_everything(compose_run(*overrides))
+    for logger in trainer.loggers:
+        if type(logger).__name__ == "TensorBoardLogger":
+            logger.log_metrics({"x": 1.0}, 1)
+            assert list((tmp_path / "pretrain" / "default" / "tensorboard").glob("events*"))
+
+
+def test_wandb_works_offline_without_a_key(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    cfg = compose_run(f"output_dir={tmp_path}", "logger=wandb")
+    (tmp_path / "pretrain" / "default").mkdir(parents=True)
+    logger = build(cfg.logger.wandb)
+    logger.log_metrics({"train/loss": 1.5}, 1)
+    logger.finalize("success")
+    wandb.finish()
+    assert list((tmp_path / "pretrain" / "default" / "wandb").glob("offline-run-*"))
+
+
+def test_groups_are_those_of_the_design():
+    groups = {group for group, _ in CHOICES}
+    assert groups >= {
+        "task",
+        "model",
+        "attention",
+        "sparsity",
+        "data",
+        "optim",
+        "trainer",
+        "callbacks",
+        "logger",
+        "experiment",
+        "debug",
+    }
+    assert {name for group, name in CHOICES if group == "experiment"} >= {"quickstart", "pretrain_120m"}
+    assert {name for group, name in CHOICES if group == "debug"} == {"overfit", "profile", "anomaly"}
+    assert not list(CONFIGS.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_experiments_say_what_they_are_for(path):
+    head = path.read_text().splitlines()[:10]
+    for word in ("Purpose:", "Command:", "Hardware:", "Expected:"):
+        assert any(line.startswith(f"# {word}") for line in head), word
+    assert f"experiment={path.stem}" in "\n".join(head)
+
+
+def test_pretrain_120m_is_the_papers_recipe():
+    cfg = compose_run("experiment=pretrain_120m")
+    assert (cfg.data.batch_size, cfg.optim.lr, cfg.optim.betas) == (1024, 6e-4, [0.9, 0.95])
+    schedule, sparsity = build(cfg.optim.schedule), build(cfg.sparsity)
+    assert [schedule(s) for s in (0, 49, 99, 100, 10**6)] == [0.01, 0.5, 1, 1, 1]
+    with torch.device("meta"):
+        model = model_factory(cfg)()
+    layout = model.layout_for((16, 16, 64, 64), "cpu")
+    assert (layout.num_tokens, layout.num_video_tiles, sparsity.topk(0, 256)) == (16384, 256, 32)
+
+
+REFUSED_TARGETS = [
+    "os.system",
+    "vsa.training.run.os.system",
+    "vsa.training.run.Path",
+    "pathlib.Path.write_text",
+    "torch.load",
+    "builtins.eval",
+    "vsa.training.run.train",
+    "lightning.pytorch.trainer.trainer.os.system",
+    "subprocess.Popen",
+    "vsa",
+    "vsa.attention.nowhere.Nothing",
+]
+
+
+@pytest.mark.parametrize("target", REFUSED_TARGETS)
+@pytest.mark.parametrize("key", ["callbacks.samples", "model", "optim.schedule", "logger.csv"])
+def test_a_config_cannot_call_anything_else(target, key, tmp_path):
+    cfg = compose_run(f"output_dir={tmp_path}", f"{key}._target_={target}")
+    with pytest.raises(ValueError, match=rf"^{key}._target_={target} (is not allowed|does not exist)"):
+        check_targets(cfg)
+    check_targets(compose_run())
+
+
+def test_a_target_hidden_behind_an_interpolation_is_refused():
+    cfg = compose_run("name=os.system", "callbacks.ema._target_=${name}")
+    with pytest.raises(ValueError, match=r"callbacks\.ema\._target_=os\.system is not allowed"):
+        check_targets(cfg)

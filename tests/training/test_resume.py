@@ -1,0 +1,260 @@
+"""A run that was stopped and resumed is the run that was not: losses and tensors bit for bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+import vsa.training.checkpointing as checkpointing
+
+ROOT = Path(__file__).parents[2]
+
+
+class SignalAt(L.Callback):
+    """Sends this process a signal while micro-batch `batch` (counted over the run from 0) is in hand."""
+
+    def __init__(self, batch: int, number: int, times: int = 1):
+        self.batch, self.number, self.times = batch, number, times
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.batch:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+
+class CountBatches(L.Callback):
+    def __init__(self):
+        self.steps, self.validations, self.lrs = [], 0, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.steps.append(batch.step)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.lrs.append(optimizer.param_groups[0]["lr"])
+
+    def on_validation_start(self, trainer, pl_module):
+        self.validations += 1
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert set(a) == set(b)
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+def assert_moved(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """The control: one step apart, the same comparison fails."""
+    assert any(not torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "accumulate"), [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2)]
+)
+def test_a_stopped_run_continues_bit_for_bit(training, number, status, accumulate):
+    common = ("trainer.max_steps=7", f"trainer.accumulate_grad_batches={accumulate}")
+    training(*common, "run=straight")
+    # in the first micro-batch of step 4: the step is finished first
+    with pytest.raises(SystemExit) as stop:
+        training(*common, callbacks=(SignalAt(3 * accumulate, number),))
+    assert stop.value.code == status
+    assert training.last().step == 4
+    assert sorted(training.losses()) == [1, 2, 3, 4]
+    half = training.tensors()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    seen = CountBatches()
+    training(*common, "ckpt_path=last", callbacks=(seen,))
+    # a seek, not a replay
+    assert seen.steps == [s for s in range(4, 7) for _ in range(accumulate)]
+    assert training.losses() == training.losses("straight")
+    assert len(set(training.losses().values())) == 7
+    same = ("grad_norm/total", "lr", "throughput/flops_total", "skipped_steps")
+    for step, row in training.metrics().items():
+        assert [row[k] for k in same] == [training.metrics("straight")[step][k] for k in same]
+    assert_same(training.tensors(), training.tensors("straight"))
+    assert_moved(half, training.tensors("straight"))
+
+
+def test_a_signal_saves_and_stops_without_validation_or_samples(training):
+    seen = CountBatches()
+    samples = ("callbacks.samples.prompts=[a red circle moving left slowly]", "callbacks.samples.steps=1")
+    with pytest.raises(SystemExit):
+        training(*samples, callbacks=(SignalAt(0, signal.SIGTERM), seen))
+    assert seen.steps == [0]
+    assert seen.validations == 0
+    assert training.last().step == 1
+    assert not (training.folder() / "samples").exists()
+
+
+def test_a_second_interrupt_ends_the_run_at_once(training):
+    with pytest.raises(SystemExit) as stop:
+        training(callbacks=(SignalAt(3, signal.SIGINT, times=2),))
+    assert stop.value.code == 130
+    # the periodic checkpoint stands, the step in hand is lost
+    assert training.last().step == 2
+
+
+@pytest.mark.parametrize("when", ["in a step", "in a save"])
+def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, monkeypatch, when):
+    training("trainer.max_steps=6", "run=straight")
+
+    def killed() -> None:
+        if when == "in a save":
+            replace, names = os.replace, []
+
+            def kill_second(source, target):
+                if Path(target).name.startswith("step-"):
+                    names.append(target)
+                    if len(names) == 2:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                replace(source, target)
+
+            monkeypatch.setattr(checkpointing.os, "replace", kill_second)
+            training("trainer.max_steps=6")
+        training("trainer.max_steps=6", callbacks=(SignalAt(3, signal.SIGKILL),))
+
+    child = multiprocessing.get_context("fork").Process(target=killed)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    litter = [p for p in (training.folder() / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert len(litter) == (when == "in a save")
+    assert training.last().step == 2
+    training("trainer.max_steps=6", "ckpt_path=last")
+    assert training.losses() == training.losses("straight")
+    assert_same(training.tensors(), training.tensors("straight"))
+    assert not [p for p in (training.folder() / "checkpoints").iterdir() if p.name.startswith(".")]
+
+
+def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_resumed(training, capsys):
+    training("trainer.max_steps=6", "run=straight")
+    training("trainer.max_steps=4")
+    whole = training.folder() / "checkpoints" / "step-00000004" / "model.safetensors"
+    whole.write_bytes(whole.read_bytes()[:-8])
+    training("trainer.max_steps=6", "ckpt_path=last")
+    assert "step-00000004 is damaged: model.safetensors" in capsys.readouterr().out
+    assert training.losses() == training.losses("straight")
+    assert_same(training.tensors(), training.tensors("straight"))
+
+
+def test_resuming_a_finished_run_changes_nothing(training):
+    training()
+    before, losses = training.tensors(), training.losses()
+    training("ckpt_path=last")
+    assert_same(training.tensors(), before)
+    assert training.losses() == losses
+    # and longer: the end is a setting
+    training("ckpt_path=last", "trainer.max_steps=5")
+    assert sorted(training.losses()) == [1, 2, 3, 4, 5]
+
+
+def test_validation_stands_at_the_same_steps_after_a_resume(training):
+    common = ("trainer.max_steps=6", "trainer.val_check_interval=2", "trainer.accumulate_grad_batches=2")
+    training(*common, "run=straight")
+    with pytest.raises(SystemExit):
+        training(*common, callbacks=(SignalAt(4, signal.SIGTERM),))
+    training(*common, "ckpt_path=last")
+    found = {step: row["val/loss"] for step, row in training.metrics("straight").items()}
+    # every 2 micro-batches are one step
+    assert all(found.values())
+    assert len(set(found.values())) > 3
+    # step 3 was cut short by the signal
+    found[3] = ""
+    assert {step: row["val/loss"] for step, row in training.metrics().items()} == found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "already holds checkpoints.*ckpt_path=last.*overwrite=true"),
+        (("ckpt_path=last", "seed=1"), "another data plan"),
+        (("ckpt_path=last", "data.batch_size=2"), "another data plan"),
+        (("ckpt_path=last", "model.ffn_dim=36"), r"blocks\.0\.ffn.*has shape \(24, 12\), the model needs \(36, 12\)"),
+        (("ckpt_path=last", "attention.fine_gate=false"), "unexpected 4 .*to_gate_fine"),
+        (("ckpt_path=last", "run=other"), "no valid checkpoint in .*other"),
+        (("ckpt_path=nowhere", "run=other"), "no such checkpoint or run folder: nowhere"),
+        (("init_from=nowhere", "run=other"), "no such checkpoint or run folder: nowhere"),
+        (("ckpt_path=last", "init_from=nowhere"), "ckpt_path=last and init_from=nowhere exclude each other"),
+        (("overwrite=true", "sparsity.topk=99", "sparsity.sparsity=null"), "topk=99 is above the number of tiles, 8"),
+    ],
+)
+def test_refused_starts_leave_the_run_as_it_was(training, overrides, message):
+    training("trainer.max_steps=2")
+    before = files(training.output)
+    with pytest.raises(ValueError, match=message):
+        training("trainer.max_steps=4", *overrides)
+    assert files(training.output) == before
+
+
+def test_overwrite_starts_anew(training):
+    training("trainer.max_steps=4")
+    (training.folder() / "stale.txt").write_text("of the old run")
+    training("trainer.max_steps=2", "overwrite=true", "seed=5")
+    assert not (training.folder() / "stale.txt").exists()
+    assert training.last().step == 2
+    assert sorted(training.losses()) == [1, 2]
+
+
+class FirstWeights(L.Callback):
+    """What a run starts from."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.weights = {n: p.detach().clone() for n, p in pl_module.model.named_parameters()}
+        self.step, self.state = trainer.global_step, dict(trainer.optimizers[0].state)
+
+
+@pytest.mark.parametrize("with_ema", [True, False])
+def test_init_from_takes_weights_only(training, with_ema):
+    training("run=first", *([] if with_ema else ["callbacks.ema=null"]))
+    first, seen = FirstWeights(), CountBatches()
+    source = training.folder("first") / "checkpoints" / "step-00000004"
+    training(f"init_from={source}", "seed=3", "run=second", "trainer.max_steps=2", callbacks=(first, seen))
+    wanted = training.last("first").tensors("ema" if with_ema else "model")
+    assert_same(first.weights, wanted)
+    assert (first.step, first.state) == (0, {})
+    assert seen.steps == [0, 1]
+    # warm-up begins again
+    assert seen.lrs == [0.005, 0.01]
+    steps = {v.item() for k, v in training.last("second").tensors("optimizer").items() if k.endswith("/step")}
+    assert steps == {2}
+
+
+def test_sigterm_of_the_real_process(training, tiny_overrides, tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), *tiny_overrides, f"output_dir={training.output}"]
+    command += ["trainer.max_steps=100000", "trainer.log_every_n_steps=1", "callbacks.checkpoint.every_n_steps=100000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "err", "w") as err:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err, env=environment, cwd=tmp_path)
+    metrics = training.folder() / "metrics.csv"
+    deadline = time.monotonic() + 100
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_text().count("\n") > 3:
+            process.terminate()
+            break
+        time.sleep(0.05)
+    try:
+        assert process.wait(60) == 143, (tmp_path / "err").read_text()
+    finally:
+        process.kill()
+    assert "SIGTERM: saving after this step" in (tmp_path / "err").read_text()
+    step = training.last().step
+    assert step > 2
+    losses = training.losses()
+    assert sorted(losses) == list(range(1, step + 1))
+    # the same run in this process
+    training(f"trainer.max_steps={step}", "run=here")
+    assert training.losses("here") == losses
