@@ -197,10 +197,10 @@ def command_line(
 ) -> Callable[..., tuple[int, str, str]]:
     """`command_line("train.py", *arguments)` runs a script as `__main__`; returns (status, stdout, stderr)."""
 
-    def run_script(script: str, *arguments: str) -> tuple[int, str, str]:
+    def run_script(script: str, *arguments: str, full_errors: bool = False) -> tuple[int, str, str]:
         capsys.readouterr()
         with monkeypatch.context() as patch:
-            patch.setenv("HYDRA_FULL_ERROR", "0")
+            patch.setenv("HYDRA_FULL_ERROR", "1" if full_errors else "0")
             patch.setattr(sys, "argv", [script, *arguments])
             status = 0
             try:

@@ -141,7 +141,7 @@ REFUSED_TARGETS = [
 @pytest.mark.parametrize("key", ["callbacks.samples", "model", "optim.schedule", "logger.csv"])
 def test_a_config_cannot_call_anything_else(target, key, tmp_path):
     cfg = compose_run(f"output_dir={tmp_path}", f"{key}._target_={target}")
-    with pytest.raises(ValueError, match=rf"^{key}._target_={target} (is not allowed|does not exist)"):
+    with pytest.raises(ValueError, match=rf"{key}._target_={target} (is not allowed|does not exist)"):
         check_targets(cfg)
     check_targets(compose_run())
 

@@ -250,6 +250,7 @@ def test_sigterm_of_the_real_process(training, tiny_overrides, tmp_path):
         assert process.wait(60) == 143, (tmp_path / "err").read_text()
     finally:
         process.kill()
+        process.wait()
     assert "SIGTERM: saving after this step" in (tmp_path / "err").read_text()
     step = training.last().step
     assert step > 2

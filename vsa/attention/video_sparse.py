@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from vsa_kernels import BlockIndex, Blocks, block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels.dispatch import resolve_backend
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
@@ -178,6 +179,9 @@ class VideoSparseAttention(AttentionMethod):
             raise ValueError(f"dim must be num_heads * head_dim, got {dim} and {num_heads} * {head_dim}")
         if gate_init not in ("identity", "model"):
             raise ValueError(f"gate_init must be identity or model, got {gate_init!r}")
+        if backend is not None:
+            # a wrong name is refused here, not at the first step
+            resolve_backend(backend, torch.device("cpu"))
         self.tile_thw = tuple(int(n) for n in tile_thw)
         self.partition: Partition = partition
         self.block_order: BlockOrder = block_order

@@ -31,7 +31,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "cyan": (60, 210, 220),
 }
 DIRECTIONS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # x, y
-SPEEDS: dict[str, float] = {"slowly": 0.3, "quickly": 0.5}  # share of the picture crossed in one clip
+SPEEDS: dict[str, float] = {"slowly": 0.3, "quickly": 0.55}  # share of the picture crossed in one clip
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "cross")
 
 # how far a clip's shape must move, as a share of the picture, to count as moving
@@ -88,11 +88,11 @@ def render_clip(
     draw = _stream(seed, index)
     attributes = _attributes(draw)
     T, H, W = size
-    radius = min(H, W) * (0.12 + 0.04 * draw())
+    radius = min(H, W) * (0.13 + 0.04 * draw())
     sx, sy = DIRECTIONS[attributes.direction]
     reach = SPEEDS[attributes.speed or "slowly"] * (0.9 + 0.2 * draw())
-    travel_x, travel_y = sx * reach * W, sy * reach * H
     # 1.3 radii is the tip of the triangle: the shape never leaves the picture
+    travel_x, travel_y = (s * max(min(reach * n, n - 2.6 * radius), 0) for s, n in ((sx, W), (sy, H)))
     x0 = _start(W, travel_x, 1.3 * radius, draw())
     y0 = _start(H, travel_y, 1.3 * radius, draw())
 

@@ -61,18 +61,18 @@ def draw_attention(
     run: LoadedRun,
     prompt: str,
     settings: SampleSettings,
-    path: str | Path,
+    path: str | Path | None,
     *,
     layer: int | None = None,
     sigma: float = 0.5,
-) -> Path:
+) -> Path | None:
     """Sample a clip and draw which tiles three of its query tiles attend to, halfway through the denoising.
 
     Args:
         run: from `load_run`, with sparse attention.
         prompt: caption of the clip.
         settings: how to sample; the clip is clip 0 of its seed.
-        path: PNG to write.
+        path: PNG to write; None runs the model and draws nothing (ranks beside the first, when weights are sharded).
         layer: layer to show, None for the one in the middle.
         sigma: noise level at which the layer is looked at.
 
@@ -90,6 +90,8 @@ def draw_attention(
     layer = sorted(found)[len(found) // 2] if layer is None else layer
     if layer not in found:
         raise ValueError(f"layer {layer} selects no tiles, layers that do are {sorted(found)}")
+    if path is None:
+        return None
     layout = run.model.layout_for(settings.latent_shape)
     return attention_picture(
         video,

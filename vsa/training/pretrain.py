@@ -151,6 +151,13 @@ class PretrainModule(DiffusionModule):
 
     def check_start(self) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        # the stream refuses a batch that cannot be divided, but it is made after the run folder is opened
+        parts = self.accumulate * self.trainer.world_size
+        if data.batch_size % parts:
+            raise ValueError(
+                f"data.batch_size={data.batch_size} is not divisible by the {parts} micro-batches of a step "
+                f"(trainer.accumulate_grad_batches={self.accumulate} times {self.trainer.world_size} ranks)"
+            )
         shapes = list(data.buckets)
         # a top-k that no bucket can hold is a mistake; smaller buckets clamp
         self.sparsity.check(max(self.model.layout_for(shape).num_video_tiles for shape in shapes))

@@ -83,7 +83,8 @@ class Samples(L.Callback):
             tiles = pl_module.model.layout_for(settings.latent_shape).num_video_tiles
             sparse = settings.topk < tiles and not isinstance(pl_module.model.blocks[0].method, FullAttention)
             if sparse and trainer.global_step >= trainer.max_steps:
-                draw_attention(run, self.prompts[0], settings, self.run_dir / "attention.png")
+                picture = self.run_dir / "attention.png" if trainer.is_global_zero else None
+                draw_attention(run, self.prompts[0], settings, picture)
             pl_module.model.train()
         if trainer.is_global_zero:
             folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"

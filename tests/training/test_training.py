@@ -1,0 +1,362 @@
+"""What a training run computes: loss normaliser, averages, skipped steps, FLOP counts, pictures, debug presets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from vsa.data.video_files import read_video
+from vsa.training.callbacks.ema import EMA, find_ema
+from vsa.training.checkpointing import optimizer_tensors
+from vsa.training.inference import generate, load_run
+from vsa.training.pretrain import FlowMatchingLoss
+
+ROOT = Path(__file__).parents[2]
+# weights of different sizes inside a batch: a per-micro-batch mean would show; the large eps keeps Adam from
+# turning rounding of near-zero gradients into whole steps
+INVARIANCE = (
+    "data.batch_size=8",
+    "trainer.max_steps=3",
+    "task.objective.weighting=sigma_sqrt",
+    "optim.eps=0.01",
+    "callbacks.ema=null",
+)
+
+
+def weights(training, run: str) -> dict[str, torch.Tensor]:
+    return training.last(run).tensors("model")
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert set(a) == set(b)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_micro_batches_do_not_change_the_step(training, monkeypatch):
+    training(*INVARIANCE, "run=whole")
+    for parts in (2, 4):
+        training(*INVARIANCE, f"run=in{parts}", f"trainer.accumulate_grad_batches={parts}")
+        assert largest_difference(weights(training, "whole"), weights(training, f"in{parts}")) < 1e-6
+        for step, loss in training.losses("whole").items():
+            assert float(training.losses(f"in{parts}")[step]) == pytest.approx(float(loss), rel=1e-5)
+
+    # control: each micro-batch normalised by itself
+    call = FlowMatchingLoss.__call__
+
+    def own_mean(self, *args, **kwargs):
+        terms = call(self, *args, **kwargs)
+        return replace(terms, total_weight=float(terms.weights.sum()) * 4)
+
+    monkeypatch.setattr(FlowMatchingLoss, "__call__", own_mean)
+    training(*INVARIANCE, "run=naive", "trainer.accumulate_grad_batches=4")
+    assert largest_difference(weights(training, "whole"), weights(training, "naive")) > 1e-5
+
+
+def test_ranks_do_not_change_the_step(training, tiny_overrides, tmp_path):
+    extra = [*INVARIANCE, "callbacks.samples.prompts=[a red circle moving left slowly]", "callbacks.samples.steps=1"]
+    command = [sys.executable, str(ROOT / "train.py"), *tiny_overrides, *extra, f"output_dir={training.output}"]
+    command += ["run=ranks", "trainer.devices=2", "trainer.strategy=ddp", "trainer.val_check_interval=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr
+    # the second rank reports on the same stream
+    assert "Traceback" not in done.stderr
+    training(*INVARIANCE, "run=one", "trainer.val_check_interval=1")
+    assert largest_difference(weights(training, "one"), weights(training, "ranks")) < 1e-6
+    one, ranks = training.metrics("one"), training.metrics("ranks")
+    assert set(one) == set(ranks) == {1, 2, 3}
+    for step in one:
+        for name in ("train/loss", "val/loss", "grad_norm/total", "throughput/flops_total"):
+            assert float(ranks[step][name]) == pytest.approx(float(one[step][name]), rel=1e-4), name
+    assert {p.name for p in training.folder("ranks").iterdir()} >= {"attention.png", "loss.png", "samples"}
+
+
+def test_activation_checkpointing_does_not_change_the_run(training):
+    training("run=plain")
+    training("run=recomputed", "task.parallel.activation_checkpointing=true")
+    assert training.losses("plain") == training.losses("recomputed")
+
+
+def test_the_loss_falls(training):
+    training("trainer.max_steps=60", "trainer.log_every_n_steps=10", "data.batch_size=16")
+    losses = [float(v) for v in training.losses().values()]
+    assert sum(losses[-2:]) < 0.75 * sum(losses[:2])
+    rows = training.metrics()
+    deciles = [float(v) for name, v in rows[60].items() if name.startswith("train/loss_decile_") and v]
+    assert len(deciles) > 5
+    assert min(deciles) < float(rows[60]["train/loss"]) < max(deciles)
+
+
+class Watch(L.Callback):
+    """Weights after every step, and those validation sees."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.after = [self._copy(pl_module)]
+        self.validated, self.before, self.restored = [], [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (batch_idx + 1) % pl_module.accumulate == 0:
+            self.after.append(self._copy(pl_module))
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 0:
+            self.validated.append(self._copy(pl_module))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx % pl_module.accumulate == 0:
+            self.restored.append(self._copy(pl_module))
+
+    @staticmethod
+    def _copy(pl_module):
+        return {n: p.detach().clone() for n, p in pl_module.model.named_parameters()}
+
+
+@pytest.mark.parametrize(("decay", "warmup", "accumulate"), [(0.9, False, 1), (0.3, True, 2), (0.99, True, 1)])
+def test_ema_is_the_average_written_by_hand(training, decay, warmup, accumulate):
+    watch = Watch()
+    training(
+        "trainer.max_steps=5",
+        f"callbacks.ema.decay={decay}",
+        f"callbacks.ema.warmup={str(warmup).lower()}",
+        f"trainer.accumulate_grad_batches={accumulate}",
+        f"trainer.val_check_interval={accumulate}",
+        callbacks=(watch,),
+    )
+    average = {n: p.double() for n, p in watch.after[0].items()}
+    averages = []
+    for n, now in enumerate(watch.after[1:], start=1):
+        d = min(decay, (1 + n) / (10 + n)) if warmup else decay
+        average = {name: d * average[name] + (1 - d) * now[name].double() for name in now}
+        averages.append(average)
+    saved = training.last().tensors("ema")
+    assert all(t.dtype == torch.float32 for t in saved.values())
+    assert largest_difference(saved, averages[-1]) < 1e-6
+    # control: the weights themselves, and the average of one step before, are further away
+    assert largest_difference(saved, watch.after[-1]) > 1e-4
+    assert largest_difference(saved, averages[-2]) > 1e-4
+    assert len(watch.validated) == 5
+    for seen, wanted in zip(watch.validated, averages, strict=True):
+        assert largest_difference(seen, wanted) < 1e-6
+    # training goes on with its own weights, bit for bit
+    for began, ended in zip(watch.restored[1:], watch.after[1:-1], strict=True):
+        assert largest_difference(began, ended) == 0
+
+
+def test_ema_warmup_ends_at_the_decay():
+    ema = EMA(decay=0.9, warmup=True)
+    assert ema.decay_at(1) == 2 / 11
+    assert ema.decay_at(10**6) == 0.9
+    decays = [ema.decay_at(n) for n in range(1, 200)]
+    assert decays == sorted(decays)
+    assert EMA(decay=0.9, warmup=False).decay_at(1) == 0.9
+
+
+class BadGradient(L.Callback):
+    """Makes one gradient element of some micro-batches non-finite, and keeps what the steps left."""
+
+    def __init__(self, batches, value=float("nan")):
+        self.batches, self.value, self.states = set(batches), value, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batch = batch_idx
+
+    def on_after_backward(self, trainer, pl_module):
+        if self.batch in self.batches:
+            pl_module.model.blocks[1].attn1.to_q.weight.grad[3, 5] = self.value
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        state = {f"model/{n}": p.detach().clone() for n, p in pl_module.model.named_parameters()}
+        state |= {f"optimizer/{n}": v for n, v in optimizer_tensors(trainer.optimizers[0]).items()}
+        ema = find_ema(trainer)
+        assert ema is not None
+        state |= {f"ema/{n}": v for n, v in ema.tensors(pl_module.model).items()}
+        self.states.append(state)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_step_with_a_non_finite_gradient_changes_nothing(training, value):
+    bad = BadGradient({1, 3}, value)
+    training("trainer.max_steps=5", callbacks=(bad,))
+    for skipped in (1, 3):
+        before, after = bad.states[skipped - 1], bad.states[skipped]
+        assert set(before) == set(after)
+        assert all(torch.equal(before[n], after[n]) for n in before)
+        assert any(not torch.equal(after[n], bad.states[skipped + 1][n]) for n in after if n.startswith("ema/"))
+    assert all(torch.isfinite(v).all() for v in bad.states[-1].values())
+    # the skipped steps count as steps of the schedule and the data, not of the moments
+    assert {v.item() for n, v in training.last().tensors("optimizer").items() if n.endswith("/step")} == {3}
+    assert [float(r["skipped_steps"]) for r in training.metrics().values()] == [0, 1, 1, 2, 2]
+    assert training.last().state["skipped_steps"] == 2
+
+
+def test_one_bad_micro_batch_drops_the_whole_step(training):
+    bad = BadGradient({2})
+    training("trainer.max_steps=3", "trainer.accumulate_grad_batches=2", callbacks=(bad,))
+    assert all(torch.equal(bad.states[1][n], bad.states[3][n]) for n in bad.states[1])
+    assert any(not torch.equal(bad.states[3][n], bad.states[5][n]) for n in bad.states[3])
+
+
+def test_training_stops_after_too_many_bad_steps_in_a_row(training):
+    with pytest.raises(FloatingPointError, match="not finite for 3 steps in a row"):
+        training("trainer.max_steps=9", "task.max_skipped=3", callbacks=(BadGradient({1, 3, 4, 5}),))
+    # steps 1 and 3 were apart; the periodic checkpoint of step 4 stands
+    assert training.last().step == 4
+    # the row of bad steps is kept over a resume
+    assert training.last().state["skipped_in_row"] == 1
+    with pytest.raises(FloatingPointError, match="not finite for 3 steps in a row"):
+        training("trainer.max_steps=9", "task.max_skipped=3", "ckpt_path=last", callbacks=(BadGradient({0, 1}),))
+
+
+def test_clipping_bounds_the_step(training):
+    class Norm(L.Callback):
+        norms: list[float]
+
+        def on_train_start(self, trainer, pl_module):
+            self.norms = []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            # gradients stay until the next step begins
+            grads = [p.grad for p in pl_module.model.parameters() if p.grad is not None]
+            self.norms.append(torch.nn.utils.get_total_norm(grads).item())
+
+    norm = Norm()
+    training("task.grad_clip=0.01", callbacks=(norm,))
+    assert norm.norms == pytest.approx([0.01] * 4, rel=1e-3)
+    # what is logged is the norm before clipping, and the roles make it up
+    for row in training.metrics().values():
+        roles = [float(v) for name, v in row.items() if name.startswith("grad_norm/") and name != "grad_norm/total"]
+        assert float(row["grad_norm/total"]) == pytest.approx(sum(r * r for r in roles) ** 0.5, rel=1e-5)
+        assert float(row["grad_norm/total"]) > 0.02
+
+
+def test_throughput_counts_what_a_hand_count_gives(training):
+    training("trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=2")
+    tokens, text, dim, ffn, layers, tile, tiles, topk = 32, 16, 12, 24, 2, 4, 8, 4
+    linear = 16 * 4 * dim * tokens  # patch embedding
+    linear += 16 * dim + dim * dim + dim * 6 * dim  # time
+    linear += (64 * dim + dim * dim) * text
+    block = 4 * dim * dim * tokens  # q, k, v, out
+    block += 2 * dim * dim * tokens  # gates
+    block += 2 * dim * dim * tokens + 2 * dim * dim * text  # cross-attention: q, out; k, v
+    block += 2 * dim * ffn * tokens
+    linear += layers * block + dim * 16 * 4 * tokens
+    pairs = tokens * topk * tile + tiles * tiles  # fine and coarse
+    cross = tokens * text
+    sample = 3 * 2 * linear + 3.5 * 4 * dim * layers * (pairs + cross)
+    rows = training.metrics()
+    assert sorted(rows) == [2, 4]
+    for step, row in rows.items():
+        assert float(row["throughput/flops_total"]) == pytest.approx(sample * 4 * step, rel=1e-8)
+        seconds = float(row["throughput/step_seconds"])
+        assert float(row["throughput/tokens_per_second"]) * seconds == pytest.approx(tokens * 4, rel=1e-6)
+        assert float(row["throughput/tflops_executed"]) * seconds * 1e12 == pytest.approx(sample * 4, rel=1e-6)
+        dense = float(row["throughput/tflops_dense_equivalent"]) / float(row["throughput/tflops_executed"])
+        parameters = sum(v.numel() for n, v in training.last().tensors("model").items() if "to_gate_" not in n)
+        wanted = 6 * parameters * tokens + 3.5 * 4 * dim * layers * tokens**2
+        assert dense == pytest.approx(wanted / sample, rel=1e-6)
+        assert (float(row["sparsity/topk"]), float(row["sparsity/density"])) == (topk, topk / tiles)
+        assert float(row["sparsity/tile_pairs"]) == topk * tiles
+    assert training.last().state["flops_total"] == sample * 16
+
+
+SAMPLES = (
+    "callbacks.samples.prompts=[a red circle moving left slowly,a blue square moving up quickly]",
+    "callbacks.samples.steps=2",
+    "callbacks.samples.guidance=2.0",
+    # an average far from the weights
+    "callbacks.ema.decay=0.5",
+    "callbacks.ema.warmup=false",
+)
+
+
+def test_samples_are_clips_of_the_averaged_weights(training):
+    training(*SAMPLES, "callbacks.samples.every_n_steps=2")
+    folder = training.folder()
+    assert sorted(p.name for p in (folder / "samples").iterdir()) == ["step-00000002", "step-00000004"]
+    for step in (2, 4):
+        clips = folder / "samples" / f"step-{step:08d}"
+        record = json.loads((clips / "samples.json").read_text())
+        assert (record["step"], record["weights"], record["topk"]) == (step, "ema", 4)
+        wanted = {c[kind] for c in record["clips"] for kind in ("mp4", "gif")}
+        assert {p.name for p in clips.iterdir()} == {*wanted, "samples.json", "contact_sheet.png"}
+        by_weights = {}
+        for kind in ("ema", "model"):
+            run = load_run(folder / "checkpoints" / f"step-{step:08d}", weights=kind, device="cpu")
+            settings = run.settings(seed=record["seed"], steps=2, guidance=2.0)
+            by_weights[kind] = generate(run, [c["prompt"] for c in record["clips"]], settings)
+        for i, clip in enumerate(record["clips"]):
+            video = read_video(clips / clip["mp4"])[0].float()
+            errors = {k: (video - v[i].float()).abs().mean().item() for k, v in by_weights.items()}
+            # mp4 loses a little; the trained weights make another clip
+            assert errors["ema"] < 0.5 * errors["model"], errors
+    assert {"attention.png", "loss.png"} <= {p.name for p in folder.iterdir()}
+    # sampling leaves training alone
+    training("run=silent", "callbacks.samples=null", *SAMPLES[-2:])
+    assert training.losses() == training.losses("silent")
+    assert largest_difference(weights(training, "default"), weights(training, "silent")) == 0
+
+
+@pytest.mark.parametrize(
+    "overrides", [("sparsity.sparsity=0",), ("attention=full", "~attention.tile_thw")], ids=["all tiles", "dense"]
+)
+def test_a_run_that_selects_nothing_ends_without_a_picture_of_it(training, overrides, monkeypatch):
+    if "attention=full" in overrides:
+        monkeypatch.setattr(
+            "tests_overrides", "unused", raising=False
+        ) if False else None
+    training(*SAMPLES, *overrides)
+    names = {p.name for p in training.folder().iterdir()}
+    assert "loss.png" in names
+    assert "attention.png" not in names
+    assert training.last().step == 4
+
+
+def test_a_flop_budget_sets_the_end_of_the_run_and_of_its_schedules(training):
+    training("run=steps")
+    per_step = training.last("steps").state["flops_total"] / 4
+    trainer = training(*SAMPLES, f"flop_budget={per_step * 6.2}", "optim=adamw_wsd", "trainer.log_every_n_steps=100")
+    assert trainer.max_steps == trainer.global_step == 6
+    # the last step is logged, sampled and drawn
+    assert sorted(training.metrics()) == [6]
+    assert [p.name for p in (training.folder() / "samples").iterdir()] == ["step-00000006"]
+    assert (training.folder() / "attention.png").exists()
+    assert training.last().state["config"]["trainer"]["max_steps"] == 6
+    assert training.last().state["config"]["optim"]["schedule"]["total_steps"] == 6
+    assert training.last().state["flops_total"] == pytest.approx(per_step * 6)
+
+
+def test_debug_overfit_drives_the_loss_down(training):
+    training("debug=overfit", "data.batch_size=2", "run=overfit")
+    losses = training.losses("overfit")
+    assert sorted(losses) == list(range(1, 101))
+    assert float(losses[100]) < 0.35 * float(losses[1])
+    # and can be run again
+    training("debug=overfit", "run=overfit", "trainer.max_steps=2", "trainer.accumulate_grad_batches=2")
+    assert sorted(training.losses("overfit")) == [1, 2]
+
+
+def test_debug_profile_leaves_a_report(training):
+    training("debug=profile", "trainer.max_steps=3")
+    report = next(training.folder("profile").glob("*profile*.txt")).read_text()
+    assert "Self CPU" in report
+
+
+def test_debug_anomaly_names_the_operation(training):
+    class BadWeight(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 1:
+                with torch.no_grad():
+                    pl_module.model.blocks[0].ffn.net[2].weight[0, 0] = float("nan")
+
+    training("debug=anomaly", "trainer.max_steps=2")
+    assert sorted(training.losses("anomaly")) == [1, 2]
+    with pytest.raises((RuntimeError, ValueError), match=r"nan"):
+        training("debug=anomaly", "trainer.max_steps=3", callbacks=(BadWeight(),))
