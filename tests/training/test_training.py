@@ -305,13 +305,9 @@ def test_samples_are_clips_of_the_averaged_weights(training):
 
 
 @pytest.mark.parametrize(
-    "overrides", [("sparsity.sparsity=0",), ("attention=full", "~attention.tile_thw")], ids=["all tiles", "dense"]
+    "overrides", [("sparsity.sparsity=0",), ("attention=full", "+attention.tile_thw=null", "~attention.tile_thw")], ids=["all tiles", "dense"]
 )
-def test_a_run_that_selects_nothing_ends_without_a_picture_of_it(training, overrides, monkeypatch):
-    if "attention=full" in overrides:
-        monkeypatch.setattr(
-            "tests_overrides", "unused", raising=False
-        ) if False else None
+def test_a_run_that_selects_nothing_ends_without_a_picture_of_it(training, overrides):
     training(*SAMPLES, *overrides)
     names = {p.name for p in training.folder().iterdir()}
     assert "loss.png" in names

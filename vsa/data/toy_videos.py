@@ -92,9 +92,10 @@ def render_clip(
     sx, sy = DIRECTIONS[attributes.direction]
     reach = SPEEDS[attributes.speed or "slowly"] * (0.9 + 0.2 * draw())
     # 1.3 radii is the tip of the triangle: the shape never leaves the picture
-    travel_x, travel_y = (s * max(min(reach * n, n - 2.6 * radius), 0) for s, n in ((sx, W), (sy, H)))
-    x0 = _start(W, travel_x, 1.3 * radius, draw())
-    y0 = _start(H, travel_y, 1.3 * radius, draw())
+    margin = 1.3 * radius + 1
+    travel_x, travel_y = (s * max(min(reach * n, n - 2 * margin), 0) for s, n in ((sx, W), (sy, H)))
+    x0 = _start(W, travel_x, margin, draw())
+    y0 = _start(H, travel_y, margin, draw())
 
     phase = np.arange(T, dtype=np.float32) / max(T - 1, 1)
     dx = np.arange(W, dtype=np.float32)[None, None, :] + 0.5 - (x0 + travel_x * phase)[:, None, None]

@@ -142,6 +142,7 @@ class PretrainModule(DiffusionModule):
         # mse and sigma of the samples since the last log line, read only there
         self._window: list[tuple[Tensor, Tensor]] = []
         self._step_loss: list[Tensor] = []
+        self._validated = torch.empty(0)
 
     def setup(self, stage: str) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -217,18 +218,22 @@ class PretrainModule(DiffusionModule):
         terms = self.objective(
             self.model, batch, self.normalise(batch.latents), seed=self.seed + VALIDATION_SEED, topk=topk
         )
-        self._log_validation("val/loss", terms.mse)
-        decile = fm.decile(terms.sigmas).to(terms.mse.device)
-        for d in decile.unique().tolist():
-            self._log_validation(f"val/loss_decile_{d}", terms.mse[decile == d])
+        mse = terms.mse.double()
+        decile = fm.decile(terms.sigmas).to(mse.device)
+        for row, values in ((0, mse), (1, torch.ones_like(mse))):
+            self._validated[row].index_add_(0, decile, values)
 
-    def _log_validation(self, name: str, mse: Tensor) -> None:
-        # averaged over the set and the ranks by lightning, sent to the loggers in on_validation_end
-        self.log(name, mse.mean(), batch_size=len(mse), on_step=False, on_epoch=True, sync_dist=True, logger=False)
+    def on_validation_epoch_start(self) -> None:
+        # sums and counts by decile: ranks meet different deciles, so the tables are added up once at the end
+        self._validated = torch.zeros(2, 10, dtype=torch.float64, device=self.device)
 
-    def on_validation_end(self) -> None:
-        metrics = {n: v for n, v in self.trainer.callback_metrics.items() if n.startswith("val/")}
-        self.log_step(metrics, self.global_step)
+    def on_validation_epoch_end(self) -> None:
+        sums, counts = self.trainer.strategy.reduce(self._validated, reduce_op="sum").cpu()
+        loss = float(sums.sum() / counts.sum())
+        deciles = {f"val/loss_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
+        self.log_step({"val/loss": loss, **deciles}, self.global_step)
+        # for callbacks that watch it
+        self.log("val/loss", loss, logger=False)
 
     def checkpoint_state(self) -> dict[str, Any]:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
