@@ -136,9 +136,15 @@ class TinyTraining:
         self.output, self._patch = output, patch
 
     def config(self, *overrides: str) -> Any:
-        """The composed config of a tiny run."""
+        """The composed config of a tiny run; `~key` drops one of the tiny settings, for groups that lack the key."""
+        dropped = {o[1:] for o in overrides if o.startswith("~")}
+        if any(o.startswith("debug=") for o in overrides):
+            # these write no checkpoints
+            dropped.add("callbacks.checkpoint.every_n_steps")
+        tiny = [o for o in TINY_OVERRIDES if o.partition("=")[0] not in dropped]
+        chosen = [o for o in overrides if not o.startswith("~")]
         with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-            return compose("train", overrides=[*TINY_OVERRIDES, f"output_dir={self.output}", *overrides])
+            return compose("train", overrides=[*tiny, f"output_dir={self.output}", *chosen])
 
     def folder(self, run: str = "default") -> Path:
         return self.output / "pretrain" / run

@@ -122,8 +122,13 @@ def shards(command_line, clips, tmp_path):
 
 def from_shards(tiny_overrides, shards, tmp_path, *overrides):
     kept = [o for o in tiny_overrides if not o.startswith(("data.toy", "data="))]
-    return [*kept, "data=folder", f"data.root={shards}", "data.num_workers=0", f"output_dir={tmp_path / 'out'}"] + [
-        *overrides
+    return [
+        *kept,
+        "data=folder",
+        f"data.root={shards}",
+        "data.num_workers=0",
+        f"output_dir={tmp_path / 'out'}",
+        *overrides,
     ]
 
 
