@@ -47,7 +47,7 @@ def read_video(path: str | Path, *, frames: int | None = None, fps: float | None
     if fps is not None and fps <= 0:
         raise ValueError(f"fps must be above 0, got {fps}")
     try:
-        with av.open(str(path)) as container:
+        with av.open(str(path), metadata_errors="replace") as container:
             if not container.streams.video:
                 raise ValueError(f"cannot decode video {path}: it has no video stream")
             stream = container.streams.video[0]
@@ -68,7 +68,7 @@ def read_video(path: str | Path, *, frames: int | None = None, fps: float | None
                 if (len(video) + 1) * frame.width * frame.height * 3 > MAX_BYTES:
                     raise ValueError(f"cannot decode video {path}: over {MAX_BYTES >> 30} GiB of frames; ask for fewer")
                 video.append(frame.to_ndarray(format="rgb24"))
-    except (av.FFmpegError, OSError, MemoryError, OverflowError) as error:
+    except (av.FFmpegError, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"cannot decode video {path}: {reason}") from error
     if not video:
