@@ -42,8 +42,15 @@ def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan) ->
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
-def default_strategy() -> Strategy | str:
-    """FSDP2 on CUDA, also for one device (bf16 compute over fp32 parameters); plain on the CPU."""
+def default_strategy(devices: int | str, num_nodes: int = 1) -> Strategy | str:
+    """FSDP2 on CUDA, also for one device (bf16 compute over fp32 parameters); plain on the CPU.
+
+    Args:
+        devices: GPUs per node; anything but a number takes all there are.
+        num_nodes: nodes.
+    """
     if torch.cuda.is_available():
-        return ModelParallelStrategy(data_parallel_size="auto", tensor_parallel_size=1)
+        # left to itself, lightning counts nodes here and not devices
+        per_node = devices if isinstance(devices, int) else torch.cuda.device_count()
+        return ModelParallelStrategy(data_parallel_size=per_node * num_nodes, tensor_parallel_size=1)
     return "auto"

@@ -143,7 +143,7 @@ def _trainer(cfg: DictConfig, callbacks: list[L.Callback], loggers: list[Any]) -
     settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     strategy = settings.pop("strategy", "auto")
     if strategy == "auto" and settings["accelerator"] != "cpu":
-        strategy = default_strategy()
+        strategy = default_strategy(settings["devices"], settings.get("num_nodes", 1))
     return build(settings, callbacks=callbacks, logger=loggers, strategy=strategy, default_root_dir=cfg.run_dir)
 
 
