@@ -1,198 +1,39 @@
-"""Speed of the kernels beside dense attention, after their answers have been checked.
+"""Speed of the kernels beside dense attention and other packages, after their answers have been checked.
 
-    python scripts/bench.py fine --device cpu --out benchmarks/cpu-fine.json
+    python scripts/bench.py fine --device cuda --out F.json
     python scripts/bench.py table benchmarks/*.json
 
-A case first compares the op with its fp64 definition and prints no speed when that fails. Executed TFLOP/s count
-the listed pairs only: 4 * D per pair forward, 10 * D backward, which recomputes the logits.
+fine    the block-sparse kernel with a given index
+coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
+vsa     the whole operator
+layer   a DiT layer, dense against sparse
+
+A case compares its op with fp64 first and prints no speed when that fails. Useful TFLOP/s count real token pairs of
+the listed blocks: 4 * D each forward, 14 * D forward + backward. Executed TFLOP/s count what is multiplied, padding
+and recomputed logits included: 18 * D where the backward is split. benchmarks/README.md explains the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from torch import Tensor
-from torch.nn import functional as F
-from vsa_kernels import Blocks, block_sparse_attn, select_topk
+from bench.cases import CASES, Setup, measure_shape
+from bench.peers import PEERS
+from bench.problems import LISTS, choose_shapes
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
-from vsa_kernels.testing import Case, assert_within_budget, define, make_case, run
 
 from vsa.cli import one_line_errors
 
-_COLUMNS = (
-    *("shape", "B x H x L x D", "block", "sparsity", "dtype", "op", "pass"),
-    *("median ms (min to max)", "executed TFLOP/s", "speed against dense"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One problem: uniform blocks of `block` tokens, `topk` of them listed by every query block."""
-
-    name: str
-    batch: int
-    heads: int
-    tokens: int
-    head_dim: int
-    block: int
-    topk: int
-
-    @property
-    def sparsity(self) -> float:
-        return 1 - self.topk * self.block / self.tokens
-
-
-CPU_SHAPES = (
-    Shape(name="16k", batch=1, heads=2, tokens=16384, head_dim=64, block=64, topk=32),
-    Shape(name="quickstart", batch=8, heads=4, tokens=256, head_dim=32, block=8, topk=8),
-)
-GPU_SHAPES = (
-    Shape(name="16k", batch=1, heads=12, tokens=16384, head_dim=128, block=64, topk=32),
-    Shape(name="480p", batch=1, heads=12, tokens=32768, head_dim=128, block=64, topk=64),
-)
-
-
-def check(backend: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Compare a backend with the fp64 definition on ragged blocks, and the comparison with a wrong answer.
-
-    Raises:
-        ValueError: an error above its budget, or a damaged input that the budget does not notice.
-    """
-    sizes: dict[str, Any] = {"q_sizes": [5, 9, 3, 10], "kv_sizes": [7, 2, 11, 1, 6], "batch": 2, "heads": 4}
-    case = make_case(**sizes, kv_heads=2, head_dim=32, fine=True, kv_valid=True, dtype=dtype, device=device)
-    exact, plain = define(case), run(case, "reference")
-
-    def agrees(got: dict[str, Tensor]) -> None:
-        for name, x in got.items():
-            assert_within_budget(x, plain[name], exact[name], name)
-
-    try:
-        agrees(run(case, backend))
-    except AssertionError as error:
-        raise ValueError(f"backend {backend} is wrong, no speed is printed: {error}") from error
-    try:
-        agrees(run(replace(case, scale=1.0), backend))
-    except AssertionError:
-        return f"{backend} {dtype}: out, lse, dq, dk, dv within the fp64 budget; the wrong scale is noticed"
-    raise ValueError(f"the check of backend {backend} does not notice a wrong scale, no speed is printed")
-
-
-def check_measured(case: Case, backend: str) -> None:
-    """Compare some query blocks of the measured problem itself with their fp64 softmax.
-
-    Raises:
-        ValueError: an output further from fp64 than rounding explains.
-    """
-    block = case.kv_blocks.max_size
-    out = block_sparse_attn(
-        case.q, case.k, case.v, case.index, q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend=backend
-    )[0]
-    for n in {0, case.q_blocks.num // 2, case.q_blocks.num - 1}:
-        listed = case.index.kv_indices[0, 0, n, : int(case.index.kv_num_blocks[0, 0, n])].tolist()
-        q = case.q[0, n * block : (n + 1) * block, 0].double()
-        k, v = (torch.cat([x[0, j * block : (j + 1) * block, 0] for j in listed]).double() for x in (case.k, case.v))
-        want = torch.softmax(q @ k.T * q.shape[-1] ** -0.5, -1) @ v
-        error = float((out[0, n * block : (n + 1) * block, 0].double() - want).abs().max())
-        if not error <= 20 * torch.finfo(out.dtype).eps:
-            raise ValueError(f"backend {backend}: query block {n} is off by {error:.3g}, no speed is printed")
-
-
-def problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
-    g = torch.Generator().manual_seed(0)
-    size = (shape.batch, shape.tokens, shape.heads, shape.head_dim)
-    q, k, v, dout = (torch.randn(size, generator=g).to(device, dtype) for _ in range(4))
-    num = shape.tokens // shape.block
-    blocks = Blocks.from_sizes([shape.block] * num, device)
-    scores = torch.randn(shape.batch, shape.heads, num, num, generator=g).to(device)
-    index = select_topk(scores, shape.topk)
-    return Case(q=q, k=k, v=v, dout=dout, dlse=dout[..., 0], index=index, q_blocks=blocks, kv_blocks=blocks)
-
-
-def timed(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of one call."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-    begin = time.perf_counter()
-    step()
-    return (time.perf_counter() - begin) * 1e3
-
-
-def measure(shape: Shape, args: argparse.Namespace, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Rows of one shape: dense and every backend, forward and forward + backward, taken in turns."""
-    device = torch.device(args.device)
-    case = problem(shape, dtype, device)
-    q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
-
-    def dense() -> Tensor:
-        qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(qh, kh, vh).transpose(1, 2)
-
-    def sparse(backend: str) -> Tensor:
-        mask: dict[str, Any] = {"q_blocks": case.q_blocks, "kv_blocks": case.kv_blocks, "backend": backend}
-        return block_sparse_attn(q, k, v, case.index, **mask)[0]
-
-    def forward(op: Callable[[], Tensor]) -> None:
-        with torch.no_grad():
-            op()
-
-    def both(op: Callable[[], Tensor]) -> None:
-        torch.autograd.grad(op(), (q, k, v), case.dout)
-
-    ops: dict[str, Callable[[], Tensor]] = {"dense": dense}
-    for backend in args.backends:
-        with torch.no_grad():
-            check_measured(case, backend)
-        ops[backend] = lambda backend=backend: sparse(backend)
-    times: dict[tuple[str, str], list[float]] = {}
-    passes = {"forward": forward, "forward + backward": both}
-    for turn in track(range(args.repeats + 2), description=shape.name, console=Console(stderr=True)):
-        for name, op in ops.items():
-            for kind, step in passes.items():
-                took = timed(lambda op=op, step=step: step(op), device)
-                # the first turns warm caches and the allocator up
-                if turn >= 2:
-                    times.setdefault((name, kind), []).append(took)
-
-    rows = []
-    for (name, kind), samples in times.items():
-        pairs = shape.batch * shape.heads * shape.tokens**2 * (1 if name == "dense" else 1 - shape.sparsity)
-        flops = pairs * shape.head_dim * (4 if kind == "forward" else 14)
-        median = statistics.median(samples)
-        rows.append(
-            {
-                **asdict(shape),
-                "sparsity": shape.sparsity,
-                "dtype": str(dtype).removeprefix("torch."),
-                "op": name,
-                "pass": kind,
-                "median_ms": round(median, 3),
-                "min_ms": round(min(samples), 3),
-                "max_ms": round(max(samples), 3),
-                "repeats": len(samples),
-                "executed_tflops": round(flops / median / 1e9, 4),
-                "speedup": round(statistics.median(times["dense", kind]) / median, 2),
-            }
-        )
-    return rows
+_SIZE = ("batch", "heads", "tokens", "head_dim")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -207,68 +48,171 @@ def machine(device: torch.device) -> dict[str, Any]:
     return info
 
 
+def versions(device: torch.device) -> dict[str, str]:
+    """Of what computes."""
+    known = {"python": platform.python_version(), "torch": torch.__version__}
+    if device.type == "cuda":
+        for package in ("triton", "fastvideo-kernel"):
+            try:
+                known[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        known["cudnn"] = str(torch.backends.cudnn.version())
+    return known
+
+
 def table(report: dict[str, Any]) -> str:
-    """A report as Markdown."""
-    shown = report["machine"]
-    threads = f"{shown['threads']} threads"
-    where = shown.get("gpu") or f"{shown['cpu']}, {shown['cores']} cores, {threads}"
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    """A report as Markdown; keys that older reports lack are left out."""
+    rows, shown = report["rows"], report["machine"]
+    where = shown.get("gpu") or f"{shown['cpu']}, {shown['cores']} cores, {shown['threads']} threads"
+    named = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    spread = ("p20_ms", "p80_ms") if any("p20_ms" in r for r in rows) else ("min_ms", "max_ms")
+    words = "20th to 80th percentile" if spread[0] == "p20_ms" else "min to max"
+    columns = {
+        "shape": lambda r: r["name"],
+        "B x H x L x D": lambda r: " x ".join(str(r[name]) for name in _SIZE),
+        "block": lambda r: r["block"] if r.get("q_block", r["block"]) == r["block"] else f"{r['q_block']}x{r['block']}",
+        "sparsity": lambda r: "-" if r["op"].startswith("dense") else f"{r['sparsity']:.1%}",
+        "lists": lambda r: r.get("lists"),
+        "dtype": lambda r: r["dtype"],
+        "op": lambda r: r["op"],
+        "pass": lambda r: r["pass"],
+        f"median ms ({words})": lambda r: (
+            f"{_digits(r['median_ms'])} ({_digits(r[spread[0]])} to {_digits(r[spread[1]])})"
+        ),
+        "executed TFLOP/s": lambda r: _fixed(r.get("executed_tflops"), _tflops_digits(rows)),
+        "useful TFLOP/s": lambda r: _fixed(r.get("useful_tflops"), _tflops_digits(rows)),
+        "peak extra MiB": lambda r: _fixed(r.get("peak_extra_mib"), 0),
+        "speed against dense": lambda r: _fixed(r.get("speedup"), 2, "x"),
+    }
+    cells = {name: [show(r) for r in rows] for name, show in columns.items()}
+    # a column that says nothing about any row
+    cells = {name: values for name, values in cells.items() if any(v not in (None, "-") for v in values)}
     lines = [
-        f"`{report['command']}` on {report['date']}: {where}; {versions}",
+        f"`{report['command']}` on {report['date']}: {where}; {named}",
         "",
-        "| " + " | ".join(_COLUMNS) + " |",
-        "|---" * len(_COLUMNS) + "|",
+        "| " + " | ".join(cells) + " |",
+        "|---" * len(cells) + "|",
+        *("| " + " | ".join(str(v) for v in values) + " |" for values in zip(*cells.values(), strict=True)),
     ]
-    for r in report["rows"]:
-        size = " x ".join(str(r[name]) for name in ("batch", "heads", "tokens", "head_dim"))
-        spread = f"{r['median_ms']:.1f} ({r['min_ms']:.1f} to {r['max_ms']:.1f})"
-        share = f"{r['sparsity']:.1%}" if r["op"] != "dense" else "-"
-        cells = (r["name"], size, r["block"], share, r["dtype"], r["op"], r["pass"], spread)
-        lines.append("| " + " | ".join(map(str, cells)) + f" | {r['executed_tflops']:.3f} | {r['speedup']:.2f}x |")
-    return "\n".join(lines)
+    skipped = [f"Not measured: {r['op']} at {r['name']}: {r['reason']}" for r in report.get("skipped", ())]
+    return "\n".join(lines + [""] * bool(skipped) + skipped)
 
 
-def fine(args: argparse.Namespace) -> None:
-    """The fine stage: `block_sparse_attn` beside dense SDPA."""
+def _digits(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 100 else f"{ms:.2f}" if ms >= 10 else f"{ms:.3f}"
+
+
+def _fixed(value: float | None, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _tflops_digits(rows: list[dict[str, Any]]) -> int:
+    # a CPU's are fractions
+    return 1 if max((r.get("executed_tflops") or 0 for r in rows), default=0) > 10 else 3
+
+
+def saved_table(path: Path) -> str:
+    """The table of a report's file.
+
+    Raises:
+        ValueError: the file is no JSON.
+    """
+    try:
+        report = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no report: {error}") from error
+    if not isinstance(report, dict) or not {"rows", "machine", "versions"} <= set(report):
+        return f"{path.name}: not a report of scripts/bench.py"
+    return table(report)
+
+
+def run_case(args: argparse.Namespace, command: str) -> None:
+    """Check, measure, print and save a case."""
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, and this torch sees no CUDA device")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    checks = [check(backend, dtype, device) for backend in args.backends]
-    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    rows = [row for shape in shapes for row in measure(shape, args, dtype)]
-    report = {
-        "case": "fine",
+    if args.repeats is not None and args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    setup = Setup(
+        backends=args.backends or ["triton" if device.type == "cuda" else "gather"],
+        peers=[] if args.against == ["none"] else args.against,
+        lists=getattr(args, "lists", "random"),
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        repeats=args.repeats,
+    )
+    shapes = choose_shapes(args.shapes, args.all, device)
+    if args.case != "fine" and args.shapes is None:
+        shapes = [shape for shape in shapes if shape.group == 1]
+    report: dict[str, Any] = {
+        "case": args.case,
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"python scripts/bench.py fine --device {args.device}",
+        "command": command,
         "machine": machine(device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "checks": checks,
-        "rows": rows,
+        "versions": versions(device),
+        "checks": [line for backend in setup.backends for line in CASES[args.case].check(backend, setup)],
+        "skipped": [],
+        "rows": [],
     }
-    print("\n".join(checks), table(report), sep="\n\n")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        part = args.out.with_suffix(".part")
-        part.write_text(json.dumps(report, indent=1) + "\n")
-        part.replace(args.out)
+    for shape in shapes:
+        got = measure_shape(args.case, shape, setup)
+        report["rows"] += got.rows
+        report["skipped"] += [{"name": shape.name, "op": op, "reason": why} for op, why in got.skipped.items()]
+        # after every shape: what was measured survives a later failure
+        if args.out:
+            _save(report, args.out)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print("\n".join(report["checks"]), table(report), sep="\n\n")
 
 
-def main(argv: list[str] | None = None) -> None:
+def _save(report: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    part.replace(path)
+
+
+def main(argv: list[str]) -> None:
+    """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="case", required=True)
-    run_fine = commands.add_parser("fine", help=fine.__doc__)
-    run_fine.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    run_fine.add_argument("--backends", nargs="+", default=["gather"], choices=BLOCK_SPARSE_BACKENDS)
-    run_fine.add_argument("--repeats", type=int, default=7, help="timed calls of each op (default 7)")
-    run_fine.add_argument("--out", type=Path, help="JSON file to write")
+    for name, case in CASES.items():
+        sub = commands.add_parser(name, help=case.run.__doc__)
+        sub.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+        sub.add_argument(
+            "--backends", nargs="+", choices=BLOCK_SPARSE_BACKENDS, help="ours (default gather; triton on cuda)"
+        )
+        which = sub.add_mutually_exclusive_group()
+        which.add_argument(
+            "--shapes", nargs="+", metavar="NAME", help="problems by name (default: all but the big one)"
+        )
+        which.add_argument("--all", action="store_true", help="the big one too")
+        if name in ("fine", "vsa"):
+            sub.add_argument(
+                "--against", nargs="+", default=list(PEERS), choices=[*PEERS, "none"],
+                help="peers (default: all that are installed)",
+            )  # fmt: skip
+        else:
+            sub.set_defaults(against=["none"])
+        if name != "layer":
+            sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
+        sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; by time on cuda)")
+        sub.add_argument("--out", type=Path, help="JSON file to write")
     show = commands.add_parser("table", help="print saved reports as Markdown")
     show.add_argument("reports", nargs="+", type=Path)
     args = parser.parse_args(argv)
-    if args.case == "fine":
-        fine(args)
+    if args.case == "table":
+        print("\n\n".join(saved_table(path) for path in args.reports))
     else:
-        print("\n\n".join(table(json.loads(path.read_text())) for path in args.reports))
+        run_case(args, _command(argv))
+
+
+def _command(argv: list[str]) -> str:
+    # where the report went is no part of what was measured
+    at = argv.index("--out") if "--out" in argv else len(argv)
+    return " ".join(["python scripts/bench.py", *argv[:at], *argv[at + 2 :]])
 
 
 if __name__ == "__main__":

@@ -1,29 +1,73 @@
-"""Which implementation of an op runs: a pure function of the name asked for and the device."""
+"""Which implementation of an op runs: a pure function of the name asked for, the device and the problem."""
 
 from __future__ import annotations
 
 import torch
 
-BLOCK_SPARSE_BACKENDS = ("reference", "gather")
+BLOCK_SPARSE_BACKENDS = ("reference", "gather", "triton")
 """Implementations of `block_sparse_attn` by name."""
 
+MAX_HEAD_DIM = 256
 
-def resolve_backend(name: str | None, device: torch.device) -> str:
-    """The backend of one `block_sparse_attn` call.
 
-    None picks the fastest one for the device, today `gather` on every device. A named backend is taken as it is and
-    never falls back to another one.
-
-    Args:
-        name: backend asked for, None for the automatic choice.
-        device: where q, k and v live.
+def check_backend_name(name: str | None) -> None:
+    """Refuse an unknown backend, wherever it will run.
 
     Raises:
         ValueError: `name` is no known backend.
     """
+    if name is not None and name not in BLOCK_SPARSE_BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BLOCK_SPARSE_BACKENDS)} or None (automatic), got {name!r}")
+
+
+def resolve_backend(
+    name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int, *, fine_mask: bool = False
+) -> str:
+    """The backend of one call.
+
+    None picks `triton` where it can run and `gather` elsewhere. A named backend never falls back to another one.
+
+    Args:
+        name: backend asked for, None for the automatic choice.
+        device: where q, k and v live.
+        dtype: of q, k and v.
+        head_dim: D.
+        fine_mask: the index carries token masks.
+
+    Raises:
+        ValueError: `name` is no known backend, or it cannot run this problem.
+    """
+    check_backend_name(name)
+    if name in ("reference", "gather"):
+        return name
+    refusal = _triton_refusal(device, dtype, head_dim, fine_mask)
     if name is None:
-        return "gather"
-    if name not in BLOCK_SPARSE_BACKENDS:
-        known = ", ".join(BLOCK_SPARSE_BACKENDS)
-        raise ValueError(f"backend must be one of {known} or None (automatic for {device.type}), got {name!r}")
+        # the interpreter is for tests that ask for it
+        return "triton" if refusal is None and device.type == "cuda" else "gather"
+    if refusal is not None:
+        raise ValueError(f"backend triton {refusal}")
     return name
+
+
+def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, fine_mask: bool) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"takes bfloat16, float16 and float32, got {dtype}"
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        return f"takes a head dim of at most {MAX_HEAD_DIM}, got {head_dim}"
+    if fine_mask:
+        return "takes no fine masks (mask_bits), use backend gather"
+    if not _can_launch(device):
+        return f"needs a CUDA device of capability 8.0 or newer, or the environment TRITON_INTERPRET=1, got {device}"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _can_launch(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        # fake tensors of the meta device never launch anything
+        return device.type == "meta"
+    import triton
+
+    return triton.knobs.runtime.interpret

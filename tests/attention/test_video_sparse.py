@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vsa_kernels import Blocks
 
 from tests.attention.oracle import cube_ids, video_sparse_oracle
+from vsa.attention import video_sparse
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import Segment, TileLayout
@@ -437,6 +438,33 @@ def test_split_path_equals_attend_combine():
         ctx = AttnContext(layout=layout, topk=topk)
         split = method.combine(method.attend(q, k, v, ctx), method.project(x), ctx)
         assert torch.equal(method.attend_combine(q, k, v, method.project(x), ctx), split)
+
+
+@pytest.mark.parametrize("options", [{}, {"fine_gate": False, "partition": "hilbert_run"}], ids=str)
+def test_fused_op_equals_split_path(options, triton_device, monkeypatch):
+    """A plain row on the Triton backend is one op; a recorder, all tiles or text take the parts."""
+    calls = []
+    op = video_sparse.coarse_fine_attn
+    monkeypatch.setattr(video_sparse, "coarse_fine_attn", lambda *args, **rest: calls.append(1) or op(*args, **rest))
+    method = make_method(tile=(3, 4, 3), backend="triton", **options).to(triton_device)
+    for row, topk, recorder, fused in (
+        ("single", 2, None, True),
+        ("single", 2, lambda *_: None, False),
+        ("single", 50, None, False),
+        ("text", 2, None, False),
+    ):
+        layout = method.layout(ROWS[row], triton_device)
+        inputs = make_inputs(layout.num_tokens, batch=1, device=triton_device)
+        calls.clear()
+        out = run_layer(method, layout, inputs, topk, recorder=recorder)
+        assert len(calls) == fused
+        if fused:
+            # a recorder sees the parts, so it takes the split path
+            split = run_layer(method, layout, inputs, topk, recorder=lambda *_: None)
+            assert_same(method, inputs, out, split, atol=2e-5)
+            # control: one tile less is far outside the tolerance
+            less = run_layer(method, layout, inputs, topk - 1, recorder=lambda *_: None)
+            assert (out - less).abs().max() > 1e-2
 
 
 def test_split_over_heads_and_tokens():

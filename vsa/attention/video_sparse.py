@@ -16,31 +16,19 @@ its text and its published code differ, the code.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vsa_kernels import BlockIndex, Blocks, block_mean_pool, block_sparse_attn, select_topk
-from vsa_kernels.dispatch import resolve_backend
+from vsa_kernels import BlockIndex, Blocks, block_sparse_attn, select_topk
+from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
+from vsa_kernels.dispatch import check_backend_name, resolve_backend
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn, dense_attn_per_sample
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout, TileSelection
-
-
-class CoarseOutput(NamedTuple):
-    """Result of the coarse stage.
-
-    Args:
-        coarse: `[B, Nq, H, D]` output per query tile, in q's dtype.
-        scores: `[B, H, Nq, Nkv]` logits, fp32 (fp64 for fp64 inputs), -inf where a tile is no candidate.
-    """
-
-    coarse: Tensor
-    scores: Tensor
 
 
 class VideoSparseOutput(NamedTuple):
@@ -57,42 +45,6 @@ class VideoSparseOutput(NamedTuple):
     coarse: Tensor
     scores: Tensor
     index: BlockIndex | None
-
-
-def coarse_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_blocks: Blocks,
-    kv_blocks: Blocks,
-    candidates: Tensor | None = None,
-    scale: float | None = None,
-) -> CoarseOutput:
-    """Softmax attention between tile means.
-
-    Args:
-        q: `[B, L, H, D]` queries, tile-major.
-        k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
-        v: `[B, S, Hkv, D]` values.
-        q_blocks: query tiles.
-        kv_blocks: kv tiles.
-        candidates: bool `[Nq, Nkv]`, tiles that may be seen, at least one per row; None: all.
-        scale: factor on the scores; None: `1 / sqrt(D)`.
-
-    Source: VSA, section 2.2.
-    """
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    q_mean, k_mean, v_mean = (
-        block_mean_pool(x, blocks).transpose(1, 2) for x, blocks in ((q, q_blocks), (k, kv_blocks), (v, kv_blocks))
-    )
-    if (group := q.shape[2] // k.shape[2]) > 1:
-        k_mean, v_mean = k_mean.repeat_interleave(group, dim=1), v_mean.repeat_interleave(group, dim=1)
-    scores = (q_mean * scale) @ k_mean.transpose(-1, -2)
-    if candidates is not None:
-        scores = scores.masked_fill(~candidates, -math.inf)
-    coarse = scores.softmax(dim=-1) @ v_mean
-    return CoarseOutput(coarse.transpose(1, 2).to(q.dtype), scores)
 
 
 def video_sparse_attn(
@@ -154,7 +106,8 @@ class VideoSparseAttention(AttentionMethod):
         gate_init: identity (G_c = 0 and G_f = 1 for any input: a layer starts as plain sparse attention) or model
             (weights as the model initialises its linear layers; biases 0 for the coarse and 1 for the fine gate).
             The paper zero-initialises the coarse gate to finetune and does not say how to start from scratch.
-        backend: of `block_sparse_attn`; None picks by device.
+        backend: of `block_sparse_attn`; None picks by device. With `triton` the layer is one op, but for a row with
+            text or several samples, a recorder, or all tiles kept.
 
     Raises:
         ValueError: dim is not num_heads * head_dim, or an unknown gate_init.
@@ -179,9 +132,8 @@ class VideoSparseAttention(AttentionMethod):
             raise ValueError(f"dim must be num_heads * head_dim, got {dim} and {num_heads} * {head_dim}")
         if gate_init not in ("identity", "model"):
             raise ValueError(f"gate_init must be identity or model, got {gate_init!r}")
-        if backend is not None:
-            # a wrong name is refused here, not at the first step
-            resolve_backend(backend, torch.device("cpu"))
+        # a wrong name is refused here, not at the first step
+        check_backend_name(backend)
         self.tile_thw = tuple(int(n) for n in tile_thw)
         self.partition: Partition = partition
         self.block_order: BlockOrder = block_order
@@ -226,13 +178,7 @@ class VideoSparseAttention(AttentionMethod):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         """`fine` `[B, L, H, D]` per token and `coarse` `[B, Nv, H, D]` per video tile."""
-        layout, topk = ctx.layout, ctx.topk
-        if isinstance(topk, tuple):
-            raise ValueError(f"a layer needs one top-k, got {topk}: take ctx.layer(index)")
-        if topk < 1:
-            raise ValueError(f"topk must be at least 1, got {topk}")
-        if q.shape[1] != layout.num_tokens:
-            raise ValueError(f"layout has {layout.num_tokens} tokens, q has {q.shape[1]}")
+        layout, topk = ctx.layout, _checked_topk(q, ctx)
         if layout.selection is None:
             blocks = layout.blocks
             out = video_sparse_attn(q, k, v, q_blocks=blocks, kv_blocks=blocks, topk=topk, backend=self.backend)
@@ -290,6 +236,16 @@ class VideoSparseAttention(AttentionMethod):
             video = torch.addcmul(video, gate, layout.tile_to_tokens(coarse))
         return layout.merge(video, [fine[:, start:stop] for start, stop, _ in layout.text_spans])
 
+    def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        """`combine(attend(...))`, as one op where a GPU runs it and nobody wants to see the parts."""
+        layout, topk = ctx.layout, _checked_topk(q, ctx)
+        plain = layout.selection is None and ctx.recorder is None and topk < layout.num_blocks
+        if not plain or resolve_backend(self.backend, q.device, q.dtype, self.head_dim) != "triton":
+            return super().attend_combine(q, k, v, extra, ctx)
+        gates = (extra["gate_compress"], extra.get("gate_fine"))
+        blocks = layout.blocks
+        return coarse_fine_attn(q, k, v, *gates, q_blocks=blocks, kv_blocks=blocks, topk=topk, backend="triton").out
+
     def pairs(self, layout: TileLayout, topk: int) -> float:
         """Pairs of the fine stage (exact when the tiles are full) and of the coarse stage."""
         total = float(layout.video_blocks.num * layout.blocks.num)
@@ -299,3 +255,14 @@ class VideoSparseAttention(AttentionMethod):
             kept = video * min(topk, tiles) / tiles if tiles else 0.0
             total += video * (kept + text) + text * (video + text)
         return total
+
+
+def _checked_topk(q: Tensor, ctx: AttnContext) -> int:
+    # the layer's top-k, once it fits
+    if isinstance(ctx.topk, tuple):
+        raise ValueError(f"a layer needs one top-k, got {ctx.topk}: take ctx.layer(index)")
+    if ctx.topk < 1:
+        raise ValueError(f"topk must be at least 1, got {ctx.topk}")
+    if q.shape[1] != ctx.layout.num_tokens:
+        raise ValueError(f"layout has {ctx.layout.num_tokens} tokens, q has {q.shape[1]}")
+    return ctx.topk

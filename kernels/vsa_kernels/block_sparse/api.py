@@ -40,7 +40,7 @@ def block_sparse_attn(
         kv_blocks: partition of the S kv tokens.
         kv_valid: int32 `[B, Nkv]`, only the first `kv_valid[b, n]` tokens of block n exist in sample b.
         scale: factor of the logits, default D ** -0.5.
-        backend: `reference`, `gather` or None (automatic, see `resolve_backend`).
+        backend: `reference`, `gather`, `triton` or None (automatic, see `resolve_backend`).
 
     Returns:
         out `[B, L, H, D]` in q's dtype, and the natural-log lse `[B, H, L]` in fp32 (fp64 for fp64 inputs). A
@@ -51,14 +51,16 @@ def block_sparse_attn(
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (fine stage).
     """
-    chosen = resolve_backend(backend, q.device)
     _check_qkv(q, k, v)
     _check_index(q, index, q_blocks, kv_blocks)
+    chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1], fine_mask=index.mask_bits is not None)
     if kv_valid is not None and kv_valid.shape != (q.shape[0], kv_blocks.num):
         raise ValueError(f"kv_valid must be {[q.shape[0], kv_blocks.num]}, got {list(kv_valid.shape)}")
     mask = BlockMask(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=kv_valid)
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    if chosen == "triton" and scale < 0:
+        raise ValueError(f"scale must not be negative for backend triton, got {scale}")
     return block_sparse_fwd(q, k, v, *mask.flatten(), scale, chosen)
 
 

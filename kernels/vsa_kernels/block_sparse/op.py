@@ -43,6 +43,10 @@ def block_sparse_fwd(
 ) -> tuple[Tensor, Tensor]:
     flat = (kv_indices, kv_num_blocks, kv_num_full_blocks, mask_ids, mask_bits, max_blocks, min_blocks)
     mask = BlockMask.unflatten((*flat, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, kv_valid))
+    if backend == "triton":
+        from vsa_kernels.block_sparse import triton_fwd
+
+        return triton_fwd.forward(q, k, v, mask, scale)
     if backend == "reference":
         return reference.forward(q, k, v, mask, scale)
     return gather.forward(q, k, v, mask, scale)
@@ -82,6 +86,11 @@ def block_sparse_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     flat = (kv_indices, kv_num_blocks, kv_num_full_blocks, mask_ids, mask_bits, max_blocks, min_blocks)
     mask = BlockMask.unflatten((*flat, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, kv_valid))
+    if backend == "triton":
+        from vsa_kernels.block_sparse import triton_bwd
+
+        delta = triton_bwd.delta(dout, out, lse, dlse)
+        return triton_bwd.backward(dout, delta, lse, q, k, v, mask, scale)
     # delta of a query without kv tokens is set to 0: its dlse may be anything and must not reach others
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2) - dlse
     delta = delta.masked_fill(lse == -torch.inf, 0)

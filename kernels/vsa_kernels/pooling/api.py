@@ -5,24 +5,29 @@ from __future__ import annotations
 from torch import Tensor
 
 from vsa_kernels.block_index import Blocks
+from vsa_kernels.dispatch import resolve_backend
 from vsa_kernels.pooling.op import block_mean_pool_fwd
 
 
-def block_mean_pool(x: Tensor, blocks: Blocks) -> Tensor:
+def block_mean_pool(x: Tensor, blocks: Blocks, backend: str | None = None) -> Tensor:
     """Mean of each block over its own tokens: the pooled queries, keys and values of VSA's coarse stage.
 
     Args:
         x: `[B, L, H, D]` tokens in block order.
         blocks: partition of the L tokens; ragged blocks divide by their own size.
+        backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
 
     Returns:
         `[B, N, H, D]`, fp32 for half-precision x, otherwise x's dtype; differentiable.
 
     Raises:
-        ValueError: x is not a 4-dim float tensor.
+        ValueError: x is not a 4-dim float tensor, or the backend is unknown or cannot take it.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (coarse stage).
     """
     if x.ndim != 4 or not x.is_floating_point():
         raise ValueError(f"x must be a float [B, L, H, D], got {x.dtype} {list(x.shape)}")
-    return block_mean_pool_fwd(x, blocks.offsets, blocks.max_size, blocks.min_size)
+    if backend not in (None, "reference", "triton"):
+        raise ValueError(f"backend must be reference, triton or None (automatic), got {backend!r}")
+    chosen = "triton" if resolve_backend(backend, x.device, x.dtype, x.shape[3]) == "triton" else "reference"
+    return block_mean_pool_fwd(x, blocks.offsets, blocks.max_size, blocks.min_size, chosen)

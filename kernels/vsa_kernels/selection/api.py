@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex
-from vsa_kernels.selection.op import select_topk_op
+from vsa_kernels.dispatch import resolve_backend
+from vsa_kernels.selection.op import select_topk_op, unsupported
 
 _CAPACITY_STEP = 32
 
@@ -17,6 +18,7 @@ def select_topk(
     *,
     candidates: Tensor | None = None,
     always: Tensor | None = None,
+    backend: str | None = None,
 ) -> BlockIndex:
     """The `topk` highest-scoring candidates of each row, and every `always` block on top of them.
 
@@ -29,13 +31,15 @@ def select_topk(
         topk: blocks to keep per row, at least 1; or int32 `[Nq]`, one count per query block.
         candidates: bool `[Nq, Nkv]`, blocks that may compete; None: all.
         always: bool `[Nq, Nkv]`, blocks every row lists whatever their score; they do not compete.
+        backend: `reference`, `triton` (at most 4096 kv blocks) or None (`triton` where it can run, else `reference`).
 
     Returns:
         Ascending index with capacity Kmax = `topk` rounded up to a multiple of 32, at most Nkv (Nkv when `topk` is a
         tensor or `always` is given, so that capacity never depends on values on the device).
 
     Raises:
-        ValueError: `topk` below 1 (ints only: a tensor is not read), or shapes that do not fit.
+        ValueError: `topk` below 1 (ints only: a tensor is not read), shapes that do not fit, or a backend that is
+            unknown or cannot take the scores.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (top-k).
     """
@@ -45,10 +49,11 @@ def select_topk(
     for name, allowed in (("candidates", candidates), ("always", always)):
         if allowed is not None and (allowed.dtype != torch.bool or allowed.shape != (num_q, num_kv)):
             raise ValueError(f"{name} must be bool {[num_q, num_kv]}, got {allowed.dtype} {list(allowed.shape)}")
+    chosen = _resolve(backend, scores)
     if isinstance(topk, Tensor):
         if topk.shape != (num_q,) or topk.is_floating_point():
             raise ValueError(f"topk must be an int or an int tensor {[num_q]}, got {topk.dtype} {list(topk.shape)}")
-        indices, counts = select_topk_op(scores.detach(), None, topk, candidates, always, num_kv)
+        indices, counts = select_topk_op(scores.detach(), None, topk, candidates, always, num_kv, chosen)
         return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
     if topk < 1:
         raise ValueError(f"topk must be at least 1, got {topk}")
@@ -58,10 +63,21 @@ def select_topk(
         capacity = min(steps * _CAPACITY_STEP, num_kv)
     else:
         capacity = num_kv
-    indices, counts = select_topk_op(scores.detach(), kept, None, candidates, always, capacity)
+    indices, counts = select_topk_op(scores.detach(), kept, None, candidates, always, capacity, chosen)
     return BlockIndex(
         kv_indices=indices,
         kv_num_blocks=counts,
         max_blocks=kept if always is None else None,
         min_blocks=kept if always is None and candidates is None else None,
     )
+
+
+def _resolve(backend: str | None, scores: Tensor) -> str:
+    if backend not in (None, "reference", "triton"):
+        raise ValueError(f"backend must be reference, triton or None (automatic), got {backend!r}")
+    # scores have no head dim to refuse
+    chosen = resolve_backend(backend, scores.device, scores.dtype, 1)
+    refusal = unsupported(scores)
+    if backend == "triton" and refusal is not None:
+        raise ValueError(f"backend triton {refusal}")
+    return "triton" if chosen == "triton" and refusal is None else "reference"

@@ -7,6 +7,34 @@ from torch import Tensor
 
 from vsa_kernels.selection import reference
 
+MAX_COLUMNS = 4096
+"""Kv blocks up to which `triton` selects: it holds a row in registers."""
+
+
+def unsupported(scores: Tensor) -> str | None:
+    """Why the backend `triton` cannot take these scores; None when it can."""
+    if scores.dtype == torch.float64:
+        return "takes no float64 scores"
+    if scores.shape[-1] > MAX_COLUMNS:
+        return f"takes at most {MAX_COLUMNS} kv blocks, got {scores.shape[-1]}"
+    return None
+
+
+def select_reference(
+    scores: Tensor,
+    topk: int | None,
+    topk_per_row: Tensor | None,
+    candidates: Tensor | None,
+    always: Tensor | None,
+    capacity: int,
+) -> tuple[Tensor, Tensor]:
+    """The backend `reference` with the arguments of the op."""
+    if candidates is None and always is None and topk is not None:
+        return reference.select_plain(scores, topk, capacity)
+    limit = topk_per_row if topk is None else topk
+    assert limit is not None
+    return reference.select(scores, limit, candidates, always, capacity)
+
 
 @torch.library.custom_op("vsa_kernels::select_topk", mutates_args=())
 def select_topk_op(
@@ -16,12 +44,13 @@ def select_topk_op(
     candidates: Tensor | None,
     always: Tensor | None,
     capacity: int,
+    backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
-    if candidates is None and always is None and topk is not None:
-        return reference.select_plain(scores, topk, capacity)
-    limit = topk_per_row if topk is None else topk
-    assert limit is not None
-    return reference.select(scores, limit, candidates, always, capacity)
+    if backend == "triton":
+        from vsa_kernels.selection import triton_topk
+
+        return triton_topk.select(scores, topk, topk_per_row, candidates, always, capacity)
+    return select_reference(scores, topk, topk_per_row, candidates, always, capacity)
 
 
 @select_topk_op.register_fake
@@ -32,6 +61,7 @@ def _(
     candidates: Tensor | None,
     always: Tensor | None,
     capacity: int,
+    backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
     B, H, Nq, _ = scores.shape
     return (

@@ -1,0 +1,228 @@
+"""What the Triton kernels of block-sparse attention share: blocks to tiles of rows, tiles to registers.
+
+A tile is a fixed number of rows (BLOCK) inside one block of tokens; a block of more than BLOCK tokens has several
+parts. Rows past the end of the block are read as 0 and never written, so nothing of a neighbouring block (a NaN, say)
+can enter a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vsa_kernels.block_index import Blocks
+from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.launch import capability, config
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def span(offsets, i_n, i_part, num_tokens, SIZE: tl.constexpr, BLOCK: tl.constexpr, UNIFORM: tl.constexpr):
+    """First token, token count of one part of block i_n, and the token count of the whole block."""
+    if UNIFORM:
+        begin = i_n * SIZE
+        stop = tl.minimum(begin + SIZE, num_tokens)
+    else:
+        begin = tl.load(offsets + i_n)
+        stop = tl.load(offsets + i_n + 1)
+    start = begin + i_part * BLOCK
+    return start, tl.minimum(stop - start, BLOCK), stop - begin
+
+
+@triton.jit
+def load_tile(
+    src, i_b, i_h, start, size, stride_b, stride_l, stride_h,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK, BLOCK_D]` rows start .. start + size of batch i_b and head i_h; the rest is 0."""
+    o_r = tl.arange(0, BLOCK)
+    o_d = tl.arange(0, BLOCK_D)
+    p_src = src + i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + start.to(tl.int64) * stride_l
+    p_src = p_src + (o_r[:, None] * stride_l + o_d[None, :])
+    if not EVEN:
+        b_x = tl.load(p_src, mask=(o_r[:, None] < size) & (o_d[None, :] < D), other=0.0)
+    elif D < BLOCK_D:
+        b_x = tl.load(p_src, mask=o_d[None, :] < D, other=0.0)
+    else:
+        b_x = tl.load(p_src)
+    return b_x
+
+
+@triton.jit
+def load_listed(
+    src, i_b, i_h, i_n, i_part, num, start, size, stride_b, stride_l, stride_h,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr, DESC: tl.constexpr,
+):  # fmt: skip
+    """Like `load_tile`; with DESC, src is a descriptor over equal blocks of PARTS * BLOCK rows (see `described`)."""
+    if DESC:
+        row = ((i_b * num + i_n) * PARTS + i_part) * BLOCK
+        b_x = src.load([row.to(tl.int32), (i_h * D).to(tl.int32)])
+    else:
+        b_x = load_tile(src, i_b, i_h, start, size, stride_b, stride_l, stride_h, D, BLOCK, BLOCK_D, EVEN)
+    return b_x
+
+
+@triton.jit
+def store_tile(
+    dst, x, i_b, i_h, start, size, stride_b, stride_l, stride_h,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write the first size rows of x `[BLOCK, BLOCK_D]`."""
+    o_r = tl.arange(0, BLOCK)
+    o_d = tl.arange(0, BLOCK_D)
+    p_dst = dst + i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + start.to(tl.int64) * stride_l
+    p_dst = p_dst + (o_r[:, None] * stride_l + o_d[None, :])
+    tl.store(p_dst, x.to(dst.dtype.element_ty), mask=(o_r[:, None] < size) & (o_d[None, :] < D))
+
+
+class Tiles(NamedTuple):
+    """How one side's blocks are cut into tiles: constants of a launch.
+
+    Args:
+        block: rows of a tile.
+        parts: tiles of the largest block.
+        size: tokens per block where they are uniform (the last may be shorter), else 0.
+        even: every tile is full of tokens.
+        num: blocks.
+    """
+
+    block: int
+    parts: int
+    size: int
+    even: bool
+    num: int
+
+    @classmethod
+    def of(cls, blocks: Blocks | None, num_tokens: int, largest: int) -> Tiles:
+        """Tiles of at most `largest` rows, at least 16 (the smallest matrix product); no blocks: plain runs."""
+        if blocks is None:
+            return cls(largest, 1, largest, num_tokens % largest == 0, triton.cdiv(num_tokens, largest))
+        block = max(16, min(largest, triton.next_power_of_2(blocks.max_size)))
+        uniform = blocks.max_size == blocks.min_size
+        even = uniform and blocks.max_size % block == 0
+        return cls(block, triton.cdiv(blocks.max_size, block), blocks.max_size if uniform else 0, even, blocks.num)
+
+
+class Launch(NamedTuple):
+    """One kernel's tiles, compile-time constants and options.
+
+    Args:
+        q: tiles of the queries.
+        kv: tiles of the keys and values.
+        constants: constexprs and options of the launch.
+        describe: the configuration asks for descriptors where they fit.
+    """
+
+    q: Tiles
+    kv: Tiles
+    constants: dict[str, Any]
+    describe: bool
+
+    @classmethod
+    def of(cls, kernel: str, q: Tensor, k: Tensor, mask: BlockMask | None, half: bool) -> Launch:
+        """The pinned configuration of a kernel for these tensors; mask None: every token sees every token.
+
+        Args:
+            kernel: name in the table of configurations.
+            q: `[B, L, H, D]`.
+            k: `[B, S, Hkv, D]`.
+            mask: selected blocks.
+            half: fp32 inputs are means of half-precision tokens, so tf32 products are accurate enough.
+        """
+        D = q.shape[3]
+        options = config(kernel, D, q.dtype, q.device)
+        q_blocks, kv_blocks, kv_valid = (None, None, None)
+        if mask is not None:
+            q_blocks, kv_blocks, kv_valid = mask.q_blocks, mask.kv_blocks, mask.kv_valid
+        q_tiles = Tiles.of(q_blocks, q.shape[1], options.pop("BLOCK_M"))
+        kv_tiles = Tiles.of(kv_blocks, k.shape[1], options.pop("BLOCK_N"))
+        wanted = bool(options.pop("DESC", 0))
+        constants: dict[str, Any] = {
+            "GROUP": q.shape[2] // k.shape[2], "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)),
+            "BLOCK_M": q_tiles.block, "Q_PARTS": q_tiles.parts, "Q_SIZE": q_tiles.size, "EVEN_Q": q_tiles.even,
+            "BLOCK_N": kv_tiles.block, "KV_PARTS": kv_tiles.parts, "KV_SIZE": kv_tiles.size,
+            "EVEN_KV": kv_tiles.even and kv_valid is None,
+            "LISTED": mask is not None, "HAS_VALID": kv_valid is not None,
+            "PRECISION": "tf32" if half and q.dtype == torch.float32 else "ieee",
+            **options,
+        }  # fmt: skip
+        return cls(q_tiles, kv_tiles, constants, wanted)
+
+
+def list_strides(lists: Tensor, counts: Tensor) -> tuple[int, int, int, int, int]:
+    """Strides over batch, heads and rows of the lists, over batch and heads of the counts; 0 where they broadcast."""
+    b, h, n = (lists.stride(d) if d == 2 or lists.shape[d] > 1 else 0 for d in range(3))
+    return (b, h, n, *(counts.stride(d) if counts.shape[d] > 1 else 0 for d in range(2)))
+
+
+def rows_ready(x: Tensor) -> Tensor:
+    """x itself when its rows can be addressed by the kernels, else a contiguous copy."""
+    # offsets inside a tile of up to 256 rows are 32 bit
+    return x if x.stride(-1) == 1 and 0 <= x.stride(1) < 1 << 22 else x.contiguous()
+
+
+def described(
+    xs: Sequence[Tensor], tiles: Tiles, offsets: Tensor | None, valid: Tensor | None = None
+) -> tuple[Any, ...] | None:
+    """Descriptors over tensors `[B, L, H, D]`, one box per tile and head; None where the chip or D has none.
+
+    Boxes are cut from equal blocks. Where the blocks are ragged, the tensors are copied once with every block padded
+    by zeros: a few percent of the kernel's time, against half of its speed for masked loads in its loop.
+    """
+    B, _, H, D = xs[0].shape
+    if capability(xs[0].device) < (9, 0) or D not in (16, 32, 64, 128, 256) or xs[0].element_size() != 2:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows = B * tiles.num * tiles.parts * tiles.block
+    if rows >= 1 << 31:
+        return None
+    direct = tiles.even and valid is None
+    padded = [x if direct and _is_flat(x) else _pad_blocks(x, tiles, offsets, valid) for x in xs]
+    return tuple(TensorDescriptor(x, [rows, H * D], [x.stride(1), 1], [tiles.block, D]) for x in padded)
+
+
+def _is_flat(x: Tensor) -> bool:
+    B, L, _, D = x.shape
+    return (
+        x.stride(2) == D
+        and (B == 1 or x.stride(0) == L * x.stride(1))
+        and x.stride(1) * x.element_size() % 16 == 0
+        and x.data_ptr() % 16 == 0
+    )
+
+
+def _pad_blocks(x: Tensor, tiles: Tiles, offsets: Tensor | None, valid: Tensor | None) -> Tensor:
+    """`[B, N * parts * block, H, D]`: the tokens of every block of x `[B, L, H, D]`, then zeros up to whole tiles."""
+    B, L, H, D = x.shape
+    padded = x.new_empty((B, tiles.num * tiles.parts * tiles.block, H, D))
+    _pad_kernel[(tiles.num * tiles.parts * H, B)](
+        x, padded, offsets, valid, *x.stride()[:3], padded.stride(0), padded.stride(1), L, H, tiles.num,
+        D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK=tiles.block, PARTS=tiles.parts, SIZE=tiles.size,
+        HAS_VALID=valid is not None, num_warps=4,
+    )  # fmt: skip
+    return padded
+
+
+@triton.jit
+def _pad_kernel(
+    x, padded, offsets, valid, x_b, x_l, x_h, out_b, out_l, L, H, num,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+):  # fmt: skip
+    # heads of one tile run side by side: their rows are neighbours in memory
+    i_h, i_tile, i_b = tl.program_id(0) % H, tl.program_id(0) // H, tl.program_id(1)
+    i_n, i_part = i_tile // PARTS, i_tile % PARTS
+    start, size, _ = span(offsets, i_n, i_part, L, SIZE, BLOCK, SIZE > 0)
+    if HAS_VALID:
+        size = tl.minimum(size, tl.load(valid + i_b.to(tl.int64) * num + i_n) - i_part * BLOCK)
+    b_x = load_tile(x, i_b, i_h, start, size, x_b, x_l, x_h, D, BLOCK, BLOCK_D, False)
+    store_tile(padded, b_x, i_b, i_h, i_tile * BLOCK, BLOCK, out_b, out_l, D, D, BLOCK, BLOCK_D)

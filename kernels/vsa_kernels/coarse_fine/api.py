@@ -1,0 +1,88 @@
+"""The public call of the VSA operator: checks, defaults, then the registered op or the composition.
+
+B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vsa_kernels.block_index import BlockIndex, Blocks
+from vsa_kernels.block_sparse.api import _check_qkv
+from vsa_kernels.coarse_fine import reference
+from vsa_kernels.coarse_fine.op import coarse_fine_fwd
+from vsa_kernels.coarse_fine.reference import CoarseFineOutput
+from vsa_kernels.dispatch import resolve_backend
+from vsa_kernels.selection.api import _CAPACITY_STEP
+
+
+def coarse_fine_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_coarse: Tensor,
+    gate_fine: Tensor | None,
+    *,
+    q_blocks: Blocks,
+    kv_blocks: Blocks,
+    topk: int,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> CoarseFineOutput:
+    """Video sparse attention where every kv block may be selected: both stages, the selection and the gates.
+
+    With means over the tokens of each block (qm, km, vm):
+
+        scores = scale * qm km^T
+        coarse = softmax(scores) vm
+        fine   = softmax(scale * q k^T) v         over the tokens of the topk best blocks of `scores`
+        out    = gate_coarse * coarse[block of the token] + gate_fine * fine
+
+    Differentiable in q, k, v and both gates; the selection is a constant to the gradient. `triton` runs as one
+    registered op (`torch.ops.vsa_kernels.coarse_fine_fwd`), so a checkpoint policy that saves it saves the selection
+    together with out and lse; the other backends compose the single ops.
+
+    Args:
+        q: `[B, L, H, D]` queries, tokens in block order.
+        k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
+        v: `[B, S, Hkv, D]` values.
+        gate_coarse: `[B, L, H, D]` in q's dtype.
+        gate_fine: `[B, L, H, D]` in q's dtype; None: 1.
+        q_blocks: partition of the L query tokens.
+        kv_blocks: partition of the S kv tokens.
+        topk: kv blocks per query block and head; Nkv or more selects all.
+        scale: factor on both stages' logits, default D ** -0.5.
+        backend: of `block_sparse_attn`; None: automatic, see `resolve_backend`.
+
+    Raises:
+        ValueError: topk below 1; shapes, dtypes or the backend do not fit.
+
+    Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", sections 2.2 and 2.3.
+    """
+    _check_qkv(q, k, v)
+    for name, gate in (("gate_coarse", gate_coarse), ("gate_fine", gate_fine)):
+        if gate is not None and (gate.shape != q.shape or gate.dtype != q.dtype):
+            raise ValueError(f"{name} must be {q.dtype} {list(q.shape)} like q, got {gate.dtype} {list(gate.shape)}")
+    if topk < 1:
+        raise ValueError(f"topk must be at least 1, got {topk}")
+    chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+    if chosen == "triton" and factor < 0:
+        raise ValueError(f"scale must not be negative for backend triton, got {factor}")
+    if chosen != "triton":
+        blocks = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
+        return reference.forward(q, k, v, gate_coarse, gate_fine, **blocks, topk=topk, scale=factor, backend=chosen)
+    kept = min(topk, kv_blocks.num)
+    out, fine, lse, coarse, _, indices, counts, *_ = coarse_fine_fwd(
+        *(q, k, v, gate_coarse, gate_fine),
+        *(q_blocks.offsets, q_blocks.max_size, q_blocks.min_size),
+        *(kv_blocks.offsets, kv_blocks.max_size, kv_blocks.min_size),
+        *(kept, list_capacity(topk, kv_blocks.num), factor),
+    )
+    index = BlockIndex(kv_indices=indices, kv_num_blocks=counts, max_blocks=kept, min_blocks=kept)
+    return CoarseFineOutput(out, index, fine, lse, coarse)
+
+
+def list_capacity(topk: int, num_kv: int) -> int:
+    """Capacity of the lists that `select_topk` makes for a plain top-k; a test holds the two together."""
+    return min((topk + _CAPACITY_STEP - 1) // _CAPACITY_STEP * _CAPACITY_STEP, num_kv)

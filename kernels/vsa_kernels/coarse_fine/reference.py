@@ -1,0 +1,129 @@
+"""The VSA operator composed of the other ops and plain matmuls: its meaning, on any device and in any float dtype.
+
+B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vsa_kernels.block_index import BlockIndex, Blocks
+from vsa_kernels.block_sparse import block_sparse_attn
+from vsa_kernels.block_sparse.mask import token_places
+from vsa_kernels.pooling import block_mean_pool
+from vsa_kernels.selection import select_topk
+
+
+class CoarseOutput(NamedTuple):
+    """Result of the coarse stage.
+
+    Args:
+        coarse: `[B, Nq, H, D]` output per query block, in q's dtype.
+        scores: `[B, H, Nq, Nkv]` logits, fp32 (fp64 for fp64 inputs), -inf where a block is no candidate.
+    """
+
+    coarse: Tensor
+    scores: Tensor
+
+
+class CoarseFineOutput(NamedTuple):
+    """Result of `coarse_fine_attn`. Only `out` is differentiable; the rest is there to be looked at.
+
+    Args:
+        out: `[B, L, H, D]` gated sum of both stages.
+        index: the selected kv blocks.
+        fine: `[B, L, H, D]` output of the fine stage.
+        lse: `[B, H, L]` of the fine stage.
+        coarse: `[B, Nq, H, D]` output of the coarse stage, at least fp32 or in q's dtype.
+    """
+
+    out: Tensor
+    index: BlockIndex
+    fine: Tensor
+    lse: Tensor
+    coarse: Tensor
+
+
+def coarse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_blocks: Blocks,
+    kv_blocks: Blocks,
+    candidates: Tensor | None = None,
+    scale: float | None = None,
+) -> CoarseOutput:
+    """Softmax attention between block means.
+
+    Args:
+        q: `[B, L, H, D]` queries, tokens in block order.
+        k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
+        v: `[B, S, Hkv, D]` values.
+        q_blocks: partition of the L query tokens.
+        kv_blocks: partition of the S kv tokens.
+        candidates: bool `[Nq, Nkv]`, blocks that may be seen, at least one per row; None: all.
+        scale: factor on the scores; None: `1 / sqrt(D)`.
+
+    Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2.2.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    q_mean, k_mean, v_mean = (
+        block_mean_pool(x, blocks).transpose(1, 2) for x, blocks in ((q, q_blocks), (k, kv_blocks), (v, kv_blocks))
+    )
+    if (group := q.shape[2] // k.shape[2]) > 1:
+        k_mean, v_mean = k_mean.repeat_interleave(group, dim=1), v_mean.repeat_interleave(group, dim=1)
+    scores = (q_mean * scale) @ k_mean.transpose(-1, -2)
+    if candidates is not None:
+        scores = scores.masked_fill(~candidates, -math.inf)
+    coarse = scores.softmax(dim=-1) @ v_mean
+    return CoarseOutput(coarse.transpose(1, 2).to(q.dtype), scores)
+
+
+def combine(fine: Tensor, coarse: Tensor, gate_coarse: Tensor, gate_fine: Tensor | None, q_blocks: Blocks) -> Tensor:
+    """gate_coarse * coarse[block of the token] + gate_fine * fine, `[B, L, H, D]`.
+
+    Args:
+        fine: `[B, L, H, D]`.
+        coarse: `[B, Nq, H, D]`.
+        gate_coarse: `[B, L, H, D]`.
+        gate_fine: `[B, L, H, D]`; None: 1.
+        q_blocks: partition of the L tokens.
+    """
+    if gate_fine is not None:
+        fine = fine * gate_fine
+    size = q_blocks.max_size
+    if q_blocks.min_size == size:
+        # broadcast, so that backward keeps one coarse row per block and not one per token
+        fine, gate_coarse = (x.unflatten(1, (q_blocks.num, size)) for x in (fine, gate_coarse))
+        return torch.addcmul(fine, gate_coarse, coarse[:, :, None]).flatten(1, 2)
+    block, place = token_places(q_blocks, fine.shape[1])
+    # copies with one reader each, so that the sum in the backward has a fixed order on every device
+    spread = coarse[:, :, None].expand(-1, -1, size, -1, -1).flatten(1, 2)
+    return torch.addcmul(fine, gate_coarse, spread.index_select(1, block * size + place))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_coarse: Tensor,
+    gate_fine: Tensor | None,
+    *,
+    q_blocks: Blocks,
+    kv_blocks: Blocks,
+    topk: int,
+    scale: float,
+    backend: str,
+) -> CoarseFineOutput:
+    """`coarse_fine_attn` with the autograd of its parts; backend is that of the fine stage."""
+    coarse, scores = coarse_attn(q, k, v, q_blocks=q_blocks, kv_blocks=kv_blocks, scale=scale)
+    # scores, not probabilities: the same order without ties where the softmax underflows
+    index = select_topk(scores, topk)
+    fine, lse = block_sparse_attn(q, k, v, index, q_blocks=q_blocks, kv_blocks=kv_blocks, scale=scale, backend=backend)
+    out = combine(fine, coarse, gate_coarse, gate_fine, q_blocks)
+    return CoarseFineOutput(out, index, fine.detach(), lse.detach(), coarse.detach())

@@ -1,0 +1,294 @@
+"""The cases: which ops are timed on a problem, each after its correctness check.
+
+B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from vsa_kernels import block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels.coarse_fine import coarse_fine_attn
+from vsa_kernels.selection.api import list_capacity
+
+from vsa.attention.full import FullAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+
+from . import checks
+from .checks import Layer
+from .peers import add_peers
+from .problems import Problem, Shape, pair_counts, problem
+from .timing import BACKWARD, FORWARD, Op, Skipped, measure, say
+
+# of the scores that exist at a time, as in the operator
+_SCORE_BYTES = 64 << 20
+_TEXT_TOKENS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the command line asked for.
+
+    Args:
+        backends: of ours.
+        peers: to measure against.
+        lists: kind of block lists.
+        device: where to run.
+        dtype: of the tokens.
+        repeats: timed calls of an op; None: see `measure`.
+    """
+
+    backends: list[str]
+    peers: list[str]
+    lists: str
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int | None
+
+
+class Measured(NamedTuple):
+    """Rows of a report, and the ops that could not be measured with the reason."""
+
+    rows: list[dict[str, Any]]
+    skipped: Skipped
+
+
+def fine(shape: Shape, setup: Setup) -> Measured:
+    """The fine stage: `block_sparse_attn` with a given index."""
+    p = problem(shape, setup.lists, setup.dtype, setup.device)
+    case, ops, skipped = p.case, list[Op](), Skipped()
+    add_peers(ops, skipped, p, setup.peers)
+    leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    blocks: dict[str, Any] = {"q_blocks": case.q_blocks, "kv_blocks": case.kv_blocks}
+    for backend in setup.backends:
+        checks.check_measured(case, backend)
+
+        def call(backend: str = backend) -> Tensor:
+            return block_sparse_attn(*leaves, case.index, **blocks, backend=backend)[0]
+
+        ops.append(_ours(backend, p, backend, call, leaves))
+    return Measured(measure(ops, setup.device, setup.repeats), skipped)
+
+
+def vsa(shape: Shape, setup: Setup) -> Measured:
+    """The whole operator: `coarse_fine_attn` as self-attention, with both gates and with the coarse gate alone."""
+    p = problem(shape, setup.lists, setup.dtype, setup.device)
+    case, ops, skipped = _self_attention(p), list[Op](), Skipped()
+    add_peers(ops, skipped, p, setup.peers, whole=True)
+    leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v, p.gate_coarse, p.gate_fine))
+    blocks: dict[str, Any] = {"q_blocks": case.q_blocks, "kv_blocks": case.kv_blocks, "topk": shape.topk}
+    for backend in setup.backends:
+        with torch.no_grad():
+            got = coarse_fine_attn(*leaves, **blocks, backend=backend)
+        checks.check_measured_operator(p, got, f"the operator on backend {backend}")
+        del got
+
+        def both(backend: str = backend) -> Tensor:
+            return coarse_fine_attn(*leaves, **blocks, backend=backend).out
+
+        def coarse(backend: str = backend) -> Tensor:
+            return coarse_fine_attn(*leaves[:4], None, **blocks, backend=backend).out
+
+        ops.append(_ours(backend, p, backend, both, leaves))
+        ops.append(_ours(f"{backend}, no fine gate", p, backend, coarse, leaves[:4]))
+    return Measured(measure(ops, setup.device, setup.repeats), skipped)
+
+
+def coarse(shape: Shape, setup: Setup) -> Measured:
+    """All of the operator's forward but fine stage and gates, and the transposed index: each piece and their sum."""
+    p = problem(shape, setup.lists, setup.dtype, setup.device)
+    case, rows = _self_attention(p), []
+    for backend in setup.backends:
+        with torch.no_grad():
+            got = coarse_fine_attn(
+                case.q, case.k, case.v, p.gate_coarse, p.gate_fine,
+                q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, topk=shape.topk, backend=backend,
+            )  # fmt: skip
+            checks.check_measured_operator(p, got, f"the operator on backend {backend}")
+            del got
+            pieces = _triton_pieces(p) if backend == "triton" else _eager_pieces(p)
+        ops = [
+            Op(name=f"{backend}: {name}", call=call, passes=(kind,), against=())
+            for (name, kind), call in pieces.items()
+        ]
+        own = measure(ops, setup.device, setup.repeats)
+        summed = [row for row in own if row["pass"] == FORWARD or row["op"].endswith("transposed index")]
+        total = {key: round(sum(row[key] for row in summed), 4) for key in summed[0] if key.endswith("_ms")}
+        name = f"{backend}: sum without the coarse attention's backward"
+        rows += [*own, {**summed[0], "op": name, **total, "peak_extra_mib": None}]
+    return Measured(rows, {})
+
+
+def layer(shape: Shape, setup: Setup) -> Measured:
+    """A DiT layer on one video, dense against sparse: its self-attention with projections, and the whole block."""
+    if shape.group > 1:
+        return Measured([], {"layer": "has query blocks of one tile"})
+    ops: list[Op] = []
+    names = {"dense": None, **{backend: backend for backend in setup.backends}}
+    for name, backend in names.items():
+        torch.manual_seed(0)
+        size: dict[str, int] = {"dim": shape.heads * shape.head_dim, "num_heads": shape.heads}
+        size["head_dim"] = shape.head_dim
+        if backend is None:
+            method = FullAttention(**size)
+        else:
+            method = VideoSparseAttention(**size, tile_thw=shape.tile_thw, gate_init="model", backend=backend)
+        built = Layer.build(
+            method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device, text_tokens=_TEXT_TOKENS
+        )
+        layout = built.ctx.layout
+        # its own pairs, coarse ones and projections left out
+        rows = shape.batch * shape.heads
+        pairs = done = rows * shape.tokens**2
+        if backend is not None:
+            sizes = layout.blocks.sizes.float()
+            pairs = int(rows * shape.tokens * shape.topk * float(sizes.mean()))
+            done = rows * layout.num_blocks * shape.topk * shape.block**2
+        for part, call in (("attention", built.attention), ("block", built.whole)):
+            ops.append(
+                Op(
+                    name=f"{part}, {name}",
+                    call=partial(_with_fast_sdpa, call, setup.device),
+                    dout=built.dout,
+                    inputs=(built.x, *built.block.parameters()),
+                    head_dim=shape.head_dim,
+                    pairs=pairs,
+                    executed=done,
+                    products=7 if backend == "triton" else 5,
+                    against=(f"{part}, dense",),
+                )  # fmt: skip
+            )
+    ops.sort(key=lambda op: op.name.split(",")[0])
+    return Measured(measure(ops, setup.device, setup.repeats), {})
+
+
+class Case(NamedTuple):
+    """A case of the command line: what runs, and the checks before it."""
+
+    run: Callable[[Shape, Setup], Measured]
+    check: Callable[[str, Setup], list[str]]
+
+
+CASES = {
+    "fine": Case(fine, lambda backend, s: [checks.check(backend, s.dtype, s.device)]),
+    "coarse": Case(coarse, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
+    "vsa": Case(vsa, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
+    "layer": Case(
+        layer,
+        lambda backend, s: [
+            checks.check_operator(backend, s.dtype, s.device),
+            checks.check_layer(backend, s.device),
+        ],
+    ),
+}
+
+
+def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
+    """The rows of one shape, complete."""
+    say(f"{case} {shape.name}")
+    got = CASES[case].run(shape, setup)
+    common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
+    if case != "layer":
+        common["lists"] = setup.lists
+    return Measured([{**common, **row} for row in got.rows], got.skipped)
+
+
+def _ours(name: str, p: Problem, backend: str, call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Op:
+    pairs, executed = pair_counts(p.case, backend)
+    # triton's backward is split: dq and dk, dv each recompute the logits
+    return Op(
+        name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=p.shape.head_dim,
+        pairs=pairs, executed=executed, products=7 if backend == "triton" else 5,
+    )  # fmt: skip
+
+
+def _self_attention(p: Problem) -> Any:
+    if p.shape.group > 1:
+        raise ValueError(f"shape {p.shape.name} has query blocks of its own: it is for the case fine")
+    return p.case
+
+
+def _with_fast_sdpa(call: Callable[[], Tensor], device: torch.device) -> Tensor:
+    # cuDNN first, also for the cross-attention
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    chosen: AbstractContextManager[None] = nullcontext()
+    if device.type == "cuda":
+        chosen = sdpa_kernel(order, set_priority=True)
+    with chosen:
+        return call()
+
+
+Pieces = dict[tuple[str, str], Callable[[], Any]]
+"""Calls by name and pass."""
+
+
+def _triton_pieces(p: Problem) -> Pieces:
+    from vsa_kernels.block_sparse import triton_bwd, triton_fwd, triton_index
+    from vsa_kernels.coarse_fine.triton_scores import scores
+    from vsa_kernels.pooling import triton_pool
+    from vsa_kernels.selection import triton_topk
+
+    case, topk = p.case, min(p.shape.topk, p.case.kv_blocks.num)
+    q, k, v, blocks = case.q, case.k, case.v, case.q_blocks
+    scale, half = q.shape[-1] ** -0.5, q.dtype.itemsize == 2
+    capacity = list_capacity(topk, blocks.num)
+
+    def pool() -> tuple[Tensor, ...]:
+        return triton_pool.forward((q, k, v), blocks.offsets, blocks.max_size, blocks.min_size)
+
+    means = pool()
+    heads = q.shape[0] * q.shape[2]
+    step = min(heads, max(1, _SCORE_BYTES // (4 * blocks.num**2)))
+    parts = [(first, min(step, heads - first)) for first in range(0, heads, step)]
+
+    def score(first: int, count: int) -> Tensor:
+        return scores(*means[:2], scale, first, count, precision="tf32" if half else "ieee")
+
+    def score_all() -> None:
+        # one part's memory is free for the next
+        for part in parts:
+            score(*part)
+
+    ranked = score(0, step)
+    attend = partial(triton_fwd.dense, *means, scale, half=half)
+    out, lse = attend()
+    dout = torch.randn_like(out)
+    delta = (dout * out).sum(-1).transpose(1, 2).contiguous()
+    lists, counts = case.index.kv_indices, case.index.kv_num_blocks
+    return {
+        ("pooling of q, k, v", FORWARD): pool,
+        ("coarse attention", FORWARD): attend,
+        ("scores", FORWARD): score_all,
+        ("top-k", FORWARD): lambda: [
+            triton_topk.select(ranked[None, :count], topk, None, None, None, capacity) for _, count in parts
+        ],
+        ("transposed index", BACKWARD): lambda: triton_index.transpose(lists, counts, blocks.num),
+        ("coarse attention", BACKWARD): partial(triton_bwd.dense, dout, delta, lse, *means, scale, half=half),
+    }
+
+
+def _eager_pieces(p: Problem) -> Pieces:
+    case, scale = p.case, p.shape.head_dim**-0.5
+
+    def pool() -> list[Tensor]:
+        return [block_mean_pool(x, case.q_blocks).transpose(1, 2) for x in (case.q, case.k, case.v)]
+
+    q_mean, k_mean, v_mean = pool()
+
+    def score() -> Tensor:
+        return (q_mean * scale) @ k_mean.transpose(-1, -2)
+
+    ranked = score()
+    return {
+        ("pooling of q, k, v", FORWARD): pool,
+        ("coarse attention", FORWARD): lambda: ranked.softmax(-1) @ v_mean,
+        ("scores", FORWARD): score,
+        ("top-k", FORWARD): lambda: select_topk(ranked, p.shape.topk),
+    }

@@ -1,0 +1,303 @@
+"""What has to hold before a speed is printed: agreement with fp64 on small ragged problems, with a damaged control
+each, and on parts of the measured problem itself.
+
+B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from vsa_kernels import Blocks, block_sparse_attn
+from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
+from vsa_kernels.coarse_fine.reference import CoarseFineOutput
+from vsa_kernels.testing import Case, assert_within_budget, define, make_case, run
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.layout import Segment
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.blocks import Conditioning, TransformerBlock
+from vsa.models.rope import rope_tables
+
+from .problems import Problem
+
+_SIZES = [5, 9, 3, 10, 7, 16]
+
+
+def check(backend: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Compare the fine stage with its fp64 definition on ragged blocks, and the comparison with a wrong answer.
+
+    Raises:
+        ValueError: an error above its budget, or a damaged input that the budget does not notice.
+    """
+    # fine masks are for the eager backends alone
+    case = make_case(
+        [5, 9, 3, 10], [7, 2, 11, 1, 6], batch=2, heads=4, kv_heads=2, head_dim=32,
+        fine=backend != "triton", kv_valid=True, dtype=dtype, device=device,
+    )  # fmt: skip
+    exact, plain = define(case), run(case, "reference")
+    _compare(f"backend {backend}", run(case, backend), run(replace(case, scale=1.0), backend), plain, exact)
+    return f"{backend} {dtype}: out, lse, dq, dk, dv within the fp64 budget; the wrong scale is noticed"
+
+
+def check_operator(backend: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Compare `coarse_fine_attn` with the eager composition in fp64; arguments and errors as in `check`."""
+    blocks = Blocks.from_sizes(_SIZES, device)
+    topk = 3
+    inputs = _separated(blocks, topk, dtype, device)
+
+    def result(backend: str, dtype: torch.dtype, scale: float | None = None) -> dict[str, Tensor]:
+        *leaves, dout = (x.to(dtype).requires_grad_() for x in inputs)
+        sides: dict[str, Any] = {"q_blocks": blocks, "kv_blocks": blocks, "topk": topk, "scale": scale}
+        got = coarse_fine_attn(*leaves, **sides, backend=backend)
+        names = ("dq", "dk", "dv", "dgate_coarse", "dgate_fine")
+        grads = torch.autograd.grad(got.out, leaves, dout.detach())
+        listed = got.index.to_dense(blocks.num).to(dtype)
+        return {"listed": listed, "out": got.out.detach(), **dict(zip(names, grads, strict=True))}
+
+    exact, plain = result("reference", torch.float64), result("reference", dtype)
+    damaged = result(backend, dtype, scale=1.0)
+    _compare(f"the operator on backend {backend}", result(backend, dtype), damaged, plain, exact)
+    return f"operator on {backend} {dtype}: lists, out and gradients within the fp64 budget; the wrong scale is noticed"
+
+
+def check_layer(backend: str, device: torch.device) -> str:
+    """Compare a sparse self-attention layer in fp32 with fp64; arguments and errors as in `check`."""
+
+    def result(backend: str, dtype: torch.dtype, topk: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        method = VideoSparseAttention(
+            dim=32, num_heads=2, head_dim=16, tile_thw=(2, 2, 2), gate_init="model", backend=backend
+        )
+        layer = Layer.build(method, (3, 5, 4), 1, topk, dtype, device)
+        out = layer.attention()
+        gates = [layer.block.get_parameter(f"{gate}.weight") for gate in ("to_gate_compress", "to_gate_fine")]
+        dx, *grads = torch.autograd.grad(out, [layer.x, *gates], layer.dout)
+        return {"out": out.detach(), "dx": dx, "dw_coarse": grads[0], "dw_fine": grads[1]}
+
+    exact, plain = result("reference", torch.float64, 4), result("reference", torch.float32, 4)
+    damaged = result(backend, torch.float32, 5)
+    _compare(f"the layer on backend {backend}", result(backend, torch.float32, 4), damaged, plain, exact)
+    return f"layer on {backend} float32: out and gradients within the fp64 budget; the wrong top-k is noticed"
+
+
+def _compare(
+    what: str, got: dict[str, Tensor], damaged: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
+) -> None:
+    def agrees(got: dict[str, Tensor]) -> None:
+        for name, x in got.items():
+            assert_within_budget(x, plain[name], exact[name], name)
+
+    try:
+        agrees(got)
+    except AssertionError as error:
+        raise ValueError(f"{what} is wrong, no speed is printed: {error}") from error
+    try:
+        agrees(damaged)
+    except AssertionError:
+        return
+    raise ValueError(f"the check of {what} does not notice a damaged input, no speed is printed")
+
+
+def _separated(blocks: Blocks, topk: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """q, k, v, both gates and dout whose selection no rounding can change."""
+    for seed in range(100):
+        g = torch.Generator().manual_seed(seed)
+        size = (2, sum(_SIZES), 4, 32)
+        q, k, v, gate_coarse, gate_fine, dout = (torch.randn(size, generator=g) for _ in range(6))
+        # every block has a direction of its own, which spreads the scores
+        own = (torch.randn(2, len(_SIZES), 4, 32, generator=g) for _ in range(2))
+        q, k = (x + y.repeat_interleave(torch.tensor(_SIZES), dim=1) for x, y in zip((q, k), own, strict=True))
+        inputs = tuple(x.to(device, dtype) for x in (q, k, v, gate_coarse, gate_fine, dout))
+        q, k, v = (x.double() for x in inputs[:3])
+        ranked = coarse_attn(q, k, v, q_blocks=blocks, kv_blocks=blocks).scores.sort(-1, descending=True).values
+        if float((ranked[..., topk - 1] - ranked[..., topk]).min()) > 0.02:
+            return inputs
+    raise AssertionError("no seed separates the scores")
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def _limit(dtype: torch.dtype) -> float:
+    # rounding of the result and, in half precision, of the probabilities; sums of thousands of terms in fp32
+    return torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spot:
+    """fp64 attention of single query blocks of a large problem: one batch and one head."""
+
+    case: Case
+    b: int
+    h: int
+
+    def tokens(self, blocks: Blocks, listed: list[int]) -> Tensor:
+        at = blocks.offsets.tolist()
+        return torch.cat([torch.arange(at[j], at[j + 1]) for j in listed]).to(blocks.offsets.device)
+
+    def listed(self, n: int) -> list[int]:
+        index = self.case.index
+        row = (self.b % index.kv_indices.shape[0], self.h % index.kv_indices.shape[1], n)
+        return index.kv_indices[row][: int(index.kv_num_blocks[row])].tolist()
+
+    def take(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x[self.b, tokens, self.h * x.shape[2] // self.case.q.shape[2]].double()
+
+    def block(self, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query tokens of block n, their kv tokens, probabilities and logit gradients."""
+        case = self.case
+        rows, columns = self.tokens(case.q_blocks, [n]), self.tokens(case.kv_blocks, self.listed(n))
+        q, dout = self.take(case.q, rows), self.take(case.dout, rows)
+        k, v = self.take(case.k, columns), self.take(case.v, columns)
+        p = torch.softmax(q @ k.T * q.shape[-1] ** -0.5, -1)
+        dp = dout @ v.T
+        return rows, columns, p, p * (dp - (p * dp).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+
+
+def check_forward(case: Case, out: Tensor, what: str) -> None:
+    """Compare some query blocks of an output `[B, L, H, D]` of the measured problem with their fp64 softmax.
+
+    Raises:
+        ValueError: an output further from fp64 than rounding explains.
+    """
+    last = case.q_blocks.num - 1
+    for b, h, n in {(0, 0, 0), (0, 0, last // 2), (case.q.shape[0] - 1, case.q.shape[2] - 1, last)}:
+        spot = Spot(case=case, b=b, h=h)
+        rows, columns, p, _ = spot.block(n)
+        error = _error(spot.take(out, rows), p @ spot.take(case.v, columns))
+        if not error <= _limit(out.dtype):
+            raise ValueError(f"{what}: query block {n} is off by {error:.3g}, no speed is printed")
+
+
+def check_measured(case: Case, backend: str) -> None:
+    """Compare parts of the fine stage's output and gradients on the measured problem with fp64.
+
+    Raises:
+        ValueError: a result further from fp64 than rounding explains.
+    """
+    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    blocks: dict[str, Any] = {"q_blocks": case.q_blocks, "kv_blocks": case.kv_blocks}
+    out = block_sparse_attn(q, k, v, case.index, **blocks, backend=backend)[0]
+    check_forward(case, out.detach(), f"backend {backend}")
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), case.dout)
+    spot = Spot(case=case, b=0, h=0)
+    n = case.q_blocks.num // 2
+    rows, columns, _, ds = spot.block(n)
+    errors = {f"dq of query block {n}": _error(spot.take(dq, rows), ds @ spot.take(case.k, columns))}
+    # the kv block that this query block lists last, from all query blocks that list it
+    j = spot.listed(n)[-1]
+    own = spot.tokens(case.kv_blocks, [j])
+    want_k = want_v = torch.zeros((), dtype=torch.float64, device=q.device)
+    for i in range(case.q_blocks.num):
+        if j in spot.listed(i):
+            rows, columns, p, ds = spot.block(i)
+            seen = (columns >= own[0]) & (columns <= own[-1])
+            want_v = want_v + p[:, seen].T @ spot.take(case.dout, rows)
+            want_k = want_k + ds[:, seen].T @ spot.take(case.q, rows)
+    errors |= {f"dk of kv block {j}": _error(spot.take(dk, own), want_k)}
+    errors |= {f"dv of kv block {j}": _error(spot.take(dv, own), want_v)}
+    for name, error in errors.items():
+        if not error <= _limit(q.dtype):
+            raise ValueError(f"backend {backend}: {name} is off by {error:.3g}, no speed is printed")
+
+
+def check_measured_operator(p: Problem, got: CoarseFineOutput, what: str) -> None:
+    """Compare the selection and some outputs of `coarse_fine_attn` on the measured problem with fp64.
+
+    Raises:
+        ValueError: a block listed that is not among the best, or an output that rounding does not explain.
+    """
+    case = replace(p.case, index=got.index)
+    check_forward(case, got.fine, what)
+    at = case.q_blocks.offsets.tolist()
+    for b, h, n in {(0, 0, 0), (case.q.shape[0] - 1, case.q.shape[2] - 1, case.q_blocks.num - 1)}:
+        spot = Spot(case=case, b=b, h=h)
+        rows = torch.arange(at[n], at[n + 1], device=p.device)
+        k_mean, v_mean = (_means(x[b, :, h * x.shape[2] // case.q.shape[2]], case.kv_blocks) for x in (case.k, case.v))
+        scores = k_mean @ spot.take(case.q, rows).mean(0) * case.q.shape[-1] ** -0.5
+        listed = spot.listed(n)
+        if listed != sorted(set(listed)) or len(listed) != min(p.shape.topk, case.kv_blocks.num):
+            raise ValueError(
+                f"{what}: query block {n} lists {len(listed)} blocks or not ascending, no speed is printed"
+            )
+        rest = torch.ones_like(scores, dtype=torch.bool)
+        rest[listed] = False
+        # products of means may be tf32
+        slack = float(scores.abs().max()) * (4e-3 if p.dtype.itemsize == 2 else 1e-5)
+        if rest.any() and float(scores[listed].min()) < float(scores[rest].max()) - slack:
+            raise ValueError(f"{what}: query block {n} does not list its best blocks, no speed is printed")
+        coarse = torch.softmax(scores, 0) @ v_mean
+        gates = [spot.take(x, rows) for x in (p.gate_coarse, p.gate_fine)]
+        want = gates[0] * coarse + gates[1] * spot.take(got.fine, rows)
+        error = _error(spot.take(got.out, rows), want)
+        if not error <= _limit(got.out.dtype):
+            raise ValueError(f"{what}: the output of query block {n} is off by {error:.3g}, no speed is printed")
+
+
+def _means(x: Tensor, blocks: Blocks) -> Tensor:
+    # fp64 [N, D] of x [L, D]
+    block = torch.arange(blocks.num, device=x.device).repeat_interleave(blocks.sizes)
+    sums = x.new_zeros((blocks.num, x.shape[-1]), dtype=torch.float64).index_add_(0, block, x.double())
+    return sums / blocks.sizes[:, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A DiT block on one video, with everything it reads.
+
+    Args:
+        block: the block.
+        x: `[B, L, C]` hidden states, a leaf.
+        dout: `[B, L, C]`.
+        cond: modulation, RoPE tables and text.
+        ctx: layout and top-k.
+    """
+
+    block: TransformerBlock
+    x: Tensor
+    dout: Tensor
+    cond: Conditioning
+    ctx: AttnContext
+
+    @classmethod
+    def build(
+        cls, method: AttentionMethod, grid_thw: tuple[int, int, int], batch: int, topk: int,
+        dtype: torch.dtype, device: torch.device, text_tokens: int = 8,
+    ) -> Layer:  # fmt: skip
+        """Random weights and inputs, the same for every method under one seed."""
+        dim = method.dim
+        block = TransformerBlock(
+            method, num_heads=method.num_heads, head_dim=method.head_dim, ffn_dim=4 * dim,
+            cross_attn_norm=True, eps=1e-6, added_kv_proj_dim=None,
+        )  # fmt: skip
+        torch.nn.init.normal_(block.scale_shift_table, std=dim**-0.5)
+        block.to(device, dtype)
+        layout = method.layout([Segment(grid_thw)], device)
+        g = torch.Generator().manual_seed(1)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=g).to(device, dtype)
+
+        cond = Conditioning(
+            modulation=normal(batch, 1, 6, dim).to(torch.promote_types(dtype, torch.float32)),
+            rope=tuple(x[layout.order] for x in rope_tables(grid_thw, method.head_dim, device)),  # type: ignore[arg-type]
+            text=normal(batch, text_tokens, dim),
+        )
+        x, dout = (normal(batch, layout.num_tokens, dim) for _ in range(2))
+        ctx = AttnContext(layout=layout, topk=topk)
+        return cls(block=block, x=x.requires_grad_(), dout=dout, cond=cond, ctx=ctx)
+
+    def attention(self) -> Tensor:
+        """Self-attention alone, projections and norms included."""
+        return self.block.self_attention(F.layer_norm(self.x, self.x.shape[-1:]), self.cond.rope, self.ctx)
+
+    def whole(self) -> Tensor:
+        """The block."""
+        return self.block(self.x, self.cond, self.ctx)

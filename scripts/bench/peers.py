@@ -1,0 +1,176 @@
+"""Whom the ops are measured against: dense attention, FlexAttention and `fastvideo-kernel`.
+
+B batch, L tokens, H heads, D head dim, N tiles.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from vsa_kernels.block_sparse.mask import token_places
+
+from .checks import check_forward
+from .problems import Problem, listed_pairs
+from .timing import Op, Skipped, attempt
+
+PEERS = ("dense", "flex", "fastvideo")
+_DENSE = {"dense-cudnn": SDPBackend.CUDNN_ATTENTION, "dense-fa2": SDPBackend.FLASH_ATTENTION}
+_FLEX_BLOCK = 128
+_FASTVIDEO = ("fastvideo-tk", "fastvideo-triton")
+
+
+def dense_kernel(name: str) -> AbstractContextManager[None]:
+    """Where SDPA runs as the named dense op."""
+    return sdpa_kernel(_DENSE[name]) if name in _DENSE else nullcontext()
+
+
+def add_dense(ops: list[Op], skipped: Skipped, p: Problem) -> None:
+    """Dense SDPA: torch's choice on a CPU, cuDNN and FlashAttention-2 by name on a GPU."""
+    q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (p.case.q, p.case.k, p.case.v))
+    batch, tokens, heads, head_dim = q.shape
+    pairs = batch * heads * tokens**2
+
+    def make(name: str) -> Op:
+        def call() -> Tensor:
+            with dense_kernel(name):
+                return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+        return Op(name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=head_dim, pairs=pairs, executed=pairs)
+
+    for name in _DENSE if p.device.type == "cuda" else ("dense",):
+        attempt(ops, skipped, name, lambda name=name: make(name))
+
+
+def add_flex(ops: list[Op], skipped: Skipped, p: Problem) -> None:
+    """FlexAttention, compiled, on random lists over blocks of 128: its backward refuses blocks of 64."""
+    attempt(ops, skipped, f"flex-{_FLEX_BLOCK}", lambda: _flex(p))
+
+
+def flex_lists(p: Problem) -> tuple[Tensor, Tensor]:
+    """Lists over blocks of 128 with as many pairs as the problem's: indices `[B, H, N, N]` and counts `[B, H, N]`.
+
+    Raises:
+        ValueError: the problem has no such lists.
+    """
+    shape = p.shape
+    listed, rest = divmod(shape.topk * shape.block, _FLEX_BLOCK)
+    if rest or shape.tokens % _FLEX_BLOCK or p.lists != "random":
+        raise ValueError(f"needs random lists of whole blocks of {_FLEX_BLOCK} tokens")
+    num = shape.tokens // _FLEX_BLOCK
+    g = torch.Generator(device=p.device).manual_seed(0)
+    scores = torch.rand(shape.batch, shape.heads, num, num, generator=g, device=p.device)
+    chosen = torch.zeros_like(scores, dtype=torch.int32).scatter_(-1, scores.topk(listed, -1).indices, 1)
+    # full width, as `BlockMask` wants it: the listed blocks first, ascending
+    indices = chosen.sort(-1, descending=True, stable=True).indices.int()
+    return indices, torch.full_like(indices[..., 0], listed)
+
+
+def _flex(p: Problem) -> Op:
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    indices, counts = flex_lists(p)
+    # all blocks are full: none asks for a mask inside
+    mask = BlockMask.from_kv_blocks(
+        torch.zeros_like(counts), indices, counts, indices, BLOCK_SIZE=_FLEX_BLOCK,
+        seq_lengths=(p.shape.tokens, p.shape.tokens),
+    )  # fmt: skip
+    compiled = torch.compile(flex_attention, dynamic=False)
+    # its own layout [B, H, L, D]
+    q, k, v, dout = (x.detach().transpose(1, 2).contiguous() for x in (p.case.q, p.case.k, p.case.v, p.case.dout))
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    pairs = int(counts.sum()) * _FLEX_BLOCK**2
+
+    def call() -> Tensor:
+        out = compiled(*leaves, block_mask=mask)
+        assert isinstance(out, Tensor)
+        return out
+
+    return Op(
+        name=f"flex-{_FLEX_BLOCK}", call=call, inputs=leaves, dout=dout, head_dim=p.shape.head_dim,
+        pairs=pairs, executed=pairs, products=7,
+    )  # fmt: skip
+
+
+def add_fastvideo(ops: list[Op], skipped: Skipped, p: Problem, whole: bool) -> None:
+    """`fastvideo-kernel` where it is installed: `block_sparse_attn_from_indices`, or the whole `video_sparse_attn`."""
+    if p.device.type != "cuda" or importlib.util.find_spec("fastvideo_kernel") is None:
+        return
+    for name in _FASTVIDEO:
+        attempt(ops, skipped, name, lambda name=name: _fastvideo(p, name, whole))
+
+
+def _fastvideo(p: Problem, name: str, whole: bool) -> Op:
+    shape, case = p.shape, p.case
+    if shape.block != 64 or shape.group != 1 or shape.batch != 1:
+        raise ValueError("takes one sample and blocks of 64 tokens")
+    import fastvideo_kernel  # type: ignore[import-not-found]
+
+    if name == "fastvideo-tk":
+        # its fallback would be timed under a wrong name
+        from fastvideo_kernel._C import fastvideo_kernel_ops  # type: ignore[import-not-found]
+
+        assert fastvideo_kernel_ops.block_sparse_fwd is not None
+        if torch.cuda.get_device_capability(p.device) != (9, 0):
+            raise ValueError("runs on compute capability 9.0 only")
+    slots = padded_slots(p)
+    q, k, v, gate, dout = (pad(x, slots, p) for x in (case.q, case.k, case.v, p.gate_coarse, case.dout))
+    sizes = case.kv_blocks.sizes.contiguous()
+    leaves = tuple(x.requires_grad_() for x in ((q, k, v, gate) if whole else (q, k, v)))
+    indices, counts = (x.expand(1, shape.heads, *x.shape[2:]).contiguous() for x in
+                       (case.index.kv_indices[..., : shape.topk], case.index.kv_num_blocks))  # fmt: skip
+
+    def fine() -> Tensor:
+        return fastvideo_kernel.block_sparse_attn_from_indices(q, k, v, indices, counts, sizes)[0]
+
+    def operator() -> Tensor:
+        return fastvideo_kernel.video_sparse_attn(
+            q, k, v, sizes, sizes, shape.topk, block_size=64, compress_attn_weight=gate
+        )
+
+    def call() -> Tensor:
+        # the package reads it at every call
+        os.environ["FASTVIDEO_VSA_TRITON"] = "1" if name == "fastvideo-triton" else "0"
+        return operator() if whole else fine()
+
+    if not whole:
+        with torch.no_grad():
+            check_forward(case, call().transpose(1, 2)[:, slots], name)
+    real = listed_pairs(case.index, case.q_blocks.sizes, case.kv_blocks.sizes, 1, shape.heads)
+    full = torch.full_like(case.kv_blocks.sizes, 64)
+    return Op(
+        name=name, call=call, inputs=leaves, dout=dout, head_dim=shape.head_dim, pairs=real,
+        executed=listed_pairs(case.index, full, full, 1, shape.heads), products=7 if name == "fastvideo-triton" else 5,
+    )  # fmt: skip
+
+
+def padded_slots(p: Problem) -> Tensor:
+    """Place of each token where every tile has room for `shape.block` of them: int64 `[L]`."""
+    block, place = token_places(p.case.kv_blocks, p.shape.tokens)
+    return block * p.shape.block + place
+
+
+def pad(x: Tensor, slots: Tensor, p: Problem) -> Tensor:
+    """`[B, H, N * block, D]` contiguous of x `[B, L, H, D]`, zeros where a tile has no token."""
+    B, _, H, D = x.shape
+    padded = x.new_zeros((B, p.case.kv_blocks.num * p.shape.block, H, D))
+    padded[:, slots] = x.detach()
+    return padded.transpose(1, 2).contiguous()
+
+
+def add_peers(ops: list[Op], skipped: Skipped, p: Problem, peers: list[str], whole: bool = False) -> None:
+    """The peers that fit a problem."""
+    add: dict[str, Callable[[], None]] = {
+        "dense": lambda: add_dense(ops, skipped, p),
+        "flex": lambda: add_flex(ops, skipped, p) if p.device.type == "cuda" and not whole else None,
+        "fastvideo": lambda: add_fastvideo(ops, skipped, p, whole),
+    }
+    for name in PEERS:
+        if name in peers:
+            add[name]()

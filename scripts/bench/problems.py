@@ -1,0 +1,229 @@
+"""The measured problems: token grids, block lists and inputs.
+
+B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks, K = topk.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, Blocks, select_topk
+from vsa_kernels.testing import Case
+
+from vsa.attention.layout import Segment, TileLayout
+
+LISTS = ("random", "local")
+"""Block lists: independent of place, or near tiles first so that neighbouring query blocks share most of theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One problem: a video's token grid cut into tiles, `topk` kv tiles listed by every query block.
+
+    Args:
+        name: selects it on the command line.
+        grid_thw: tokens along time, height, width.
+        heads: H.
+        head_dim: D.
+        topk: K.
+        batch: B.
+        tile_thw: tokens of a kv tile.
+        group: kv tiles per query block.
+    """
+
+    name: str
+    grid_thw: tuple[int, int, int]
+    heads: int
+    head_dim: int
+    topk: int
+    batch: int = 1
+    tile_thw: tuple[int, int, int] = (4, 4, 4)
+    group: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.grid_thw)
+
+    @property
+    def block(self) -> int:
+        return math.prod(self.tile_thw)
+
+    @property
+    def tiles(self) -> int:
+        return math.prod(-(-n // c) for n, c in zip(self.grid_thw, self.tile_thw, strict=True))
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.topk / self.tiles
+
+    def layout(self, device: torch.device) -> TileLayout:
+        with warnings.catch_warnings():
+            # short tiles are what the ragged grids are here for
+            warnings.simplefilter("ignore")
+            return TileLayout.build([Segment(self.grid_thw)], tile_thw=self.tile_thw, device=device)
+
+    def row(self) -> dict[str, Any]:
+        """The shape's part of a report's row."""
+        return {
+            "name": self.name,
+            "batch": self.batch,
+            "heads": self.heads,
+            "tokens": self.tokens,
+            "head_dim": self.head_dim,
+            "grid": "x".join(map(str, self.grid_thw)),
+            "block": self.block,
+            "q_block": self.block * self.group,
+            "topk": self.topk,
+            "sparsity": self.sparsity,
+        }
+
+
+CPU_SHAPES = (
+    Shape(name="16k", grid_thw=(16, 32, 32), heads=2, head_dim=64, topk=32),
+    Shape(name="quickstart", grid_thw=(4, 8, 8), tile_thw=(2, 2, 2), heads=4, head_dim=32, topk=8, batch=8),
+)
+GPU_SHAPES = (
+    Shape(name="paper-16k-d64", grid_thw=(16, 32, 32), heads=12, head_dim=64, topk=32),
+    Shape(name="paper-16k-d128", grid_thw=(16, 32, 32), heads=12, head_dim=128, topk=32),
+    Shape(name="wan1.3b-480p", grid_thw=(16, 28, 52), heads=12, head_dim=128, topk=32),
+    Shape(name="32k-d128", grid_thw=(32, 32, 32), heads=12, head_dim=128, topk=64),
+    Shape(name="21x30x52", grid_thw=(21, 30, 52), heads=12, head_dim=128, topk=78),
+    Shape(name="21x45x80", grid_thw=(21, 45, 80), heads=12, head_dim=128, topk=180),
+    Shape(name="wide-16k-d128", grid_thw=(16, 32, 32), heads=12, head_dim=128, topk=32, group=2),
+)
+# measured when named, or with --all
+EXTRA_SHAPES = (
+    Shape(name="wan14b-720p", grid_thw=(16, 60, 80), heads=40, head_dim=128, topk=120),
+    # tries the script itself, on any device
+    Shape(name="smoke", grid_thw=(3, 5, 4), tile_thw=(2, 2, 2), heads=2, head_dim=16, topk=4),
+)
+
+
+def choose_shapes(names: list[str] | None, everything: bool, device: torch.device) -> list[Shape]:
+    """The shapes to measure.
+
+    Args:
+        names: those asked for; None: the device's defaults.
+        everything: all but `smoke`, whatever their size.
+        device: where they will run.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    defaults = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    known = {shape.name: shape for shape in (*CPU_SHAPES, *GPU_SHAPES, *EXTRA_SHAPES)}
+    if everything:
+        return [*defaults, *(s for s in EXTRA_SHAPES if s.name != "smoke" and device.type == "cuda")]
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ValueError(f"--shapes must be of {', '.join(known)}, got {', '.join(unknown)}")
+    return list(defaults) if names is None else [known[name] for name in names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A shape with its inputs.
+
+    Args:
+        shape: of the problem.
+        lists: one of `LISTS`.
+        layout: tiles of the tokens.
+        case: inputs and, for the fine stage, the index.
+        gate_coarse: `[B, L, H, D]`.
+        gate_fine: `[B, L, H, D]`.
+    """
+
+    shape: Shape
+    lists: str
+    layout: TileLayout
+    case: Case
+    gate_coarse: Tensor
+    gate_fine: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.case.q.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.case.q.dtype
+
+
+def problem(shape: Shape, lists: str, dtype: torch.dtype, device: torch.device) -> Problem:
+    """Random inputs of a shape; with local lists, q and k carry their tile's place too, so that near tiles score high."""
+    g = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=g, device=device)
+
+    layout = shape.layout(device)
+    size = (shape.batch, shape.tokens, shape.heads, shape.head_dim)
+    q, k, v, dout, gate_coarse, gate_fine = (normal(*size).to(dtype) for _ in range(6))
+    q_blocks, kv_blocks = _merged(layout.blocks, shape.group), layout.blocks
+    centres = tile_centres(shape, layout)
+    if lists == "local":
+        place = _place_features(centres, shape.head_dim).repeat_interleave(kv_blocks.sizes, dim=0)[:, None]
+        q, k = ((x + place).to(dtype) for x in (q, k))
+        near = centres.unflatten(0, (-1, shape.group)).mean(1)
+        scores = normal(shape.batch, shape.heads, q_blocks.num, kv_blocks.num) - torch.cdist(near, centres)
+    else:
+        scores = normal(shape.batch, shape.heads, q_blocks.num, kv_blocks.num)
+    index = select_topk(scores, shape.topk)
+    dlse = q.new_zeros((shape.batch, shape.heads, shape.tokens), dtype=torch.float32)
+    blocks = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
+    case = Case(q=q, k=k, v=v, dout=dout, dlse=dlse, index=index, **blocks)
+    return Problem(shape=shape, lists=lists, layout=layout, case=case, gate_coarse=gate_coarse, gate_fine=gate_fine)
+
+
+def tile_centres(shape: Shape, layout: TileLayout) -> Tensor:
+    """Mean place of each tile's tokens, in tiles: fp32 `[N, 3]` along time, height, width."""
+    t, h, w = shape.grid_thw
+    place = torch.stack((layout.order // (h * w), layout.order // w % h, layout.order % w), -1).float()
+    block = torch.arange(layout.num_blocks, device=place.device).repeat_interleave(layout.blocks.sizes)
+    sums = place.new_zeros((layout.num_blocks, 3)).index_add_(0, block, place)
+    return sums / layout.blocks.sizes[:, None] / place.new_tensor(shape.tile_thw)
+
+
+def listed_pairs(index: BlockIndex, q_sizes: Tensor, kv_sizes: Tensor, batch: int, heads: int) -> int:
+    """Token pairs of the listed blocks, over all batches and heads, when the blocks have these sizes `[Nq]`, `[Nkv]`."""
+    kept = torch.arange(index.kv_indices.shape[-1], device=q_sizes.device) < index.kv_num_blocks[..., None]
+    # entries past the count are never read
+    sizes = kv_sizes.long()[torch.where(kept, index.kv_indices, 0).long()] * kept
+    rows = index.kv_indices.shape[0] * index.kv_indices.shape[1]
+    return int((sizes.sum(-1) * q_sizes).sum()) * (batch * heads // rows)
+
+
+def pair_counts(case: Case, backend: str) -> tuple[int, int]:
+    """Useful pairs (real tokens of the listed blocks) and those a backend multiplies, whole tiles at a time."""
+    batch, _, heads, _ = case.q.shape
+
+    def padded(blocks: Blocks) -> Tensor:
+        size = blocks.max_size
+        if backend == "triton":
+            # tiles of a power of two from 16 to 64 rows
+            size = max(16, 1 << (size - 1).bit_length()) if size <= 64 else -(-size // 64) * 64
+        return torch.full_like(blocks.sizes, size)
+
+    real = listed_pairs(case.index, case.q_blocks.sizes, case.kv_blocks.sizes, batch, heads)
+    return real, listed_pairs(case.index, padded(case.q_blocks), padded(case.kv_blocks), batch, heads)
+
+
+def _merged(blocks: Blocks, group: int) -> Blocks:
+    if group == 1:
+        return blocks
+    if blocks.num % group or blocks.min_size != blocks.max_size:
+        raise ValueError(f"query blocks of {group} tiles need equal tiles in a multiple of {group}, got {blocks.num}")
+    size = blocks.max_size * group
+    return Blocks(offsets=blocks.offsets[::group].contiguous(), max_size=size, min_size=size)
+
+
+def _place_features(centres: Tensor, head_dim: int) -> Tensor:
+    # sines and cosines of the place: their products fall with distance
+    pairs = head_dim // 2
+    angle = centres[:, torch.arange(pairs) % 3] * torch.linspace(0.1, 1.0, pairs, device=centres.device)
+    return torch.cat((angle.sin(), angle.cos(), angle.new_zeros(len(centres), head_dim - 2 * pairs)), -1)

@@ -1,0 +1,375 @@
+"""Compiles what the host functions would launch on a chip that is not there, and prints one JSON line per kernel.
+
+    PYTHONPATH=kernels python tests/kernels/aot.py --arch 90 --plan quick
+
+A stand-in for Triton's CUDA driver names the target, every launch becomes a compilation, and the host functions run on
+CPU tensors with undefined values: so the kernels, constants and pinned configurations are those of production. It is a
+program of its own because Triton picks its driver, and whether kernels are interpreted, once per process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import vsa_kernels
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from vsa_kernels import BlockIndex, Blocks, launch
+from vsa_kernels.block_sparse.mask import BlockMask
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHAPES = ((64, 64), (64, 16), (128, 64), (128, 128), (256, 256))
+DIMS = tuple(range(16, 257, 16))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What the compiler made of one kernel; `error` alone is set when there is none.
+
+    Args:
+        label: problem that launched it.
+        stack: bytes of local memory per thread: spilled registers, as Triton's kernels have no local arrays.
+        dots: rows, columns, depth and operand type of every matrix product in the source.
+        wgmma: Hopper's matrix instruction is used.
+        mma_sync: the older one is used.
+    """
+
+    label: str
+    arch: int
+    error: str = ""
+    kernel: str = ""
+    constants: dict[str, Any] = field(default_factory=dict)
+    warps: int = 0
+    stages: int = 0
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    dots: list[tuple[int, int, int, str]] = field(default_factory=list)
+    wgmma: bool = False
+    mma_sync: bool = False
+
+
+class OfflineDriver:
+    """As much of Triton's driver as compilation asks for."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def install(arch: int) -> list[Any]:
+    """Turns every launch of this process into a compilation for `arch`; returns the list that collects them."""
+    from triton.runtime.jit import JITFunction
+
+    if triton.knobs.runtime.interpret:
+        raise SystemExit("kernels are interpreted: unset TRITON_INTERPRET")
+    triton.runtime.driver.set_active(OfflineDriver(arch))  # type: ignore[arg-type]
+    asked = launch.capability
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        return divmod(arch, 10)
+
+    # files that imported the function by name hold it too
+    for module in list(sys.modules.values()):
+        if getattr(module, "capability", None) is asked:
+            module.capability = capability  # type: ignore[attr-defined]
+    compiled: list[Any] = []
+    compile_and_launch = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = compile_and_launch(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(kernel)
+        return kernel
+
+    JITFunction.run = run  # type: ignore[method-assign]
+    return compiled
+
+
+def record_of(label: str, arch: int, kernel: Any) -> Record:
+    """Reads one compiled kernel."""
+    names, ptx = kernel.src.fn.arg_names, kernel.asm["ptx"]
+    constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
+    registers, stack = resources(kernel.asm["cubin"])
+    product = re.compile(r"tt\.dot .*: tensor<(\d+)x(\d+)x(\w+)> \* tensor<\d+x(\d+)x\w+>")
+    dots = [(int(m), int(n), int(k), kind) for m, k, kind, n in product.findall(kernel.asm["ttir"])]
+    return Record(
+        label=label,
+        arch=arch,
+        kernel=kernel.name,
+        constants={
+            name: value if isinstance(value, int | str | None) else str(value) for name, value in constants.items()
+        },
+        warps=kernel.metadata.num_warps,
+        stages=kernel.metadata.num_stages,
+        registers=registers,
+        stack=stack,
+        shared=kernel.metadata.shared,
+        dots=dots,
+        wgmma="wgmma.mma_async" in ptx,
+        mma_sync="mma.sync" in ptx,
+    )
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory per thread, from the binary itself (a cached kernel has no ptxas log)."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", done.stdout)
+    assert found is not None, done.stdout
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One problem as the host functions see it; tensors hold undefined values."""
+
+    dtype: str = "bf16"
+    head_dim: int = 128
+    blocks: tuple[int, int] = (64, 64)
+    even: bool = True
+    valid: bool = False
+    group: int = 1
+    batch: int = 2
+    heads: int = 4
+    num: int = 24
+
+    def __str__(self) -> str:
+        marks = "" if self.even else " ragged"
+        marks += " valid" if self.valid else ""
+        marks += f" group {self.group}" if self.group > 1 else ""
+        return f"{self.dtype} {self.head_dim} {self.blocks[0]}x{self.blocks[1]}{marks}"
+
+    def sides(self) -> tuple[Blocks, Blocks]:
+        """Query and kv blocks."""
+        q, kv = (
+            [size] * self.num if self.even else [size, size - 5, size, 3] * (self.num // 4) for size in self.blocks
+        )
+        return Blocks.from_sizes(q), Blocks.from_sizes(kv)
+
+    def tokens(self, blocks: Blocks, heads: int) -> Tensor:
+        return torch.empty(self.batch, int(blocks.offsets[-1]), heads, self.head_dim, dtype=DTYPES[self.dtype])
+
+    def means(self, heads: int) -> Tensor:
+        return torch.empty(self.batch, self.num, heads, self.head_dim)
+
+    def mask(self, topk: int = 8, capacity: int = 24) -> BlockMask:
+        q, kv = self.sides()
+        rows = (self.batch, self.heads, self.num)
+        index = BlockIndex(
+            kv_indices=torch.empty(*rows, capacity, dtype=torch.int32),
+            kv_num_blocks=torch.empty(rows, dtype=torch.int32),
+            max_blocks=topk,
+            min_blocks=topk,
+        )
+        valid = torch.empty(self.batch, self.num, dtype=torch.int32) if self.valid else None
+        return BlockMask(index=index, q_blocks=q, kv_blocks=kv, kv_valid=valid)
+
+
+def fine(p: Problem) -> None:
+    """The fine stage, forward and backward, with and without the gradients of the means."""
+    from vsa_kernels.block_sparse import triton_bwd, triton_fwd
+
+    mask, kv_heads = p.mask(), p.heads // p.group
+    q, k, v = p.tokens(mask.q_blocks, p.heads), *(p.tokens(mask.kv_blocks, kv_heads) for _ in range(2))
+    out, lse = triton_fwd.forward(q, k, v, mask, 0.1)
+    shares = {"q_share": p.means(p.heads), "k_share": p.means(kv_heads), "v_share": p.means(kv_heads)}
+    delta = triton_bwd.delta(out, out, lse, lse)
+    for share in ({}, shares):
+        triton_bwd.backward(out, delta, lse, q, k, v, mask, 0.1, **share)
+
+
+def coarse(p: Problem) -> None:
+    """Dense attention over the block means, in whole tiles and not."""
+    from vsa_kernels.block_sparse import triton_bwd, triton_fwd
+
+    kv_heads, half = p.heads // p.group, p.dtype != "fp32"
+    for sized in (p, replace(p, num=64)):
+        q, k, v = (sized.means(heads) for heads in (p.heads, kv_heads, kv_heads))
+        out, lse = triton_fwd.dense(q, k, v, 0.1, half=half)
+        triton_bwd.dense(out, torch.empty_like(lse), lse, q, k, v, 0.1, half=half)
+
+
+def transpose(p: Problem) -> None:
+    """The index of the backward."""
+    from vsa_kernels.block_sparse import triton_index
+
+    index = p.mask().index
+    for num_kv in (p.num, 1200, 4096):
+        triton_index.transpose(index.kv_indices, index.kv_num_blocks, num_kv)
+
+
+def pooling(p: Problem) -> None:
+    """Means of q, k and v in one launch, and their gradient."""
+    from vsa_kernels.pooling import triton_pool
+
+    blocks, _ = p.sides()
+    sizes = (blocks.offsets, blocks.max_size, blocks.min_size)
+    kv_heads = p.heads // p.group
+    q, k, v = (p.tokens(blocks, heads) for heads in (p.heads, kv_heads, kv_heads))
+    for xs in ((q,), (k, v), (q, k, v)):
+        triton_pool.forward(xs, *sizes)
+    triton_pool.backward(p.means(p.heads), *sizes, q.shape[1], q.dtype)
+
+
+def selection(p: Problem) -> None:
+    """Top-k, plain and with every option, over few, many and the most blocks."""
+    for num_kv in (p.num, 1200, 4096):
+        select(p, num_kv, 8, min(32, num_kv))
+
+
+def select(p: Problem, num_kv: int, topk: int, capacity: int) -> None:
+    from vsa_kernels.selection import triton_topk
+
+    scores = torch.empty(p.batch, p.heads, p.num, num_kv)
+    allowed = torch.empty(p.num, num_kv, dtype=torch.bool)
+    rows = torch.empty(p.num, dtype=torch.int32)
+    triton_topk.select(scores, topk, None, None, None, capacity)
+    triton_topk.select(scores, topk, None, allowed, None, capacity)
+    triton_topk.select(scores, None, rows, allowed, allowed, num_kv)
+
+
+def gates(p: Problem) -> None:
+    """Gate and sum of the two stages, with and without the fine gate."""
+    from vsa_kernels.coarse_fine import triton_gate
+
+    blocks, _ = p.sides()
+    tokens, means = p.tokens(blocks, p.heads), p.means(p.heads)
+    for gate in (None, tokens):
+        triton_gate.combine(tokens, means, tokens, gate, blocks)
+        triton_gate.combine_backward(tokens, tokens, means, tokens, gate, blocks)
+
+
+def operator(p: Problem) -> None:
+    """The whole operator, forward and backward."""
+    from vsa_kernels.coarse_fine import triton_op
+
+    q_blocks, kv_blocks = p.sides()
+    if p.blocks[0] == p.blocks[1]:
+        kv_blocks = q_blocks
+    q, gate = p.tokens(q_blocks, p.heads), p.tokens(q_blocks, p.heads)
+    k, v = (p.tokens(kv_blocks, p.heads // p.group) for _ in range(2))
+    for fine_gate in (None, gate):
+        given = (q, k, v, gate, fine_gate, q_blocks, kv_blocks, 8)
+        out, *saved = triton_op.forward(*given, 24, 0.1)
+        triton_op.backward(out, triton_op.Saved(*saved), *given, 0.1)
+
+
+STAGES: tuple[Callable[[Problem], None], ...] = (fine, coarse, transpose, pooling, selection, gates, operator)
+BY_SHAPE = (fine, pooling, gates, operator)
+
+
+def annealing(topk: int, capacity: int) -> None:
+    """One step of an annealing schedule, which changes the counts at a fixed shape."""
+    from vsa_kernels.block_sparse import triton_bwd, triton_fwd
+
+    # neither the number of blocks nor every capacity is a multiple of 16
+    p = Problem(num=70)
+    mask = p.mask(topk, capacity)
+    q = p.tokens(mask.q_blocks, p.heads)
+    out, lse = triton_fwd.forward(q, q, q, mask, 0.1)
+    triton_bwd.backward(out, torch.empty_like(lse), lse, q, q, q, mask, 0.1)
+    select(p, p.num, topk, capacity)
+
+
+def plan(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The (label, callable) pairs of a plan; the callables launch what is to be compiled."""
+    if name == "toys":
+        yield from importlib.import_module("aot_toys").CASES
+        return
+    if name == "annealing":
+        for topk, capacity in ((2, 32), (1, 32), (16, 32), (17, 32), (33, 64), (69, 70), (70, 70)):
+            yield f"annealing {topk}", lambda topk=topk, capacity=capacity: annealing(topk, capacity)
+        return
+    tuned = Problem()
+    problems: dict[Problem, tuple[Callable[[Problem], None], ...]] = {}
+    if name == "quick":
+        problems = {tuned: STAGES, replace(tuned, even=False, group=2): BY_SHAPE}
+    elif name == "tuned":
+        for dim, blocks in ((d, b) for d in (64, 128) for b in ((64, 64), (128, 64))):
+            for even in (True, False):
+                problems[replace(tuned, head_dim=dim, blocks=blocks, even=even)] = STAGES
+    elif name == "dims":
+        problems = {replace(tuned, head_dim=dim): STAGES for dim in DIMS}
+    elif name in ("fp16", "fp32"):
+        for dim in (16, 64, 80, 128, 256):
+            problems[replace(tuned, dtype=name, head_dim=dim, even=False)] = STAGES
+    elif name == "shapes":
+        for blocks in SHAPES:
+            problems[replace(tuned, blocks=blocks)] = BY_SHAPE
+            problems[replace(tuned, blocks=blocks, even=False, valid=True, group=2)] = BY_SHAPE
+    else:
+        raise SystemExit(f"no plan is called {name!r}")
+    for problem, stages in problems.items():
+        for stage in stages:
+            yield f"{stage.__name__} {problem}", lambda stage=stage, problem=problem: stage(problem)
+
+
+def kernels_in_source() -> set[str]:
+    """Names of all kernels of the package: the jitted functions that are called `..._kernel`."""
+    from triton.runtime.jit import JITFunction
+
+    root = Path(vsa_kernels.__file__).parent
+    names = set()
+    for file in sorted(root.rglob("triton_*.py")):
+        module = importlib.import_module(".".join(["vsa_kernels", *file.relative_to(root).with_suffix("").parts]))
+        names |= {x.__name__ for x in vars(module).values() if isinstance(x, JITFunction) and "_kernel" in x.__name__}
+    return names
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, default=90, help="compute capability without its dot (default %(default)s)")
+    parser.add_argument("--plan", default="quick", help="quick, tuned, dims, fp16, fp32, shapes, annealing or toys")
+    parser.add_argument("--only", default="", help="labels that contain this")
+    args = parser.parse_args()
+    compiled = install(args.arch)
+    seen: set[str] = set()
+    start = time.monotonic()
+    for label, call in plan(args.plan):
+        if args.only not in label:
+            continue
+        compiled.clear()
+        try:
+            call()
+        except Exception:
+            print(json.dumps(asdict(Record(label=label, arch=args.arch, error=traceback.format_exc()))), flush=True)
+        for kernel in compiled:
+            if kernel.hash not in seen:
+                seen.add(kernel.hash)
+                print(json.dumps(asdict(record_of(label, args.arch, kernel))), flush=True)
+    source = [] if args.plan == "toys" else sorted(kernels_in_source())
+    print(json.dumps({"kernels": source, "seconds": time.monotonic() - start}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

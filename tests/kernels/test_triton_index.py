@@ -1,0 +1,134 @@
+"""The transposed index against the columns of the dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+POISON = 1 << 30
+fuzz = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def poisoned_outputs():
+    """Memory that nobody wrote holds the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def transpose(lists, counts, num_kv, device):
+    # triton is imported by those tests only that run
+    from vsa_kernels.block_sparse import triton_index
+
+    return triton_index.transpose(lists.to(device), counts.to(device), num_kv)
+
+
+def lists_of(mask, spare=0, shuffled=False):
+    """Lists and counts of a bool mask `[B, H, Nq, Nkv]`, what is not listed is far out of range."""
+    counts = mask.sum(-1, dtype=torch.int32)
+    lists = torch.full((*mask.shape[:3], int(counts.max()) + spare), POISON, dtype=torch.int32)
+    for row in torch.cartesian_prod(*(torch.arange(n) for n in mask.shape[:3])).view(-1, 3).tolist():
+        chosen = mask[tuple(row)].nonzero().squeeze(-1).int()
+        if shuffled:
+            chosen = chosen[torch.randperm(len(chosen))]
+        lists[tuple(row)][: len(chosen)] = chosen
+    return lists, counts
+
+
+def assert_transposed(index, mask):
+    B, H, _, Nkv = mask.shape
+    offsets, rows = index.row_offsets.cpu(), index.rows.cpu()
+    assert offsets.dtype == rows.dtype == torch.int32
+    assert offsets.shape == (B, H, Nkv + 1)
+    starts = torch.zeros(B, H, Nkv + 1, dtype=torch.int32)
+    starts[..., 1:] = mask.sum(2).cumsum(-1)
+    assert torch.equal(offsets, starts)
+    for b in range(B):
+        for h in range(H):
+            # the columns one after the other, each ascending
+            want = mask[b, h].T.nonzero()[:, 1].int()
+            assert torch.equal(rows[b, h, : len(want)], want)
+
+
+@fuzz
+@given(
+    st.integers(1, 2), st.integers(1, 2), st.integers(1, 70), st.integers(1, 70), st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    st.integers(0, 3), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_any_mask(triton_device, batch, heads, num_q, num_kv, density, spare, shuffled, seed):
+    torch.manual_seed(seed)
+    mask = torch.rand(batch, heads, num_q, num_kv) < density
+    lists, counts = lists_of(mask, spare + 1, shuffled)
+    index = transpose(lists, counts, num_kv, triton_device)
+    assert index.rows.shape == (batch, heads, num_q * lists.shape[-1])
+    assert_transposed(index, mask)
+
+
+@pytest.mark.parametrize(("num_q", "num_kv"), [(32, 32), (33, 300), (257, 31), (130, 260)])
+def test_rows_of_different_length(triton_device, num_q, num_kv):
+    # empty rows, full rows, empty columns, columns that every row lists, equal rows
+    mask = torch.rand(1, 2, num_q, num_kv) < torch.rand(1, 2, num_q, 1) * 0.3
+    mask[:, :, ::5] = False
+    mask[:, 0, 3] = True
+    mask[..., 2] = False
+    mask[..., 7] = True
+    mask[:, 1, 9] = mask[:, 1, 8]
+    assert_transposed(transpose(*lists_of(mask), num_kv, triton_device), mask)
+
+
+def test_words_hold_their_last_row(triton_device):
+    # only rows 31 and 63: the sign bit of a word
+    mask = torch.zeros(1, 1, 64, 5, dtype=torch.bool)
+    mask[0, 0, 31, [0, 3]] = True
+    mask[0, 0, 63, [3, 4]] = True
+    assert_transposed(transpose(*lists_of(mask), 5, triton_device), mask)
+
+
+def test_expanded_and_strided_lists(triton_device):
+    mask = torch.rand(1, 1, 40, 20) < 0.4
+    lists, counts = lists_of(mask)
+    wide = torch.full((1, 40, 1, 64), POISON, dtype=torch.int32)
+    strided = wide.transpose(1, 2)[..., : lists.shape[-1]]
+    strided.copy_(lists)
+    assert_transposed(transpose(strided, counts, 20, triton_device), mask)
+    both = (lists.expand(2, 3, -1, -1), counts.expand(2, 3, -1))
+    assert_transposed(transpose(*both, 20, triton_device), mask.expand(2, 3, -1, -1))
+
+
+def test_a_lost_entry_is_seen():
+    mask = torch.rand(1, 1, 6, 5) < 0.5
+    mask[0, 0, 0, 0] = True
+
+    class Index:
+        row_offsets = torch.zeros(1, 1, 6, dtype=torch.int32)
+        rows = mask[0, 0].T.nonzero()[:, 1].int().view(1, 1, -1)
+
+    Index.row_offsets[..., 1:] = mask.sum(2).cumsum(-1)
+    assert_transposed(Index, mask)
+    Index.rows = Index.rows.roll(1)
+    Index.rows[..., 0] = 77
+    with pytest.raises(AssertionError):
+        assert_transposed(Index, mask)
+
+
+@pytest.mark.parametrize(("num", "topk", "heads"), [(1200, 120, 40), (4096, 512, 2)])
+def test_large_and_repeatable(triton_device, num, topk, heads):
+    if triton_device.type == "cpu":
+        pytest.skip("too large for the interpreter")
+    scores = torch.rand(1, heads, num, num, device=triton_device)
+    lists = scores.topk(topk, dim=-1).indices.int().sort(-1).values
+    lists = torch.nn.functional.pad(lists, (0, 8), value=POISON)
+    counts = torch.full(lists.shape[:3], topk, dtype=torch.int32, device=triton_device)
+    mask = torch.zeros(1, heads, num, num, dtype=torch.bool, device=triton_device)
+    mask.scatter_(-1, lists[..., :topk].long(), True)
+    first = transpose(lists, counts, num, triton_device)
+    assert_transposed(first, mask.cpu())
+    used = heads * [num * topk]
+    for _ in range(50):
+        again = transpose(lists, counts, num, triton_device)
+        assert torch.equal(again.row_offsets, first.row_offsets)
+        for h, n in enumerate(used):
+            assert torch.equal(again.rows[0, h, :n], first.rows[0, h, :n])
