@@ -141,6 +141,7 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         repeats=args.repeats,
+        ahead=args.ahead,
     )
     shapes = choose_shapes(args.shapes, args.all, device)
     if args.case != "fine" and args.shapes is None:
@@ -199,6 +200,9 @@ def main(argv: list[str]) -> None:
         if name != "layer":
             sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
         sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; by time on cuda)")
+        sub.add_argument(
+            "--ahead", action="store_true", help="cuda: queue each call whole first, so that launches cost nothing"
+        )
         sub.add_argument("--out", type=Path, help="JSON file to write")
     show = commands.add_parser("table", help="print saved reports as Markdown")
     show.add_argument("reports", nargs="+", type=Path)

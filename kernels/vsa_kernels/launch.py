@@ -1,6 +1,7 @@
-"""Pinned launch configurations: which tile sizes, warps and stages a kernel runs with.
+"""Launching a kernel: which pinned configuration it runs with, and a short way to the compiled code.
 
-They are looked up, never searched for while training; `scripts/tune.py` measures new ones and writes `configs.json`.
+Configurations are looked up, never searched for while training; `scripts/tune.py` measures new ones and writes
+`configs.json`.
 """
 
 from __future__ import annotations
@@ -49,3 +50,45 @@ def _config(kernel: str, head_dim: int, bits: int, arch: int) -> dict[str, int]:
 @functools.cache
 def _table() -> dict[str, Any]:
     return json.loads(CONFIGS.read_text())
+
+
+# compiled kernel and its trailing constants, by everything that triton specialises a kernel on
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """`kernel[grid](*args, **constants)` with less work on the host after the first call.
+
+    Triton looks at every argument and option of every call, which costs more than the launch itself where a step has
+    hundreds of small ones. Here a call with the same dtypes, alignments, integers and constants goes straight to the
+    code compiled for it.
+
+    Args:
+        kernel: a `triton.jit` function; interpreted ones are called as they are. It runs on its tensors' device.
+        grid: programs along up to three axes.
+        args: its run-time arguments in order: tensors, descriptors, numbers, None.
+        constants: its constexprs and the options of the launch.
+    """
+    device = next(x.get_device() for x in args if isinstance(x, torch.Tensor))
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *args, **constants)
+    key = (kernel.fn, device, *map(_kind, args), *constants.values())
+    known = _compiled.get(key)
+    if known is None:
+        compiled = kernel[grid](*args, **constants)
+        # interpreted kernels return nothing
+        if compiled is not None:
+            _compiled[key] = (compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
+    else:
+        compiled, rest = known
+        compiled[(*grid, 1, 1)](*args, *rest)
+
+
+def _kind(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if isinstance(x, int) or x is None:
+        return x
+    # a descriptor; floats are not specialised
+    return (x.base.dtype, *x.block_shape) if hasattr(x, "block_shape") else float

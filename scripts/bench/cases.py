@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from vsa_kernels import block_mean_pool, block_sparse_attn, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
-from vsa_kernels.selection.api import list_capacity
 
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
@@ -43,6 +42,7 @@ class Setup:
         device: where to run.
         dtype: of the tokens.
         repeats: timed calls of an op; None: see `measure`.
+        ahead: see `measure`.
     """
 
     backends: list[str]
@@ -51,6 +51,7 @@ class Setup:
     device: torch.device
     dtype: torch.dtype
     repeats: int | None
+    ahead: bool = False
 
 
 class Measured(NamedTuple):
@@ -65,16 +66,16 @@ def fine(shape: Shape, setup: Setup) -> Measured:
     p = problem(shape, setup.lists, setup.dtype, setup.device)
     case, ops, skipped = p.case, list[Op](), Skipped()
     add_peers(ops, skipped, p, setup.peers)
-    leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     blocks: dict[str, Any] = {"q_blocks": case.q_blocks, "kv_blocks": case.kv_blocks}
     for backend in setup.backends:
         checks.check_measured(case, backend)
 
         def call(backend: str = backend) -> Tensor:
-            return block_sparse_attn(*leaves, case.index, **blocks, backend=backend)[0]
+            return block_sparse_attn(q, k, v, case.index, **blocks, backend=backend)[0]
 
         ops.append(_ours(backend, p, backend, call, leaves))
-    return Measured(measure(ops, setup.device, setup.repeats), skipped)
+    return Measured(measure(ops, setup.device, setup.repeats, setup.ahead), skipped)
 
 
 def vsa(shape: Shape, setup: Setup) -> Measured:
@@ -82,23 +83,25 @@ def vsa(shape: Shape, setup: Setup) -> Measured:
     p = problem(shape, setup.lists, setup.dtype, setup.device)
     case, ops, skipped = _self_attention(p), list[Op](), Skipped()
     add_peers(ops, skipped, p, setup.peers, whole=True)
-    leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v, p.gate_coarse, p.gate_fine))
+    q, k, v, gate_coarse, gate_fine = leaves = tuple(
+        x.detach().requires_grad_() for x in (case.q, case.k, case.v, p.gate_coarse, p.gate_fine)
+    )
     blocks: dict[str, Any] = {"q_blocks": case.q_blocks, "kv_blocks": case.kv_blocks, "topk": shape.topk}
     for backend in setup.backends:
         with torch.no_grad():
-            got = coarse_fine_attn(*leaves, **blocks, backend=backend)
+            got = coarse_fine_attn(q, k, v, gate_coarse, gate_fine, **blocks, backend=backend)
         checks.check_measured_operator(p, got, f"the operator on backend {backend}")
         del got
 
         def both(backend: str = backend) -> Tensor:
-            return coarse_fine_attn(*leaves, **blocks, backend=backend).out
+            return coarse_fine_attn(q, k, v, gate_coarse, gate_fine, **blocks, backend=backend).out
 
         def coarse(backend: str = backend) -> Tensor:
-            return coarse_fine_attn(*leaves[:4], None, **blocks, backend=backend).out
+            return coarse_fine_attn(q, k, v, gate_coarse, None, **blocks, backend=backend).out
 
         ops.append(_ours(backend, p, backend, both, leaves))
         ops.append(_ours(f"{backend}, no fine gate", p, backend, coarse, leaves[:4]))
-    return Measured(measure(ops, setup.device, setup.repeats), skipped)
+    return Measured(measure(ops, setup.device, setup.repeats, setup.ahead), skipped)
 
 
 def coarse(shape: Shape, setup: Setup) -> Measured:
@@ -115,10 +118,10 @@ def coarse(shape: Shape, setup: Setup) -> Measured:
             del got
             pieces = _triton_pieces(p) if backend == "triton" else _eager_pieces(p)
         ops = [
-            Op(name=f"{backend}: {name}", call=call, passes=(kind,), against=())
+            Op(name=f"{backend}: {name}", call=call, passes=(kind,), against=(), ahead=True)
             for (name, kind), call in pieces.items()
         ]
-        own = measure(ops, setup.device, setup.repeats)
+        own = measure(ops, setup.device, setup.repeats, setup.ahead)
         summed = [row for row in own if row["pass"] == FORWARD or row["op"].endswith("transposed index")]
         total = {key: round(sum(row[key] for row in summed), 4) for key in summed[0] if key.endswith("_ms")}
         name = f"{backend}: sum without the coarse attention's backward"
@@ -134,8 +137,8 @@ def layer(shape: Shape, setup: Setup) -> Measured:
     names = {"dense": None, **{backend: backend for backend in setup.backends}}
     for name, backend in names.items():
         torch.manual_seed(0)
-        size: dict[str, int] = {"dim": shape.heads * shape.head_dim, "num_heads": shape.heads}
-        size["head_dim"] = shape.head_dim
+        heads, head_dim = shape.heads, shape.head_dim
+        size: dict[str, Any] = {"dim": heads * head_dim, "num_heads": heads, "head_dim": head_dim}
         if backend is None:
             method = FullAttention(**size)
         else:
@@ -143,14 +146,7 @@ def layer(shape: Shape, setup: Setup) -> Measured:
         built = Layer.build(
             method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device, text_tokens=_TEXT_TOKENS
         )
-        layout = built.ctx.layout
-        # its own pairs, coarse ones and projections left out
-        rows = shape.batch * shape.heads
-        pairs = done = rows * shape.tokens**2
-        if backend is not None:
-            sizes = layout.blocks.sizes.float()
-            pairs = int(rows * shape.tokens * shape.topk * float(sizes.mean()))
-            done = rows * layout.num_blocks * shape.topk * shape.block**2
+        # most of its products are projections: no TFLOP/s
         for part, call in (("attention", built.attention), ("block", built.whole)):
             ops.append(
                 Op(
@@ -158,15 +154,11 @@ def layer(shape: Shape, setup: Setup) -> Measured:
                     call=partial(_with_fast_sdpa, call, setup.device),
                     dout=built.dout,
                     inputs=(built.x, *built.block.parameters()),
-                    head_dim=shape.head_dim,
-                    pairs=pairs,
-                    executed=done,
-                    products=7 if backend == "triton" else 5,
                     against=(f"{part}, dense",),
-                )  # fmt: skip
+                )
             )
     ops.sort(key=lambda op: op.name.split(",")[0])
-    return Measured(measure(ops, setup.device, setup.repeats), {})
+    return Measured(measure(ops, setup.device, setup.repeats, setup.ahead), {})
 
 
 class Case(NamedTuple):
@@ -218,7 +210,7 @@ def _self_attention(p: Problem) -> Any:
 def _with_fast_sdpa(call: Callable[[], Tensor], device: torch.device) -> Tensor:
     # cuDNN first, also for the cross-attention
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    chosen: AbstractContextManager[None] = nullcontext()
+    chosen: AbstractContextManager[Any] = nullcontext()
     if device.type == "cuda":
         chosen = sdpa_kernel(order, set_priority=True)
     with chosen:
@@ -238,18 +230,18 @@ def _triton_pieces(p: Problem) -> Pieces:
     case, topk = p.case, min(p.shape.topk, p.case.kv_blocks.num)
     q, k, v, blocks = case.q, case.k, case.v, case.q_blocks
     scale, half = q.shape[-1] ** -0.5, q.dtype.itemsize == 2
-    capacity = list_capacity(topk, blocks.num)
+    capacity = case.index.kv_indices.shape[-1]
 
     def pool() -> tuple[Tensor, ...]:
         return triton_pool.forward((q, k, v), blocks.offsets, blocks.max_size, blocks.min_size)
 
-    means = pool()
+    q_mean, k_mean, v_mean = pool()
     heads = q.shape[0] * q.shape[2]
     step = min(heads, max(1, _SCORE_BYTES // (4 * blocks.num**2)))
     parts = [(first, min(step, heads - first)) for first in range(0, heads, step)]
 
     def score(first: int, count: int) -> Tensor:
-        return scores(*means[:2], scale, first, count, precision="tf32" if half else "ieee")
+        return scores(q_mean, k_mean, scale, first, count, precision="tf32" if half else "ieee")
 
     def score_all() -> None:
         # one part's memory is free for the next
@@ -257,7 +249,7 @@ def _triton_pieces(p: Problem) -> Pieces:
             score(*part)
 
     ranked = score(0, step)
-    attend = partial(triton_fwd.dense, *means, scale, half=half)
+    attend = partial(triton_fwd.dense, q_mean, k_mean, v_mean, scale, half=half)
     out, lse = attend()
     dout = torch.randn_like(out)
     delta = (dout * out).sum(-1).transpose(1, 2).contiguous()
@@ -270,7 +262,9 @@ def _triton_pieces(p: Problem) -> Pieces:
             triton_topk.select(ranked[None, :count], topk, None, None, None, capacity) for _, count in parts
         ],
         ("transposed index", BACKWARD): lambda: triton_index.transpose(lists, counts, blocks.num),
-        ("coarse attention", BACKWARD): partial(triton_bwd.dense, dout, delta, lse, *means, scale, half=half),
+        ("coarse attention", BACKWARD): partial(
+            triton_bwd.dense, dout, delta, lse, q_mean, k_mean, v_mean, scale, half=half
+        ),
     }
 
 
@@ -278,7 +272,9 @@ def _eager_pieces(p: Problem) -> Pieces:
     case, scale = p.case, p.shape.head_dim**-0.5
 
     def pool() -> list[Tensor]:
-        return [block_mean_pool(x, case.q_blocks).transpose(1, 2) for x in (case.q, case.k, case.v)]
+        return [
+            block_mean_pool(x, case.q_blocks, backend="reference").transpose(1, 2) for x in (case.q, case.k, case.v)
+        ]
 
     q_mean, k_mean, v_mean = pool()
 
@@ -290,5 +286,5 @@ def _eager_pieces(p: Problem) -> Pieces:
         ("pooling of q, k, v", FORWARD): pool,
         ("coarse attention", FORWARD): lambda: ranked.softmax(-1) @ v_mean,
         ("scores", FORWARD): score,
-        ("top-k", FORWARD): lambda: select_topk(ranked, p.shape.topk),
+        ("top-k", FORWARD): lambda: select_topk(ranked, p.shape.topk, backend="reference"),
     }

@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ _FLEX_BLOCK = 128
 _FASTVIDEO = ("fastvideo-tk", "fastvideo-triton")
 
 
-def dense_kernel(name: str) -> AbstractContextManager[None]:
+def dense_kernel(name: str) -> AbstractContextManager[Any]:
     """Where SDPA runs as the named dense op."""
     return sdpa_kernel(_DENSE[name]) if name in _DENSE else nullcontext()
 
@@ -40,7 +41,8 @@ def add_dense(ops: list[Op], skipped: Skipped, p: Problem) -> None:
     def make(name: str) -> Op:
         def call() -> Tensor:
             with dense_kernel(name):
-                return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+                qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
+                return F.scaled_dot_product_attention(qh, kh, vh).transpose(1, 2)
 
         return Op(name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=head_dim, pairs=pairs, executed=pairs)
 
@@ -61,14 +63,14 @@ def flex_lists(p: Problem) -> tuple[Tensor, Tensor]:
     """
     shape = p.shape
     listed, rest = divmod(shape.topk * shape.block, _FLEX_BLOCK)
-    if rest or shape.tokens % _FLEX_BLOCK or p.lists != "random":
-        raise ValueError(f"needs random lists of whole blocks of {_FLEX_BLOCK} tokens")
+    if rest or shape.tokens % _FLEX_BLOCK or shape.group > 1 or p.lists != "random":
+        raise ValueError(f"needs random lists of whole blocks of {_FLEX_BLOCK} tokens on both sides")
     num = shape.tokens // _FLEX_BLOCK
     g = torch.Generator(device=p.device).manual_seed(0)
     scores = torch.rand(shape.batch, shape.heads, num, num, generator=g, device=p.device)
     chosen = torch.zeros_like(scores, dtype=torch.int32).scatter_(-1, scores.topk(listed, -1).indices, 1)
     # full width, as `BlockMask` wants it: the listed blocks first, ascending
-    indices = chosen.sort(-1, descending=True, stable=True).indices.int()
+    indices = chosen.sort(dim=-1, descending=True, stable=True).indices.int()
     return indices, torch.full_like(indices[..., 0], listed)
 
 
@@ -81,14 +83,16 @@ def _flex(p: Problem) -> Op:
         torch.zeros_like(counts), indices, counts, indices, BLOCK_SIZE=_FLEX_BLOCK,
         seq_lengths=(p.shape.tokens, p.shape.tokens),
     )  # fmt: skip
-    compiled = torch.compile(flex_attention, dynamic=False)
+    # every shape compiles anew: past a number of them dynamo would run it uncompiled
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     # its own layout [B, H, L, D]
     q, k, v, dout = (x.detach().transpose(1, 2).contiguous() for x in (p.case.q, p.case.k, p.case.v, p.case.dout))
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
     pairs = int(counts.sum()) * _FLEX_BLOCK**2
 
     def call() -> Tensor:
-        out = compiled(*leaves, block_mask=mask)
+        out = compiled(leaves[0], leaves[1], leaves[2], block_mask=mask)
         assert isinstance(out, Tensor)
         return out
 

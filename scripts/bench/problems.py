@@ -155,7 +155,7 @@ class Problem:
 
 
 def problem(shape: Shape, lists: str, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Random inputs of a shape; with local lists, q and k carry their tile's place too, so that near tiles score high."""
+    """Random inputs of a shape; with local lists q and k carry their tile's place, so that near tiles score high."""
     g = torch.Generator(device=device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -170,19 +170,20 @@ def problem(shape: Shape, lists: str, dtype: torch.dtype, device: torch.device) 
         place = _place_features(centres, shape.head_dim).repeat_interleave(kv_blocks.sizes, dim=0)[:, None]
         q, k = ((x + place).to(dtype) for x in (q, k))
         near = centres.unflatten(0, (-1, shape.group)).mean(1)
-        scores = normal(shape.batch, shape.heads, q_blocks.num, kv_blocks.num) - torch.cdist(near, centres)
+        noise = normal(shape.batch, shape.heads, q_blocks.num, kv_blocks.num)
+        scores = noise / 2 - torch.cdist(near, centres)
     else:
         scores = normal(shape.batch, shape.heads, q_blocks.num, kv_blocks.num)
     index = select_topk(scores, shape.topk)
     dlse = q.new_zeros((shape.batch, shape.heads, shape.tokens), dtype=torch.float32)
-    blocks = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
+    blocks: dict[str, Any] = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
     case = Case(q=q, k=k, v=v, dout=dout, dlse=dlse, index=index, **blocks)
     return Problem(shape=shape, lists=lists, layout=layout, case=case, gate_coarse=gate_coarse, gate_fine=gate_fine)
 
 
 def tile_centres(shape: Shape, layout: TileLayout) -> Tensor:
     """Mean place of each tile's tokens, in tiles: fp32 `[N, 3]` along time, height, width."""
-    t, h, w = shape.grid_thw
+    _, h, w = shape.grid_thw
     place = torch.stack((layout.order // (h * w), layout.order // w % h, layout.order % w), -1).float()
     block = torch.arange(layout.num_blocks, device=place.device).repeat_interleave(layout.blocks.sizes)
     sums = place.new_zeros((layout.num_blocks, 3)).index_add_(0, block, place)
@@ -190,7 +191,7 @@ def tile_centres(shape: Shape, layout: TileLayout) -> Tensor:
 
 
 def listed_pairs(index: BlockIndex, q_sizes: Tensor, kv_sizes: Tensor, batch: int, heads: int) -> int:
-    """Token pairs of the listed blocks, over all batches and heads, when the blocks have these sizes `[Nq]`, `[Nkv]`."""
+    """Token pairs of the listed blocks, over batches and heads, when the blocks have sizes `[Nq]`, `[Nkv]`."""
     kept = torch.arange(index.kv_indices.shape[-1], device=q_sizes.device) < index.kv_num_blocks[..., None]
     # entries past the count are never read
     sizes = kv_sizes.long()[torch.where(kept, index.kv_indices, 0).long()] * kept

@@ -6,7 +6,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ _BUDGET_MS, _FEWEST, _MOST = 300, 5, 200
 _WARM_MS = 50
 # larger than any L2 cache
 _FLUSH_BYTES = 256 << 20
+# some milliseconds: more than the host needs to queue one call
+_AHEAD_CYCLES = 8_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class Op:
         executed: token pairs that are multiplied.
         products: matrix products of the backward per pair (5 are needed; a split backward recomputes 2).
         passes: what can be timed.
+        ahead: on a GPU, let the host queue a whole call before its time starts.
         against: ops whose time this one's is compared with, the first that was measured.
     """
 
@@ -46,6 +50,7 @@ class Op:
     executed: int = 0
     products: int = 5
     passes: tuple[str, ...] = (FORWARD, BOTH)
+    ahead: bool = False
     against: tuple[str, ...] = ("dense-cudnn", "dense-fa2", "dense")
 
     def step(self, kind: str) -> None:
@@ -87,17 +92,19 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def measure(ops: Sequence[Op], device: torch.device, repeats: int | None) -> list[dict[str, Any]]:
+def measure(ops: Sequence[Op], device: torch.device, repeats: int | None, ahead: bool = False) -> list[dict[str, Any]]:
     """Rows of the ops, in order.
 
     Args:
         ops: what to time.
         device: where they run.
         repeats: timed calls of each op and pass; None: 7 on a CPU, as many as take 0.3 s (5 to 200) on a GPU.
+        ahead: see `Op`, for all ops.
     """
+    ops = [replace(op, ahead=op.ahead or ahead) for op in ops]
     steps = [(op, kind) for op in ops for kind in op.passes]
     if device.type == "cuda":
-        flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        flush = flush_buffer(device)
         samples = [_cuda_samples(op, kind, repeats, flush) for op, kind in steps]
     else:
         samples = _cpu_samples(steps, repeats or 7)
@@ -116,29 +123,45 @@ Samples = tuple[list[float], int | None]
 
 
 def _cuda_samples(op: Op, kind: str, repeats: int | None, flush: Tensor) -> Samples:
-    """Back-to-back calls as in training, each with cold caches."""
-    op.step(kind)
+    """Calls queued one after the other, each with cold caches."""
+    step = partial(op.step, kind)
+    step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    op.step(kind)
+    step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    (estimate,) = _events(op, kind, 1, flush)
+    (estimate,) = gpu_times(step, 1, flush, op.ahead)
     for _ in range(min(20, int(_WARM_MS / estimate) + 1)):
-        op.step(kind)
+        step()
     count = repeats or min(_MOST, max(_FEWEST, int(_BUDGET_MS / estimate)))
-    times = _events(op, kind, count, flush)
+    times = gpu_times(step, count, flush, op.ahead)
     say(f"  {op.name}, {kind}: {statistics.median(times):.3f} ms")
     return times, peak
 
 
-def _events(op: Op, kind: str, count: int, flush: Tensor) -> list[float]:
+def flush_buffer(device: torch.device) -> Tensor:
+    """What `gpu_times` overwrites to empty the L2 cache."""
+    return torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+
+
+def gpu_times(step: Callable[[], object], count: int, flush: Tensor, ahead: bool) -> list[float]:
+    """Milliseconds of each of `count` calls on the GPU.
+
+    Args:
+        step: the call.
+        count: of calls.
+        flush: see `flush_buffer`.
+        ahead: the GPU waits until a call is queued whole: launches that take the host longer than the GPU do not count.
+    """
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for start, end in events:
         flush.zero_()
+        if ahead:
+            torch.cuda._sleep(_AHEAD_CYCLES)
         start.record()
-        op.step(kind)
+        step()
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in events]
@@ -169,7 +192,7 @@ def _row(op: Op, kind: str, times: list[float], peak: int | None, device: torch.
     }
     if device.type == "cuda":
         low, high = torch.tensor(times).quantile(torch.tensor([0.2, 0.8])).tolist()
-        row |= {"p20_ms": round(low, 4), "p80_ms": round(high, 4)}
+        row |= {"p20_ms": round(low, 4), "p80_ms": round(high, 4), "ahead": op.ahead}
     executed, useful = (round(flops / median / 1e9, 4) if flops else None for flops in op.flops(kind))
     row |= {"executed_tflops": executed, "useful_tflops": useful}
     row["peak_extra_mib"] = None if peak is None else round(peak / 2**20, 1)

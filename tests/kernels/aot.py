@@ -107,6 +107,14 @@ def install(arch: int) -> list[Any]:
         return kernel
 
     JITFunction.run = run  # type: ignore[method-assign]
+
+    class Forgetful(dict):
+        """No call takes the short way to compiled code: there is nothing to run it on."""
+
+        def get(self, key, default=None):
+            return None
+
+    launch._compiled = Forgetful()
     return compiled
 
 

@@ -22,7 +22,11 @@ PLANS = ("tuned", "dims", "fp16", "fp32", "shapes")
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 THREAD_REGISTERS, BLOCK_REGISTERS = 255, 1 << 16
 # bytes that a tuned kernel may spill because every variant without spills measured slower
-ACCEPTED_SPILLS: dict[str, int] = {}
+ACCEPTED_SPILLS = {
+    # H200, 16,384 tokens, D=128: 567 TFLOP/s executed with 24 to 40 bytes spilled (ragged blocks and grouped heads
+    # more), 533 without any, 257 with twice the warps
+    "_dkv_kernel": 112,
+}
 
 
 @functools.cache

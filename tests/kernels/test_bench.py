@@ -1,69 +1,335 @@
-"""`scripts/bench.py` prints no speed for a wrong kernel."""
+"""`scripts/bench.py` prints no speed for a wrong kernel, and `scripts/tune.py` writes what it should."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import os
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from vsa_kernels import launch
+from vsa_kernels.block_index import BlockIndex
+from vsa_kernels.coarse_fine import coarse_fine_attn
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench.py"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CASES = ("fine", "coarse", "vsa", "layer")
+FAST = ["--shapes", "tiny", "--repeats", "2"]
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    spec = importlib.util.spec_from_file_location("bench_script", SCRIPT)
+def _script(name: str):
+    spec = importlib.util.spec_from_file_location(f"{name}_script", SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_script", module)
     spec.loader.exec_module(module)
-    tiny = module.Shape(name="tiny", batch=1, heads=2, tokens=64, head_dim=8, block=8, topk=2)
-    monkeypatch.setattr(module, "CPU_SHAPES", (tiny,))
     return module
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return _script
+
+
+@pytest.fixture
+def bench(script, monkeypatch):
+    module = script("bench")
+    problems = importlib.import_module("bench.problems")
+    tiny = problems.Shape(name="tiny", grid_thw=(4, 4, 4), tile_thw=(2, 2, 2), heads=2, head_dim=8, topk=2)
+    monkeypatch.setattr(problems, "CPU_SHAPES", (tiny,))
+    module.tiny = tiny
+    return module
+
+
+@pytest.fixture
+def checks(bench):
+    return importlib.import_module("bench.checks")
+
+
+def _problem(shape, lists: str = "random"):
+    return importlib.import_module("bench.problems").problem(shape, lists, torch.float32, CPU)
 
 
 def test_a_right_kernel_gets_a_table_and_a_report(bench, tmp_path, capsys):
     out = tmp_path / "new" / "report.json"
     bench.main(["fine", "--repeats", "2", "--out", str(out)])
     report = json.loads(out.read_text())
+    assert report["command"] == "python scripts/bench.py fine --repeats 2"
     assert [(r["op"], r["pass"]) for r in report["rows"]] == [
         (op, kind) for op in ("dense", "gather") for kind in ("forward", "forward + backward")
     ]
     assert all(r["min_ms"] <= r["median_ms"] <= r["max_ms"] for r in report["rows"])
     assert report["rows"][2]["sparsity"] == 0.75
-    assert "| tiny | 1 x 2 x 64 x 8 | 8 | 75.0% | float32 | gather |" in capsys.readouterr().out
+    assert "| tiny | 1 x 2 x 64 x 8 | 8 | 75.0% | random | float32 | gather |" in capsys.readouterr().out
     bench.main(["table", str(out)])
     assert "| tiny |" in capsys.readouterr().out
 
 
-def test_a_wrong_gradient_stops_it(bench, monkeypatch, tmp_path, capsys):
-    right = bench.run
+OPS = {
+    "fine": {"dense", "gather"},
+    "vsa": {"dense", "gather", "gather, no fine gate"},
+    "coarse": {
+        *("gather: pooling of q, k, v", "gather: coarse attention", "gather: scores", "gather: top-k"),
+        "gather: sum without the coarse attention's backward",
+    },
+    "layer": {"attention, dense", "attention, gather", "block, dense", "block, gather"},
+}
 
-    def wrong(case, backend):
-        got = right(case, backend)
-        return {**got, "dk": got["dk"] * 1.01} if backend == "gather" else got
 
-    monkeypatch.setattr(bench, "run", wrong)
-    with pytest.raises(ValueError, match="gather is wrong, no speed is printed: dk"):
-        bench.main(["fine", "--out", str(tmp_path / "x.json")])
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_runs(bench, tmp_path, capsys, case):
+    out = tmp_path / "report.json"
+    lists = [] if case == "layer" else ["--lists", "local"]
+    bench.main([case, *FAST, *lists, "--out", str(out)])
+    report = json.loads(out.read_text())
+    assert {r["op"] for r in report["rows"]} == OPS[case]
+    assert report["checks"]
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in report["checks"])
+    assert all(f"| {name} |" in printed for name in OPS[case])
+    if case == "coarse":
+        *pieces, total = report["rows"]
+        assert total["median_ms"] == pytest.approx(sum(r["median_ms"] for r in pieces), abs=1e-3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("case", ["fine", "coarse"])
+def test_triton_runs(bench, checks, monkeypatch, capsys, case):
+    # the small checks are slow in the interpreter, and test_coarse_fine.py and others make them there
+    for name in ("check", "check_operator"):
+        monkeypatch.setattr(checks, name, lambda *a: "")
+    smaller = replace(bench.tiny, grid_thw=(2, 4, 4), heads=1, head_dim=16)
+    monkeypatch.setattr(importlib.import_module("bench.problems"), "CPU_SHAPES", (smaller,))
+    bench.main([case, "--shapes", "tiny", "--repeats", "1", "--backends", "triton", "--lists", "local"])
+    printed = capsys.readouterr().out
+    assert "triton" in printed
+    assert case == "fine" or "| triton: transposed index | backward |" in printed
+
+
+def _damaged(right, tamper):
+    def wrong(*args, **kwargs):
+        got = right(*args, **kwargs)
+        return tamper(got) if kwargs.get("backend", args[-1]) == "gather" else got
+
+    return wrong
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_result_stops_every_case(bench, checks, monkeypatch, tmp_path, capsys, case):
+    if case == "fine":
+        monkeypatch.setattr(checks, "run", _damaged(checks.run, lambda got: {**got, "dk": got["dk"] * 1.01}))
+        match = "gather is wrong, no speed is printed: dk"
+    elif case == "layer":
+        right = checks.Layer.attention
+        wrong = lambda self: right(self) * (1.001 if self.block.method.backend == "gather" else 1)  # noqa: E731
+        monkeypatch.setattr(checks.Layer, "attention", wrong)
+        match = "layer on backend gather is wrong, no speed is printed: out"
+    else:
+        right = checks.coarse_fine_attn
+        monkeypatch.setattr(checks, "coarse_fine_attn", _damaged(right, lambda got: got._replace(out=got.out * 1.001)))
+        match = "operator on backend gather is wrong, no speed is printed: out"
+    with pytest.raises(ValueError, match=match):
+        bench.main([case, *FAST, "--out", str(tmp_path / "x.json")])
     assert capsys.readouterr().out == ""
     assert not list(tmp_path.iterdir())
 
 
-def test_a_check_that_cannot_fail_stops_it(bench, monkeypatch):
-    monkeypatch.setattr(bench, "assert_within_budget", lambda *a: None)
-    with pytest.raises(ValueError, match="does not notice a wrong scale"):
-        bench.main(["fine"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_check_that_cannot_fail_stops_every_case(bench, checks, monkeypatch, case):
+    monkeypatch.setattr(checks, "assert_within_budget", lambda *a: None)
+    with pytest.raises(ValueError, match="does not notice a damaged input"):
+        bench.main([case, *FAST])
 
 
-def test_the_measured_problem_itself_is_checked(bench, monkeypatch):
-    case = bench.problem(bench.CPU_SHAPES[0], torch.float32, torch.device("cpu"))
-    right = bench.block_sparse_attn
-    bench.check_measured(case, "gather")
-    monkeypatch.setattr(bench, "block_sparse_attn", lambda *a, **k: (right(*a, **k)[0] + 1e-4, None))
-    with pytest.raises(ValueError, match="query block 0 is off by"):
-        bench.check_measured(case, "gather")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_budgets_leave_room_for_rounding(checks, dtype):
+    checks.check("gather", dtype, CPU)
+    checks.check_operator("gather", dtype, CPU)
+
+
+def test_the_measured_problem_itself_is_checked(bench, checks, monkeypatch):
+    case = _problem(bench.tiny).case
+    right = checks.block_sparse_attn
+    checks.check_measured(case, "gather")
+
+    def off(q, *args, **kwargs):
+        return right(q, *args, **kwargs)[0] + 1e-3, None
+
+    monkeypatch.setattr(checks, "block_sparse_attn", off)
+    with pytest.raises(ValueError, match=r"query block \d+ is off by"):
+        checks.check_measured(case, "gather")
+    for name in ("q", "k", "v"):
+
+        def wrong(*args, name=name, **kwargs):
+            # right values, gradient of one input 1% too large
+            args = [
+                x.detach() + 1.01 * (x - x.detach()) if n == name else x for n, x in zip("qkv", args[:3], strict=True)
+            ]
+            return right(*args, case.index, **kwargs)
+
+        monkeypatch.setattr(checks, "block_sparse_attn", wrong)
+        with pytest.raises(ValueError, match=f"d{name} of .* is off by"):
+            checks.check_measured(case, "gather")
+
+
+def test_the_measured_operator_is_checked(bench, checks):
+    p = _problem(bench.tiny)
+    blocks = {"q_blocks": p.case.q_blocks, "kv_blocks": p.case.kv_blocks}
+    got = coarse_fine_attn(p.case.q, p.case.k, p.case.v, p.gate_coarse, p.gate_fine, **blocks, topk=2, backend="gather")
+    checks.check_measured_operator(p, got, "it")
+    with pytest.raises(ValueError, match="output of query block"):
+        checks.check_measured_operator(p, got._replace(out=got.out - p.gate_coarse * 1e-2), "it")
+    # other lists, with the fine output that belongs to them
+    other = BlockIndex.from_dense(~got.index.to_dense(8))
+    other = replace(other, kv_indices=other.kv_indices[..., :2], kv_num_blocks=torch.full_like(other.kv_num_blocks, 2))
+    fine = checks.block_sparse_attn(p.case.q, p.case.k, p.case.v, other, **blocks)[0]
+    with pytest.raises(ValueError, match="does not list its best blocks"):
+        checks.check_measured_operator(p, got._replace(index=other, fine=fine), "it")
+
+
+def test_flops_count_real_pairs_and_whole_tiles(bench):
+    problems, timing = (importlib.import_module(f"bench.{name}") for name in ("problems", "timing"))
+    ragged = replace(bench.tiny, grid_thw=(3, 4, 4))
+    p = _problem(ragged)
+    sizes, dense = p.case.kv_blocks.sizes, p.case.index.to_dense(8)
+    pairs = int((dense * sizes[:, None] * sizes).sum())
+    assert problems.pair_counts(p.case, "gather") == (pairs, int(dense.sum()) * 8 * 8)
+    assert problems.pair_counts(p.case, "triton") == (pairs, int(dense.sum()) * 16 * 16)
+    op = timing.Op(name="x", call=lambda: None, head_dim=8, pairs=10, executed=20, products=7)
+    assert op.flops("forward") == (4 * 8 * 20, 4 * 8 * 10)
+    assert op.flops("forward + backward") == (18 * 8 * 20, 14 * 8 * 10)
+
+
+def test_local_lists_overlap_more_than_random_ones(bench):
+    grid = replace(bench.tiny, grid_thw=(8, 8, 8), topk=8)
+    shared = {}
+    for lists in ("random", "local"):
+        mask = _problem(grid, lists).case.index.to_dense(64).float()
+        shared[lists] = float((mask[:, :, :-1] * mask[:, :, 1:]).sum(-1).mean())
+    assert shared["local"] > 2 * shared["random"]
+    wide = _problem(replace(grid, group=2), "local").case
+    assert (wide.q_blocks.num, wide.kv_blocks.num, wide.q_blocks.max_size) == (32, 64, 16)
+
+
+def test_peers_get_the_same_problem(bench):
+    peers = importlib.import_module("bench.peers")
+    p = _problem(replace(bench.tiny, grid_thw=(3, 4, 4)))
+    slots = peers.padded_slots(p)
+    padded = peers.pad(p.case.q, slots, p)
+    assert padded.shape == (1, 2, 64, 8)
+    assert torch.equal(padded.transpose(1, 2)[:, slots], p.case.q)
+    assert padded.count_nonzero() == p.case.q.count_nonzero()
+    # FlexAttention's lists, in the format its mask wants
+    wide = _problem(replace(bench.tiny, grid_thw=(8, 8, 8), tile_thw=(4, 4, 4), topk=4))
+    indices, counts = peers.flex_lists(wide)
+    from torch.nn.attention.flex_attention import BlockMask
+
+    mask = BlockMask.from_kv_blocks(torch.zeros_like(counts), indices, counts, indices, BLOCK_SIZE=128)
+    assert mask.shape == (1, 2, 512, 512)
+    assert torch.equal(mask.to_dense().sum(-1), torch.full((1, 2, 4), 2))
+
+
+def test_a_peer_that_refuses_is_skipped_with_its_reason(bench, monkeypatch, tmp_path, capsys):
+    peers = importlib.import_module("bench.peers")
+
+    def refuse(*args):
+        raise RuntimeError("no kernel\nfor this")
+
+    monkeypatch.setattr(peers.F, "scaled_dot_product_attention", refuse)
+    out = tmp_path / "x.json"
+    bench.main(["fine", *FAST, "--out", str(out)])
+    report = json.loads(out.read_text())
+    assert report["skipped"] == [{"name": "tiny", "op": "dense", "reason": "RuntimeError: no kernel for this"}]
+    assert {r["speedup"] for r in report["rows"]} == {None}
+    assert "Not measured: dense at tiny: RuntimeError: no kernel for this" in capsys.readouterr().out
+
+
+def test_old_reports_still_print(bench, capsys):
+    bench.main(["table", *map(str, sorted((ROOT / "benchmarks").glob("*.json")))])
+    printed = capsys.readouterr().out
+    assert "| 16k | 1 x 2 x 16384 x 64 | 64 | 87.5% | float32 | gather | forward |" in printed
+    assert "quickstart-2026-11-21.json: not a report" in printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["fine", "--shapes", "nowhere"], "--shapes must be of tiny, .*, got nowhere"),
+        (["vsa", "--shapes", "wide-16k-d128"], "wide-16k-d128 has query blocks of its own"),
+        (["fine", *FAST, "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        pytest.param(
+            ["fine", "--device", "cuda"],
+            "sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(bench, monkeypatch, argv, message):
+    if "vsa" in argv:
+        small = importlib.import_module("bench.problems")
+        wide = replace(bench.tiny, name="wide-16k-d128", group=2)
+        monkeypatch.setattr(small, "GPU_SHAPES", (wide,))
+    with pytest.raises(ValueError, match=message):
+        bench.main(argv)
+
+
+def test_a_table_of_no_report_is_refused(bench, tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match=r"x\.json is no report"):
+        bench.main(["table", str(tmp_path / "x.json")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="needs a machine without a GPU; once is enough")
+def test_tuning_without_a_gpu_is_one_line():
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "tune.py"), "fwd"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "error: tuning needs a CUDA device, and this torch sees none\n"
+
+
+def test_tuned_configurations_are_written_as_they_are_read(script, tmp_path):
+    tune = script("tune")
+    text = launch.CONFIGS.read_text()
+    assert tune.dump(json.loads(text)) == text
+    path = tmp_path / "configs.json"
+    path.write_text(text)
+    config = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
+    tune.write(path, "fwd", 100, 16, 96, config)
+    table, before = json.loads(path.read_text()), json.loads(text)
+    assert list(table["fwd"]) == ["80", "90", "100"]
+    assert list(table["fwd"]["100"]["16"]) == ["64", "96", "128", "256"]
+    assert table["fwd"]["100"]["16"].pop("96") == config
+    assert table["fwd"].pop("100") == before["fwd"]["90"]
+    assert table == before
+
+
+def test_candidates_hold_the_pinned_one_and_what_the_grid_does_not_know(script):
+    tune = script("tune")
+    pinned = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "DESC": 1, "DP_FIRST": 0, "NEW": 3}
+    found = tune.candidates("dkv", torch.bfloat16, 90, pinned)
+    assert found[0] == pinned
+    assert found.count(pinned) == 1
+    assert all(config["NEW"] == 3 and config["DP_FIRST"] in (0, 1) for config in found)
+    assert not any("DESC" in config for config in tune.candidates("fwd", torch.float16, 80, {})[1:])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_candidates_are_checked(script):
+    tune = script("tune")
+    for kernel in tune.KERNELS:
+        config = launch.config(kernel, 16, torch.float32, CPU)
+        p = tune.problem(kernel, 16, torch.float32, CPU, tokens=32, topk=2, heads=1, block=8)
+        tune.checked(p, config, torch.float32)
+        with pytest.raises(ValueError, match="wrong result"):
+            tune.checked(p._replace(want=tuple(1.01 * x for x in p.want)), config, torch.float32)

@@ -16,7 +16,7 @@ import torch
 from vsa_kernels import BlockIndex, Blocks, block_mean_pool, block_sparse_attn, select_topk
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.op import block_sparse_bwd, block_sparse_fwd
-from vsa_kernels.testing import Case, assert_within_budget, define, make_case, run
+from vsa_kernels.testing import Case, assert_right, assert_within_budget, define, make_case, run
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 HALF = (torch.bfloat16, torch.float16)
@@ -166,10 +166,9 @@ def test_random_problems(triton_device, compilations):
     for seed in range(problems):
         key = keys[seed % len(keys)]
         hard, case = _problem(seed, key, triton_device)
-        exact, plain, got = define(case), run(case, "reference"), run(hard, "triton")
-        for name in NAMES:
-            assert got[name].dtype == (torch.float32 if name == "lse" else key.dtype)
-            assert_within_budget(got[name], plain[name], exact[name], f"problem {seed} {key} {name}")
+        got = run(hard, "triton")
+        assert all(x.dtype == (torch.float32 if name == "lse" else key.dtype) for name, x in got.items())
+        assert_right(case, got, f"problem {seed} {key}")
     kernels = ("_fwd_kernel", "_dq_kernel", "_dkv_kernel")
     assert all(compilations[name] <= len(keys) for name in kernels), f"more compilations than keys: {compilations}"
 

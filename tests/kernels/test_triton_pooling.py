@@ -85,8 +85,9 @@ def test_means_and_gradient_at_real_head_dims(triton_device, sizes, dim):
         for mean, x in zip(kernels().forward(xs, *offsets), xs, strict=True):
             assert_means(mean, x, sizes)
             got = kernels().backward(mean, *offsets, sum(sizes), dtype)
-            shares = [mean[:, n : n + 1] / size for n, size in enumerate(sizes)]
-            want = torch.cat([s.to(dtype).expand(-1, size, -1, -1) for s, size in zip(shares, sizes, strict=True)], 1)
+            # by a tensor: PyTorch on a GPU multiplies by the rounded inverse of a number
+            size = torch.tensor(sizes, device=triton_device)
+            want = torch.repeat_interleave((mean / size[:, None, None]).to(dtype), size, 1)
             assert got.is_contiguous()
             assert torch.equal(got, want)
 
@@ -95,9 +96,9 @@ def test_gradient_of_a_strided_mean(triton_device):
     sizes = [2, 5]
     grad = torch.randn(2, 2, 7, 3, device=triton_device).transpose(2, 3)
     got = kernels().backward(grad, *arguments(sizes, triton_device), 7, torch.float32)
-    assert torch.equal(got, torch.repeat_interleave(grad, torch.tensor(sizes, device=triton_device), 1) / torch.tensor(
-        [2, 2, 5, 5, 5, 5, 5], device=triton_device
-    )[:, None, None])  # fmt: skip
+    size = torch.tensor(sizes, device=triton_device)
+    want = torch.repeat_interleave(grad / size[:, None, None], size, 1)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("sizes", [[8, 8, 8], [5, 11, 3]], ids=str)

@@ -57,11 +57,10 @@ def block_sparse_attn(
     if kv_valid is not None and kv_valid.shape != (q.shape[0], kv_blocks.num):
         raise ValueError(f"kv_valid must be {[q.shape[0], kv_blocks.num]}, got {list(kv_valid.shape)}")
     mask = BlockMask(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=kv_valid)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    if chosen == "triton" and scale < 0:
-        raise ValueError(f"scale must not be negative for backend triton, got {scale}")
-    return block_sparse_fwd(q, k, v, *mask.flatten(), scale, chosen)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    if chosen == "triton" and not factor >= 0:
+        raise ValueError(f"scale must not be negative for backend triton, got {factor}")
+    return block_sparse_fwd(q, k, v, *mask.flatten(), factor, chosen)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -19,7 +19,7 @@ from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_index import transpose
 from vsa_kernels.block_sparse.triton_tiles import (
     LOG2E,
-    Launch,
+    Plan,
     described,
     list_strides,
     load_listed,
@@ -28,6 +28,7 @@ from vsa_kernels.block_sparse.triton_tiles import (
     span,
     store_tile,
 )
+from vsa_kernels.launch import launch
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def _share(share, i_b, i_n, i_h, N, H, whole, D: tl.constexpr, BLOCK_D: tl.const
     return tl.load(share + at + o_d, mask=o_d < D, other=0.0) / whole
 
 
-@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "num_kv"])
+@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q", "num_kv"])
 def _dq_kernel(
     q, k, v, dout, lse, delta, dq, q_share,
     kv_indices, kv_num_blocks, q_offsets, kv_offsets, kv_valid, scale,
@@ -114,7 +115,7 @@ def _dq_kernel(
     store_tile(dq, b_dq, i_b, i_h, q_start, q_size, dq_b, dq_l, D, D, BLOCK_M, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["row_b", "row_h", "at_b", "at_h", "num_q"])
+@triton.jit(do_not_specialize=["row_b", "row_h", "at_b", "at_h", "L", "S", "H", "num_q", "num_kv"])
 def _dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, k_share, v_share,
     rows, row_offsets, q_offsets, kv_offsets, kv_valid, scale,
@@ -211,11 +212,11 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> Tensor:
     B, L, H, D = out.shape
     dout, dlse = rows_ready(dout), dlse.contiguous()
     result = torch.empty_like(lse)
-    with torch.cuda.device_of(out):
-        _delta_kernel[(triton.cdiv(L, 64) * H, B)](
-            dout, out, lse, dlse, result, *dout.stride()[:3], *out.stride()[:2], L, H,
-            D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK=64, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _delta_kernel, (triton.cdiv(L, 64) * H, B),
+        dout, out, lse, dlse, result, *dout.stride()[:3], *out.stride()[:2], L, H,
+        D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK=64, num_warps=4,
+    )  # fmt: skip
     return result
 
 
@@ -266,17 +267,14 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, dout = rows_ready(q), rows_ready(k), rows_ready(v), rows_ready(dout)
     stage = "coarse_" if mask is None else ""
-    with torch.cuda.device_of(q):
-        dq = _run_dq(dout, delta, lse, q, k, v, mask, scale, Launch.of(f"{stage}dq", q, k, mask, half), shares[0])
-        dk, dv = _run_dkv(
-            dout, delta, lse, q, k, v, mask, scale, Launch.of(f"{stage}dkv", q, k, mask, half), shares[1:]
-        )
+    dq = _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dq", q, k, mask, half), shares[0])
+    dk, dv = _run_dkv(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dkv", q, k, mask, half), shares[1:])
     return dq, dk, dv
 
 
 def _run_dq(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float,
-    launch: Launch, share: Tensor | None,
+    plan: Plan, share: Tensor | None,
 ) -> Tensor:  # fmt: skip
     B, L, H, D = q.shape
     dq = q.new_empty((B, L, H, D))
@@ -284,34 +282,36 @@ def _run_dq(
     if mask is not None:
         lists = (mask.index.kv_indices, mask.index.kv_num_blocks)
         list_at = list_strides(*lists)
-    kv = described((k, v), launch.kv, *_offsets(mask)[1:]) if launch.describe else None
-    _dq_kernel[(launch.q.num * launch.q.parts * B * H,)](
+    kv = described((k, v), plan.kv, *_offsets(mask)[1:]) if plan.describe else None
+    launch(
+            _dq_kernel, (plan.q.num * plan.q.parts * B * H,),
         q, *(kv or (k, v)), dout, lse, delta, dq, share, *lists, *_offsets(mask), scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:2], *list_at,
-        L, k.shape[1], H, launch.q.num, launch.kv.num,
-        SHARED=share is not None, DESC=kv is not None, **launch.constants,
+        L, k.shape[1], H, plan.q.num, plan.kv.num,
+        SHARED=share is not None, DESC=kv is not None, **plan.constants,
     )  # fmt: skip
     return dq
 
 
 def _run_dkv(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float,
-    launch: Launch, shares: tuple[Tensor | None, Tensor | None],
+    plan: Plan, shares: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, S, Hkv, D = k.shape
     dk, dv = k.new_empty((B, S, Hkv, D)), v.new_empty((B, S, Hkv, D))
     lists, list_at = (None, None), (0, 0, 0, 0)
     if mask is not None:
-        index = transpose(mask.index.kv_indices, mask.index.kv_num_blocks, launch.kv.num)
+        index = transpose(mask.index.kv_indices, mask.index.kv_num_blocks, plan.kv.num)
         lists = (index.rows, index.row_offsets)
         list_at = tuple(x.stride(d) if x.shape[d] > 1 else 0 for x in lists for d in (0, 1))
-    qo = described((q, dout), launch.q, _offsets(mask)[0]) if launch.describe else None
+    qo = described((q, dout), plan.q, _offsets(mask)[0]) if plan.describe else None
     in_q, in_do = qo or (q, dout)
-    _dkv_kernel[(launch.kv.num * launch.kv.parts * B * Hkv,)](
+    launch(
+            _dkv_kernel, (plan.kv.num * plan.kv.parts * B * Hkv,),
         in_q, k, v, in_do, lse, delta, dk, dv, *shares, *lists, *_offsets(mask), scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:2], *list_at,
-        q.shape[1], S, q.shape[2], launch.q.num, launch.kv.num,
-        SHARED=shares[0] is not None, DESC=qo is not None, **launch.constants,
+        q.shape[1], S, q.shape[2], plan.q.num, plan.kv.num,
+        SHARED=shares[0] is not None, DESC=qo is not None, **plan.constants,
     )  # fmt: skip
     return dk, dv
 

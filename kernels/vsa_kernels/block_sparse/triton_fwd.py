@@ -16,7 +16,7 @@ from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_tiles import (
     LN2,
     LOG2E,
-    Launch,
+    Plan,
     described,
     list_strides,
     load_listed,
@@ -25,9 +25,10 @@ from vsa_kernels.block_sparse.triton_tiles import (
     span,
     store_tile,
 )
+from vsa_kernels.launch import launch
 
 
-@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "num_kv"])
+@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q", "num_kv"])
 def _fwd_kernel(
     q, k, v, out, lse,
     kv_indices, kv_num_blocks, q_offsets, kv_offsets, kv_valid, scale,
@@ -98,7 +99,7 @@ def _fwd_kernel(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`."""
-    return _run(q, k, v, mask, scale, Launch.of("fwd", q, k, mask, False))
+    return _run(q, k, v, mask, scale, Plan.of("fwd", q, k, mask, False))
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, half: bool) -> tuple[Tensor, Tensor]:
@@ -111,12 +112,10 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, half: bool) -> tuple
         scale: factor of the logits.
         half: the tokens behind the means are half precision, so tf32 products are accurate enough.
     """
-    return _run(q, k, v, None, scale, Launch.of("coarse_fwd", q, k, None, half))
+    return _run(q, k, v, None, scale, Plan.of("coarse_fwd", q, k, None, half))
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, launch: Launch
-) -> tuple[Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, plan: Plan) -> tuple[Tensor, Tensor]:
     B, L, H, D = q.shape
     q, k, v = rows_ready(q), rows_ready(k), rows_ready(v)
     out = q.new_empty((B, L, H, D))
@@ -126,12 +125,12 @@ def _run(
         lists = (mask.index.kv_indices, mask.index.kv_num_blocks)
         blocks = (mask.q_blocks.offsets, mask.kv_blocks.offsets, mask.kv_valid)
         list_at = list_strides(*lists)
-    kv = described((k, v), launch.kv, *blocks[1:]) if launch.describe else None
-    grid = (launch.q.num * launch.q.parts * B * H,)
-    with torch.cuda.device_of(q):
-        _fwd_kernel[grid](
-            q, *(kv or (k, v)), out, lse, *lists, *blocks, scale,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2], *list_at,
-            L, k.shape[1], H, launch.q.num, launch.kv.num, DESC=kv is not None, **launch.constants,
-        )  # fmt: skip
+    kv = described((k, v), plan.kv, *blocks[1:]) if plan.describe else None
+    grid = (plan.q.num * plan.q.parts * B * H,)
+    launch(
+        _fwd_kernel, grid,
+        q, *(kv or (k, v)), out, lse, *lists, *blocks, scale,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2], *list_at,
+        L, k.shape[1], H, plan.q.num, plan.kv.num, DESC=kv is not None, **plan.constants,
+    )  # fmt: skip
     return out, lse

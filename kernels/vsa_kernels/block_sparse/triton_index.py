@@ -6,9 +6,6 @@ Three launches, no atomics, no waiting for the device. `_mark` sets one bit per 
 Nq / Nkv query / kv blocks, G groups of 32 rows.
 """
 
-# a jitted function is launched with another signature than the one written
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -17,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from vsa_kernels.launch import launch
 
 # Entries of a row read at a time, and columns of a program: one warp each.
 _BLOCK_K = 64
@@ -150,7 +149,9 @@ def transpose(kv_indices: Tensor, kv_num_blocks: Tensor, num_kv_blocks: int) -> 
     row_offsets = kv_indices.new_empty((B, H, num_kv_blocks + 1))
     rows = kv_indices.new_empty((B, H, Nq * capacity))
     tiles = triton.cdiv(num_kv_blocks, _BLOCK_N)
-    _mark_kernel[(B * H * groups,)](
+    launch(
+        _mark_kernel,
+        (B * H * groups,),
         kv_indices,
         kv_num_blocks,
         marks.view(torch.uint8),
@@ -162,10 +163,20 @@ def transpose(kv_indices: Tensor, kv_num_blocks: Tensor, num_kv_blocks: int) -> 
         BLOCK_SUM=_BLOCK_SUM,
         num_warps=1,
     )
-    _count_kernel[(B * H * tiles,)](
-        marks, counts, num_kv_blocks, groups, BLOCK_G=_BLOCK_G, BLOCK_N=_BLOCK_N, num_warps=1
+    launch(
+        _count_kernel,
+        (B * H * tiles,),
+        marks,
+        counts,
+        num_kv_blocks,
+        groups,
+        BLOCK_G=_BLOCK_G,
+        BLOCK_N=_BLOCK_N,
+        num_warps=1,
     )
-    _list_kernel[(B * H * tiles,)](
+    launch(
+        _list_kernel,
+        (B * H * tiles,),
         marks,
         counts,
         row_offsets,

@@ -7,6 +7,7 @@ can enter a sum.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vsa_kernels.block_index import Blocks
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.launch import capability, config
+from vsa_kernels.launch import capability, config, launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -84,7 +84,7 @@ def store_tile(
 
 
 class Tiles(NamedTuple):
-    """How one side's blocks are cut into tiles: constants of a launch.
+    """How one side's blocks are cut into tiles: constants of a plan.
 
     Args:
         block: rows of a tile.
@@ -101,23 +101,29 @@ class Tiles(NamedTuple):
     num: int
 
     @classmethod
-    def of(cls, blocks: Blocks | None, num_tokens: int, largest: int) -> Tiles:
-        """Tiles of at most `largest` rows, at least 16 (the smallest matrix product); no blocks: plain runs."""
+    def of(cls, blocks: tuple[int, int, int] | None, num_tokens: int, largest: int) -> Tiles:
+        """Tiles of at most `largest` rows, at least 16 (the smallest matrix product).
+
+        Args:
+            blocks: their number, largest and smallest size; None: runs of `largest` tokens.
+            num_tokens: L or S.
+            largest: rows of a tile at most.
+        """
         if blocks is None:
             return cls(largest, 1, largest, num_tokens % largest == 0, triton.cdiv(num_tokens, largest))
-        block = max(16, min(largest, triton.next_power_of_2(blocks.max_size)))
-        uniform = blocks.max_size == blocks.min_size
-        even = uniform and blocks.max_size % block == 0
-        return cls(block, triton.cdiv(blocks.max_size, block), blocks.max_size if uniform else 0, even, blocks.num)
+        num, most, least = blocks
+        block = max(16, min(largest, triton.next_power_of_2(most)))
+        even = most == least and most % block == 0
+        return cls(block, triton.cdiv(most, block), most if most == least else 0, even, num)
 
 
-class Launch(NamedTuple):
+class Plan(NamedTuple):
     """One kernel's tiles, compile-time constants and options.
 
     Args:
         q: tiles of the queries.
         kv: tiles of the keys and values.
-        constants: constexprs and options of the launch.
+        constants: constexprs and options of the plan.
         describe: the configuration asks for descriptors where they fit.
     """
 
@@ -127,7 +133,7 @@ class Launch(NamedTuple):
     describe: bool
 
     @classmethod
-    def of(cls, kernel: str, q: Tensor, k: Tensor, mask: BlockMask | None, half: bool) -> Launch:
+    def of(cls, kernel: str, q: Tensor, k: Tensor, mask: BlockMask | None, half: bool) -> Plan:
         """The pinned configuration of a kernel for these tensors; mask None: every token sees every token.
 
         Args:
@@ -137,24 +143,32 @@ class Launch(NamedTuple):
             mask: selected blocks.
             half: fp32 inputs are means of half-precision tokens, so tf32 products are accurate enough.
         """
-        D = q.shape[3]
-        options = config(kernel, D, q.dtype, q.device)
-        q_blocks, kv_blocks, kv_valid = (None, None, None)
+        blocks: tuple[Any, ...] = (None, None, False)
         if mask is not None:
-            q_blocks, kv_blocks, kv_valid = mask.q_blocks, mask.kv_blocks, mask.kv_valid
-        q_tiles = Tiles.of(q_blocks, q.shape[1], options.pop("BLOCK_M"))
-        kv_tiles = Tiles.of(kv_blocks, k.shape[1], options.pop("BLOCK_N"))
-        wanted = bool(options.pop("DESC", 0))
-        constants: dict[str, Any] = {
-            "GROUP": q.shape[2] // k.shape[2], "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)),
-            "BLOCK_M": q_tiles.block, "Q_PARTS": q_tiles.parts, "Q_SIZE": q_tiles.size, "EVEN_Q": q_tiles.even,
-            "BLOCK_N": kv_tiles.block, "KV_PARTS": kv_tiles.parts, "KV_SIZE": kv_tiles.size,
-            "EVEN_KV": kv_tiles.even and kv_valid is None,
-            "LISTED": mask is not None, "HAS_VALID": kv_valid is not None,
-            "PRECISION": "tf32" if half and q.dtype == torch.float32 else "ieee",
-            **options,
-        }  # fmt: skip
-        return cls(q_tiles, kv_tiles, constants, wanted)
+            q_blocks, kv_blocks = ((x.num, x.max_size, x.min_size) for x in (mask.q_blocks, mask.kv_blocks))
+            blocks = (q_blocks, kv_blocks, mask.kv_valid is not None)
+        _, L, H, D = q.shape
+        return _plan(kernel, q.device, q.dtype, L, k.shape[1], H // k.shape[2], D, *blocks, half)
+
+
+@functools.cache
+def _plan(
+    kernel: str, device: torch.device, dtype: torch.dtype, L: int, S: int, group: int, D: int,
+    q_blocks: tuple[int, int, int] | None, kv_blocks: tuple[int, int, int] | None, has_valid: bool, half: bool,
+) -> Plan:  # fmt: skip
+    options = config(kernel, D, dtype, device)
+    q_tiles = Tiles.of(q_blocks, L, options.pop("BLOCK_M"))
+    kv_tiles = Tiles.of(kv_blocks, S, options.pop("BLOCK_N"))
+    wanted = bool(options.pop("DESC", 0))
+    constants: dict[str, Any] = {
+        "GROUP": group, "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)),
+        "BLOCK_M": q_tiles.block, "Q_PARTS": q_tiles.parts, "Q_SIZE": q_tiles.size, "EVEN_Q": q_tiles.even,
+        "BLOCK_N": kv_tiles.block, "KV_PARTS": kv_tiles.parts, "KV_SIZE": kv_tiles.size,
+        "EVEN_KV": kv_tiles.even and not has_valid, "LISTED": q_blocks is not None, "HAS_VALID": has_valid,
+        "PRECISION": "tf32" if half and dtype == torch.float32 else "ieee",
+        **options,
+    }  # fmt: skip
+    return Plan(q_tiles, kv_tiles, constants, wanted)
 
 
 def list_strides(lists: Tensor, counts: Tensor) -> tuple[int, int, int, int, int]:
@@ -204,7 +218,8 @@ def _pad_blocks(x: Tensor, tiles: Tiles, offsets: Tensor | None, valid: Tensor |
     """`[B, N * parts * block, H, D]`: the tokens of every block of x `[B, L, H, D]`, then zeros up to whole tiles."""
     B, L, H, D = x.shape
     padded = x.new_empty((B, tiles.num * tiles.parts * tiles.block, H, D))
-    _pad_kernel[(tiles.num * tiles.parts * H, B)](
+    launch(
+            _pad_kernel, (tiles.num * tiles.parts * H, B),
         x, padded, offsets, valid, *x.stride()[:3], padded.stride(0), padded.stride(1), L, H, tiles.num,
         D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK=tiles.block, PARTS=tiles.parts, SIZE=tiles.size,
         HAS_VALID=valid is not None, num_warps=4,

@@ -13,7 +13,7 @@ from vsa_kernels.coarse_fine import reference
 from vsa_kernels.coarse_fine.op import coarse_fine_fwd
 from vsa_kernels.coarse_fine.reference import CoarseFineOutput
 from vsa_kernels.dispatch import resolve_backend
-from vsa_kernels.selection.api import _CAPACITY_STEP
+from vsa_kernels.selection.api import list_capacity
 
 
 def coarse_fine_attn(
@@ -81,8 +81,3 @@ def coarse_fine_attn(
     )
     index = BlockIndex(kv_indices=indices, kv_num_blocks=counts, max_blocks=kept, min_blocks=kept)
     return CoarseFineOutput(out, index, fine, lse, coarse)
-
-
-def list_capacity(topk: int, num_kv: int) -> int:
-    """Capacity of the lists that `select_topk` makes for a plain top-k; a test holds the two together."""
-    return min((topk + _CAPACITY_STEP - 1) // _CAPACITY_STEP * _CAPACITY_STEP, num_kv)

@@ -37,9 +37,7 @@ def coarse_fine_fwd(
 
     q_blocks = Blocks(offsets=q_offsets, max_size=q_max, min_size=q_min)
     kv_blocks = Blocks(offsets=kv_offsets, max_size=kv_max, min_size=kv_min)
-    # kernels are launched on the current device, which need not be the tensors' one
-    with torch.cuda.device_of(q):
-        return triton_op.forward(q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, capacity, scale)
+    return triton_op.forward(q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, capacity, scale)
 
 
 @coarse_fine_fwd.register_fake
@@ -107,8 +105,7 @@ def coarse_fine_bwd(
     saved = triton_op.Saved(fine, lse, coarse, coarse_lse, kv_indices, kv_num_blocks, q_mean, k_mean, v_mean)
     q_blocks = Blocks(offsets=q_offsets, max_size=q_max, min_size=q_min)
     kv_blocks = Blocks(offsets=kv_offsets, max_size=kv_max, min_size=kv_min)
-    with torch.cuda.device_of(q):
-        return triton_op.backward(dout, saved, q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, scale)
+    return triton_op.backward(dout, saved, q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, scale)
 
 
 @coarse_fine_bwd.register_fake

@@ -6,8 +6,6 @@ work on the heads of one block, whose rows are neighbours in memory.
 B batch, L tokens, H heads, D head dim, N query blocks.
 """
 
-# what triton.jit makes of a function is not what its signature says
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import Blocks
 from vsa_kernels.block_sparse.triton_tiles import load_tile, rows_ready, span, store_tile
+from vsa_kernels.launch import launch
 
 # a step covers at most this many tokens and bytes of a tensor; a thread has four 16-byte accesses to each tensor
 _TOKENS = 64
@@ -132,12 +131,12 @@ def combine(fine: Tensor, coarse: Tensor, gate_coarse: Tensor, gate_fine: Tensor
     gate_fine = None if gate_fine is None else rows_ready(gate_fine)
     out = fine.new_empty((B, L, H, D))
     constants = _constants(fine, q_blocks)
-    with torch.cuda.device_of(fine):
-        _combine_kernel[(B * q_blocks.num * constants["PARTS"] * H,)](
-            fine, coarse, gate_coarse, gate_fine, out, q_blocks.offsets,
-            *fine.stride()[:3], *gate_coarse.stride()[:3], *_strides(gate_fine), *out.stride()[:2],
-            L, H, q_blocks.num, GATED=gate_fine is not None, **constants,
-        )  # fmt: skip
+    launch(
+        _combine_kernel, (B * q_blocks.num * constants["PARTS"] * H,),
+        fine, coarse, gate_coarse, gate_fine, out, q_blocks.offsets,
+        *fine.stride()[:3], *gate_coarse.stride()[:3], *_strides(gate_fine), *out.stride()[:2],
+        L, H, q_blocks.num, GATED=gate_fine is not None, **constants,
+    )  # fmt: skip
     return out
 
 
@@ -171,14 +170,14 @@ def combine_backward(
     dgate_fine = gate_fine.new_empty((B, L, H, D)) if gate_fine is not None else None
     delta = fine.new_empty((B, H, L), dtype=torch.float32)
     dcoarse, delta_coarse = torch.empty_like(coarse), coarse.new_empty((B, H, q_blocks.num))
-    with torch.cuda.device_of(fine):
-        _combine_backward_kernel[(B * q_blocks.num * H,)](
-            dout, fine, coarse, gate_coarse, gate_fine, dlse,
-            dfine if gated else None, delta, dcoarse, dgate_coarse, dgate_fine, delta_coarse, q_blocks.offsets,
-            *dout.stride()[:3], *fine.stride()[:3], *gate_coarse.stride()[:3], *_strides(gate_fine),
-            *dgate_coarse.stride()[:2],
-            L, H, q_blocks.num, GATED=gated, HAS_DLSE=dlse is not None, **_constants(fine, q_blocks),
-        )  # fmt: skip
+    launch(
+        _combine_backward_kernel, (B * q_blocks.num * H,),
+        dout, fine, coarse, gate_coarse, gate_fine, dlse,
+        dfine if gated else None, delta, dcoarse, dgate_coarse, dgate_fine, delta_coarse, q_blocks.offsets,
+        *dout.stride()[:3], *fine.stride()[:3], *gate_coarse.stride()[:3], *_strides(gate_fine),
+        *dgate_coarse.stride()[:2],
+        L, H, q_blocks.num, GATED=gated, HAS_DLSE=dlse is not None, **_constants(fine, q_blocks),
+    )  # fmt: skip
     return GateGradients(dfine, delta, dcoarse, dgate_coarse, dgate_fine, delta_coarse)
 
 

@@ -3,16 +3,15 @@
 B batch, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
 """
 
-# what triton.jit makes of a function is not what its signature says
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 128
+from vsa_kernels.launch import launch
+
+_BLOCK = 64
 _BLOCK_D = 32
 
 
@@ -61,10 +60,10 @@ def scores(q_mean: Tensor, k_mean: Tensor, scale: float, first: int, count: int,
     _, num_q, H, D = q_mean.shape
     num_kv, Hkv = k_mean.shape[1:3]
     out = q_mean.new_empty((count, num_q, num_kv))
-    with torch.cuda.device_of(q_mean):
-        _scores_kernel[(count * triton.cdiv(num_q, _BLOCK) * triton.cdiv(num_kv, _BLOCK),)](
-            q_mean, k_mean, out, scale, first, H, num_q, num_kv,
-            GROUP=H // Hkv, D=D, BLOCK_M=_BLOCK, BLOCK_N=_BLOCK, BLOCK_D=_BLOCK_D, PRECISION=precision,
-            num_warps=8, num_stages=3,
-        )  # fmt: skip
+    launch(
+        _scores_kernel, (count * triton.cdiv(num_q, _BLOCK) * triton.cdiv(num_kv, _BLOCK),),
+        q_mean, k_mean, out, scale, first, H, num_q, num_kv,
+        GROUP=H // Hkv, D=D, BLOCK_M=_BLOCK, BLOCK_N=_BLOCK, BLOCK_D=_BLOCK_D, PRECISION=precision,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
     return out

@@ -6,9 +6,6 @@ that one load instruction of its warps is one row of 16-byte accesses: sums over
 B batch, L tokens, H heads, D head dim, N blocks.
 """
 
-# a jitted function is launched with another signature than the one written
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from vsa_kernels.launch import launch
 
 # Bytes of one token that a program reads: two warps of 16-byte accesses.
 _ROW_BYTES = 1024
@@ -63,7 +62,7 @@ def _mean(
             b_x = tl.load(p_x + (t + o_t).to(tl.int64)[:, None] * stride_l, mask=m_x, other=0.0)
             b_sum += tl.sum(b_x.to(tl.float32), 0)
     row = (i_b.to(tl.int64) * num_blocks + i_n) * num_heads
-    tl.store(means + (row + o_h) * D + o_d, b_sum / size.to(tl.float32), mask=m_c)
+    tl.store(means + (row + o_h) * D + o_d, tl.div_rn(b_sum, size.to(tl.float32)), mask=m_c)
 
 
 @triton.jit
@@ -114,7 +113,7 @@ def _mean_pool_grad_kernel(
     row = (i_b.to(tl.int64) * num_blocks + i_n) * num_heads
     # [HEADS * BLOCK_D]
     b_grad = tl.load(grad + (row + o_h) * D + o_d, mask=m_c, other=0.0)
-    b_share = (b_grad / size.to(tl.float32)).to(dx.dtype.element_ty)
+    b_share = tl.div_rn(b_grad, size.to(tl.float32)).to(dx.dtype.element_ty)
     # [BLOCK_T, HEADS * BLOCK_D]
     b_dx = tl.broadcast_to(b_share[None, :], (BLOCK_T, HEADS * BLOCK_D))
     p_dx = dx + ((i_b.to(tl.int64) * num_tokens + start) * num_heads + o_h)[None, :] * D + o_d[None, :]
@@ -147,7 +146,9 @@ def forward(xs: Sequence[Tensor], offsets: Tensor, max_size: int, min_size: int)
     spare = 3 - len(xs)
     strides = [x.stride()[:3] for x in xs]
     strides += [strides[0]] * spare
-    _mean_pool_kernel[(num_groups * N, B)](
+    launch(
+        _mean_pool_kernel,
+        (num_groups * N, B),
         *(xs + [xs[0]] * spare),
         *(means + [means[0]] * spare),
         offsets,
@@ -177,8 +178,17 @@ def backward(
     B, N, H, D = grad.shape
     dx = grad.new_empty((B, num_tokens, H, D), dtype=dtype)
     constants = _tile(H, D, dtype)
-    _mean_pool_grad_kernel[(triton.cdiv(H, constants["HEADS"]) * N, B)](
-        grad, dx, offsets, H, N, num_tokens, SIZE=max_size if max_size == min_size else 0, **constants
+    launch(
+        _mean_pool_grad_kernel,
+        (triton.cdiv(H, constants["HEADS"]) * N, B),
+        grad,
+        dx,
+        offsets,
+        H,
+        N,
+        num_tokens,
+        SIZE=max_size if max_size == min_size else 0,
+        **constants,
     )
     return dx
 

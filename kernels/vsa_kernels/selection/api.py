@@ -59,8 +59,7 @@ def select_topk(
         raise ValueError(f"topk must be at least 1, got {topk}")
     kept = min(topk, num_kv)
     if always is None:
-        steps = (topk + _CAPACITY_STEP - 1) // _CAPACITY_STEP
-        capacity = min(steps * _CAPACITY_STEP, num_kv)
+        capacity = list_capacity(topk, num_kv)
     else:
         capacity = num_kv
     indices, counts = select_topk_op(scores.detach(), kept, None, candidates, always, capacity, chosen)
@@ -81,3 +80,8 @@ def _resolve(backend: str | None, scores: Tensor) -> str:
     if backend == "triton" and refusal is not None:
         raise ValueError(f"backend triton {refusal}")
     return "triton" if chosen == "triton" and refusal is None else "reference"
+
+
+def list_capacity(topk: int, num_kv: int) -> int:
+    """Kmax of a list of topk blocks: steps of 32, so that an annealed top-k changes shapes rarely; at most num_kv."""
+    return min((topk + _CAPACITY_STEP - 1) // _CAPACITY_STEP * _CAPACITY_STEP, num_kv)

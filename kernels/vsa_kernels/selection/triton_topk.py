@@ -7,9 +7,6 @@ A row is held as one or two tiles whose widths are powers of two (1200 columns: 
 single tile would cost as much as columns do. B batch, H heads, Nq / Nkv query / kv blocks.
 """
 
-# a jitted function is launched with another signature than the one written
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from typing import Any
@@ -19,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vsa_kernels.launch import launch
 from vsa_kernels.selection.op import select_reference, unsupported
 
 # Halvings of the value range before the key range is halved: values are spread far more evenly than their bits.
@@ -173,7 +171,7 @@ def _topk_kernel(
         low = tl.full((), 1, tl.uint32)
         high = tl.full((), _LAST_TIE, tl.uint32) + 1
         # no two of these keys are equal, so some threshold is reached by just `limit` of them
-        while num_reached != limit:
+        while (high - low > 1) & (num_reached != limit):
             threshold = low + ((high - low) >> 1)
             num_reached = _count(keys_a, threshold)
             if BLOCK_B > 0:
@@ -223,14 +221,16 @@ def select(
     counts = scores.new_empty((B, H, Nq), dtype=torch.int32)
     # a pointer that is never read stands in for what is absent
     allowed, forced = (counts if x is None else x.contiguous().view(torch.uint8) for x in (candidates, always))
-    _topk_kernel[(B * H * Nq,)](
+    launch(
+        _topk_kernel,
+        (B * H * Nq,),
         scores,
         allowed,
         forced,
         counts if topk_per_row is None else topk_per_row.contiguous(),
         indices,
         counts,
-        0 if topk is None else min(topk, Nkv),
+        0 if topk is None else max(min(topk, Nkv), 0),
         capacity,
         Nkv,
         Nq,

@@ -1,0 +1,292 @@
+"""Measures launch configurations of the Triton kernels on this machine's GPU.
+
+    python scripts/tune.py fwd dq dkv --head-dim 64 128
+    python scripts/tune.py coarse_fwd coarse_dq coarse_dkv --write
+
+Each candidate of a fixed grid is checked against an eager result and timed on a problem of 16,384 tokens, 12 heads, 256
+blocks and 32 of them listed per query block (coarse kernels: attention over the 256 block means). Candidates are
+compiled in parallel processes first. `--write` pins the fastest in vsa_kernels/configs.json for this architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from bench.timing import flush_buffer, gpu_times
+from torch import Tensor
+from vsa_kernels import Blocks, launch, select_topk
+from vsa_kernels.block_sparse import gather
+from vsa_kernels.block_sparse.mask import BlockMask
+
+from vsa.cli import one_line_errors
+
+KERNELS = ("fwd", "dq", "dkv", "coarse_fwd", "coarse_dq", "coarse_dkv")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_HEADS, _TOKENS, _TOPK, _BLOCK = 12, 16384, 32, 64
+# small problems with the divisibility that the compiler sees in the large ones
+_COMPILE_TOKENS, _COMPILE_TOPK = 1024, 4
+_REPEATS = 50
+_FIELDS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "DESC", "maxnreg", "DP_FIRST")
+_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+
+Config = dict[str, int]
+
+
+def candidates(kernel: str, dtype: torch.dtype, arch: int, pinned: Config) -> list[Config]:
+    """The grid of a kernel, the pinned configuration first.
+
+    Args:
+        kernel: one of `KERNELS`.
+        dtype: of the tokens.
+        arch: 10 * major + minor of the GPU.
+        pinned: today's configuration; what it holds beside the grid's fields goes into every candidate.
+    """
+    grid: list[Config] = []
+
+    def add(**axes: tuple[int | None, ...]) -> None:
+        for values in itertools.product(*axes.values()):
+            grid.append({name: v for name, v in zip(axes, values, strict=True) if v is not None})
+
+    desc: tuple[int | None, ...] = (None,)
+    if kernel.startswith("coarse_"):
+        add(BLOCK_M=(16, 32, 64), BLOCK_N=(16, 32, 64), num_warps=(4, 8), num_stages=(1, 2, 3))
+    elif dtype == torch.float32:
+        add(BLOCK_M=(16, 32, 64), BLOCK_N=(16, 32, 64), num_warps=(4, 8), num_stages=(1, 2))
+    else:
+        # tensor descriptors came with Hopper
+        desc = (1, 0) if arch >= 90 else (None,)
+        both: dict[str, tuple[int | None, ...]] = {"BLOCK_M": (64,), "BLOCK_N": (64,)}
+        registers = (None, 96, 128, 168)
+        add(**both, num_warps=(4,), num_stages=(1, 2, 3), DESC=desc, maxnreg=registers)
+        add(**both, num_warps=(8,), num_stages=(1, 2), DESC=desc)
+        for tile in ((32, 64), (64, 32)):
+            add(BLOCK_M=(tile[0],), BLOCK_N=(tile[1],), num_warps=(4,), num_stages=(1, 2), DESC=desc)
+    if kernel.endswith("dkv"):
+        grid = [{**config, "DP_FIRST": first} for config in grid for first in (0, 1)]
+    rest = {name: value for name, value in pinned.items() if name not in _FIELDS}
+    found = [pinned]
+    for config in ({**config, **rest} for config in grid):
+        if all({"DESC": 0, **config} != {"DESC": 0, **other} for other in found):
+            found.append(config)
+    return found
+
+
+class Problem(NamedTuple):
+    """Inputs of one kernel, with an eager result to compare with.
+
+    Args:
+        run: the kernel's launch, under the configuration of the moment.
+        want: what it returns.
+        flops: that it needs.
+    """
+
+    run: Callable[[], Any]
+    want: tuple[Tensor, ...]
+    flops: int
+
+
+def problem(
+    kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device,
+    tokens: int = _TOKENS, topk: int = _TOPK, heads: int = _HEADS, block: int = _BLOCK,
+) -> Problem:  # fmt: skip
+    """A kernel's problem of random data."""
+    g = torch.Generator(device=device).manual_seed(0)
+    coarse, scale = kernel.startswith("coarse_"), head_dim**-0.5
+    num = tokens // block
+    length = num if coarse else tokens
+    size, dtype_in = (1, length, heads, head_dim), torch.float32 if coarse else dtype
+    q, k, v, dout = (torch.randn(size, generator=g, device=device).to(dtype_in) for _ in range(4))
+    # the coarse stage is attention that lists its only block
+    blocks = Blocks.from_sizes([length] if coarse else [block] * num, device)
+    scores = torch.randn((1, heads, blocks.num, blocks.num), generator=g, device=device)
+    index = select_topk(scores, 1 if coarse else topk, backend="reference")
+    mask = BlockMask(index=index, q_blocks=blocks, kv_blocks=blocks, kv_valid=None)
+    out, lse = gather.forward(q, k, v, mask, scale)
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+    grads = gather.backward(dout, delta, lse, q, k, v, mask, scale)
+    kind = kernel.removeprefix("coarse_")
+    want = {"fwd": (out, lse), "dq": grads[:1], "dkv": grads[1:]}[kind]
+    flops = 2 * _PRODUCTS[kind] * heads * length * (length if coarse else topk * block) * head_dim
+    args = (q, k, v, None if coarse else mask, scale)
+    return Problem(_runner(kernel, args, (dout, delta, lse), coarse and dtype.itemsize == 2), tuple(want), flops)
+
+
+def _runner(kernel: str, args: Any, saved: Any, half: bool) -> Callable[[], Any]:
+    from vsa_kernels.block_sparse import triton_bwd, triton_fwd
+    from vsa_kernels.block_sparse.triton_tiles import Plan
+
+    fwd: Any = triton_fwd
+    bwd: Any = triton_bwd
+    q, k, _, mask, _ = args
+    kind = kernel.removeprefix("coarse_")
+    if kind == "fwd":
+        return lambda: fwd._run(*args, Plan.of(kernel, q, k, mask, half))
+    if kind == "dq":
+        return lambda: bwd._run_dq(*saved, *args, Plan.of(kernel, q, k, mask, half), None)
+    if mask is None:
+        return lambda: bwd._run_dkv(*saved, *args, Plan.of(kernel, q, k, mask, half), (None, None))
+    # made once: the index is no part of the kernel
+    made = triton_bwd.transpose(mask.index.kv_indices, mask.index.kv_num_blocks, mask.kv_blocks.num)
+
+    def run() -> Any:
+        with mock.patch.object(triton_bwd, "transpose", return_value=made):
+            return bwd._run_dkv(*saved, *args, Plan.of(kernel, q, k, mask, half), (None, None))
+
+    return run
+
+
+def checked(p: Problem, config: Config, dtype: torch.dtype) -> Callable[[], Any]:
+    """The kernel's launch under a configuration, once its result has been right.
+
+    Raises:
+        ValueError: a wrong result.
+    """
+    from vsa_kernels.block_sparse import triton_tiles
+
+    def run() -> Any:
+        # a copy: a launch takes what it uses out of it
+        with mock.patch.object(triton_tiles, "config", side_effect=lambda *_: dict(config)):
+            return p.run()
+
+    got = run()
+    for x, want in zip(got if isinstance(got, tuple) else (got,), p.want, strict=True):
+        error = float((x.double() - want.double()).norm() / want.double().norm())
+        if not error <= (2e-2 if dtype.itemsize == 2 else 1e-4):
+            raise ValueError(f"wrong result, off by {error:.3g}")
+    return run
+
+
+def measure(kernel: str, head_dim: int, dtype: torch.dtype, configs: list[Config]) -> list[tuple[float, Config]]:
+    """Milliseconds of every candidate that works, fastest first; a line for each."""
+    device = torch.device("cuda")
+    p, flush = problem(kernel, head_dim, dtype, device), flush_buffer(device)
+    timed: list[tuple[float, Config]] = []
+    for config in configs:
+        try:
+            run = checked(p, config, dtype)
+            gpu_times(run, 10, flush, ahead=True)
+            ms = statistics.median(gpu_times(run, _REPEATS, flush, ahead=True))
+        # whatever the compiler or the launch refuses this candidate with; the others go on
+        except Exception as error:
+            print(
+                f"  failed  {_line(config)}: {' '.join(f'{type(error).__name__}: {error}'.split())[:160]}", flush=True
+            )
+            continue
+        timed.append((ms, config))
+        pinned = "  (pinned)" if config is configs[0] else ""
+        print(f"  {ms * 1e3:8.1f} us {p.flops / ms / 1e9:7.1f} TFLOP/s  {_line(config)}{pinned}", flush=True)
+    return sorted(timed, key=lambda entry: entry[0])
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Fill Triton's cache from as many processes as there are cores."""
+    count = max(1, min(14, (os.cpu_count() or 2) - 2))
+    own = [sys.executable, str(Path(__file__).resolve()), *args.kernels, "--dtype", args.dtype]
+    own += ["--head-dim", *map(str, args.head_dim)]
+    running = [subprocess.Popen([*own, "--compile-part", str(i), str(count)]) for i in range(count)]
+    # a candidate that fails here is reported by the measurement
+    for process in running:
+        process.wait()
+
+
+def compile_part(jobs: Iterator[tuple[str, int, torch.dtype, Config]]) -> None:
+    """Plan candidates once on small problems with the compile keys of the large ones."""
+    device = torch.device("cuda")
+
+    @functools.cache
+    def small(kernel: str, head_dim: int, dtype: torch.dtype) -> Problem:
+        # the coarse stage is small as it is
+        size = {} if kernel.startswith("coarse_") else {"tokens": _COMPILE_TOKENS, "topk": _COMPILE_TOPK}
+        return problem(kernel, head_dim, dtype, device, **size)
+
+    for kernel, head_dim, dtype, config in jobs:
+        try:
+            checked(small(kernel, head_dim, dtype), config, dtype)
+        # reported by the measurement
+        except Exception:
+            continue
+
+
+def write(path: Path, kernel: str, arch: int, bits: int, head_dim: int, config: Config) -> None:
+    """Pin a configuration; a new architecture starts from the newest older one's."""
+    table = json.loads(path.read_text())
+    of_kernel = table[kernel]
+    if str(arch) not in of_kernel:
+        older = [int(name) for name in of_kernel if int(name) <= arch]
+        of_kernel[str(arch)] = json.loads(json.dumps(of_kernel[str(max(older) if older else min(map(int, of_kernel)))]))
+        table[kernel] = dict(sorted(of_kernel.items(), key=lambda item: int(item[0])))
+    dims = table[kernel][str(arch)].setdefault(str(bits), {})
+    dims[str(head_dim)] = config
+    table[kernel][str(arch)][str(bits)] = dict(sorted(dims.items(), key=lambda item: int(item[0])))
+    part = path.with_suffix(".part")
+    part.write_text(dump(table))
+    part.replace(path)
+
+
+def dump(table: dict[str, Any], depth: int = 0) -> str:
+    """JSON with one line per configuration."""
+    if not any(isinstance(value, dict) for value in table.values()):
+        return json.dumps(table)
+    inside = ",\n".join(f'{" " * (depth + 1)}"{key}": {dump(value, depth + 1)}' for key, value in table.items())
+    return f"{{\n{inside}\n{' ' * depth}}}" + ("\n" if depth == 0 else "")
+
+
+def _line(config: Config) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())
+
+
+def main(argv: list[str]) -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="+", choices=KERNELS, metavar="KERNEL", help=", ".join(KERNELS))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the tokens")
+    parser.add_argument("--write", action="store_true", help="pin the fastest in configs.json")
+    parser.add_argument("--compile-part", nargs=2, type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if not all(d % 16 == 0 and 16 <= d <= 256 for d in args.head_dim):
+        raise ValueError(f"--head-dim must be multiples of 16 from 16 to 256, got {args.head_dim}")
+    if not torch.cuda.is_available():
+        raise ValueError("tuning needs a CUDA device, and this torch sees none")
+    device, dtype = torch.device("cuda"), DTYPES[args.dtype]
+    major, minor = launch.capability(device)
+    arch = 10 * major + minor
+    plan = []
+    for kernel, head_dim in itertools.product(args.kernels, args.head_dim):
+        dtype_in = torch.float32 if kernel.startswith("coarse_") else dtype
+        pinned = launch.config(kernel, head_dim, dtype_in, device)
+        plan.append((kernel, head_dim, candidates(kernel, dtype, arch, pinned)))
+    if args.compile_part:
+        first, step = args.compile_part
+        jobs = ((kernel, head_dim, dtype, config) for kernel, head_dim, configs in plan for config in configs)
+        compile_part(itertools.islice(jobs, first, None, step))
+        return
+    count = sum(len(configs) for *_, configs in plan)
+    print(f"{torch.cuda.get_device_name(device)}, sm_{arch}: compiling {count} candidates", flush=True)
+    compile_all(args)
+    for kernel, head_dim, configs in plan:
+        print(f"{kernel}, D={head_dim}, {args.dtype}", flush=True)
+        timed = measure(kernel, head_dim, dtype, configs)
+        if not timed:
+            raise ValueError(f"no candidate of {kernel} at D={head_dim} works")
+        print(f"  fastest: {_line(timed[0][1])}", flush=True)
+        if args.write:
+            bits = 32 if kernel.startswith("coarse_") else dtype.itemsize * 8
+            write(launch.CONFIGS, kernel, arch, bits, head_dim, timed[0][1])
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""What the `triton` backend must keep beside its error budget: confinement, exact zeros, block and head sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from vsa_kernels import BlockIndex, block_sparse_attn
+from vsa_kernels.testing import assert_right, expand_mask, make_case, run
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    # the interpreter is wrong in bf16
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("q_size", "kv_size"), [(64, 64), (64, 16), (128, 64), (128, 128), (256, 256), (8, 200), (60, 60)], ids=str
+)
+@pytest.mark.parametrize("even", [True, False], ids=["even", "ragged"])
+def test_block_sizes(q_size, kv_size, even, triton_device):
+    small = triton_device.type == "cpu"
+    q_sizes, kv_sizes = [q_size] * 2, [kv_size] * (3 if kv_size < 100 else 2)
+    if not even:
+        q_sizes, kv_sizes = [q_size, q_size - 5, 3], [*kv_sizes, max(1, kv_size - 7), 1]
+    case = make_case(
+        *(q_sizes, kv_sizes),
+        heads=1 if small else 4,
+        kv_heads=1 if small else 2,
+        head_dim=16 if small else 64,
+        density=0.7,
+        dtype=dtype_of(triton_device),
+        device=triton_device,
+        seed=1,
+    )
+    assert_right(case, run(case, "triton"))
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_head_dims(head_dim, half, triton_device):
+    if triton_device.type == "cpu" and (half == torch.float16 or head_dim not in (48, 128)):
+        pytest.skip("the interpreter runs two head dims in fp32")
+    dtype = half if triton_device.type == "cuda" else torch.float32
+    case = make_case([64, 40, 64], [64, 64, 21], head_dim=head_dim, density=0.8, dtype=dtype, device=triton_device)
+    assert_right(case, run(case, "triton"))
+
+
+def test_rows_without_blocks(triton_device):
+    case = make_case([30, 40], [50, 20], batch=2, heads=2, density=0.0, device=triton_device)
+    got = run(case, "triton")
+    assert (got["out"] == 0).all()
+    assert (got["lse"] == -torch.inf).all()
+    assert all((got[name] == 0).all() for name in ("dq", "dk", "dv"))
+
+
+def test_an_undefined_lse_gradient_of_an_empty_row_stays_there(triton_device):
+    case = make_case([30, 40], [50, 20], density=1.0, device=triton_device)
+    counts = torch.tensor([[[0, 2]]], dtype=torch.int32, device=triton_device)
+    case = replace(case, index=replace(case.index, kv_num_blocks=counts))
+    clean = run(case, "triton")
+    poisoned = case.dlse.clone()
+    poisoned[..., :30] = torch.nan
+    got = run(replace(case, dlse=poisoned), "triton")
+    for name in NAMES:
+        assert torch.equal(got[name], clean[name])
+
+
+def test_unselected_blocks_get_exactly_zero_gradient(triton_device):
+    case = make_case([16] * 3, [16] * 4, heads=2, kv_heads=1, density=1.0, device=triton_device)
+    listed = torch.tensor([True, False, True, False], device=triton_device).expand(1, 1, 3, 4)
+    got = run(replace(case, index=BlockIndex.from_dense(listed)), "triton")
+    for name in ("dk", "dv"):
+        blocks = got[name].view(4, -1)
+        assert (blocks[1::2] == 0).all()
+        assert (blocks[::2] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("bad", ["q", "kv"])
+@pytest.mark.parametrize("sizes", [[20, 13, 20, 7], [16] * 4], ids=["ragged", "even"])
+def test_nan_reaches_only_what_lists_its_block(bad, sizes, triton_device):
+    # tiles are larger than the blocks or end inside them: the rows behind a block belong to its neighbour
+    dtype = dtype_of(triton_device)
+    case = make_case(sizes, sizes, heads=2, kv_heads=2, head_dim=64, dtype=dtype, device=triton_device, seed=3)
+    at = case.q_blocks.offsets.tolist()
+    rows = slice(at[1], at[2])
+    seen = expand_mask(case).to(triton_device)
+    clean = run(case, "triton")
+    if bad == "kv":
+        k, v = case.k.clone(), case.v.clone()
+        k[:, rows, 0], v[:, rows, 0] = torch.nan, torch.nan
+        got = run(replace(case, k=k, v=v), "triton")
+        q_reached = seen[0, :, :, rows].any(-1)
+        q_reached[1] = False
+        # what a reached query touches is reached in turn
+        kv_reached = (seen[0] & q_reached[..., None]).any(1)
+        kv_reached[0, rows] = True
+    else:
+        q, dout = case.q.clone(), case.dout.clone()
+        q[:, rows, 0], dout[:, rows, 0] = torch.nan, torch.nan
+        got = run(replace(case, q=q, dout=dout), "triton")
+        q_reached = torch.zeros(2, seen.shape[2], dtype=torch.bool, device=triton_device)
+        q_reached[0, rows] = seen[0, 0, rows].any(-1)
+        kv_reached = (seen[0] & q_reached[..., None]).any(1)
+        # their own outputs may be anything: the query is NaN whatever it lists
+        q_reached[0, rows] = True
+    assert q_reached.any()
+    assert not q_reached.all()
+    assert not kv_reached.all()
+    for name, reached in (("out", q_reached), ("dq", q_reached), ("dk", kv_reached), ("dv", kv_reached)):
+        untouched = ~reached.T
+        assert torch.equal(got[name][0][untouched], clean[name][0][untouched]), name
+    assert torch.equal(got["lse"][0][~q_reached], clean["lse"][0][~q_reached])
+
+
+def test_strided_inputs(triton_device):
+    case = make_case(
+        [40, 9], [30, 21], batch=2, heads=2, kv_heads=2, dtype=dtype_of(triton_device), device=triton_device
+    )
+    want = run(case, "triton")
+    views = {}
+    for name in ("q", "k", "v", "dout"):
+        x = getattr(case, name)
+        # heads outermost, as [B, H, L, D] kernels leave it, and q, k, v as parts of one projection
+        views[name] = x.transpose(1, 2).contiguous().transpose(1, 2) if name != "k" else torch.cat([x, x], -1)[..., :16]
+    got = run(replace(case, **views), "triton")
+    for name in NAMES:
+        assert torch.equal(got[name], want[name]), name
+
+
+def test_parts_over_disjoint_blocks_merge_by_their_lse(triton_device):
+    case = make_case([40, 30], [50, 20, 30, 40], heads=2, kv_heads=2, density=1.0, device=triton_device)
+    first = torch.tensor([[[[1, 0, 1, 0], [0, 1, 1, 0]]]], dtype=torch.bool, device=triton_device)
+    q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.v))
+    blocks = dict(q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend="triton")
+    parts = [block_sparse_attn(q, k, v, BlockIndex.from_dense(m), **blocks) for m in (first, ~first)]
+    share = torch.softmax(torch.stack([lse for _, lse in parts]), 0).transpose(2, 3)[..., None]
+    merged = share[0] * parts[0][0] + share[1] * parts[1][0]
+    grads = torch.autograd.grad(merged, (q, k, v), case.dout)
+    whole = run(replace(case, dlse=torch.zeros_like(case.dlse)), "triton")
+    torch.testing.assert_close(merged, whole["out"], rtol=1e-4, atol=1e-5)
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_negative_scale_is_refused(triton_device):
+    with pytest.raises(ValueError, match=r"scale must not be negative for backend triton, got -1.0"):
+        run(replace(make_case([2], [2], device=triton_device), scale=-1.0), "triton")
