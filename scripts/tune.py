@@ -156,7 +156,8 @@ def checked(p: Problem, config: Config, dtype: torch.dtype) -> Callable[[], Any]
     from vsa_kernels.block_sparse import triton_tiles
 
     def run() -> Any:
-        # a copy: a launch takes what it uses out of it
+        # a copy: a plan takes what it uses out of it; plans are remembered
+        triton_tiles._plan.cache_clear()
         with mock.patch.object(triton_tiles, "config", side_effect=lambda *_: dict(config)):
             return p.run()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from vsa_kernels.launch import capability
+
 BLOCK_SPARSE_BACKENDS = ("reference", "gather", "triton")
 """Implementations of `block_sparse_attn` by name."""
 
@@ -64,7 +66,7 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, fin
 @torch.compiler.assume_constant_result
 def _can_launch(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return capability(device) >= (8, 0)
     if device.type != "cpu":
         # fake tensors of the meta device never launch anything
         return device.type == "meta"
