@@ -44,6 +44,8 @@ def test_constant():
     assert [ConstantSparsity(sparsity=0.875).topk(step, 32) for step in (0, 7)] == [4, 4]
     assert ConstantSparsity(sparsity=0).topk(3, 9) == 9
     ConstantSparsity(topk=9).check(9)
+    # dense attention: one tile
+    ConstantSparsity(topk=9).check(1)
     ConstantSparsity(sparsity=0.5).check(1)
 
 

@@ -89,5 +89,6 @@ class ConstantSparsity:
         return min(self._topk, num_tiles)
 
     def check(self, num_tiles: int) -> None:
-        if self._topk is not None and self._topk > num_tiles:
+        # a grid in one tile, dense attention among them, has nothing to select
+        if self._topk is not None and self._topk > num_tiles > 1:
             raise ValueError(f"topk={self._topk} is above the number of tiles, {num_tiles}")
