@@ -135,7 +135,7 @@ def _fastvideo(p: Problem, name: str, whole: bool) -> Op:
 
     def operator() -> Tensor:
         return fastvideo_kernel.video_sparse_attn(
-            q, k, v, sizes, sizes, shape.topk, block_size=64, compress_attn_weight=gate
+            q, k, v, sizes, sizes, shape.topk, block_size=(4, 4, 4), compress_attn_weight=gate
         )
 
     def call() -> Tensor:

@@ -123,8 +123,10 @@ def record_of(label: str, arch: int, kernel: Any) -> Record:
     names, ptx = kernel.src.fn.arg_names, kernel.asm["ptx"]
     constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
     registers, stack = resources(kernel.asm["cubin"])
-    product = re.compile(r"tt\.dot .*: tensor<(\d+)x(\d+)x(\w+)> \* tensor<\d+x(\d+)x\w+>")
-    dots = [(int(m), int(n), int(k), kind) for m, k, kind, n in product.findall(kernel.asm["ttir"])]
+    # Gluon has no earlier form than ttgir
+    product = re.compile(r"(?:tt\.dot|ttng\.warp_group_dot) .*: \S+<(\d+)x(\d+)x(\w+)[^*]*> \* \S+<\d+x(\d+)x\w+")
+    source = kernel.asm["ttir" if "ttir" in kernel.asm else "ttgir"]
+    dots = [(int(m), int(n), int(k), kind) for m, k, kind, n in product.findall(source)]
     return Record(
         label=label,
         arch=arch,
@@ -303,6 +305,9 @@ def annealing(topk: int, capacity: int) -> None:
     p = Problem(num=70)
     mask = p.mask(topk, capacity)
     q = p.tokens(mask.q_blocks, p.heads)
+    # Hopper has a kernel of its own for contiguous heads, and the other one for those of a wider projection
+    wide = torch.cat([q, q], -1)[..., : p.head_dim]
+    triton_fwd.forward(wide, wide, wide, mask, 0.1)
     out, lse = triton_fwd.forward(q, q, q, mask, 0.1)
     triton_bwd.backward(out, torch.empty_like(lse), lse, q, q, q, mask, 0.1)
     select(p, p.num, topk, capacity)
@@ -347,7 +352,7 @@ def kernels_in_source() -> set[str]:
 
     root = Path(vsa_kernels.__file__).parent
     names = set()
-    for file in sorted(root.rglob("triton_*.py")):
+    for file in sorted((*root.rglob("triton_*.py"), *root.rglob("hopper_*.py"))):
         module = importlib.import_module(".".join(["vsa_kernels", *file.relative_to(root).with_suffix("").parts]))
         names |= {x.__name__ for x in vars(module).values() if isinstance(x, JITFunction) and "_kernel" in x.__name__}
     return names

@@ -331,6 +331,58 @@ def test_bad_input(change, message):
         run(change(make_case(**RAGGED)), "gather")
 
 
+def test_a_device_mix_is_refused():
+    case = make_case([2], [2])
+    with pytest.raises(ValueError, match="kv_num_blocks must be on cpu like q, got meta"):
+        run(replace(case, index=replace(case.index, kv_num_blocks=case.index.kv_num_blocks.to("meta"))), "gather")
+
+
+def _values(name: str, at: tuple, value: int):
+    def change(case: Case) -> Case:
+        x = getattr(case.index, name).clone()
+        x[at] = value
+        return replace(case, index=replace(case.index, **{name: x}))
+
+    return change
+
+
+def _offsets(values: list[int]):
+    return lambda c: replace(c, kv_blocks=replace(c.kv_blocks, offsets=torch.tensor(values, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c, None),
+        (_values("kv_indices", (0, 1, 2, 1), 6), r"kv_indices must be in 0 .. 5, got 0 .. 6"),
+        (_values("kv_indices", (0, 1, 2, 0), -1), "got -1 .. "),
+        (_values("kv_indices", (1, 0, 1, 1), 0), r"must ascend in a row, got 0 then 0 in row \[1, 0, 1\]"),
+        (_values("kv_num_blocks", (0, 0, 0), 7), "kv_num_blocks must be in 0 .. 6, got .* 7"),
+        (_offsets([0, 7, 9, 8, 21, 27, 31]), "kv_blocks.offsets must ascend, got 9 then 8 at block 2"),
+        (_offsets([0, 7, 9, 20, 21, 27, 30]), "kv_blocks.offsets must run from 0 to 31, got 0 to 30"),
+        (_offsets([0, 6, 9, 20, 21, 27, 31]), None),
+        (_offsets([0, 5, 9, 18, 21, 27, 31]), "kv_blocks must have max_size 9 and min_size 3"),
+    ],
+)
+def test_values_are_checked_when_asked(change, message):
+    case = make_case(**RAGGED, density=1.0)
+    case = change(case)
+    mask = dict(q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend="reference", check_values=True)
+    if message is None:
+        block_sparse_attn(case.q, case.k, case.v, case.index, **mask)
+        return
+    with pytest.raises(ValueError, match=message):
+        block_sparse_attn(case.q, case.k, case.v, case.index, **mask)
+
+
+def test_values_of_fine_masks_are_checked():
+    case = make_case(**RAGGED, fine=True, kv_valid=True)
+    mask = dict(q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, backend="reference", check_values=True)
+    block_sparse_attn(case.q, case.k, case.v, case.index, kv_valid=case.kv_valid, **mask)
+    with pytest.raises(ValueError, match="kv_valid must be between"):
+        block_sparse_attn(case.q, case.k, case.v, case.index, kv_valid=case.kv_valid + 9, **mask)
+
+
 def test_a_named_backend_is_never_replaced():
     with pytest.raises(ValueError, match=r"reference, gather, triton or None .* got 'flash'"):
         run(make_case([2], [2]), "flash")

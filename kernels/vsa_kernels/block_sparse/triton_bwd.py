@@ -10,6 +10,8 @@ B batch, L / S query / kv tokens, H / Hkv heads, D head dim, N blocks.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -54,16 +56,17 @@ def _share(share, i_b, i_n, i_h, N, H, whole, D: tl.constexpr, BLOCK_D: tl.const
     return tl.load(share + at + o_d, mask=o_d < D, other=0.0) / whole
 
 
-@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q", "num_kv"])
+@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q", "num_kv", "slots"])
 def _dq_kernel(
     q, k, v, dout, lse, delta, dq, q_share,
-    kv_indices, kv_num_blocks, q_offsets, kv_offsets, kv_valid, scale,
+    kv_indices, kv_num_blocks, q_offsets, kv_offsets, kv_valid, record, probe, seed, scale,
     q_b, q_l, q_h, k_b, k_l, k_h, v_b, v_l, v_h, do_b, do_l, do_h, dq_b, dq_l, idx_b, idx_h, idx_n, num_b, num_h,
-    L, S, H, num_q, num_kv,
+    L, S, H, num_q, num_kv, slots,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr, Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr,
     BLOCK_N: tl.constexpr, KV_PARTS: tl.constexpr, KV_SIZE: tl.constexpr, EVEN_KV: tl.constexpr,
     LISTED: tl.constexpr, HAS_VALID: tl.constexpr, SHARED: tl.constexpr, DESC: tl.constexpr, PRECISION: tl.constexpr,
+    MASS: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_bh = tl.program_id(0) % (num_q * Q_PARTS), tl.program_id(0) // (num_q * Q_PARTS)
     i_b, i_h = i_bh // H, i_bh % H
@@ -83,6 +86,15 @@ def _dq_kernel(
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     factor = scale * LOG2E
     o_n = tl.arange(0, BLOCK_N)
+    if MASS:
+        # one draw per query block, the same in all its parts: the rank of the probe among the unselected blocks
+        i_row = i_bh * num_q + i_n
+        left = num_kv - listed
+        b_random = tl.randint(tl.load(seed), i_row).to(tl.uint32, bitcast=True).to(tl.uint64)
+        rank = ((b_random * left.to(tl.uint64)) >> 32).to(tl.int32)
+        below = 0
+        p_record = record + (i_row.to(tl.int64) * Q_PARTS + i_part) * slots
+        mass = 0.0
     for j in range(listed * KV_PARTS):
         i_kp = j % KV_PARTS
         i_kv = tl.load(p_list + j // KV_PARTS) if LISTED else j // KV_PARTS
@@ -109,10 +121,41 @@ def _dq_kernel(
         b_p = tl.math.exp2(b_s * factor - b_lse[:, None])
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+        if MASS:
+            mass = tl.where(i_kp == 0, 0.0, mass) + tl.sum(tl.sum(b_p, 1), 0) / whole
+            # every part of a kv block overwrites what the parts before it left
+            tl.store(p_record + j // KV_PARTS, mass)
+            # i_kv - slot unselected blocks come before this one
+            below += ((i_kp == 0) & (i_kv - j // KV_PARTS <= rank)).to(tl.int32)
     b_dq *= scale
     if SHARED:
         b_dq += _share(q_share, i_b, i_n, i_h, num_q, H, whole, D, BLOCK_D)[None, :]
     store_tile(dq, b_dq, i_b, i_h, q_start, q_size, dq_b, dq_l, D, D, BLOCK_M, BLOCK_D)
+    if MASS:
+        # without unselected blocks any block will do: its share is multiplied by 0
+        i_probe = tl.where(left > 0, rank + below, 0)
+        o_m = tl.arange(0, BLOCK_M)
+        b_lse = tl.load(lse + i_bh.to(tl.int64) * L + q_start + o_m, mask=o_m < q_size, other=float("inf"))
+        # a query without kv tokens has no ratio and counts as 0
+        b_lse = tl.where(b_lse == -float("inf"), float("inf"), b_lse) * LOG2E
+        b_ratio = tl.zeros([BLOCK_M], dtype=tl.float32)
+        for i_kp in tl.range(0, KV_PARTS, num_stages=1):
+            kv_start, kv_size, _ = span(kv_offsets, i_probe, i_kp, S, KV_SIZE, BLOCK_N, KV_SIZE > 0)
+            if HAS_VALID:
+                kv_size = tl.minimum(kv_size, tl.load(kv_valid + i_b.to(tl.int64) * num_kv + i_probe) - i_kp * BLOCK_N)
+            # [BLOCK_N, BLOCK_D]
+            b_k = load_listed(
+                k, i_b, i_hk, i_probe, i_kp, num_kv, kv_start, kv_size, k_b, k_l, k_h,
+                D, BLOCK_N, BLOCK_D, KV_PARTS, EVEN_KV, DESC,
+            )  # fmt: skip
+            # [BLOCK_M, BLOCK_N]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            if not EVEN_KV:
+                b_s = tl.where(o_n[None, :] < kv_size, b_s, -float("inf"))
+            b_ratio += tl.sum(tl.math.exp2(b_s * factor - b_lse[:, None]), 1)
+        tl.store(p_record + slots - 1, tl.sum(b_ratio, 0) * left / whole)
+        if i_part == 0:
+            tl.store(probe + i_row, tl.where(left > 0, i_probe, -1))
 
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "at_b", "at_h", "L", "S", "H", "num_q", "num_kv"])
@@ -220,6 +263,20 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> Tensor:
     return result
 
 
+class Recall(NamedTuple):
+    """Where `backward` leaves what it knows of the recall, and the seed of its probes.
+
+    Args:
+        record: fp32 `[B, H, Nq, Kmax + 1]` contiguous, all of it is written: `RecallBuffer.mass`, then its `ratio`.
+        probe: int32 `[B, H, Nq]` contiguous, all of it is written.
+        seed: int64, one element.
+    """
+
+    record: Tensor
+    probe: Tensor
+    seed: Tensor
+
+
 def backward(
     dout: Tensor,
     delta: Tensor,
@@ -233,6 +290,7 @@ def backward(
     q_share: Tensor | None = None,
     k_share: Tensor | None = None,
     v_share: Tensor | None = None,
+    recall: Recall | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `block_sparse_attn`.
 
@@ -249,9 +307,10 @@ def backward(
             k_share and v_share `[B, Nkv, Hkv, D]`, or none of the three.
         k_share: see q_share.
         v_share: see q_share.
+        recall: also written, see `vsa_kernels.recall`; None: off, at no cost.
     """
     shares = (q_share, k_share, v_share)
-    return _run(dout, delta, lse, q, k, v, mask, scale, False, shares)
+    return _run(dout, delta, lse, q, k, v, mask, scale, False, shares, recall)
 
 
 def dense(
@@ -263,18 +322,18 @@ def dense(
 
 def _run(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float,
-    half: bool, shares: tuple[Tensor | None, Tensor | None, Tensor | None],
+    half: bool, shares: tuple[Tensor | None, Tensor | None, Tensor | None], recall: Recall | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, dout = rows_ready(q), rows_ready(k), rows_ready(v), rows_ready(dout)
     stage = "coarse_" if mask is None else ""
-    dq = _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dq", q, k, mask, half), shares[0])
+    dq = _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dq", q, k, mask, half), shares[0], recall)
     dk, dv = _run_dkv(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dkv", q, k, mask, half), shares[1:])
     return dq, dk, dv
 
 
 def _run_dq(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float,
-    plan: Plan, share: Tensor | None,
+    plan: Plan, share: Tensor | None, recall: Recall | None,
 ) -> Tensor:  # fmt: skip
     B, L, H, D = q.shape
     dq = q.new_empty((B, L, H, D))
@@ -283,13 +342,22 @@ def _run_dq(
         lists = (mask.index.kv_indices, mask.index.kv_num_blocks)
         list_at = list_strides(*lists)
     kv = described((k, v), plan.kv, *_offsets(mask)[1:]) if plan.describe else None
+    record, slots = None, 0
+    if recall is not None:
+        slots = recall.record.shape[-1]
+        # several tiles of a query block write side by side and are added up after the kernel
+        tiles = (B * H * plan.q.num, plan.q.parts, slots)
+        record = recall.record.zero_() if plan.q.parts == 1 else lse.new_zeros(tiles)
+    known = (None, None, None) if recall is None else (record, recall.probe, recall.seed)
     launch(
             _dq_kernel, (plan.q.num * plan.q.parts * B * H,),
-        q, *(kv or (k, v)), dout, lse, delta, dq, share, *lists, *_offsets(mask), scale,
+        q, *(kv or (k, v)), dout, lse, delta, dq, share, *lists, *_offsets(mask), *known, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:2], *list_at,
-        L, k.shape[1], H, plan.q.num, plan.kv.num,
-        SHARED=share is not None, DESC=kv is not None, **plan.constants,
+        L, k.shape[1], H, plan.q.num, plan.kv.num, slots,
+        SHARED=share is not None, DESC=kv is not None, MASS=recall is not None, **plan.constants,
     )  # fmt: skip
+    if recall is not None and record is not None and plan.q.parts > 1:
+        torch.sum(record, 1, out=recall.record.view(-1, slots))
     return dq
 
 

@@ -18,6 +18,7 @@ from vsa_kernels.block_sparse.triton_tiles import (
     LOG2E,
     Plan,
     described,
+    is_flat,
     list_strides,
     load_listed,
     load_tile,
@@ -25,7 +26,7 @@ from vsa_kernels.block_sparse.triton_tiles import (
     span,
     store_tile,
 )
-from vsa_kernels.launch import launch
+from vsa_kernels.launch import capability, launch
 
 
 @triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q", "num_kv"])
@@ -99,7 +100,26 @@ def _fwd_kernel(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`."""
+    if _suits_hopper(q, k, v, mask):
+        from vsa_kernels.block_sparse import hopper_fwd
+
+        return hopper_fwd.forward(q, k, v, mask, scale)
     return _run(q, k, v, mask, scale, Plan.of("fwd", q, k, mask, False))
+
+
+def _suits_hopper(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
+    # the kernel of `hopper_fwd` has one chip's instructions, full tiles of 64 rows, and descriptors without a copy
+    q_blocks, kv_blocks = mask.q_blocks, mask.kv_blocks
+    return (
+        capability(q.device) == (9, 0)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[3] in (64, 128)
+        and q_blocks.min_size == q_blocks.max_size
+        and q_blocks.max_size % 64 == 0
+        and kv_blocks.min_size == kv_blocks.max_size == 64
+        and mask.kv_valid is None
+        and all(x.stride(-1) == 1 and is_flat(x) for x in (q, k, v))
+    )
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, half: bool) -> tuple[Tensor, Tensor]:

@@ -200,14 +200,15 @@ def described(
     if rows >= 1 << 31:
         return None
     direct = tiles.even and valid is None
-    padded = [x if direct and _is_flat(x) else _pad_blocks(x, tiles, offsets, valid) for x in xs]
+    padded = [x if direct and is_flat(x) else _pad_blocks(x, tiles, offsets, valid) for x in xs]
     return tuple(TensorDescriptor(x, [rows, H * D], [x.stride(1), 1], [tiles.block, D]) for x in padded)
 
 
-def _is_flat(x: Tensor) -> bool:
+def is_flat(x: Tensor) -> bool:
     B, L, _, D = x.shape
     return (
         x.stride(2) == D
+        and x.stride(1) > 0
         and (B == 1 or x.stride(0) == L * x.stride(1))
         and x.stride(1) * x.element_size() % 16 == 0
         and x.data_ptr() % 16 == 0

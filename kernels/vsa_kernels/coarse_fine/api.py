@@ -8,11 +8,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks
-from vsa_kernels.block_sparse.api import _check_qkv
+from vsa_kernels.block_sparse.checks import check_devices, check_qkv
 from vsa_kernels.coarse_fine import reference
 from vsa_kernels.coarse_fine.op import coarse_fine_fwd
 from vsa_kernels.coarse_fine.reference import CoarseFineOutput
 from vsa_kernels.dispatch import resolve_backend
+from vsa_kernels.recall import RecallBuffer
 from vsa_kernels.selection.api import list_capacity
 
 
@@ -28,6 +29,7 @@ def coarse_fine_attn(
     topk: int,
     scale: float | None = None,
     backend: str | None = None,
+    recall: RecallBuffer | None = None,
 ) -> CoarseFineOutput:
     """Video sparse attention where every kv block may be selected: both stages, the selection and the gates.
 
@@ -53,13 +55,16 @@ def coarse_fine_attn(
         topk: kv blocks per query block and head; Nkv or more selects all.
         scale: factor on both stages' logits, default D ** -0.5.
         backend: of `block_sparse_attn`; None: automatic, see `resolve_backend`.
+        recall: filled by the backward of this call, one buffer per call; needs backend triton. None: off.
 
     Raises:
-        ValueError: topk below 1; shapes, dtypes or the backend do not fit.
+        ValueError: topk below 1; shapes, dtypes, the backend or the recall buffer do not fit.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", sections 2.2 and 2.3.
     """
-    _check_qkv(q, k, v)
+    check_qkv(q, k, v)
+    offsets = {"q_blocks.offsets": q_blocks.offsets, "kv_blocks.offsets": kv_blocks.offsets}
+    check_devices(q, k=k, v=v, gate_coarse=gate_coarse, gate_fine=gate_fine, **offsets)
     for name, gate in (("gate_coarse", gate_coarse), ("gate_fine", gate_fine)):
         if gate is not None and (gate.shape != q.shape or gate.dtype != q.dtype):
             raise ValueError(f"{name} must be {q.dtype} {list(q.shape)} like q, got {gate.dtype} {list(gate.shape)}")
@@ -69,15 +74,21 @@ def coarse_fine_attn(
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     if chosen == "triton" and factor < 0:
         raise ValueError(f"scale must not be negative for backend triton, got {factor}")
+    if recall is not None and chosen != "triton":
+        raise ValueError(f"recall needs backend triton, got {chosen}")
     if chosen != "triton":
         blocks = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
         return reference.forward(q, k, v, gate_coarse, gate_fine, **blocks, topk=topk, scale=factor, backend=chosen)
-    kept = min(topk, kv_blocks.num)
+    kept, capacity = min(topk, kv_blocks.num), list_capacity(topk, kv_blocks.num)
+    known = ()
+    if recall is not None:
+        recall.check(q, q_blocks.num, capacity)
+        known = (recall.record, recall.probe, recall.seed)
     out, fine, lse, coarse, _, indices, counts, *_ = coarse_fine_fwd(
         *(q, k, v, gate_coarse, gate_fine),
         *(q_blocks.offsets, q_blocks.max_size, q_blocks.min_size),
         *(kv_blocks.offsets, kv_blocks.max_size, kv_blocks.min_size),
-        *(kept, list_capacity(topk, kv_blocks.num), factor),
+        *(kept, capacity, factor, *known),
     )
     index = BlockIndex(kv_indices=indices, kv_num_blocks=counts, max_blocks=kept, min_blocks=kept)
     return CoarseFineOutput(out, index, fine, lse, coarse)

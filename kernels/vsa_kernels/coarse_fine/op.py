@@ -31,8 +31,14 @@ def coarse_fine_fwd(
     topk: int,
     capacity: int,
     scale: float,
+    record: Tensor | None = None,
+    probe: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, fine, lse, coarse, coarse_lse, kv_indices, kv_num_blocks, q_mean, k_mean, v_mean."""
+    """out, fine, lse, coarse, coarse_lse, kv_indices, kv_num_blocks, q_mean, k_mean, v_mean.
+
+    The last three arguments are a `RecallBuffer`'s: the forward leaves them alone, the backward fills the first two.
+    """
     from vsa_kernels.coarse_fine import triton_op
 
     q_blocks = Blocks(offsets=q_offsets, max_size=q_max, min_size=q_min)
@@ -56,6 +62,7 @@ def _(
     topk: int,
     capacity: int,
     scale: float,
+    *_: Any,
 ) -> tuple[Tensor, ...]:
     B, L, H, D = q.shape
     Nq, Nkv, Hkv = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1, k.shape[2]
@@ -98,14 +105,32 @@ def coarse_fine_bwd(
     kv_min: int,
     topk: int,
     scale: float,
+    seed: Tensor | None = None,
+    slots: int = 0,
 ) -> list[Tensor]:
-    """dq, dk, dv, dgate_coarse and, with a fine gate, dgate_fine."""
+    """dq, dk, dv, dgate_coarse and, with a fine gate, dgate_fine; with a seed, the recall's record and probe too.
+
+    Args:
+        seed: of the probes; None: no recall.
+        slots: last dim of the record.
+    """
     from vsa_kernels.coarse_fine import triton_op
 
     saved = triton_op.Saved(fine, lse, coarse, coarse_lse, kv_indices, kv_num_blocks, q_mean, k_mean, v_mean)
     q_blocks = Blocks(offsets=q_offsets, max_size=q_max, min_size=q_min)
     kv_blocks = Blocks(offsets=kv_offsets, max_size=kv_max, min_size=kv_min)
-    return triton_op.backward(dout, saved, q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, scale)
+    given = (dout, saved, q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, scale)
+    if seed is None:
+        return triton_op.backward(*given)
+    # outputs, not mutated arguments: without a recall the op has to stay free of side effects
+    record, probe = _recall_like(kv_num_blocks, slots)
+    grads = triton_op.backward(*given, triton_op.Recall(record, probe, seed))
+    return [*grads, record, probe]
+
+
+def _recall_like(counts: Tensor, slots: int) -> list[Tensor]:
+    shape = tuple(counts.shape)
+    return [counts.new_empty((*shape, slots), dtype=torch.float32), counts.new_empty(shape)]
 
 
 @coarse_fine_bwd.register_fake
@@ -125,33 +150,52 @@ def _(
     v: Tensor,
     gate_coarse: Tensor,
     gate_fine: Tensor | None,
-    *_: Any,
+    q_offsets: Tensor,
+    q_max: int,
+    q_min: int,
+    kv_offsets: Tensor,
+    kv_max: int,
+    kv_min: int,
+    topk: int,
+    scale: float,
+    seed: Tensor | None = None,
+    slots: int = 0,
 ) -> list[Tensor]:
     inputs = [q, k, v, gate_coarse] + ([] if gate_fine is None else [gate_fine])
-    return [x.new_empty(tuple(x.shape)) for x in inputs]
+    grads = [x.new_empty(tuple(x.shape)) for x in inputs]
+    return grads if seed is None else [*grads, *_recall_like(kv_num_blocks, slots)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, gate_coarse, gate_fine, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, topk, _, scale = inputs
+    q, k, v, gate_coarse, gate_fine, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, topk, _, scale = inputs[:14]
     ctx.mark_non_differentiable(*output[1:])
     # without it a zero tensor would be made for the gradient of each of the other outputs
     ctx.set_materialize_grads(False)
     gates = (gate_coarse,) if gate_fine is None else (gate_coarse, gate_fine)
     ctx.save_for_backward(*output[1:], q, k, v, q_offsets, kv_offsets, *gates)
     ctx.sizes = (q_max, q_min, kv_max, kv_min, topk, scale)
+    # not among the saved tensors: the backward writes to the caller's buffer, never to a copy that a hook unpacked
+    ctx.recall = inputs[14:]
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 14
+        return (None,) * 17
     # read once: under activation checkpointing a second look is an error
     tensors = ctx.saved_tensors
     *saved, q, k, v, q_offsets, kv_offsets, gate_coarse = tensors[:15]
     gate_fine = tensors[15] if len(tensors) > 15 else None
     q_max, q_min, kv_max, kv_min, topk, scale = ctx.sizes
     blocks = (q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min)
-    grads = coarse_fine_bwd(dout, *saved, q, k, v, gate_coarse, gate_fine, *blocks, topk, scale)
-    return (*grads, *(None for _ in range(14 - len(grads))))
+    given = (dout, *saved, q, k, v, gate_coarse, gate_fine, *blocks, topk, scale)
+    record, probe, seed = ctx.recall
+    if seed is None:
+        grads = coarse_fine_bwd(*given)
+    else:
+        *grads, new_record, new_probe = coarse_fine_bwd(*given, seed, record.shape[-1])
+        record.copy_(new_record.detach())
+        probe.copy_(new_probe.detach())
+    return (*grads, *(None for _ in range(17 - len(grads))))
 
 
 coarse_fine_fwd.register_autograd(_backward, setup_context=_setup_context)
@@ -172,4 +216,8 @@ def _fwd_flops(*args: Any, **_: Any) -> int:
 @register_flop_formula(torch.ops.vsa_kernels.coarse_fine_bwd)
 def _bwd_flops(*args: Any, **_: Any) -> int:
     q, k, q_offsets, kv_offsets, topk = args[10], args[11], args[15], args[18], args[21]
-    return 5 * _matmul_flops(q, k, q_offsets[0] - 1, kv_offsets[0] - 1, topk)
+    flops = 5 * _matmul_flops(q, k, q_offsets[0] - 1, kv_offsets[0] - 1, topk)
+    if len(args) > 23 and args[23] is not None:
+        # the logits of one probe per query block
+        flops += _matmul_flops(q, k, 0, kv_offsets[0] - 1, 1)
+    return flops

@@ -13,6 +13,7 @@ from torch import Tensor
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import triton_bwd, triton_fwd
 from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.block_sparse.triton_bwd import Recall
 from vsa_kernels.coarse_fine import triton_gate
 from vsa_kernels.coarse_fine.triton_scores import scores as coarse_scores
 from vsa_kernels.pooling import triton_pool
@@ -88,8 +89,9 @@ def backward(
     kv_blocks: Blocks,
     topk: int,
     scale: float,
+    recall: Recall | None = None,
 ) -> list[Tensor]:
-    """dq, dk, dv, dgate_coarse and, with a fine gate, dgate_fine."""
+    """dq, dk, dv, dgate_coarse and, with a fine gate, dgate_fine; recall is written where it is given."""
     gate = triton_gate.combine_backward(dout, saved.fine, saved.coarse, gate_coarse, gate_fine, q_blocks)
     shares = triton_bwd.dense(
         *(gate.dcoarse, gate.delta_coarse, saved.coarse_lse, saved.q_mean, saved.k_mean, saved.v_mean, scale),
@@ -102,6 +104,7 @@ def backward(
         q_share=q_share,
         k_share=k_share,
         v_share=v_share,
+        recall=recall,
     )
     grads = [dq, dk, dv, gate.dgate_coarse]
     return grads if gate.dgate_fine is None else [*grads, gate.dgate_fine]
