@@ -93,8 +93,11 @@ def _dq_kernel(
         b_random = tl.randint(tl.load(seed), i_row).to(tl.uint32, bitcast=True).to(tl.uint64)
         rank = ((b_random * left.to(tl.uint64)) >> 32).to(tl.int32)
         below = 0
-        p_record = record + (i_row.to(tl.int64) * Q_PARTS + i_part) * slots
-        mass = 0.0
+        # strips of 16 rows belong to one warp each: their sums need no barrier and meet after the kernel
+        STRIPS: tl.constexpr = BLOCK_M // 16
+        o_strip = tl.arange(0, STRIPS)
+        p_record = record + (i_row.to(tl.int64) * Q_PARTS + i_part) * slots * STRIPS + o_strip
+        b_mass = tl.zeros([STRIPS], dtype=tl.float32)
     for j in range(listed * KV_PARTS):
         i_kp = j % KV_PARTS
         i_kv = tl.load(p_list + j // KV_PARTS) if LISTED else j // KV_PARTS
@@ -122,9 +125,13 @@ def _dq_kernel(
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
         if MASS:
-            mass = tl.where(i_kp == 0, 0.0, mass) + tl.sum(tl.sum(b_p, 1), 0) / whole
-            # every part of a kv block overwrites what the parts before it left
-            tl.store(p_record + j // KV_PARTS, mass)
+            # [STRIPS]
+            b_strip = tl.sum(tl.sum(tl.reshape(b_p, [STRIPS, 16, BLOCK_N]), 2), 1)
+            if KV_PARTS > 1:
+                # every part of a kv block overwrites what the parts before it left
+                b_strip += tl.where(i_kp == 0, 0.0, b_mass)
+                b_mass = b_strip
+            tl.store(p_record + j // KV_PARTS * STRIPS, b_strip / whole)
             # i_kv - slot unselected blocks come before this one
             below += ((i_kp == 0) & (i_kv - j // KV_PARTS <= rank)).to(tl.int32)
     b_dq *= scale
@@ -153,7 +160,8 @@ def _dq_kernel(
             if not EVEN_KV:
                 b_s = tl.where(o_n[None, :] < kv_size, b_s, -float("inf"))
             b_ratio += tl.sum(tl.math.exp2(b_s * factor - b_lse[:, None]), 1)
-        tl.store(p_record + slots - 1, tl.sum(b_ratio, 0) * left / whole)
+        b_strip = tl.sum(tl.reshape(b_ratio, [STRIPS, 16]), 1)
+        tl.store(p_record + (slots - 1) * STRIPS, b_strip * left / whole)
         if i_part == 0:
             tl.store(probe + i_row, tl.where(left > 0, i_probe, -1))
 
@@ -345,9 +353,8 @@ def _run_dq(
     record, slots = None, 0
     if recall is not None:
         slots = recall.record.shape[-1]
-        # several tiles of a query block write side by side and are added up after the kernel
-        tiles = (B * H * plan.q.num, plan.q.parts, slots)
-        record = recall.record.zero_() if plan.q.parts == 1 else lse.new_zeros(tiles)
+        # tiles of a query block and strips of 16 rows write side by side and are added up after the kernel
+        record = lse.new_zeros((B * H * plan.q.num, plan.q.parts, slots, plan.q.block // 16))
     known = (None, None, None) if recall is None else (record, recall.probe, recall.seed)
     launch(
             _dq_kernel, (plan.q.num * plan.q.parts * B * H,),
@@ -356,8 +363,8 @@ def _run_dq(
         L, k.shape[1], H, plan.q.num, plan.kv.num, slots,
         SHARED=share is not None, DESC=kv is not None, MASS=recall is not None, **plan.constants,
     )  # fmt: skip
-    if recall is not None and record is not None and plan.q.parts > 1:
-        torch.sum(record, 1, out=recall.record.view(-1, slots))
+    if recall is not None and record is not None:
+        torch.sum(record, (1, 3), out=recall.record.view(-1, slots))
     return dq
 
 
