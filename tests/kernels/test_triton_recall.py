@@ -233,26 +233,26 @@ def test_missed_share_weighs_rows():
 
 
 def test_off_by_default(triton_device, monkeypatch):
-    """Without a buffer the kernel is compiled without the code, and gets no buffers."""
+    """Without a buffer the kernel is compiled without the code and gets none, and no probe is looked at."""
     from vsa_kernels.block_sparse import triton_bwd
 
     blocks, inputs = Blocks.from_sizes(SIZES, triton_device), inputs_of(triton_device)
-    seen: list[tuple[bool, list[bool]]] = []
+    seen: list[tuple[bool, bool] | str] = []
     real = triton_bwd.launch
 
     def launch(kernel, grid, *args, **constants):
         if kernel is triton_bwd._dq_kernel:
-            names = kernel.arg_names
-            given = [args[names.index(name)] is not None for name in ("record", "probe", "seed")]
-            seen.append((constants["MASS"], given))
+            seen.append((constants["MASS"], args[kernel.arg_names.index("record")] is not None))
+        if kernel is triton_bwd._probe_kernel:
+            seen.append("probe")
         real(kernel, grid, *args, **constants)
 
     monkeypatch.setattr(triton_bwd, "launch", launch)
     for recall in (None, make_buffer(blocks)):
         torch.autograd.grad(operator(*inputs, blocks, 2, recall).out.sum(), inputs)
     # the coarse stage and the fine stage of each call
-    off, on = (False, [False] * 3), (True, [True] * 3)
-    assert seen == [off, off, off, on]
+    off, on = (False, False), (True, True)
+    assert seen == [off, off, off, on, "probe"]
 
 
 def test_opcheck(triton_device):
