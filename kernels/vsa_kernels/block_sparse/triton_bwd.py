@@ -411,7 +411,7 @@ def _run_dkv(
     qo = described((q, dout), plan.q, _offsets(mask)[0]) if plan.describe else None
     in_q, in_do = qo or (q, dout)
     launch(
-            _dkv_kernel, (plan.kv.num * plan.kv.parts * B * Hkv,),
+        _dkv_kernel, (plan.kv.num * plan.kv.parts * B * Hkv,),
         in_q, k, v, in_do, lse, delta, dk, dv, *shares, *lists, *_offsets(mask), scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:2], *list_at,
         q.shape[1], S, q.shape[2], plan.q.num, plan.kv.num,
