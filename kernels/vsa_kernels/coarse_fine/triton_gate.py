@@ -53,12 +53,12 @@ def _combine_kernel(
 
 @triton.jit
 def _combine_backward_kernel(
-    dout, fine, coarse, gate_coarse, gate_fine, dlse,
+    dout, fine, coarse, gate_coarse, gate_fine,
     dfine, delta, dcoarse, dgate_coarse, dgate_fine, delta_coarse, q_offsets,
     do_b, do_l, do_h, f_b, f_l, f_h, gc_b, gc_l, gc_h, gf_b, gf_l, gf_h, o_b, o_l,
     L, H, num_q,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, HAS_DLSE: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     i_h, i_bn = tl.program_id(0) % H, tl.program_id(0) // H
     i_n, i_b = i_bn % num_q, i_bn // num_q
@@ -89,8 +89,6 @@ def _combine_backward_kernel(
         # [BLOCK_T]
         b_delta = tl.sum(b_df * b_fine, 1)
         p_token = (i_b.to(tl.int64) * H + i_h) * L + start + o_t
-        if HAS_DLSE:
-            b_delta -= tl.load(dlse + p_token, mask=o_t < size, other=0.0)
         tl.store(delta + p_token, b_delta, mask=o_t < size)
     tl.store(dcoarse + p_row, b_dcoarse, mask=o_d < D)
     tl.store(delta_coarse + (i_b.to(tl.int64) * H + i_h) * num_q + i_n, tl.sum(b_dcoarse * b_coarse, 0))
@@ -101,7 +99,7 @@ class GateGradients(NamedTuple):
 
     Args:
         dfine: `[B, L, H, D]`; dout itself where there is no fine gate.
-        delta: fp32 `[B, H, L]`, rowsum(dfine * fine), less dlse.
+        delta: fp32 `[B, H, L]`, rowsum(dfine * fine).
         dcoarse: fp32 `[B, N, H, D]`.
         dgate_coarse: `[B, L, H, D]`.
         dgate_fine: `[B, L, H, D]`, None where there is no fine gate.
@@ -147,7 +145,6 @@ def combine_backward(
     gate_coarse: Tensor,
     gate_fine: Tensor | None,
     q_blocks: Blocks,
-    dlse: Tensor | None = None,
 ) -> GateGradients:
     """Gradients of `combine`, and the deltas both attention backwards need, in one pass over the tokens.
 
@@ -158,13 +155,11 @@ def combine_backward(
         gate_coarse: `[B, L, H, D]`.
         gate_fine: `[B, L, H, D]` or None.
         q_blocks: partition of the L tokens.
-        dlse: fp32 `[B, H, L]` gradient of the fine stage's lse; None: 0.
     """
     B, L, H, D = fine.shape
     dout, fine, gate_coarse = rows_ready(dout), rows_ready(fine), rows_ready(gate_coarse)
     gated = gate_fine is not None
     gate_fine = rows_ready(gate_fine) if gated else None
-    dlse = None if dlse is None else dlse.contiguous()
     dfine = fine.new_empty((B, L, H, D)) if gated else dout
     dgate_coarse = gate_coarse.new_empty((B, L, H, D))
     dgate_fine = gate_fine.new_empty((B, L, H, D)) if gate_fine is not None else None
@@ -172,11 +167,11 @@ def combine_backward(
     dcoarse, delta_coarse = torch.empty_like(coarse), coarse.new_empty((B, H, q_blocks.num))
     launch(
         _combine_backward_kernel, (B * q_blocks.num * H,),
-        dout, fine, coarse, gate_coarse, gate_fine, dlse,
+        dout, fine, coarse, gate_coarse, gate_fine,
         dfine if gated else None, delta, dcoarse, dgate_coarse, dgate_fine, delta_coarse, q_blocks.offsets,
         *dout.stride()[:3], *fine.stride()[:3], *gate_coarse.stride()[:3], *_strides(gate_fine),
         *dgate_coarse.stride()[:2],
-        L, H, q_blocks.num, GATED=gated, HAS_DLSE=dlse is not None, **_constants(fine, q_blocks),
+        L, H, q_blocks.num, GATED=gated, **_constants(fine, q_blocks),
     )  # fmt: skip
     return GateGradients(dfine, delta, dcoarse, dgate_coarse, dgate_fine, delta_coarse)
 
