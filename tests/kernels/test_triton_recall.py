@@ -242,7 +242,7 @@ def test_off_by_default(triton_device, monkeypatch):
 
     def launch(kernel, grid, *args, **constants):
         if kernel is triton_bwd._dq_kernel:
-            seen.append((constants["MASS"], args[kernel.arg_names.index("record")] is not None))
+            seen.append((constants["MASS"], args[kernel.arg_names.index("strips")] is not None))
         if kernel is triton_bwd._probe_kernel:
             seen.append("probe")
         real(kernel, grid, *args, **constants)
