@@ -2,6 +2,12 @@
 
 Captions come from captions.jsonl in the folder (lines of {"video": "a.mp4", "captions": ["...", "..."]}), from the file
 named with --captions (.jsonl, .json or .txt with name, tab, caption), or from a.txt beside a.mp4.
+
+Codec and text encoder are the embedded ones (Haar wavelets, hashed n-grams) unless Wan's are named:
+python scripts/encode_videos.py videos shards --model Wan2.1-T2V-1.3B-Diffusers --buckets 448x832x61 480x480x33
+
+An interrupted command is repeated to go on. To share the work, run it with --rank R --world-size N on every GPU, then
+once without them.
 """
 
 from __future__ import annotations
@@ -9,55 +15,108 @@ from __future__ import annotations
 import argparse
 
 from vsa.cli import one_line_errors
-from vsa.data.codecs import HaarCodec
+from vsa.data.buckets import Bucket
+from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.encode import encode_folder
-from vsa.data.text import HashedNgramEncoder
+from vsa.data.shards import LatentReader
+from vsa.data.text import HashedNgramEncoder, TextEncoder, UMT5Encoder
 
 
-def main() -> None:
-    """Command line entry."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("videos", help="folder of videos and images, searched with its subfolders")
     parser.add_argument("out", help="folder of shards to write")
     parser.add_argument("--captions", help="caption file")
-    parser.add_argument(
+
+    clips = parser.add_argument_group("clips")
+    clips.add_argument(
         "--size",
         type=int,
         nargs=2,
         metavar=("HEIGHT", "WIDTH"),
         help="scale to cover and crop the middle (default: as is)",
     )
-    parser.add_argument("--frames", type=int, help="frames of a clip, from the start (default: all)")
-    parser.add_argument("--fps", type=float, help="resample to that frame rate (default: as stored)")
-    parser.add_argument("--channels", type=int, default=16, help="latent channels of the codec (default %(default)s)")
-    parser.add_argument("--text-dim", type=int, default=64, help="width of a text token (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=16, help="text tokens of a caption (default %(default)s)")
-    parser.add_argument("--dtype", default="float16", help="float16, bfloat16 or float32 latents (default %(default)s)")
-    parser.add_argument("--samples-per-shard", type=int, default=1024, help="default %(default)s")
-    parser.add_argument("--device", default="cpu", help="where the codec runs (default %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the data set in OUT")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out and list videos that do not decode")
-    args = parser.parse_args()
-    with one_line_errors():
-        report = encode_folder(
-            args.videos,
-            args.out,
-            codec=HaarCodec(args.channels),
-            text_encoder=HashedNgramEncoder(args.text_dim, args.max_tokens),
-            captions=args.captions,
-            size=tuple(args.size) if args.size else None,
-            frames=args.frames,
-            fps=args.fps,
-            dtype=args.dtype,
-            samples_per_shard=args.samples_per_shard,
-            overwrite=args.overwrite,
-            skip_bad=args.skip_bad,
-            device=args.device,
-        )
-        for name, reason in report.skipped:
-            print(f"left out {name}: {reason}")
-        print(f"{report.samples} samples in {args.out}, {len(report.skipped)} left out")
+    clips.add_argument("--frames", type=int, help="frames of a clip, from the start (default: all)")
+    clips.add_argument("--fps", type=float, help="resample to that frame rate (default: as stored)")
+    clips.add_argument(
+        "--buckets",
+        nargs="+",
+        default=[],
+        metavar="HxWxT",
+        help="clip sizes to choose from: of those a video can fill, the nearest in aspect, then the longest",
+    )
+
+    encoders = parser.add_argument_group("encoders")
+    encoders.add_argument("--model", help="Wan pipeline folder or hub id: its VAE and its text encoder")
+    encoders.add_argument("--vae", help="the same for the VAE alone, or a VAE folder")
+    encoders.add_argument("--text", help="the same for the text encoder alone")
+    types = ("float32", "bfloat16", "float16")
+    encoders.add_argument("--vae-dtype", default="float32", choices=types, help="it computes in (default %(default)s)")
+    encoders.add_argument("--text-dtype", default="bfloat16", choices=types, help="the same (default %(default)s)")
+    encoders.add_argument("--channels", type=int, default=16, help="channels of the Haar codec (default %(default)s)")
+    encoders.add_argument("--text-dim", type=int, default=64, help="width of an n-gram token (default %(default)s)")
+    encoders.add_argument("--max-tokens", type=int, help="tokens of a caption (default 16; 512 for Wan)")
+    encoders.add_argument("--device", default="cpu", help="where the encoders run (default %(default)s)")
+    encoders.add_argument(
+        "--image-condition",
+        action="store_true",
+        help="store the first-frame condition of image-to-video models with every clip (needs Wan's VAE)",
+    )
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--dtype", default="float16", help="float16, bfloat16 or float32 latents (default %(default)s)")
+    output.add_argument(
+        "--samples-per-shard", type=int, default=256, help="also what an interruption costs (default %(default)s)"
+    )
+    output.add_argument("--overwrite", action="store_true", help="replace the data set in OUT")
+    output.add_argument("--skip-bad", action="store_true", help="leave out and list videos that do not decode")
+    output.add_argument("--rank", type=int, default=0, help="number of this process (default %(default)s)")
+    output.add_argument("--world-size", type=int, default=1, help="processes that share the work (default %(default)s)")
+    return parser.parse_args(argv)
+
+
+def make_encoders(args: argparse.Namespace) -> tuple[Codec, TextEncoder]:
+    """The codec and the text encoder that the command line names."""
+    vae, text = args.vae or args.model, args.text or args.model
+    codec = WanVAE(vae, dtype=args.vae_dtype) if vae else HaarCodec(args.channels)
+    if text:
+        tokens = args.max_tokens or 512
+        return codec, UMT5Encoder(text, max_tokens=tokens, dtype=args.text_dtype, device=args.device)
+    return codec, HashedNgramEncoder(args.text_dim, args.max_tokens or 16)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line entry."""
+    args = parse_args(argv)
+    codec, text_encoder = make_encoders(args)
+    report = encode_folder(
+        args.videos,
+        args.out,
+        codec=codec,
+        text_encoder=text_encoder,
+        captions=args.captions,
+        size=tuple(args.size) if args.size else None,
+        frames=args.frames,
+        fps=args.fps,
+        buckets=[Bucket.parse(text) for text in args.buckets],
+        image_condition=args.image_condition,
+        dtype=args.dtype,
+        samples_per_shard=args.samples_per_shard,
+        overwrite=args.overwrite,
+        skip_bad=args.skip_bad,
+        device=args.device,
+        rank=args.rank,
+        world_size=args.world_size,
+    )
+    for name, reason in report.skipped:
+        print(f"left out {name}: {reason}")
+    if args.world_size == 1:
+        print(LatentReader(args.out).index.summary())
+    elif report.complete:
+        print("every part is done: run the command once more without --rank and --world-size")
+    print(f"{report.samples} samples in {args.out}, {len(report.skipped)} left out")
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

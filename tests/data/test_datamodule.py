@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.data.tiny_wan import save_pipeline
 from vsa.data.batch import VideoBatch
 from vsa.data.codecs import HaarCodec
 from vsa.data.datamodule import LatentDataModule, PlanDataModule, ToyOnlineDataModule
 from vsa.data.encode import encode_folder
 from vsa.data.plan import SampleRef, is_validation
-from vsa.data.shards import LatentReader
+from vsa.data.shards import LatentReader, ShardWriter
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.toy_videos import ToyClips, render_clip
 
@@ -297,6 +298,73 @@ def test_toy_online_needs_no_files_and_equals_the_clips() -> None:
     assert_equal(batches(late), found[5:])
 
 
+def test_zeros_padding_is_the_same_text_without_a_mask(dataset: Path) -> None:
+    masked = attach(module(dataset), steps=6)
+    zeros = attach(module(dataset, text_padding="zeros"), steps=6)
+    for get in (batches, lambda data: list(data.val_dataloader())):
+        for a, b in zip(get(masked), get(zeros), strict=True):
+            assert torch.equal(a.text, b.text)
+            assert a.text_mask is not None
+            assert b.text_mask is None
+            assert b.to("cpu").text_mask is None
+    with pytest.raises(ValueError, match="text_padding must be mask or zeros, got 'ones'"):
+        module(dataset, text_padding="ones")
+
+
+def test_statistics_of_the_data_or_of_the_codec(dataset: Path) -> None:
+    class Published(HaarCodec):
+        statistics = (torch.arange(16.0), torch.arange(16.0) + 1)
+
+    own, published = module(dataset, codec=Published()), module(dataset, codec=Published(), stats="codec")
+    assert own.latent_mean.tolist() == pytest.approx(LatentReader(dataset).index.latent_mean, rel=1e-6)
+    assert published.latent_mean.tolist() == list(range(16))
+    assert published.latent_std.tolist() == list(range(1, 17))
+    with pytest.raises(ValueError, match=r"stats=codec, but codec haar-4x8x8-c16 publishes no statistics"):
+        module(dataset, stats="codec")
+    with pytest.raises(ValueError, match="stats must be data or codec, got 'vae'"):
+        module(dataset, stats="vae")
+
+
+def test_image_conditions_come_with_the_batch(tmp_path: Path) -> None:
+    for name, channels in (("a", 20), ("b", 0), ("c", 12)):
+        with ShardWriter(tmp_path / name, codec=HaarCodec(), text_encoder=ENCODER, dtype="float32") as writer:
+            for i in range(8):
+                latents = torch.full((16, 2, 2, 4), float(i))
+                condition = torch.full((channels, 2, 2, 4), -float(i)) if channels else None
+                writer.add(f"{name}{i}", latents, ["x"], {}, condition)
+    data = attach(module(tmp_path / "a"), steps=5)
+    assert data.cond_channels == 20
+    for batch in batches(data) + list(data.val_dataloader()):
+        assert batch.cond_latents is not None
+        assert batch.cond_latents.shape == (4, 20, 2, 2, 4)
+        assert torch.equal(batch.cond_latents[:, 0], -batch.latents[:, 0])
+        assert batch.to("meta").cond_latents.device.type == "meta"  # pyright: ignore
+    assert all(batch.cond_latents is None for batch in batches(attach(module(tmp_path / "b"), steps=2)))
+    for other, found in (("b", 0), ("c", 12)):
+        sources = {name: {"root": str(tmp_path / name)} for name in ("a", other)}
+        with pytest.raises(ValueError, match=rf"\(20 channels of image condition\) with .*{other} \({found}\)"):
+            module(sources=sources)
+
+
+def test_statistics_of_images_beside_videos_are_pooled(tmp_path: Path) -> None:
+    """A channel that is constant in one source and varies in the other has the deviation of both together."""
+    generator = torch.Generator().manual_seed(0)
+    everything = []
+    for name, shape in (("stills", (2, 1, 2, 4)), ("films", (2, 3, 2, 4))):
+        with ShardWriter(tmp_path / name, codec=HaarCodec(2), text_encoder=ENCODER, dtype="float32") as writer:
+            for i in range(6):
+                latents = torch.randn(shape, generator=generator) * 0.1
+                if name == "stills":
+                    latents[1] = 0
+                everything.append(latents.double().flatten(1))
+                writer.add(f"{name}{i}", latents, ["x"], {})
+    sources = {name: {"root": str(tmp_path / name)} for name in ("stills", "films")}
+    data = module(sources=sources, codec=HaarCodec(2), batch_size=2)
+    pooled = torch.cat(everything, 1)
+    torch.testing.assert_close(data.latent_mean.double(), pooled.mean(1), atol=1e-7, rtol=0)
+    torch.testing.assert_close(data.latent_std.double(), pooled.std(1, correction=0), atol=1e-7, rtol=0)
+
+
 def test_loaders_leave_the_global_generator_alone(dataset: Path) -> None:
     data = attach(module(dataset), steps=3)
     torch.manual_seed(0)
@@ -378,3 +446,17 @@ def test_configs_name_constructor_arguments(name: str, tmp_path: Path) -> None:
     whole.data.batch_siez = 9
     with pytest.raises(Exception, match="batch_siez"):
         instantiate(whole.data, _convert_="all")
+
+
+def test_wan_config_builds_from_a_pipeline_folder(tmp_path: Path) -> None:
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.load(Path(__file__).parents[2] / "configs" / "data" / "wan.yaml")
+    whole = OmegaConf.create({"seed": 3, "data": config})
+    whole.data.codec.source = str(save_pipeline(tmp_path / "wan"))
+    data = instantiate(whole.data, _convert_="all")
+    assert isinstance(data, PlanDataModule)
+    assert (data.codec.id, data.text_encoder.id, data.text_padding) == ("wan-vae-4x8x8-c16", "umt5-32x512", "zeros")
+    # the VAE's own, without any data
+    assert data.latent_std[0] == 0.5

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vsa.data.codecs import HaarCodec
+from tests.data.tiny_wan import make_vae, save_pipeline
+from vsa.data.buckets import Bucket
+from vsa.data.codecs import HaarCodec, WanVAE
 from vsa.data.encode import encode_folder, fit_clip, sample_ids
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
@@ -87,6 +90,94 @@ def test_fit_clip_gives_what_the_codec_takes(T: int, H: int, W: int, h: int, w: 
     assert clip.shape == (T // 4 * 4 or 1, *(size or (H // 8 * 8, W // 8 * 8)), 3)
     assert (clip == 9).all()
     CODEC.encode(clip)
+
+
+@pytest.fixture(scope="module")
+def wan_vae(tmp_path_factory: pytest.TempPathFactory) -> WanVAE:
+    folder = tmp_path_factory.mktemp("wan") / "vae"
+    make_vae().save_pretrained(folder)
+    return WanVAE(str(folder))
+
+
+@given(T=st.integers(1, 40), frames=st.none() | st.integers(0, 9).map(lambda n: 1 + 4 * n))
+@settings(max_examples=60, deadline=None)
+def test_clips_for_a_causal_codec(wan_vae: WanVAE, T: int, frames: int | None) -> None:
+    video = torch.arange(T, dtype=torch.uint8)[:, None, None, None].expand(T, 9, 17, 3)
+    if frames is not None and 1 < T < frames:
+        with pytest.raises(ValueError, match=f"has {T} frames, {frames} are needed"):
+            fit_clip(video, codec=wan_vae, size=None, frames=frames, name="x")
+        return
+    clip = fit_clip(video, codec=wan_vae, size=None, frames=frames, name="x")
+    assert clip.shape[1:] == (8, 16, 3)
+    # from the start; the longest of 1 + 4n
+    assert clip[:, 0, 0, 0].tolist() == list(range(len(clip)))
+    if frames is not None and T > 1:
+        assert len(clip) == frames
+    else:
+        assert len(clip) % 4 == 1
+        assert T - 4 < len(clip) <= T
+    assert wan_vae.latent_shape(*clip.shape[:3]) == (16, 1 + (len(clip) - 1) // 4, 1, 2)
+
+
+def test_buckets(tmp_path: Path) -> None:
+    folder = tmp_path / "v"
+    sizes = {
+        "wide": (12, 32, 64),
+        "short": (6, 32, 64),
+        "tall": (12, 64, 32),
+        "tiny": (3, 32, 64),
+        "square": (9, 40, 40),
+    }
+    for i, (name, size) in enumerate(sizes.items()):
+        write_video(folder / f"{name}.mp4", render_clip(0, i, size=size)[0])
+        (folder / f"{name}.txt").write_text(name)
+    Image.fromarray(np.zeros((40, 56, 3), dtype=np.uint8)).save(folder / "still.png")
+    (folder / "still.txt").write_text("still")
+    buckets = [Bucket.parse(text) for text in ("32x64x8", "32x64x4", "64x32x12", "32x32x8", "16x16x1")]
+    report = encode(folder, tmp_path / "out", buckets=buckets, skip_bad=True)
+    assert [name for name, _ in report.skipped] == ["tiny.mp4"]
+    assert report.skipped[0][1].endswith(
+        "of 3 frames of 32x64 fills none of the buckets 32x64x8, 32x64x4, 64x32x12, 32x32x8, 16x16x1"
+    )
+    reader = LatentReader(tmp_path / "out")
+    assert {s.id: s.latent_shape[1:] for s in reader.index.samples.values()} == {
+        "wide": (2, 4, 8),
+        "short": (1, 4, 8),
+        "tall": (3, 8, 4),
+        "square": (2, 4, 4),
+        "still": (1, 2, 2),
+    }
+    # nothing was scaled here: the clip's first frames
+    video, _ = read_video(folder / "wide.mp4")
+    assert torch.equal(reader.latent("wide"), CODEC.encode(video[:8]).half().float())
+    with pytest.raises(ValueError, match=r"buckets exclude size and frames, got size=None and frames=4"):
+        encode(folder, tmp_path / "other", buckets=buckets, frames=4)
+    with pytest.raises(ValueError, match=r"takes clips of 8 frames, not of as many: got 9"):
+        encode(folder, tmp_path / "other", buckets=[Bucket(32, 64, 9)])
+    with pytest.raises(ValueError, match="size 30x64"):
+        encode(folder, tmp_path / "other", buckets=[Bucket(30, 64, 8)])
+
+
+def test_image_conditions_are_stored(tmp_path: Path, wan_vae: WanVAE) -> None:
+    for i in range(2):
+        write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(9, 16, 24))[0])
+        (tmp_path / "v" / f"{i}.txt").write_text(f"clip {i}")
+    options = {"codec": wan_vae, "text_encoder": ENCODER, "progress": False}
+    encode_folder(tmp_path / "v", tmp_path / "out", **options, image_condition=True, dtype="float32")
+    reader = LatentReader(tmp_path / "out")
+    assert reader.index.cond_channels == 20
+    for name in ("0", "1"):
+        video, _ = read_video(tmp_path / "v" / f"{name}.mp4")
+        torch.testing.assert_close(reader.latent(name), wan_vae.encode(video))
+        torch.testing.assert_close(reader.condition(name), wan_vae.image_condition(video))
+    assert not torch.equal(reader.condition("0"), reader.condition("1"))
+    encode_folder(tmp_path / "v", tmp_path / "plain", **options)
+    plain = LatentReader(tmp_path / "plain")
+    assert plain.index.cond_channels == 0
+    with pytest.raises(ValueError, match="cond of shape None"):
+        plain.condition("0")
+    with pytest.raises(ValueError, match="need Wan's VAE, the codec is haar"):
+        encode(tmp_path / "v", tmp_path / "other", image_condition=True)
 
 
 def test_fit_clip_keeps_the_middle_and_the_proportions() -> None:
@@ -220,3 +311,36 @@ def test_scripts_make_and_encode_videos(tmp_path: Path) -> None:
     assert again.stderr.startswith("error: ")
     assert again.stderr.count("\n") == 1
     assert str(tmp_path / "s") in again.stderr
+
+
+def test_script_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("script_encode_videos", SCRIPTS / "encode_videos.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    folder = save_pipeline(tmp_path / "wan")
+    for i, frames in enumerate((5, 9, 3)):
+        write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(frames, 16, 24))[0])
+        (tmp_path / "v" / f"{i}.txt").write_text("a red circle\na cat")
+    common = [str(tmp_path / "v"), str(tmp_path / "s"), "--model", str(folder), "--buckets", "16x24x9", "16x24x5"]
+    common += ["--skip-bad", "--samples-per-shard", "1", "--text-dtype", "float32", "--image-condition"]
+    for rank in ("0", "1"):
+        script.main([*common, "--rank", rank, "--world-size", "2"])
+    assert "run the command once more without --rank" in capsys.readouterr().out
+    script.main(common)
+    printed = capsys.readouterr().out
+    assert "left out 2.mp4: video" in printed
+    assert "2 samples in" in printed
+    reader = LatentReader(tmp_path / "s")
+    assert f"latent mean by channel: {reader.index.latent_mean[0]:.4g} " in printed
+    assert {s.id: s.latent_shape for s in reader.index.samples.values()} == {"0": (16, 2, 2, 3), "1": (16, 3, 2, 3)}
+    assert (reader.index.codec.id, reader.index.text_encoder.id) == ("wan-vae-4x8x8-c16", "umt5-32x512")
+    assert reader.index.cond_channels == 20
+    caption, tokens = reader.text("1", 1)
+    assert caption == "a cat"
+    # two words and the end
+    assert tokens.shape == (3, 32)
+    assert reader.null_text.shape == (1, 32)
+    with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
+        script.main([str(tmp_path / "v"), str(tmp_path / "t"), "--vae", str(tmp_path / "nowhere")])

@@ -254,6 +254,30 @@ def test_bad_samples_are_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_image_conditions_must_fit(tmp_path: Path) -> None:
+    cases = [
+        (torch.zeros(5, 2, 2, 3), r"cond_latents of b must be \[Cc, 2, 2, 2\], got \(5, 2, 2, 3\)"),
+        (torch.full((5, 2, 2, 2), float("nan")), "cond_latents of b are not finite"),
+        (torch.zeros(6, 2, 2, 2), "sample b has 6 channels of image condition, the samples before have 5"),
+        (None, "sample b has 0 channels of image condition, the samples before have 5"),
+    ]
+
+    def write(condition: torch.Tensor | None) -> None:
+        with ShardWriter(tmp_path, codec=HaarCodec(1), text_encoder=ENCODER) as writer:
+            writer.add("a", torch.zeros(1, 2, 2, 2), ["x"], {}, torch.zeros(5, 2, 2, 2))
+            writer.add("b", torch.zeros(1, 2, 2, 2), ["x"], {}, condition)
+
+    for condition, message in cases:
+        with pytest.raises(ValueError, match=message):
+            write(condition)
+
+
+def test_data_sets_of_earlier_versions_are_read(tmp_path: Path, make_dataset) -> None:
+    root = make_dataset(tmp_path)
+    edit_index(root, lambda content: content.pop("cond_channels"))
+    assert LatentReader(root).index.cond_channels == 0
+
+
 def test_bad_writers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no samples"), ShardWriter(tmp_path, codec=HaarCodec(1), text_encoder=ENCODER):
         pass

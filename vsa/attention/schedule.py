@@ -1,14 +1,23 @@
-"""How many tiles a query tile keeps, as a pure function of the optimizer step.
+"""How many tiles a query tile keeps, by optimizer step and layer.
 
-Sparsity is the share of kv tiles skipped per query tile.
+Sparsity is the share of kv tiles skipped per query tile. N tiles of a grid, K of them kept.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Literal
+
+SparsityPoint = Literal["current", "dense", "target"]
+"""Where to look at a schedule: what the step asks for, all tiles, or its end value."""
+
+Budget = Literal["count", "fraction"] | float
+LayerTopk = Mapping[int, int] | Mapping[str, int]
+
+SPARSITY_POINTS: tuple[SparsityPoint, ...] = ("current", "dense", "target")
 
 
 def resolve_topk(sparsity: float | str, num_tiles: int) -> int:
@@ -27,68 +36,285 @@ def resolve_topk(sparsity: float | str, num_tiles: int) -> int:
     """
     if num_tiles < 1:
         raise ValueError(f"num_tiles must be at least 1, got {num_tiles}")
-    kept = math.ceil((1 - _exact(sparsity)) * num_tiles)
+    kept = math.ceil((1 - _exact_sparsity(sparsity)) * num_tiles)
     return max(1, min(kept, num_tiles))
 
 
-def _exact(sparsity: float | str) -> Fraction:
+def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
+    """The points of an option called `name`.
+
+    Raises:
+        ValueError: none, one twice, or one that is not current, dense or target.
+    """
+    found: tuple[SparsityPoint, ...] = tuple(point for point in SPARSITY_POINTS if point in points)
+    if not found or len(found) < len(points):
+        raise ValueError(f"{name} must hold some of {', '.join(SPARSITY_POINTS)}, each once, got {list(points)}")
+    return found
+
+
+def mean_topk(topk: int | Sequence[int], num_tiles: int) -> float:
+    """Tiles a query tile keeps in the mean over the layers.
+
+    Args:
+        topk: one for all layers, or one per layer.
+        num_tiles: N; no layer keeps more.
+    """
+    topks = [topk] if isinstance(topk, int) else topk
+    return sum(min(k, num_tiles) for k in topks) / len(topks)
+
+
+def exact(name: str, value: float | str) -> Fraction:
+    """The decimal number that an option called `name` is written as.
+
+    Raises:
+        ValueError: no finite number.
+    """
     try:
-        value = Decimal(str(sparsity))
+        number = Decimal(str(value))
     except InvalidOperation:
-        raise ValueError(f"sparsity must be a number, got {sparsity!r}") from None
-    if not (value.is_finite() and 0 <= value < 1):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+    if not number.is_finite():
+        raise ValueError(f"{name} must be a finite number, got {value}")
+    return Fraction(number)
+
+
+def _exact_sparsity(sparsity: float | str) -> Fraction:
+    value = exact("sparsity", sparsity)
+    if not 0 <= value < 1:
         raise ValueError(f"sparsity must be in [0, 1), got {sparsity}")
-    return Fraction(value)
+    return value
 
 
-class SparsitySchedule(Protocol):
-    """Top-k of each optimizer step."""
+def check_at_least(least: int, **values: int) -> None:
+    """Refuse options, given by name, below `least`.
+
+    Raises:
+        ValueError: names the option and its value.
+    """
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+class SparsitySchedule:
+    """Top-k of each optimizer step and layer, on the way from all tiles to an end value.
+
+    The end value is a `topk`, the same count on every grid (a grid of fewer tiles keeps all of its own), or a
+    `sparsity`, the same fraction on every grid. With a `budget` it is the value on a grid of `reference_tiles`, and a
+    grid of N keeps
+
+        K(N) = ceil(K(reference_tiles) * (N / reference_tiles) ** budget)
+
+    Args:
+        topk: tiles kept in the end, at least 1.
+        sparsity: share of tiles skipped in the end, in [0, 1). Exactly one of the two is given.
+        budget: count (exponent 0), fraction (1) or the exponent, between 0 and 1.
+        reference_tiles: N of the grid that the end value is meant for; given with a budget only.
+        dense_layers: layers that always keep all tiles.
+        layer_topk: top-k of the layers that have one of their own, the same at every step.
+
+    Raises:
+        ValueError: a value out of range, or options that exclude or need each other.
+    """
+
+    measured = False
+    """Whether the top-k follows `observe`, so that somebody has to call it."""
+
+    def __init__(
+        self,
+        *,
+        topk: int | None = None,
+        sparsity: float | str | None = None,
+        budget: Budget | None = None,
+        reference_tiles: int | None = None,
+        dense_layers: Sequence[int] = (),
+        layer_topk: LayerTopk | None = None,
+    ):
+        if (topk is None) == (sparsity is None):
+            raise ValueError(f"give exactly one of topk and sparsity, got topk={topk} and sparsity={sparsity}")
+        if topk is not None:
+            check_at_least(1, topk=topk)
+        if sparsity is not None:
+            _exact_sparsity(sparsity)
+        if (budget is None) != (reference_tiles is None):
+            raise ValueError(
+                f"budget and reference_tiles come together, got budget={budget} and reference_tiles={reference_tiles}"
+            )
+        self._topk, self._sparsity = topk, sparsity
+        self._exponent = None if budget is None else _exponent(budget)
+        self._reference_tiles = reference_tiles
+        if reference_tiles is not None:
+            check_at_least(1, reference_tiles=reference_tiles)
+            if topk is not None and topk > reference_tiles:
+                raise ValueError(f"topk={topk} is above reference_tiles={reference_tiles}")
+        self._dense_layers = frozenset(_layer("dense_layers", layer) for layer in dense_layers)
+        self._layer_topk = {_layer("layer_topk", layer): int(k) for layer, k in (layer_topk or {}).items()}
+        for layer, k in self._layer_topk.items():
+            if k < 1:
+                raise ValueError(f"layer_topk of layer {layer} must be at least 1, got {k}")
+        both = sorted(self._dense_layers & self._layer_topk.keys())
+        if both:
+            raise ValueError(f"layers {both} are in dense_layers and in layer_topk: a layer has one top-k")
 
     def topk(self, step: int, num_tiles: int) -> int:
-        """Tiles a query tile keeps at a step, between 1 and num_tiles.
+        """Tiles a query tile keeps in layers without a top-k of their own, between 1 and num_tiles.
 
         Args:
             step: optimizer step, from 0.
             num_tiles: video tiles of a sample.
         """
-        ...
+        raise NotImplementedError
 
-    def check(self, num_tiles: int) -> None:
-        """Refuse a grid too small for what the schedule asks for.
+    def final_step(self, num_tiles: int) -> int | None:
+        """First step from which the end value holds on a grid of num_tiles; None: it depends on measurements."""
+        raise NotImplementedError
+
+    def target_topk(self, num_tiles: int) -> int:
+        """The end value on a grid, between 1 and num_tiles."""
+        return max(1, min(self._wanted(num_tiles), num_tiles))
+
+    def topk_per_layer(
+        self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current"
+    ) -> int | tuple[int, ...]:
+        """One top-k for all layers, or one per layer when some layers have their own.
+
+        Args:
+            step: optimizer step, from 0.
+            num_tiles: video tiles of a sample.
+            num_layers: layers of the model.
+            at: current follows the step, dense keeps all tiles in all layers, target is the end value.
 
         Raises:
-            ValueError: the top-k is above num_tiles.
+            ValueError: a layer with a top-k of its own that the model does not have.
         """
-        ...
+        self._check_layers(num_layers)
+        if at == "dense":
+            return num_tiles
+        topk = self.topk(step, num_tiles) if at == "current" else self.target_topk(num_tiles)
+        own = dict.fromkeys(self._dense_layers, num_tiles)
+        own |= {layer: min(k, num_tiles) for layer, k in self._layer_topk.items()}
+        return tuple(own.get(layer, topk) for layer in range(num_layers)) if own else topk
+
+    def check(self, num_tiles: int, num_layers: int | None = None) -> None:
+        """Refuse a grid or a model that cannot give what the schedule asks for.
+
+        Args:
+            num_tiles: of the largest grid; smaller ones keep all of their tiles.
+            num_layers: layers of the model; None leaves the layers unchecked.
+
+        Raises:
+            ValueError: a top-k above num_tiles, or a layer that does not exist.
+        """
+        wanted = {"topk": self._wanted(num_tiles)}
+        wanted |= {f"layer_topk of layer {layer}": k for layer, k in self._layer_topk.items()}
+        for name, k in wanted.items():
+            # a grid in one tile, dense attention among them, has nothing to select
+            if k > num_tiles > 1:
+                raise ValueError(f"{name}={k} is above the number of tiles, {num_tiles}")
+        if num_layers is not None:
+            self._check_layers(num_layers)
+
+    def observe(self, step: int, missed_share: float) -> None:
+        """Take in a measurement, see `MissedMassSparsity`; a schedule that follows the step alone ignores it.
+
+        Args:
+            step: optimizer steps done.
+            missed_share: share of the true attention mass that the selected tiles miss, in [0, 1].
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to keep, as plain values for JSON; empty for a pure function of the step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises:
+            ValueError: the state is that of another schedule.
+        """
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, the checkpoint has that of another schedule")
+
+    def _wanted(self, num_tiles: int) -> int:
+        # the end value before it is held to the tiles there are
+        at = num_tiles if self._reference_tiles is None else self._reference_tiles
+        kept = self._topk if self._topk is not None else resolve_topk(self._sparsity or 0, at)
+        if self._reference_tiles is None or self._exponent is None:
+            return kept
+        ratio = Fraction(num_tiles, self._reference_tiles)
+        if self._exponent.denominator == 1:
+            return math.ceil(kept * ratio**self._exponent)
+        # decimal powers are the same on every machine; the last digits are rounded off before the ceiling
+        power = Decimal(ratio.numerator) / Decimal(ratio.denominator)
+        power **= Decimal(self._exponent.numerator) / Decimal(self._exponent.denominator)
+        return math.ceil((kept * power).quantize(Decimal("1e-12")))
+
+    def _check_layers(self, num_layers: int) -> None:
+        for name, layers in (("dense_layers", self._dense_layers), ("layer_topk", self._layer_topk)):
+            if layers and max(layers) >= num_layers:
+                raise ValueError(f"{name} has layer {max(layers)}, but the model's layers are 0 to {num_layers - 1}")
 
 
-class ConstantSparsity:
-    """The same top-k or the same sparsity at every step; sparsity 0 is dense.
+def _exponent(budget: str | float) -> Fraction:
+    named = {"count": 0, "fraction": 1}.get(str(budget), budget)
+    try:
+        exponent = exact("budget", named)
+    except ValueError:
+        exponent = Fraction(-1)
+    if not 0 <= exponent <= 1:
+        raise ValueError(f"budget must be count, fraction or a power from 0 to 1, got {budget!r}")
+    return exponent
 
-    Args:
-        topk: tiles kept, at least 1; smaller grids than the one checked keep all of theirs.
-        sparsity: share of tiles skipped, in [0, 1). Exactly one of the two is given.
 
-    Raises:
-        ValueError: both or none given, or a value out of range.
-    """
+def _layer(name: str, layer: int | str) -> int:
+    # keys of a YAML mapping may arrive as text
+    try:
+        index = int(layer)
+    except ValueError:
+        raise ValueError(f"{name} must name layers by number, got {layer!r}") from None
+    if index < 0:
+        raise ValueError(f"{name} must name layers from 0 on, got {layer}")
+    return index
 
-    def __init__(self, topk: int | None = None, sparsity: float | str | None = None):
-        if (topk is None) == (sparsity is None):
-            raise ValueError(f"give exactly one of topk and sparsity, got topk={topk} and sparsity={sparsity}")
-        if topk is not None and topk < 1:
-            raise ValueError(f"topk must be at least 1, got {topk}")
-        if sparsity is not None:
-            _exact(sparsity)
-        self._topk, self._sparsity = topk, sparsity
+
+class ConstantSparsity(SparsitySchedule):
+    """The end value at every step; sparsity 0 is dense. Args: those of `SparsitySchedule`."""
 
     def topk(self, step: int, num_tiles: int) -> int:
-        if self._sparsity is not None:
-            return resolve_topk(self._sparsity, num_tiles)
-        assert self._topk is not None
-        return min(self._topk, num_tiles)
+        return self.target_topk(num_tiles)
 
-    def check(self, num_tiles: int) -> None:
-        # a grid in one tile, dense attention among them, has nothing to select
-        if self._topk is not None and self._topk > num_tiles > 1:
-            raise ValueError(f"topk={self._topk} is above the number of tiles, {num_tiles}")
+    def final_step(self, num_tiles: int) -> int:
+        return 0
+
+
+class TokenBudgetSparsity(ConstantSparsity):
+    """So many kv tokens per query tile at every step, in whole tiles: `ceil(tokens / tokens_per_tile)` of them.
+
+    Args:
+        tokens: kv tokens a query tile attends to, text and cond tokens not counted.
+        tokens_per_tile: tile volume of the attention method, 64 for (4, 4, 4).
+        budget, reference_tiles, dense_layers, layer_topk: see `SparsitySchedule`; without a budget every grid keeps
+            the same number of tokens.
+
+    Raises:
+        ValueError: see `SparsitySchedule`.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        tokens_per_tile: int,
+        budget: Budget | None = None,
+        reference_tiles: int | None = None,
+        dense_layers: Sequence[int] = (),
+        layer_topk: LayerTopk | None = None,
+    ):
+        check_at_least(1, tokens=tokens, tokens_per_tile=tokens_per_tile)
+        super().__init__(
+            topk=-(-tokens // tokens_per_tile),
+            budget=budget,
+            reference_tiles=reference_tiles,
+            dense_layers=dense_layers,
+            layer_topk=layer_topk,
+        )

@@ -17,6 +17,8 @@ its text and its published code differ, the code.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
 from vsa_kernels.dispatch import check_backend_name, resolve_backend
 
 from vsa.attention.base import AttentionMethod
-from vsa.attention.context import AttnContext
+from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.full import dense_attn, dense_attn_per_sample
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout, TileSelection
 
@@ -185,7 +187,7 @@ class VideoSparseAttention(AttentionMethod):
         else:
             out = self._attend_mixed(q, k, v, layout, layout.selection, topk)
         if ctx.recorder is not None:
-            self._record(out, ctx)
+            self._record(q, k, out, ctx)
         return {"fine": out.fine, "coarse": out.coarse}
 
     def _attend_mixed(
@@ -205,7 +207,7 @@ class VideoSparseAttention(AttentionMethod):
             texts.append(dense_attn(q[:, start:stop], k[:, first:last], v[:, first:last]))
         return VideoSparseOutput(layout.merge(fine, texts), coarse, scores, index)
 
-    def _record(self, out: VideoSparseOutput, ctx: AttnContext) -> None:
+    def _record(self, q: Tensor, k: Tensor, out: VideoSparseOutput, ctx: AttnContext) -> None:
         index, rule = out.index, ctx.layout.selection
         if index is None:
             num = ctx.layout.num_blocks
@@ -214,10 +216,12 @@ class VideoSparseAttention(AttentionMethod):
                 seen = rule.candidates if rule.always is None else rule.candidates | rule.always
             index = BlockIndex.from_dense(seen[None, None])
         assert ctx.recorder is not None
+        # references, not copies: what a recorder keeps stays in memory
+        tensors = {"q": q, "k": k, "fine": out.fine, "coarse": out.coarse, "scores": out.scores}
         ctx.recorder(
             self.layer_idx,
             {
-                "scores": out.scores.detach(),
+                **{name: tensor.detach() for name, tensor in tensors.items()},
                 "kv_indices": index.kv_indices,
                 "kv_num_blocks": index.kv_num_blocks,
             },
@@ -238,6 +242,9 @@ class VideoSparseAttention(AttentionMethod):
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         """`combine(attend(...))`, as one op where a GPU runs it and nobody wants to see the parts."""
+        if ctx.recorder is not None:
+            gates = {name: gate.detach() for name, gate in extra.items()}
+            ctx = replace(ctx, recorder=partial(_record_with, ctx.recorder, gates))
         layout, topk = ctx.layout, _checked_topk(q, ctx)
         plain = layout.selection is None and ctx.recorder is None and topk < layout.num_blocks
         if not plain or resolve_backend(self.backend, q.device, q.dtype, self.head_dim) != "triton":
@@ -255,6 +262,11 @@ class VideoSparseAttention(AttentionMethod):
             kept = video * min(topk, tiles) / tiles if tiles else 0.0
             total += video * (kept + text) + text * (video + text)
         return total
+
+
+def _record_with(recorder: Recorder, more: dict[str, Tensor], layer_idx: int, tensors: dict[str, Tensor]) -> None:
+    # `attend` does not see the gates, the recorder gets them together with what it does see
+    recorder(layer_idx, {**tensors, **more})
 
 
 def _checked_topk(q: Tensor, ctx: AttnContext) -> int:

@@ -5,10 +5,15 @@ B samples, C latent channels, T H W latent frames and size, S text tokens, E tex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+TextPadding = Literal["mask", "zeros"]
+"""What fills a caption up to the longest: `mask` hides the padding, `zeros` attends to it as Wan was trained to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,26 +23,62 @@ class VideoBatch:
     Args:
         latents: `[B, C, T, H, W]` float32.
         text: `[B, S, E]` float32 text embeddings, zero-padded; a dropped caption holds the null embedding.
-        text_mask: bool `[B, S]`, True where a text token is real.
+        text_mask: bool `[B, S]`, True where a text token is real; None attends to the zeros as well.
         sample_ids: id of each sample.
         captions: the caption behind each embedding ("" where dropped).
         seeds: int64 `[B]`, a pure function of (seed, step, sample): noise is drawn from it.
         slots: int64 `[B]`, position of each sample in the global batch of its step.
         num_slots: size of that global batch.
         step: optimizer step the batch belongs to.
+        cond_latents: `[B, Cc, T, H, W]` float32 image condition that the model takes beside the latents, as it is.
     """
 
     latents: Tensor
     text: Tensor
-    text_mask: Tensor
+    text_mask: Tensor | None
     sample_ids: tuple[str, ...]
     captions: tuple[str, ...]
     seeds: Tensor
     slots: Tensor
     num_slots: int
     step: int
+    cond_latents: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VideoBatch:
         """The batch with latents and text on `device`; seeds and slots stay on the CPU, where noise is drawn."""
-        moved = {n: getattr(self, n).to(device, non_blocking=non_blocking) for n in ("latents", "text", "text_mask")}
+        tensors = {name: getattr(self, name) for name in ("latents", "text", "text_mask", "cond_latents")}
+        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in tensors.items() if t is not None}
         return replace(self, **moved)
+
+
+def check_text_padding(padding: str) -> None:
+    """Refuse a padding that is none of `TextPadding`.
+
+    Raises:
+        ValueError: names the value.
+    """
+    if padding not in ("mask", "zeros"):
+        raise ValueError(f"text_padding must be mask or zeros, got {padding!r}")
+
+
+def pad_text(rows: Sequence[Tensor], *, length: int, padding: TextPadding = "mask") -> tuple[Tensor, Tensor | None]:
+    """Embeddings of several captions as one tensor, zero-padded to one length, so that shapes never vary.
+
+    Args:
+        rows: B embeddings `[S_i, E]`, S_i at most `length`.
+        length: S.
+        padding: see `TextPadding`.
+
+    Returns:
+        float32 text `[B, S, E]`, and the bool mask `[B, S]` of the real tokens (None for `zeros`).
+
+    Raises:
+        ValueError: an unknown padding.
+    """
+    check_text_padding(padding)
+    text = torch.zeros(len(rows), length, rows[0].shape[1])
+    mask = torch.zeros(len(rows), length, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        text[i, : len(row)] = row
+        mask[i, : len(row)] = True
+    return text, (mask if padding == "mask" else None)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
 
 
 class Codec(Protocol):
@@ -21,15 +24,25 @@ class Codec(Protocol):
         hash: digest of everything that changes the latents; shards of different hashes never mix.
         channels: C.
         stride: (t, h, w) pixels per latent cell.
+        statistics: published mean and standard deviation of each channel, float32 `[C]` both; None: there are none.
     """
 
     id: str
     hash: str
     channels: int
     stride: tuple[int, int, int]
+    statistics: tuple[Tensor, Tensor] | None
+
+    def frames_that_fit(self, frames: int) -> int:
+        """Frames that the codec takes of a clip of `frames`: the most it can use, 0 when the clip is too short."""
+        ...
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, t, h, w) of a clip that fits."""
+        ...
 
     def encode(self, video: Tensor) -> Tensor:
-        """uint8 video `[T, H, W, 3]` to float32 latents `[C, t, h, w]`, not normalised; T is 1 or fits the stride."""
+        """uint8 video `[T, H, W, 3]` to float32 latents `[C, t, h, w]`, not normalised; see `frames_that_fit`."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -55,6 +68,7 @@ class HaarCodec:
     """
 
     stride: tuple[int, int, int] = (4, 8, 8)
+    statistics: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, channels: int = 16) -> None:
         bands = math.prod(self.stride) * 3
@@ -66,6 +80,15 @@ class HaarCodec:
         # the float32 table is rounded from float64; 1e-6 steps keep the digest the same on every machine
         table = (self.basis.double() * 1e6).round().to(torch.int64)
         self.hash = hashlib.sha256(f"{self.id}/v1".encode() + table.numpy().astype("<i8").tobytes()).hexdigest()[:16]
+
+    def frames_that_fit(self, frames: int) -> int:
+        """Whole cells of 4 frames; an image is one frame."""
+        return 1 if frames == 1 else frames - frames % self.stride[0]
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, t, h, w) of a clip that fits."""
+        st, sh, sw = self.stride
+        return self.channels, max(frames // st, 1), height // sh, width // sw
 
     def encode(self, video: Tensor) -> Tensor:
         """Haar coefficients of a clip; an image is repeated over the 4 frames of its cell.
@@ -80,8 +103,7 @@ class HaarCodec:
             ValueError: wrong dtype or shape.
         """
         st, sh, sw = self.stride
-        if video.dtype != torch.uint8 or video.dim() != 4 or video.shape[-1] != 3:
-            raise ValueError(f"video must be uint8 [T, H, W, 3], got {video.dtype} {tuple(video.shape)}")
+        _check_video(video)
         if video.shape[0] == 1:
             video = video.expand(st, -1, -1, -1)
         T, H, W, _ = video.shape
@@ -107,8 +129,7 @@ class HaarCodec:
         Raises:
             ValueError: wrong number of channels or dimensions.
         """
-        if latents.dim() != 4 or latents.shape[0] != self.channels:
-            raise ValueError(f"latents must be [{self.channels}, t, h, w], got {tuple(latents.shape)}")
+        _check_latents(latents, self.channels)
         st, sh, sw = self.stride
         _, t, h, w = latents.shape
         basis = self.basis.to(latents.device)
@@ -117,6 +138,157 @@ class HaarCodec:
         # bytes are cheaper to reorder than floats
         pixels = cells.round_().clamp_(0, 255).to(torch.uint8).reshape(t, h, w, st, sh, sw, 3)
         return pixels.permute(0, 3, 1, 4, 2, 5, 6).reshape(t * st, h * sh, w * sw, 3)
+
+
+class WanVAE:
+    """The causal video VAE of Wan 2.1 (16 channels, 4 x 8 x 8) and Wan 2.2 (48 channels, 4 x 16 x 16).
+
+    The first frame is a latent frame of its own and every 4 frames after it make one more: T = 1 + 4n frames give
+    1 + n latent frames, so images need no padding. Encoding takes the mean of the posterior. Weights are loaded at the
+    first clip; the digest needs only a look at them. Needs the extra `wan` (diffusers).
+
+    Args:
+        source: a diffusers pipeline folder with `vae/`, the VAE folder itself, or a hub id.
+        dtype: type that the network computes in: float32, bfloat16 or float16.
+        tiled_decoding: decode in overlapping tiles of 256 pixels, blended: less memory, faint seams.
+
+    Raises:
+        ValueError: nothing at `source`, another model than AutoencoderKLWan, or an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        tiled_decoding: bool = False,
+    ) -> None:
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype of the VAE must be float32, bfloat16 or float16, got {dtype!r}")
+        own = Path(source) / "config.json"
+        self._folder = own.parent if own.is_file() else component_folder(source, "vae")
+        config = read_config(self._folder, "AutoencoderKLWan")
+        for key in ("z_dim", "latents_mean", "latents_std"):
+            if key not in config:
+                raise ValueError(f"{self._folder / 'config.json'} has no {key}")
+        self.channels = int(config["z_dim"])
+        # older configs leave the factors of Wan 2.1 out
+        spatial = int(config.get("scale_factor_spatial") or 8)
+        self.stride = (int(config.get("scale_factor_temporal") or 4), spatial, spatial)
+        self._mean = torch.tensor(config["latents_mean"], dtype=torch.float32)
+        self._std = torch.tensor(config["latents_std"], dtype=torch.float32)
+        self.statistics: tuple[Tensor, Tensor] | None = (self._mean, self._std)
+        self.id = f"wan-vae-{'x'.join(map(str, self.stride))}-c{self.channels}"
+        content = [self.id, "v1", config_digest(config), weights_digest(self._folder)]
+        self.hash = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
+        self._dtype = getattr(torch, dtype)
+        self._tiled_decoding = tiled_decoding
+        self._vae: Any = None
+
+    def frames_that_fit(self, frames: int) -> int:
+        """One frame and whole groups of 4 after it."""
+        return frames - (frames - 1) % self.stride[0] if frames > 0 else 0
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, t, h, w) of a clip that fits."""
+        st, sh, sw = self.stride
+        return self.channels, 1 + (frames - 1) // st, height // sh, width // sw
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Tensor:
+        """Posterior mean of a clip, computed where the clip lies.
+
+        Args:
+            video: `[T, H, W, 3]` uint8 with T = 1 + 4n, H and W multiples of the stride.
+
+        Returns:
+            float32 latents `[C, 1 + n, h, w]`, not normalised.
+
+        Raises:
+            ValueError: wrong dtype or shape.
+        """
+        _check_video(video)
+        return self._encode_pixels(video.permute(3, 0, 1, 2).float() / 127.5 - 1)
+
+    @torch.no_grad()
+    def image_condition(self, video: Tensor) -> Tensor:
+        """What Wan's image-to-video models are given of a clip: which frames are known, and the first frame.
+
+        4 mask channels, one for each frame of a cell, 1 where it is known (the first latent frame); then the
+        normalised latents of the first frame followed by mid-grey ones, as `WanImageToVideoPipeline` builds them.
+
+        Args:
+            video: `[T, H, W, 3]` uint8; what follows the first frame is not read.
+
+        Returns:
+            float32 `[4 + C, t, h, w]`, ready for the model.
+
+        Raises:
+            ValueError: wrong dtype or shape.
+        """
+        _check_video(video)
+        pixels = torch.zeros(3, *video.shape[:3], device=video.device)
+        pixels[:, :1] = video[:1].permute(3, 0, 1, 2).float() / 127.5 - 1
+        latents = self._encode_pixels(pixels)
+        mean, std = (s.to(latents.device).view(-1, 1, 1, 1) for s in (self._mean, self._std))
+        known = torch.zeros(self.stride[0], *latents.shape[1:], device=latents.device)
+        known[:, 0] = 1
+        return torch.cat((known, (latents - mean) / std))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """The clip of some latents, computed where they lie.
+
+        Args:
+            latents: `[C, t, h, w]`, any float dtype, not normalised.
+
+        Returns:
+            uint8 video `[1 + 4 (t - 1), H, W, 3]`.
+
+        Raises:
+            ValueError: wrong number of channels or dimensions.
+        """
+        _check_latents(latents, self.channels)
+        vae = self._module(latents.device)
+        vae.use_tiling = self._tiled_decoding
+        pixels = vae.decode(latents[None].to(self._dtype), return_dict=False)[0][0].float()
+        return ((pixels + 1) * 127.5).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).contiguous()
+
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        """float32 latents `[C, t, h, w]` of pixels `[3, T, H, W]` in [-1, 1]."""
+        _, T, H, W = pixels.shape
+        _, sh, sw = self.stride
+        if T == 0 or self.frames_that_fit(T) != T or H == 0 or W == 0 or H % sh or W % sw:
+            raise ValueError(
+                f"video of {T}x{H}x{W} (frames, height, width) does not fit the codec: frames 1 + a multiple of "
+                f"{self.stride[0]}, height and width multiples of the stride {sh}x{sw}"
+            )
+        vae = self._module(pixels.device)
+        # seams in the data would be learnt
+        vae.use_tiling = False
+        return vae.encode(pixels[None].to(self._dtype), return_dict=False)[0].mode()[0].float()
+
+    def _module(self, device: torch.device) -> Any:
+        if self._vae is None:
+            from diffusers import AutoencoderKLWan
+
+            loaded: Any = AutoencoderKLWan.from_pretrained(
+                self._folder, torch_dtype=self._dtype, output_loading_info=True
+            )
+            vae, info = loaded
+            refuse_missing(info, self._folder)
+            self._vae = vae.eval().requires_grad_(False)
+        return self._vae.to(device)
+
+
+def _check_video(video: Tensor) -> None:
+    if video.dtype != torch.uint8 or video.dim() != 4 or video.shape[-1] != 3:
+        raise ValueError(f"video must be uint8 [T, H, W, 3], got {video.dtype} {tuple(video.shape)}")
+
+
+def _check_latents(latents: Tensor, channels: int) -> None:
+    if latents.dim() != 4 or latents.shape[0] != channels:
+        raise ValueError(f"latents must be [{channels}, t, h, w], got {tuple(latents.shape)}")
 
 
 def _haar_matrix(n: int) -> Tensor:

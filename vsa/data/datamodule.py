@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vsa.data.batch import VideoBatch
+from vsa.data.batch import TextPadding, VideoBatch, check_text_padding
 from vsa.data.codecs import Codec
 from vsa.data.encode import encode_folder
 from vsa.data.index import INDEX_NAME, CodecInfo, TextInfo
@@ -34,6 +34,7 @@ class PlanDataModule(LightningDataModule):
         codec: decodes samples.
         text_encoder: encodes prompts.
         batch_size: samples of an optimizer step, over all ranks and micro-batches.
+        text_padding: what fills a caption up to the encoder's longest.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class PlanDataModule(LightningDataModule):
         val_fraction: float,
         val_batches: int | None,
         caption_dropout: float,
+        stats: Literal["data", "codec"],
+        text_padding: TextPadding,
     ) -> None:
         super().__init__()
         if not 0 <= val_fraction < 1:
@@ -55,15 +58,22 @@ class PlanDataModule(LightningDataModule):
             raise ValueError(f"caption_dropout must be in [0, 1], got {caption_dropout}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if stats not in ("data", "codec"):
+            raise ValueError(f"stats must be data or codec, got {stats!r}")
+        if stats == "codec" and codec.statistics is None:
+            raise ValueError(f"stats=codec, but codec {codec.id} publishes no statistics: use stats=data")
+        check_text_padding(text_padding)
         self.codec = codec
         self.text_encoder = text_encoder
         self.batch_size = batch_size
+        self.text_padding: TextPadding = text_padding
         self.start_step = 0
         self._seed = seed
         self._num_workers = num_workers
         self._val_fraction = val_fraction
         self._val_batches = val_batches
         self._caption_dropout = caption_dropout
+        self._published = codec.statistics if stats == "codec" else None
         self._opened: tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]] | None = None
 
     def open_store(self) -> SampleStore:
@@ -126,6 +136,7 @@ class PlanDataModule(LightningDataModule):
             start_step=self.start_step,
             steps=steps,
             caption_dropout=self._caption_dropout,
+            text_padding=self.text_padding,
         )
         return self._loader(stream)
 
@@ -135,7 +146,13 @@ class PlanDataModule(LightningDataModule):
         if not held:
             return []
         stream = ValidationStream(
-            store, held, batch_size=self.batch_size, batches=self._val_batches, part=self._part(), seed=self._seed
+            store,
+            held,
+            batch_size=self.batch_size,
+            batches=self._val_batches,
+            part=self._part(),
+            seed=self._seed,
+            text_padding=self.text_padding,
         )
         return self._loader(stream)
 
@@ -156,13 +173,18 @@ class PlanDataModule(LightningDataModule):
 
     @property
     def latent_mean(self) -> Tensor:
-        """float32 `[C]` mean of the stored latents."""
-        return self.store.latent_mean
+        """float32 `[C]` mean that latents are normalised with: of the stored ones, or the codec's own."""
+        return self.store.latent_mean if self._published is None else self._published[0]
 
     @property
     def latent_std(self) -> Tensor:
-        """float32 `[C]` standard deviation of the stored latents."""
-        return self.store.latent_std
+        """float32 `[C]` standard deviation that latents are normalised with."""
+        return self.store.latent_std if self._published is None else self._published[1]
+
+    @property
+    def cond_channels(self) -> int:
+        """Channels of the image condition of every sample; 0: there is none."""
+        return self.store.cond_channels
 
     @property
     def codec_id(self) -> str:
@@ -229,6 +251,9 @@ class LatentDataModule(PlanDataModule):
         val_fraction: share of the samples held out, by hash of their id.
         val_batches: most global validation batches of a latent shape (None: every held-out sample).
         caption_dropout: probability of training a sample on the null embedding.
+        stats: normalise with the statistics of the stored latents (data), or with those that the codec publishes and a
+            pretrained model expects (codec).
+        text_padding: mask the padding of captions, or attend to its zeros as Wan does (zeros).
         weight_phases: changes of the source weights, [{"from_step": n, "weights": {name: weight}}].
         toy: render these clips to `videos` and encode them to `root` when `root` has no index.
         videos: folder of the toy clips' mp4 files.
@@ -250,6 +275,8 @@ class LatentDataModule(PlanDataModule):
         val_fraction: float = 0.05,
         val_batches: int | None = None,
         caption_dropout: float = 0.1,
+        stats: Literal["data", "codec"] = "data",
+        text_padding: TextPadding = "mask",
         weight_phases: Sequence[Mapping[str, Any]] = (),
         toy: ToyClips | None = None,
         videos: str | None = None,
@@ -263,6 +290,8 @@ class LatentDataModule(PlanDataModule):
             val_fraction=val_fraction,
             val_batches=val_batches,
             caption_dropout=caption_dropout,
+            stats=stats,
+            text_padding=text_padding,
         )
         if (root is None) == (sources is None):
             raise ValueError(f"give exactly one of root and sources, got root={root} and sources={sources}")
@@ -319,6 +348,9 @@ class ToyOnlineDataModule(PlanDataModule):
         val_fraction: share of the clips held out, by hash of their id.
         val_batches: most global validation batches (None: every held-out clip).
         caption_dropout: probability of training a sample on the null embedding.
+        stats: normalise with the statistics of the stored latents (data), or with those that the codec publishes and a
+            pretrained model expects (codec).
+        text_padding: mask the padding of captions, or attend to its zeros as Wan does (zeros).
     """
 
     def __init__(
@@ -333,6 +365,8 @@ class ToyOnlineDataModule(PlanDataModule):
         val_fraction: float = 0.05,
         val_batches: int | None = None,
         caption_dropout: float = 0.1,
+        stats: Literal["data", "codec"] = "data",
+        text_padding: TextPadding = "mask",
     ) -> None:
         super().__init__(
             codec=codec,
@@ -343,6 +377,8 @@ class ToyOnlineDataModule(PlanDataModule):
             val_fraction=val_fraction,
             val_batches=val_batches,
             caption_dropout=caption_dropout,
+            stats=stats,
+            text_padding=text_padding,
         )
         self._toy = toy
 
@@ -358,9 +394,7 @@ class ToyOnlineDataModule(PlanDataModule):
 def _check_toy_set(root: Path, toy: ToyClips, codec: Codec) -> None:
     index = LatentReader(root).index
     frames, height, width = toy.size
-    st, sh, sw = codec.stride
-    # clips shorter than the stride are images
-    shape = (codec.channels, max(frames // st, 1), height // sh, width // sw)
+    shape = codec.latent_shape(codec.frames_that_fit(frames) or 1, height, width)
     alike = all(s.id.startswith(f"toy-{toy.seed}-") and s.latent_shape == shape for s in index.samples.values())
     if len(index.samples) != toy.count or not alike:
         raise ValueError(

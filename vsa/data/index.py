@@ -7,11 +7,16 @@ against their digest; nothing is ever unpickled or extracted.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from vsa.data.codecs import Codec
 from vsa.data.text import TextEncoder
@@ -95,6 +100,7 @@ class DatasetIndex:
         null_text: where the embedding of the empty caption lies.
         shards: shard files by name.
         samples: samples by id, in the order they were written.
+        cond_channels: channels of the image condition stored beside every latent; 0: there is none.
     """
 
     codec: CodecInfo
@@ -104,6 +110,7 @@ class DatasetIndex:
     null_text: Span
     shards: Mapping[str, ShardEntry]
     samples: Mapping[str, SampleEntry]
+    cond_channels: int = 0
 
     def to_json(self) -> str:
         """The text of `index.json`; per-shard sample lists, so that it stays readable and small."""
@@ -121,10 +128,19 @@ class DatasetIndex:
             "text_encoder": asdict(self.text_encoder),
             "latent_mean": self.latent_mean,
             "latent_std": self.latent_std,
+            "cond_channels": self.cond_channels,
             "null_text": asdict(self.null_text),
             "shards": list(records.values()),
         }
         return json.dumps(content)
+
+    def summary(self) -> str:
+        """A few lines for people: samples by latent shape, and the statistics of every channel."""
+        counts = Counter(sample.latent_shape for sample in self.samples.values())
+        lines = [f"{count:8d} latents of {'x'.join(map(str, shape))}" for shape, count in sorted(counts.items())]
+        for name, values in (("mean", self.latent_mean), ("std", self.latent_std)):
+            lines.append(f"latent {name} by channel: " + " ".join(f"{value:.4g}" for value in values))
+        return "\n".join(lines)
 
     @staticmethod
     def load(path: Path) -> DatasetIndex:
@@ -146,6 +162,26 @@ class DatasetIndex:
             return _parse(content)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(f"{path} is not a complete index: {type(error).__name__} {error}") from error
+
+
+def deviation_or_one(std: Tensor) -> Tensor:
+    """Deviations with 1 for channels that never vary (time bands of an image set), which must not be blown up."""
+    return torch.where(std > 1e-6, std, torch.ones_like(std))
+
+
+def pooled_statistics(indexes: Sequence[DatasetIndex]) -> tuple[Tensor, Tensor]:
+    """float64 mean and standard deviation `[C]` over every latent value of all data sets."""
+    mean = torch.tensor([index.latent_mean for index in indexes], dtype=torch.float64)
+    std = torch.tensor([index.latent_std for index in indexes], dtype=torch.float64)
+    if len(indexes) == 1:
+        return mean[0], std[0]
+    cells = [sum(math.prod(s.latent_shape[1:]) for s in index.samples.values()) for index in indexes]
+    share = torch.tensor(cells, dtype=torch.float64)[:, None] / sum(cells)
+    # a deviation of exactly 1 stands for a constant channel
+    variance = torch.where(std == 1, 0, std**2)
+    pooled = (share * mean).sum(0)
+    variance = (share * (variance + (mean - pooled) ** 2)).sum(0)
+    return pooled, deviation_or_one(variance.sqrt())
 
 
 def valid_id(name: str) -> bool:
@@ -187,6 +223,8 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
             name: SampleEntry(id=name, latent_shape=shape, latent=span, text=texts[name][1], captions=texts[name][0])  # pyright: ignore[reportArgumentType]
             for name, (shape, span) in latents.items()
         },
+        # data sets of earlier versions have none
+        cond_channels=int(content.get("cond_channels", 0)),
     )
     if not len(index.latent_mean) == len(index.latent_std) == index.codec.channels:
         raise ValueError(

@@ -3,10 +3,11 @@
 Layout of a folder (tar files in webdataset form, one sample a key):
 
     latents-C16x4x16x16-00000.tar   KEY.latent.safetensors, KEY.json     one latent shape per shard
+                                    (tensor "latent", and "cond" in a data set with image conditions)
     text-00000.tar                  KEY.text.safetensors                 every caption; the null embedding once
     index.json                      byte offsets, sizes and digests; written last
 
-C t h w latent channels, frames and size; S E text tokens and width.
+C t h w latent channels, frames and size; Cc channels of the image condition; S E text tokens and width.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from vsa.data.index import (
     ShardEntry,
     Span,
     TextInfo,
+    deviation_or_one,
     valid_id,
 )
 from vsa.data.text import TextEncoder
@@ -91,6 +93,7 @@ class ShardWriter:
         self._shards: dict[str, ShardEntry] = {}
         self._spans: dict[str, Span] = {}
         self._samples: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._cond_channels: int | None = None
         self._sums = torch.zeros(3, codec.channels, dtype=torch.float64)  # count, sum, sum of squares
 
     def __enter__(self) -> ShardWriter:
@@ -120,7 +123,14 @@ class ShardWriter:
         with atomic_file(self.root / INDEX_NAME) as temporary:
             temporary.write_text(self._index().to_json(), encoding="utf-8")
 
-    def add(self, sample_id: str, latents: Tensor, captions: Sequence[str], info: Mapping[str, Any]) -> None:
+    def add(
+        self,
+        sample_id: str,
+        latents: Tensor,
+        captions: Sequence[str],
+        info: Mapping[str, Any],
+        cond_latents: Tensor | None = None,
+    ) -> None:
         """Stores one sample.
 
         Args:
@@ -128,10 +138,11 @@ class ShardWriter:
             latents: `[C, t, h, w]`, not normalised.
             captions: one or more captions.
             info: what else is known of the sample (source file, frame rate, size); goes to KEY.json as it is.
+            cond_latents: image condition `[Cc, t, h, w]`, ready for the model; all samples have one or none has.
 
         Raises:
-            ValueError: the id is malformed or used twice, the latents are not finite or have the wrong channels, or
-                there is no caption.
+            ValueError: the id is malformed or used twice, the latents are not finite or have the wrong channels, the
+                condition does not fit them or the samples before, or there is no caption.
         """
         if not valid_id(sample_id) or len(sample_id) > _LONGEST_ID or sample_id == _NULL_KEY:
             raise ValueError(f"sample id {sample_id!r} must be 1 to {_LONGEST_ID} letters, digits, '_' or '-'")
@@ -143,9 +154,22 @@ class ShardWriter:
             )
         if not captions:
             raise ValueError(f"sample {sample_id} has no caption")
-        stored = latents.detach().cpu().to(self._dtype).contiguous()
-        if not stored.isfinite().all():
-            raise ValueError(f"latents of {sample_id} are not finite as {str(self._dtype).removeprefix('torch.')}")
+        stored = self._as_stored("latents", sample_id, latents)
+        tensors = {"latent": stored}
+        if cond_latents is not None:
+            if cond_latents.shape[1:] != latents.shape[1:]:
+                raise ValueError(
+                    f"cond_latents of {sample_id} must be [Cc, {', '.join(map(str, latents.shape[1:]))}], "
+                    f"got {tuple(cond_latents.shape)}"
+                )
+            tensors["cond"] = self._as_stored("cond_latents", sample_id, cond_latents)
+        cond_channels = 0 if cond_latents is None else len(cond_latents)
+        if self._cond_channels not in (None, cond_channels):
+            raise ValueError(
+                f"sample {sample_id} has {cond_channels} channels of image condition, "
+                f"the samples before have {self._cond_channels}"
+            )
+        self._cond_channels = cond_channels
 
         flat = stored.double().flatten(1)
         self._sums += torch.stack([torch.full((len(flat),), flat.shape[1]), flat.sum(1), (flat**2).sum(1)])
@@ -160,12 +184,18 @@ class ShardWriter:
             **info,
         }
         fields = {
-            "latent.safetensors": save_tensors({"latent": stored}, {"vsa": json.dumps(header)}),
+            "latent.safetensors": save_tensors(tensors, {"vsa": json.dumps(header)}),
             "json": json.dumps(record, ensure_ascii=False).encode(),
         }
         self._samples[sample_id] = shape, len(captions)
         self._write(f"latents-C{'x'.join(map(str, shape))}", sample_id, fields)
         self._write("text", sample_id, {"text.safetensors": self._text_payload(captions)})
+
+    def _as_stored(self, what: str, sample_id: str, tensor: Tensor) -> Tensor:
+        stored = tensor.detach().cpu().to(self._dtype).contiguous()
+        if not stored.isfinite().all():
+            raise ValueError(f"{what} of {sample_id} are not finite as {str(self._dtype).removeprefix('torch.')}")
+        return stored
 
     def _text_payload(self, captions: Sequence[str]) -> bytes:
         header = {
@@ -173,7 +203,8 @@ class ShardWriter:
             "text_encoder_hash": self._text_encoder.hash,
             "captions": list(captions),
         }
-        tensors = {str(i): self._text_encoder.encode(caption).contiguous() for i, caption in enumerate(captions)}
+        rows = self._text_encoder.encode_batch(captions)
+        tensors = {str(i): row.contiguous() for i, row in enumerate(rows)}
         # one metadata key: with several, their order in the file would change from run to run
         return save_tensors(tensors, {"vsa": json.dumps(header)})
 
@@ -195,9 +226,7 @@ class ShardWriter:
     def _index(self) -> DatasetIndex:
         count, total, squares = self._sums
         mean = total / count
-        std = (squares / count - mean**2).clamp_min(0).sqrt()
-        # a channel that never varies (time bands of an image set) must not be blown up
-        std = torch.where(std > 1e-6, std, torch.ones_like(std))
+        std = deviation_or_one((squares / count - mean**2).clamp_min(0).sqrt())
         return DatasetIndex(
             codec=CodecInfo.of(self._codec),
             text_encoder=TextInfo.of(self._text_encoder),
@@ -215,6 +244,7 @@ class ShardWriter:
                 )
                 for name, (shape, captions) in self._samples.items()
             },
+            cond_channels=self._cond_channels or 0,
         )
 
 
@@ -249,6 +279,17 @@ class LatentReader:
         Raises:
             ValueError: unknown id, or the stored bytes are damaged; names shard and sample.
         """
+        return self._latent_tensor(sample_id, "latent", self.index.codec.channels)
+
+    def condition(self, sample_id: str) -> Tensor:
+        """float32 image condition `[Cc, t, h, w]` of a sample, ready for the model.
+
+        Raises:
+            ValueError: unknown id, no condition in this data set, or damaged bytes; names shard and sample.
+        """
+        return self._latent_tensor(sample_id, "cond", self.index.cond_channels)
+
+    def _latent_tensor(self, sample_id: str, name: str, channels: int) -> Tensor:
         entry = self._entry(sample_id)
         header, tensors = self._tensors(sample_id, entry.latent)
         if header.get("codec_hash") != self.index.codec.hash:
@@ -257,14 +298,14 @@ class LatentReader:
                 f"shard {self.root / entry.latent.shard}, sample {sample_id}: encoded by {found}, "
                 f"the index says {self.index.codec.id} {self.index.codec.hash}"
             )
-        latent = tensors.get("latent")
-        if latent is None or tuple(latent.shape) != entry.latent_shape:
-            found = None if latent is None else tuple(latent.shape)
+        tensor, shape = tensors.get(name), (channels, *entry.latent_shape[1:])
+        if tensor is None or tuple(tensor.shape) != shape:
+            found = None if tensor is None else tuple(tensor.shape)
             raise ValueError(
-                f"shard {self.root / entry.latent.shard}, sample {sample_id}: latent of shape {found}, "
-                f"the index says {entry.latent_shape}"
+                f"shard {self.root / entry.latent.shard}, sample {sample_id}: {name} of shape {found}, "
+                f"the index says {shape}"
             )
-        return latent.float()
+        return tensor.float()
 
     def text(self, sample_id: str, caption: int) -> tuple[str, Tensor]:
         """One caption of a sample and its float32 embedding `[S, E]`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.codecs import Codec
-from vsa.data.index import CodecInfo, TextInfo
+from vsa.data.index import CodecInfo, TextInfo, deviation_or_one, pooled_statistics
 from vsa.data.plan import SampleRef, Shape
 from vsa.data.shards import LatentReader
 from vsa.data.text import TextEncoder
@@ -45,6 +44,11 @@ class SampleStore(Protocol):
         ...
 
     @property
+    def cond_channels(self) -> int:
+        """Channels of the image condition of every sample; 0: there is none."""
+        ...
+
+    @property
     def null_text(self) -> Tensor:
         """float32 `[S, E]`, the embedding of the empty caption."""
         ...
@@ -56,6 +60,10 @@ class SampleStore(Protocol):
 
     def latent(self, ref: SampleRef) -> Tensor:
         """float32 `[C, t, h, w]`, not normalised."""
+        ...
+
+    def condition(self, ref: SampleRef) -> Tensor | None:
+        """float32 `[Cc, t, h, w]` image condition of the sample, None where the store has none."""
         ...
 
     def captions(self, ref: SampleRef) -> int:
@@ -84,8 +92,14 @@ class ShardStore:
         first, *others = self._readers.values()
         self.codec = first.index.codec
         self.text_encoder = first.index.text_encoder
+        self.cond_channels = first.index.cond_channels
         self.null_text = first.null_text
         for other in others:
+            if other.index.cond_channels != self.cond_channels:
+                raise ValueError(
+                    f"cannot mix {first.root} ({self.cond_channels} channels of image condition) with {other.root} "
+                    f"({other.index.cond_channels})"
+                )
             for what in ("codec", "text_encoder"):
                 ours, theirs = getattr(first.index, what), getattr(other.index, what)
                 if ours != theirs:
@@ -94,11 +108,16 @@ class ShardStore:
                         f"({what} {theirs.id}, {theirs.hash})"
                     )
         self.buckets = {name: _by_shape(reader) for name, reader in self._readers.items()}
-        self.latent_mean, self.latent_std = _pooled_statistics(list(self._readers.values()))
+        mean, std = pooled_statistics([reader.index for reader in self._readers.values()])
+        self.latent_mean, self.latent_std = mean.float(), std.float()
 
     def latent(self, ref: SampleRef) -> Tensor:
         """float32 `[C, t, h, w]`, not normalised."""
         return self._readers[ref.source].latent(ref.id)
+
+    def condition(self, ref: SampleRef) -> Tensor | None:
+        """float32 `[Cc, t, h, w]` image condition of the sample, None where the store has none."""
+        return self._readers[ref.source].condition(ref.id) if self.cond_channels else None
 
     def captions(self, ref: SampleRef) -> int:
         """How many captions the sample has."""
@@ -124,12 +143,13 @@ class ToyStore:
         self._text_encoder = text_encoder
         self.codec = CodecInfo.of(codec)
         self.text_encoder = TextInfo.of(text_encoder)
+        self.cond_channels = 0
         self.null_text = text_encoder.encode("")
         probe = torch.stack([self._encode(i) for i in range(min(clips.count, _PROBE_CLIPS))])
         flat = probe.double().transpose(0, 1).flatten(1)
         std = flat.std(1, correction=0)
         self.latent_mean = flat.mean(1).float()
-        self.latent_std = torch.where(std > 1e-6, std, torch.ones_like(std)).float()
+        self.latent_std = deviation_or_one(std).float()
         c, t, h, w = probe.shape[1:]
         ids = tuple(f"toy-{clips.seed}-{i:08d}" for i in range(clips.count))
         self.buckets = {"toy": {(c, t, h, w): ids}}
@@ -137,6 +157,10 @@ class ToyStore:
     def latent(self, ref: SampleRef) -> Tensor:
         """float32 `[C, t, h, w]`, not normalised."""
         return self._encode(_clip_number(ref.id))
+
+    def condition(self, ref: SampleRef) -> Tensor | None:
+        """None: toy clips come without an image."""
+        return None
 
     def captions(self, ref: SampleRef) -> int:
         """How many captions the sample has."""
@@ -164,16 +188,3 @@ def _by_shape(reader: LatentReader) -> dict[Shape, tuple[str, ...]]:
     for sample in reader.index.samples.values():
         ids.setdefault(sample.latent_shape, []).append(sample.id)
     return {shape: tuple(names) for shape, names in ids.items()}
-
-
-def _pooled_statistics(readers: list[LatentReader]) -> tuple[Tensor, Tensor]:
-    """float32 mean and standard deviation `[C]` over every latent value of all readers."""
-    mean = torch.tensor([reader.index.latent_mean for reader in readers], dtype=torch.float64)
-    std = torch.tensor([reader.index.latent_std for reader in readers], dtype=torch.float64)
-    if len(readers) == 1:
-        return mean[0].float(), std[0].float()
-    cells = [sum(math.prod(s.latent_shape[1:]) for s in reader.index.samples.values()) for reader in readers]
-    share = torch.tensor(cells, dtype=torch.float64)[:, None] / sum(cells)
-    pooled = (share * mean).sum(0)
-    variance = (share * (std**2 + (mean - pooled) ** 2)).sum(0)
-    return pooled.float(), variance.sqrt().float()

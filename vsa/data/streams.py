@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vsa.data.batch import VideoBatch
+from vsa.data.batch import TextPadding, VideoBatch, pad_text
 from vsa.data.plan import DataPlan, SampleRef, Shape, hash64, rank_slice, sample_seed
 from vsa.data.stores import SampleStore
 
@@ -50,6 +50,7 @@ class TrainStream(IterableDataset[VideoBatch]):
         start_step: first optimizer step.
         steps: number of optimizer steps.
         caption_dropout: probability that a sample is trained on the null embedding, redrawn at every step.
+        text_padding: what fills a caption up; see `vsa.data.batch.TextPadding`.
 
     Raises:
         ValueError: the global batch does not divide into ranks and micro-batches.
@@ -64,6 +65,7 @@ class TrainStream(IterableDataset[VideoBatch]):
         start_step: int,
         steps: int,
         caption_dropout: float,
+        text_padding: TextPadding = "mask",
     ) -> None:
         super().__init__()
         part.slots(plan.batch_size, 0)
@@ -73,6 +75,7 @@ class TrainStream(IterableDataset[VideoBatch]):
         self._start_step = start_step
         self._steps = steps
         self._caption_dropout = caption_dropout
+        self._text_padding: TextPadding = text_padding
 
     def __len__(self) -> int:
         return self._steps * self._part.accumulate
@@ -89,7 +92,16 @@ class TrainStream(IterableDataset[VideoBatch]):
         refs = [plan.refs[slot] for slot in slots]
         choices = [self._caption(ref, step) for ref in refs]
         seeds = [sample_seed(self._plan.seed, step, ref.id) for ref in refs]
-        return collate(self._store, refs, choices, seeds=seeds, slots=slots, num_slots=self._plan.batch_size, step=step)
+        return collate(
+            self._store,
+            refs,
+            choices,
+            seeds=seeds,
+            slots=slots,
+            num_slots=self._plan.batch_size,
+            step=step,
+            text_padding=self._text_padding,
+        )
 
     def _caption(self, ref: SampleRef, step: int) -> int | None:
         """Which caption a sample is trained on at a step; None: the null embedding."""
@@ -113,6 +125,7 @@ class ValidationStream(IterableDataset[VideoBatch]):
         batches: most global batches of a bucket (None: all).
         part: this rank's part of a global batch.
         seed: seed of the noise.
+        text_padding: what fills a caption up.
     """
 
     def __init__(
@@ -124,6 +137,7 @@ class ValidationStream(IterableDataset[VideoBatch]):
         batches: int | None,
         part: RankSlice,
         seed: int,
+        text_padding: TextPadding = "mask",
     ) -> None:
         super().__init__()
         part.slots(batch_size, 0)
@@ -131,6 +145,7 @@ class ValidationStream(IterableDataset[VideoBatch]):
         self._part = part
         self._batch_size = batch_size
         self._seed = seed
+        self._text_padding: TextPadding = text_padding
         self._batches: list[tuple[SampleRef, ...]] = []
         for _, refs in sorted(held.items()):
             full = -(-len(refs) // batch_size)
@@ -150,7 +165,16 @@ class ValidationStream(IterableDataset[VideoBatch]):
             # the slot is in the seed: a sample that fills up a batch meets another noise
             seeds = [hash64(self._seed, "validation", slot, ref.id) >> 1 for slot, ref in zip(slots, refs, strict=True)]
             num_slots = len(self._batches) * self._batch_size
-            yield collate(self._store, refs, [0] * len(refs), seeds=seeds, slots=slots, num_slots=num_slots, step=0)
+            yield collate(
+                self._store,
+                refs,
+                [0] * len(refs),
+                seeds=seeds,
+                slots=slots,
+                num_slots=num_slots,
+                step=0,
+                text_padding=self._text_padding,
+            )
 
 
 def collate(
@@ -162,6 +186,7 @@ def collate(
     slots: Sequence[int],
     num_slots: int,
     step: int,
+    text_padding: TextPadding = "mask",
 ) -> VideoBatch:
     """Reads samples of one latent shape into a batch; text is padded to the encoder's longest, so shapes never vary.
 
@@ -173,13 +198,11 @@ def collate(
         slots: position of each in the global batch.
         num_slots: size of the global batch.
         step: optimizer step.
+        text_padding: what fills a caption up.
     """
     texts = [("", store.null_text) if c is None else store.text(ref, c) for ref, c in zip(refs, captions, strict=True)]
-    text = torch.zeros(len(refs), store.text_encoder.max_tokens, store.text_encoder.dim)
-    mask = torch.zeros(text.shape[:2], dtype=torch.bool)
-    for i, (_, tokens) in enumerate(texts):
-        text[i, : len(tokens)] = tokens
-        mask[i, : len(tokens)] = True
+    text, mask = pad_text([rows for _, rows in texts], length=store.text_encoder.max_tokens, padding=text_padding)
+    conditions = [cond for cond in map(store.condition, refs) if cond is not None]
     return VideoBatch(
         latents=torch.stack([store.latent(ref) for ref in refs]),
         text=text,
@@ -190,6 +213,7 @@ def collate(
         slots=torch.tensor(list(slots), dtype=torch.int64),
         num_slots=num_slots,
         step=step,
+        cond_latents=torch.stack(conditions) if conditions else None,
     )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import re
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
 
 
 class TextEncoder(Protocol):
@@ -27,7 +31,11 @@ class TextEncoder(Protocol):
     max_tokens: int
 
     def encode(self, caption: str) -> Tensor:
-        """float32 `[S, E]`, 1 <= S <= max_tokens, not padded; the empty caption gives the null embedding."""
+        """`[S, E]` on the CPU, 1 <= S <= max_tokens, not padded; the empty caption gives the null embedding."""
+        ...
+
+    def encode_batch(self, captions: Sequence[str]) -> list[Tensor]:
+        """`encode` of every caption, in one pass where that is faster."""
         ...
 
 
@@ -70,6 +78,10 @@ class HashedNgramEncoder:
         table = table / np.sqrt((table**2).mean(axis=1, keepdims=True))
         return torch.from_numpy(table.astype(np.float32))
 
+    def encode_batch(self, captions: Sequence[str]) -> list[Tensor]:
+        """`encode` of every caption."""
+        return [self.encode(caption) for caption in captions]
+
     def _word(self, word: str) -> np.ndarray:
         marked = f"<{word}>"
         grams = [marked[i : i + n] for n in (2, 3) for i in range(len(marked) - n + 1)]
@@ -82,3 +94,97 @@ class HashedNgramEncoder:
         digest = b"".join(hashlib.blake2b(f"{i} {name}".encode()).digest() for i in blocks)
         bits = np.unpackbits(np.frombuffer(digest, dtype=np.uint8))[: self.dim]
         return bits.astype(np.float64) * 2 - 1
+
+
+class UMT5Encoder:
+    """Wan's text encoder, UMT5-XXL: one row a token of the caption, the end token included.
+
+    Captions are cleaned as diffusers' Wan pipelines do (mojibake repaired where ftfy is installed, HTML entities
+    resolved, white space joined). Wan was trained on these rows padded with zeros to 512 and without a mask: train on
+    them with `text_padding=zeros`. Weights are loaded at the first caption. Needs the extra `wan` (transformers).
+
+    Args:
+        source: a diffusers pipeline folder with `text_encoder/` and `tokenizer/`, or a hub id.
+        max_tokens: longer captions are cut.
+        dtype: type that the network computes in and the rows are stored in: float32, bfloat16 or float16.
+        device: where it runs.
+
+    Raises:
+        ValueError: nothing at `source`, another model than UMT5EncoderModel, or a value out of range.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        max_tokens: int = 512,
+        dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+        device: str = "cpu",
+    ) -> None:
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype of the text encoder must be float32, bfloat16 or float16, got {dtype!r}")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        self._folder = component_folder(source, "text_encoder")
+        self._tokenizer_folder = component_folder(source, "tokenizer")
+        config = read_config(self._folder, "UMT5EncoderModel")
+        self.dim = int(config["d_model"])
+        self.max_tokens = max_tokens
+        self.id = f"umt5-{self.dim}x{max_tokens}"
+        vocabulary = [self._tokenizer_folder / name for name in ("tokenizer.json", "spiece.model")]
+        found = next((path for path in vocabulary if path.is_file()), None)
+        if found is None:
+            raise ValueError(f"no tokenizer.json or spiece.model in {self._tokenizer_folder}")
+        words = hashlib.sha256(found.read_bytes()).hexdigest()
+        content = [self.id, "v1", config_digest(config), weights_digest(self._folder), words]
+        self.hash = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
+        self._dtype = getattr(torch, dtype)
+        self._device = device
+        self._loaded: tuple[Any, Any] | None = None
+
+    def encode(self, caption: str) -> Tensor:
+        """`[S, E]` on the CPU, one row a token."""
+        return self.encode_batch([caption])[0]
+
+    @torch.no_grad()
+    def encode_batch(self, captions: Sequence[str]) -> list[Tensor]:
+        """`encode` of every caption in one pass, padded to the longest; the padding is masked."""
+        tokenizer, model = self._modules()
+        tokens = tokenizer(
+            [clean_caption(caption) for caption in captions],
+            padding="longest",
+            max_length=self.max_tokens,
+            truncation=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        rows = torch.zeros(len(captions), max(tokens.input_ids.shape[1], 1), self.dim, dtype=self._dtype)
+        if tokens.input_ids.shape[1]:
+            ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
+            rows = model(ids, mask).last_hidden_state.cpu()
+        lengths = tokens.attention_mask.sum(1).tolist()
+        # a caption without any token is what the padding is: a row of zeros
+        return [row[:n].clone() if n else torch.zeros_like(row[:1]) for row, n in zip(rows, lengths, strict=True)]
+
+    def _modules(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            from transformers import AutoTokenizer, UMT5EncoderModel
+
+            loaded: Any = UMT5EncoderModel.from_pretrained(self._folder, dtype=self._dtype, output_loading_info=True)
+            model, info = loaded
+            refuse_missing(info, self._folder)
+            model = model.to(self._device).eval().requires_grad_(False)
+            self._loaded = AutoTokenizer.from_pretrained(self._tokenizer_folder), model
+        return self._loaded
+
+
+def clean_caption(text: str) -> str:
+    """A caption as diffusers' `WanPipeline` hands it to the tokenizer."""
+    try:
+        import ftfy  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        pass
+    else:
+        text = ftfy.fix_text(text)
+    # some web captions are escaped twice
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(text))).strip()

@@ -25,7 +25,7 @@ def record_attention(
     model: VideoDiT,
     latents: Tensor,
     text: Tensor,
-    text_mask: Tensor,
+    text_mask: Tensor | None,
     *,
     sigma: float,
     topk: int,
@@ -37,7 +37,7 @@ def record_attention(
         model: velocity model.
         latents: normalised `[1, C, T, H, W]`.
         text: `[1, S, E]`.
-        text_mask: bool `[1, S]`.
+        text_mask: bool `[1, S]`, or None.
         sigma: noise level in [0, 1].
         topk: tiles per query tile.
         seed: of the noise.
@@ -82,7 +82,7 @@ def draw_attention(
     seeds = clip_seeds(settings.seed, 1)
     latents = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings)
     video = decode_latents(run.codec, latents, run.latent_mean, run.latent_std)[0]
-    text, mask = encode_prompts(run.text_encoder, [prompt], run.device)
+    text, mask = encode_prompts(run.text_encoder, [prompt], run.device, settings.text_padding)
     found = record_attention(run.model, latents, text, mask, sigma=sigma, topk=settings.topk, seed=settings.seed)
     found = {index: tensors for index, tensors in found.items() if "kv_indices" in tensors}
     if not found:

@@ -11,18 +11,29 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 SCHEMA = 1
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _NAME = re.compile(r"step-(\d{8,})$")
 
 
@@ -43,7 +54,7 @@ class Checkpoint:
         return self.state["step"]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """CPU tensors of `name` ("model", "ema" or "optimizer")."""
+        """CPU tensors of `name` ("model", "ema" or "optimizer"), read from the file where they are used."""
         with safe_open(self.path / f"{name}.safetensors", framework="pt", device="cpu") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
 
@@ -68,9 +79,45 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
-    """Write `folder/step-N` from groups of CPU tensors ("model", "ema", "optimizer") and the state."""
+def write_checkpoint(
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, writes: bool = True
+) -> Path:
+    """Write `folder/step-N` from groups of tensors ("model", "ema", "optimizer") and the state.
+
+    Sharded tensors are gathered one by one on their way to the file, so the whole model is in no process's memory.
+
+    Args:
+        folder: of all checkpoints.
+        tensors: by group and name; with sharded ones this is a collective: every rank calls it with its shards.
+        state: becomes `state.json`.
+        writes: whether this process writes; one does.
+    """
     final = folder / checkpoint_name(state["step"])
+    # the order of the files
+    wholes = (whole(group[name]) for group in tensors.values() for name in _file_order(group))
+    try:
+        if writes:
+            _write(folder, final, tensors, wholes, state)
+    except OSError:
+        _exhaust(wholes)
+        raise
+    _exhaust(wholes)
+    return final
+
+
+def _exhaust(wholes: Iterator[Tensor]) -> None:
+    """Take part in gathering what this process does not write."""
+    for _ in wholes:
+        pass
+
+
+def _write(
+    folder: Path,
+    final: Path,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    wholes: Iterator[Tensor],
+    state: Mapping[str, Any],
+) -> None:
     temporary = folder / f".writing-{final.name}"
     folder.mkdir(parents=True, exist_ok=True)
     # litter of a save that was killed
@@ -80,9 +127,8 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], 
     digests = {}
     for name, group in tensors.items():
         path = temporary / f"{name}.safetensors"
-        save_file({key: value.contiguous() for key, value in group.items()}, path)
+        digests[path.name] = save_file(path, group, wholes)
         _sync(path)
-        digests[path.name] = _sha256(path)
     text = json.dumps({"schema": SCHEMA, **state, "files": digests}, indent=1)
     (temporary / "state.json").write_text(text)
     _sync(temporary / "state.json")
@@ -90,7 +136,41 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], 
         remove_checkpoint(final)
     os.replace(temporary, final)
     _sync(folder)
-    return final
+
+
+def _file_order(group: Mapping[str, Tensor]) -> list[str]:
+    # large elements first: every tensor then starts at a multiple of its element size
+    return sorted(group, key=lambda name: (-group[name].element_size(), name))
+
+
+def save_file(path: Path, group: Mapping[str, Tensor], wholes: Iterator[Tensor]) -> str:
+    """Write a safetensors file as its tensors come, and return its SHA-256 (the library wants all of them at once).
+
+    Args:
+        path: the file.
+        group: tensors by name, for their dtypes and shapes.
+        wholes: their values on the CPU in file order; no more are taken than the group has.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name in _file_order(group):
+        tensor = group[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+
+        def write(data: Any) -> None:
+            file.write(data)
+            digest.update(data)
+
+        write(len(text).to_bytes(8, "little"))
+        write(text)
+        for value in islice(wholes, len(group)):
+            write(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -162,14 +242,19 @@ def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None) -> Checkpo
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor on the CPU, gathered when it is sharded (a collective then: call it on every rank)."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().to("cpu", copy=True)
+    return full.detach().cpu()
 
 
 def place(value: Tensor, like: Tensor) -> Tensor:
-    """`value` with the device and sharding of `like`, in its own dtype."""
-    if isinstance(like, DTensor):
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-    return value.to(like.device, copy=True)
+    """A copy of `value` with the device and sharding of `like`, in its own dtype; reads only this rank's part."""
+    if not isinstance(like, DTensor):
+        return value.to(like.device, copy=True)
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    part = part.to(like.device, copy=True).contiguous()
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -189,10 +274,6 @@ def refuse_key_difference(wanted: set[str], found: set[str], what: str) -> None:
         raise ValueError(f"{what} does not fit the model: it {' and '.join(parts)}")
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p) for name, p in model.named_parameters()}
-
-
 @torch.no_grad()
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
     """Copy `tensors` into the parameters of `model`; every key must fit.
@@ -210,18 +291,18 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: st
         local(parameter).copy_(local(place(tensors[name], parameter)))
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State of an optimizer built by `vsa.training.optim`, as `NAME/exp_avg` and so on."""
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """State of an optimizer built by `vsa.training.optim`, as `NAME/exp_avg` and so on (the tensors themselves)."""
     found = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{name}/{key}"] = whole(value)
+                found[f"{name}/{key}"] = value
     return found
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Put the state saved by `optimizer_tensors` back.
+    """Put the state that `optimizer_state` gave back.
 
     Raises:
         ValueError: the saved state is of other parameters.

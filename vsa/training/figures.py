@@ -1,4 +1,4 @@
-"""Pictures of a run: loss curve, contact sheet of clips, tiles that queries attend to.
+"""Pictures of a run: loss curve, contact sheet of clips, tiles that queries attend to, measurements by layer.
 
 Matplotlib's object interface only: no window system, no global figure state.
 """
@@ -9,11 +9,12 @@ import csv
 import math
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
@@ -240,6 +241,60 @@ def attention_picture(
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(title, fontsize=9)
+    return _save(figure, path)
+
+
+def layer_heatmaps(
+    tables: Mapping[str, Tensor],
+    path: str | Path,
+    *,
+    layers: Sequence[int],
+    timesteps: Sequence[float],
+    title: str = "",
+) -> Path:
+    """One panel per table, layers down and noise levels across; the numbers stand in the cells where they have room.
+
+    Args:
+        tables: float `[layers, timesteps]` by name; NaN is left grey. Colours run from 0 to 1, or to the largest value
+            where that is above 1.
+        path: PNG to write.
+        layers: numbers of the layers.
+        timesteps: noise levels in [0, 1].
+        title: above the panels.
+
+    Raises:
+        ValueError: a table of another shape.
+    """
+    for name, table in tables.items():
+        if table.shape != (len(layers), len(timesteps)):
+            raise ValueError(f"{name} must be [{len(layers)}, {len(timesteps)}], got {list(table.shape)}")
+    columns = min(3, len(tables))
+    rows = math.ceil(len(tables) / columns)
+    height = 1.2 + min(6.0, 0.24 * len(layers))
+    figure = Figure(
+        figsize=(1.4 + 0.55 * len(timesteps) * columns + columns, 0.6 + height * rows), layout="constrained"
+    )
+    colours = colormaps["viridis"].with_extremes(bad="lightgrey")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(tables) :]:
+        axes.axis("off")
+    for axes, (name, table) in zip(grid.flat, tables.items(), strict=False):
+        values = table.float().numpy()
+        top = max(1.0, float(np.nanmax(values, initial=1.0)))
+        picture = axes.imshow(values, aspect="auto", cmap=colours, vmin=0.0, vmax=top)
+        axes.set_title(name, fontsize=9)
+        axes.set_xticks(range(len(timesteps)), [f"{t:g}" for t in timesteps], fontsize=8)
+        every = math.ceil(len(layers) / 24)
+        axes.set_yticks(range(0, len(layers), every), [str(n) for n in layers[::every]], fontsize=8)
+        axes.set_xlabel("noise level", fontsize=8)
+        axes.set_ylabel("layer", fontsize=8)
+        figure.colorbar(picture, ax=axes, fraction=0.08).ax.tick_params(labelsize=7)
+        if len(layers) <= 24 and len(timesteps) <= 10:
+            for (row, column), value in np.ndenumerate(values):
+                if np.isfinite(value):
+                    ink = "black" if value > 0.6 * top else "white"
+                    axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=6)
+    figure.suptitle(title, fontsize=10)
     return _save(figure, path)
 
 

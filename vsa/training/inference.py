@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vsa.attention.schedule import SparsitySchedule, resolve_topk
+from vsa.attention.schedule import SparsityPoint, SparsitySchedule, mean_topk, resolve_topk
+from vsa.data.batch import TextPadding, pad_text
 from vsa.data.codecs import Codec
 from vsa.data.text import TextEncoder
 from vsa.diffusion.flow_matching import FlowShift, noise_like
@@ -37,23 +38,27 @@ class SampleSettings:
         steps: Euler steps.
         guidance: classifier-free guidance scale in the standard form; 1 leaves the second pass out.
         flow_shift: shift of the sampler's noise levels.
-        topk: video kv tiles per query tile.
+        topk: video kv tiles per query tile, one for all layers or one per layer.
         latent_shape: (C, T, H, W) of one clip.
         batch_size: clips computed together; does not change them beyond rounding.
+        text_padding: what fills prompts up, as in training.
     """
 
     seed: int = 0
     steps: int = 32
     guidance: float = 1.0
     flow_shift: float = 1.0
-    topk: int
+    topk: int | tuple[int, ...]
     latent_shape: tuple[int, int, int, int]
     batch_size: int = 16
+    text_padding: TextPadding = "mask"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "topk", "batch_size"):
+        for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if (self.topk if isinstance(self.topk, int) else min(self.topk)) < 1:
+            raise ValueError(f"topk must be at least 1, got {self.topk}")
         if len(self.latent_shape) != 4 or min(self.latent_shape) < 1:
             raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {self.latent_shape}")
         if not self.flow_shift > 0:
@@ -76,6 +81,7 @@ class LoadedRun:
         step: optimizer step of the weights.
         source: checkpoint folder.
         weights: "ema" or "model".
+        text_padding: what filled the training captions up.
     """
 
     model: VideoDiT
@@ -89,6 +95,7 @@ class LoadedRun:
     step: int
     source: str
     weights: str
+    text_padding: TextPadding = "mask"
 
     @property
     def device(self) -> torch.device:
@@ -101,16 +108,19 @@ class LoadedRun:
         steps: int = 32,
         guidance: float = 1.0,
         flow_shift: float | None = None,
-        topk: int | None = None,
+        topk: int | tuple[int, ...] | None = None,
         sparsity: float | None = None,
+        at: SparsityPoint = "current",
         latent_shape: Sequence[int] | None = None,
         batch_size: int = 16,
     ) -> SampleSettings:
         """Settings with what is left out taken from the run: its largest shape, shift, and top-k at its step.
 
         Args:
-            topk: tiles per query tile.
-            sparsity: share of tiles skipped, instead of `topk`.
+            topk: tiles per query tile, of all layers or of each.
+            sparsity: share of tiles skipped in every layer, instead of `topk`.
+            at: where to take the run's own top-k from when both are left out: the step of the weights, all tiles
+                (dense), or the end value of the schedule (target).
 
         Raises:
             ValueError: both top-k and sparsity are given, top-k is above the number of tiles, or the latent shape
@@ -124,12 +134,12 @@ class LoadedRun:
         num_tiles = self.model.layout_for(shape).num_video_tiles
         if topk is not None and sparsity is not None:
             raise ValueError(f"give topk or sparsity, not both: got topk={topk} and sparsity={sparsity}")
-        if topk is not None and topk > num_tiles:
+        if topk is not None and (topk if isinstance(topk, int) else max(topk)) > num_tiles:
             raise ValueError(f"topk {topk} is above the number of tiles {num_tiles} of latents {shape}")
         if sparsity is not None:
             topk = resolve_topk(sparsity, num_tiles)
         elif topk is None:
-            topk = self.sparsity.topk(self.step, num_tiles)
+            topk = self.sparsity.topk_per_layer(self.step, num_tiles, len(self.model.blocks), at)
         if flow_shift is None:
             flow_shift = self.flow_shift(math.prod(self.model.grid(shape)))
         return SampleSettings(
@@ -140,6 +150,7 @@ class LoadedRun:
             topk=topk,
             latent_shape=shape,  # type: ignore[arg-type]
             batch_size=batch_size,
+            text_padding=self.text_padding,
         )
 
 
@@ -170,6 +181,8 @@ def load_run(
             raise ValueError(f"checkpoint {checkpoint.path} has no config for {key}")
     codec = _matching(config, "codec", state, checkpoint.path)
     text_encoder = _matching(config, "text_encoder", state, checkpoint.path)
+    schedule: SparsitySchedule = build(config["sparsity"])
+    schedule.load_state_dict(state.get("sparsity_state", {}))
     # the weights are overwritten: their initialisation must not move the caller's random state
     with torch.random.fork_rng(devices=[]):
         model = model_factory(config)()
@@ -182,12 +195,13 @@ def load_run(
         text_encoder=text_encoder,
         latent_mean=torch.tensor(state["latent_mean"]),
         latent_std=torch.tensor(state["latent_std"]),
-        sparsity=build(config["sparsity"]),
+        sparsity=schedule,
         flow_shift=build(config["task"]["objective"]["shift"]),
         latent_shapes=tuple(tuple(shape) for shape in state["latent_shapes"]),
         step=checkpoint.step,
         source=str(checkpoint.path),
         weights=weights,
+        text_padding=config["data"].get("text_padding", "mask"),
     )
 
 
@@ -212,25 +226,21 @@ def clip_seeds(seed: int, count: int) -> Tensor:
 
 
 def encode_prompts(
-    text_encoder: TextEncoder, prompts: Sequence[str], device: torch.device | str
-) -> tuple[Tensor, Tensor]:
+    text_encoder: TextEncoder, prompts: Sequence[str], device: torch.device | str, padding: TextPadding = "mask"
+) -> tuple[Tensor, Tensor | None]:
     """Text embeddings of prompts, zero-padded to the encoder's length so that batches do not change a clip.
 
     Args:
         text_encoder: encoder of the training captions.
         prompts: B captions; "" is the null embedding.
         device: where the tensors go.
+        padding: see `vsa.data.batch.TextPadding`.
 
     Returns:
-        text `[B, S, E]` float32 and mask bool `[B, S]`, True where a token is real.
+        text `[B, S, E]` float32 and mask bool `[B, S]`, True where a token is real (None for zeros).
     """
-    rows = [text_encoder.encode(prompt) for prompt in prompts]
-    text = torch.zeros(len(rows), text_encoder.max_tokens, text_encoder.dim)
-    mask = torch.zeros(len(rows), text_encoder.max_tokens, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        text[i, : len(row)] = row
-        mask[i, : len(row)] = True
-    return text.to(device), mask.to(device)
+    text, mask = pad_text(text_encoder.encode_batch(prompts), length=text_encoder.max_tokens, padding=padding)
+    return text.to(device), None if mask is None else mask.to(device)
 
 
 @torch.no_grad()
@@ -258,7 +268,8 @@ def sample_latents(
     device = next(model.parameters()).device
     guided = settings.guidance != 1.0
     # conditional and unconditional halves share one forward
-    text, mask = encode_prompts(text_encoder, [*prompts, *([""] * len(prompts) if guided else [])], device)
+    captions = [*prompts, *([""] * len(prompts) if guided else [])]
+    text, mask = encode_prompts(text_encoder, captions, device, settings.text_padding)
 
     def velocity(x: Tensor, timestep: Tensor) -> Tensor:
         if not guided:
@@ -273,11 +284,9 @@ def sample_latents(
 
 
 def decode_latents(codec: Codec, latents: Tensor, latent_mean: Tensor, latent_std: Tensor) -> Tensor:
-    """uint8 videos `[B, T, H, W, 3]` on the CPU from normalised latents `[B, C, t, h, w]`."""
-    latents = latents.float().cpu()
-    shape = (1, -1, 1, 1, 1)
-    raw = latents * latent_std.float().cpu().view(shape) + latent_mean.float().cpu().view(shape)
-    return torch.stack([codec.decode(row) for row in raw])
+    """uint8 videos `[B, T, H, W, 3]` on the CPU from normalised latents `[B, C, t, h, w]`, decoded where they lie."""
+    mean, std = (s.to(latents.device, torch.float32).view(1, -1, 1, 1, 1) for s in (latent_mean, latent_std))
+    return torch.stack([codec.decode(row).cpu() for row in latents.float() * std + mean])
 
 
 def generate(
@@ -322,7 +331,7 @@ def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]
         "flow_shift": settings.flow_shift,
         "topk": settings.topk,
         "num_tiles": num_tiles,
-        "sparsity": 1 - min(settings.topk, num_tiles) / num_tiles,
+        "sparsity": 1 - mean_topk(settings.topk, num_tiles) / num_tiles,
         "latent_shape": list(shape),
         "batch_size": settings.batch_size,
         "codec": {"id": run.codec.id, "hash": run.codec.hash},

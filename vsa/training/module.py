@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors
 from vsa.training.optim import ROLES, AdamW
-from vsa.training.parallel import ParallelPlan, parallelize
+from vsa.training.parallel import ParallelPlan, build_model
 
 
 class DiffusionModule(L.LightningModule):
@@ -65,11 +65,19 @@ class DiffusionModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
+
+        def make() -> VideoDiT:
+            model = self._model_factory()
+            self.prepare_model(model)
+            return model
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            self.model = self._model_factory()
-        mesh = self.device_mesh["data_parallel"] if self.device_mesh is not None else None
-        parallelize(self.model, mesh, self._parallel)
+            # a checkpoint to resume from holds every weight
+            self.model = build_model(make, self.device_mesh, self._parallel, initialise=self.resume is None)
+
+    def prepare_model(self, model: VideoDiT) -> None:
+        """What a job changes about a fresh network before it is sharded."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self._optim.build(self.model, self.model.parameter_roles())
@@ -123,12 +131,13 @@ class DiffusionModule(L.LightningModule):
 
         A non-finite gradient drops all gradients, so weights and moments keep every bit.
         """
-        norms = {}
+        grads: dict[str, list[Tensor]] = {}
         for group in optimizer.param_groups:
-            grads = [p.grad for p in group["params"] if p.grad is not None]
-            if grads:
-                norm = torch.nn.utils.get_total_norm(grads)
-                norms[group["role"]] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            grads.setdefault(group["role"], []).extend(p.grad for p in group["params"] if p.grad is not None)
+        norms = {}
+        for role in filter(grads.get, grads):
+            norm = torch.nn.utils.get_total_norm(grads[role])
+            norms[role] = norm.full_tensor() if isinstance(norm, DTensor) else norm
         total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         self.step_skipped = not math.isfinite(total.item())
         if self.step_skipped:

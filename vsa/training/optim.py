@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 import torch
@@ -70,6 +71,10 @@ class WSD:
         return _warmup(step, self.warmup_steps) * (1 + (self.end - 1) * progress)
 
 
+def _is_pattern(key: str) -> bool:
+    return "." in key or "*" in key
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Recipe for a `torch.optim.AdamW` with one parameter group per role.
@@ -80,7 +85,8 @@ class AdamW:
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay; applied to the roles in `decay_roles`.
         decay_roles: roles that decay (vectors, embeddings and tables do not).
-        lr_factors: learning-rate factor by role; 1 where absent.
+        lr_factors: learning-rate factor by role or by name pattern (`blocks.0.*`, `*norm*`), 1 where absent; the last
+            pattern that fits a name counts, and a pattern counts before a role.
         schedule: factor by optimizer step.
     """
 
@@ -93,34 +99,48 @@ class AdamW:
     lr_factors: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
-        for role in (*self.decay_roles, *self.lr_factors):
+        for role in (*self.decay_roles, *(key for key in self.lr_factors if not _is_pattern(key))):
             if role not in ROLES:
                 raise ValueError(f"unknown parameter role {role!r}, known roles are {', '.join(ROLES)}")
 
     def build(self, model: nn.Module, roles: Mapping[str, str]) -> torch.optim.AdamW:
-        """The optimizer over the trainable parameters of `model`; groups carry `role`, `base_lr` and `names`."""
-        groups = {role: [] for role in ROLES}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                groups[roles[name]].append((name, parameter))
+        """The optimizer over the trainable parameters of `model`.
+
+        Groups carry `role`, `base_lr` and `names`, one per role and learning-rate factor.
+
+        Raises:
+            ValueError: nothing is trainable, or a pattern of `lr_factors` fits no parameter.
+        """
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ValueError("no parameter is trainable")
+        for pattern in filter(_is_pattern, self.lr_factors):
+            if not any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
+                raise ValueError(f"optim.lr_factors pattern {pattern!r} fits no parameter")
+        groups: dict[tuple[str, float], list[str]] = {}
+        for name in trainable:
+            groups.setdefault((roles[name], self._lr_factor(name, roles[name])), []).append(name)
         beta1, beta2 = self.betas
         return torch.optim.AdamW(
             [
                 {
-                    "params": [p for _, p in members],
-                    "names": [n for n, _ in members],
+                    "params": [trainable[name] for name in names],
+                    "names": names,
                     "role": role,
-                    "base_lr": self.lr * self.lr_factors.get(role, 1.0),
+                    "base_lr": self.lr * factor,
                     "weight_decay": self.weight_decay if role in self.decay_roles else 0.0,
                 }
-                for role, members in groups.items()
-                if members
+                for (role, factor), names in sorted(groups.items(), key=lambda item: ROLES.index(item[0][0]))
             ],
             lr=self.lr,
             # torch rejects a mix of int and float
             betas=(float(beta1), float(beta2)),
             eps=self.eps,
         )
+
+    def _lr_factor(self, name: str, role: str) -> float:
+        fitting = [f for key, f in self.lr_factors.items() if _is_pattern(key) and fnmatchcase(name, key)]
+        return fitting[-1] if fitting else self.lr_factors.get(role, 1.0)
 
     def set_lr(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Write the learning rate of optimizer step `step` into every group; returns the schedule's factor."""

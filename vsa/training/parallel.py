@@ -1,15 +1,27 @@
-"""How a model is spread and prepared for a device: checkpointing, compile, sharding, in that order."""
+"""How a model is spread over devices and prepared for them: checkpointing, compile, sharding, in that order."""
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vsa.models.video_dit import VideoDiT
+from vsa.training.checkpointing import local, place
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,29 +40,173 @@ class ParallelPlan:
 def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan) -> None:
     """Prepare `model` in place: activation checkpointing, per-block compile, FSDP2 over `mesh` (None: no sharding).
 
-    Parameters stay fp32; sharded compute is bf16 with fp32 gradient reduction. Inputs are not cast: timesteps and
-    modulation need fp32, the model casts what enters a matrix product.
+    Parameters stay fp32; on CUDA sharded compute is bf16 with fp32 gradient reduction, on the CPU it is fp32. Inputs
+    are not cast: timesteps and modulation need fp32, the model casts what enters a matrix product.
     """
     model.activation_checkpointing = plan.activation_checkpointing
     if plan.compile:
         model.compile_blocks()
     if mesh is not None:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mesh.device_type == "cuda" else {}
+        policy = MixedPrecisionPolicy(**low, cast_forward_inputs=False)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         # the root too is resharded after its forward: averages and checkpoints read shards at any time
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
-def default_strategy(devices: int | str, num_nodes: int = 1) -> Strategy | str:
-    """FSDP2 on CUDA, also for one device (bf16 compute over fp32 parameters); plain on the CPU.
+def build_model(
+    make: Callable[[], VideoDiT], mesh: DeviceMesh | None, plan: ParallelPlan, *, initialise: bool = True
+) -> VideoDiT:
+    """The network that `make` builds, prepared by `parallelize`.
+
+    With a mesh it is made on the meta device, sharded, and filled one parameter at a time, so no rank ever holds the
+    whole model. The weights and the random state are those of a build without a mesh, bit for bit.
 
     Args:
-        devices: GPUs per node; anything but a number takes all there are.
-        num_nodes: nodes.
+        make: builds the network on the default device.
+        mesh: what the parameters are sharded over; None: not at all.
+        plan: what else is applied.
+        initialise: False leaves sharded parameters without values, for weights that are loaded next.
     """
-    if torch.cuda.is_available():
-        # left to itself, lightning counts nodes here and not devices
-        per_node = devices if isinstance(devices, int) else torch.cuda.device_count()
-        return ModelParallelStrategy(data_parallel_size=per_node * num_nodes, tensor_parallel_size=1)
-    return "auto"
+    if mesh is None:
+        model = make()
+        parallelize(model, None, plan)
+        return model
+    fills = _Fills()
+    with torch.device("meta"), fills if initialise else nullcontext():
+        model = make()
+    # sharding puts other parameters in their place
+    values = {name: fills.of(name, parameter) for name, parameter in model.named_parameters()} if initialise else {}
+    parallelize(model, mesh, plan)
+    model.to_empty(device=mesh.device_type)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for name, value in values.items():
+            parameter = model.get_parameter(name)
+            local(parameter).copy_(local(place(value(), parameter)))
+    return model
+
+
+class _Fills(TorchDispatchMode):
+    """Remembers how tensors made on the meta device were last filled.
+
+    Random values are drawn and dropped meanwhile: the random state moves as it does on a real device.
+    """
+
+    FUNCTIONS = (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default)
+
+    def __init__(self):
+        super().__init__()
+        # by storage, which all views of a parameter share; the tensor keeps its address from being used again
+        self._last: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
+        # one buffer for all: freed ones would lie in pieces between what is remembered
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self.FUNCTIONS or not args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        tensor: Tensor = args[0]
+        state = torch.get_rng_state()
+
+        def fill() -> Tensor:
+            return func(self._buffer_for(tensor), *args[1:], **(kwargs or {}))
+
+        def fill_again() -> Tensor:
+            torch.set_rng_state(state)
+            return fill()
+
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            fill()
+        self._last[tensor.untyped_storage()._cdata] = (tensor, fill_again)
+        return tensor
+
+    def _buffer_for(self, like: Tensor) -> Tensor:
+        size = like.numel() * like.element_size()
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._buffer[:size].view(like.dtype).view(like.shape)
+
+    def of(self, name: str, parameter: nn.Parameter) -> Callable[[], Tensor]:
+        """The function that makes the value of `parameter` on the CPU, good until the next one is made."""
+        tensor, fill_again = self._last[parameter.untyped_storage()._cdata]
+        assert tensor.shape == parameter.shape, name
+        return fill_again
+
+
+class ShardedDataParallel(ModelParallelStrategy):
+    """FSDP2 for a module that shards its networks over `device_mesh` in `configure_model`.
+
+    Every rank trains on its own part of the batch.
+
+    Args:
+        replicate: copies of the model. The ranks fall into that many groups, each holding one copy in shards: 1 shards
+            over all ranks (FSDP), "all" gives every rank the whole model (DDP), a number between is HSDP.
+        reduce_each: with gradient accumulation, reduce the gradients of every micro-batch and not once a step: more
+            traffic, but the memory of a shard's gradients and not of the whole model's.
+
+    Raises:
+        ValueError: the ranks do not divide into that many copies (once they are known).
+    """
+
+    def __init__(self, replicate: int | Literal["all"] = 1, reduce_each: bool = False):
+        super().__init__()
+        if replicate != "all" and (not isinstance(replicate, int) or replicate < 1):
+            raise ValueError(f'trainer.strategy.replicate must be "all" or at least 1, got {replicate!r}')
+        self._replicate = replicate
+        self._reduce_each = reduce_each
+
+    def setup_environment(self) -> None:
+        # in place of the base class's, which would make a mesh of its own
+        self._setup_distributed()
+        ranks = self.world_size
+        copies = self._replicate if isinstance(self._replicate, int) else ranks
+        if ranks % copies:
+            raise ValueError(f"trainer.strategy.replicate={copies} does not divide the {ranks} ranks")
+        mesh = init_device_mesh(
+            self.root_device.type, (copies, ranks // copies), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
+        # a mesh of one axis spares a second reduction
+        self._device_mesh = mesh["dp_shard"] if copies == 1 else mesh
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """No reduction of gradients inside: what Lightning asks for in all but the last micro-batch."""
+        assert self.model is not None
+        sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)] if not self._reduce_each else []
+        for module in sharded:
+            module.set_requires_gradient_sync(False, recurse=False)
+        yield
+        for module in sharded:
+            module.set_requires_gradient_sync(True, recurse=False)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the processes this one started: they fail for the same reason or wait for this one for ever."""
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher.kill(signal.SIGKILL)
+
+
+@contextmanager
+def rank_zero_reports(*errors: type[Exception], patience: float = 5.0) -> Iterator[None]:
+    """Of ranks that fail for one reason let rank 0 report: launchers end the others when it exits.
+
+    Args:
+        errors: what is held back on the other ranks.
+        patience: seconds, after which a rank whose failure is its own reports it.
+    """
+    try:
+        yield
+    except errors:
+        if rank_zero_only.rank != 0:
+            time.sleep(patience)
+        raise
+
+
+def default_strategy() -> Strategy | str:
+    """FSDP2 on CUDA, also for one device (bf16 compute over fp32 parameters); plain on the CPU."""
+    return ShardedDataParallel() if torch.cuda.is_available() else "auto"

@@ -5,14 +5,14 @@ B samples of a micro-batch, C T H W latent dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vsa.attention.schedule import SparsitySchedule
+from vsa.attention.schedule import SparsityPoint, SparsitySchedule, check_points
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.video_dit import VideoDiT
@@ -33,12 +33,39 @@ class LossTerms:
         weights: fp32 `[B]`.
         sigmas: float64 `[B]` on the CPU.
         total_weight: sum of the weights of the whole global batch.
+        parts: fp32 `[B]` each, what `mse` was mixed from where it is a mixture; logged by name.
     """
 
     mse: Tensor
     weights: Tensor
     sigmas: Tensor
     total_weight: float
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedBatch:
+    """What a model is asked at one training step.
+
+    Args:
+        x_t: `[B, C, T, H, W]`.
+        timestep: `[B]`.
+        target: `[B, C, T, H, W]` velocity.
+        weights: see `LossTerms`.
+        sigmas: see `LossTerms`.
+        total_weight: see `LossTerms`.
+    """
+
+    x_t: Tensor
+    timestep: Tensor
+    target: Tensor
+    weights: Tensor
+    sigmas: Tensor
+    total_weight: float
+
+    def terms(self, mse: Tensor, **parts: Tensor) -> LossTerms:
+        """Loss terms with per-sample losses `[B]`."""
+        return LossTerms(mse=mse, weights=self.weights, sigmas=self.sigmas, total_weight=self.total_weight, parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +101,15 @@ class FlowMatchingLoss:
     def __call__(
         self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: int | Sequence[int]
     ) -> LossTerms:
-        """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`.
+        """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`."""
+        noised = self.noised(model, batch, latents, seed=seed)
+        velocity = model(
+            noised.x_t, noised.timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents, topk=topk
+        )
+        return noised.terms(fm.sample_mse(velocity, noised.target))
+
+    def noised(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int) -> NoisedBatch:
+        """Noisy latents, timesteps and targets of a micro-batch.
 
         Timesteps are stratified over the global batch, so every rank knows the sum of all weights.
         """
@@ -91,10 +126,10 @@ class FlowMatchingLoss:
         sigmas = all_sigmas[batch.slots]
         noise = fm.noise_like(latents, batch.seeds)
         sigma = sigmas.to(latents.device, torch.float32)
-        x_t = fm.add_noise(latents, noise, sigma)
-        velocity = model(x_t, fm.to_timestep(sigma), batch.text, batch.text_mask, topk=topk)
-        return LossTerms(
-            mse=fm.sample_mse(velocity, fm.velocity_target(latents, noise)),
+        return NoisedBatch(
+            x_t=fm.add_noise(latents, noise, sigma),
+            timestep=fm.to_timestep(sigma),
+            target=fm.velocity_target(latents, noise),
             weights=fm.loss_weights(sigmas, self.weighting).to(latents.device, torch.float32),
             sigmas=sigmas,
             total_weight=float(fm.loss_weights(all_sigmas, self.weighting).sum()),
@@ -112,6 +147,8 @@ class PretrainModule(DiffusionModule):
         parallel: activation checkpointing and compile.
         latent_scale: divide latents by the standard deviation of each channel, or all by its root mean square over
             the channels, which keeps faint detail bands of a wavelet codec faint.
+        validate_at: where the validation loss is computed: at the current top-k (`val/loss`), with all tiles
+            (`val/loss_dense`), at the end value of the schedule (`val/loss_target`); each costs a forward.
         grad_clip: largest global gradient norm.
         max_skipped: consecutive non-finite steps after which training stops.
         seed: of everything random.
@@ -126,22 +163,27 @@ class PretrainModule(DiffusionModule):
         objective: FlowMatchingLoss,
         parallel: ParallelPlan,
         latent_scale: Literal["channel", "shared"] = "channel",
+        validate_at: Sequence[SparsityPoint] = ("current",),
         grad_clip: float = 1.0,
         max_skipped: int = 10,
         seed: int = 0,
     ):
         if latent_scale not in ("channel", "shared"):
             raise ValueError(f"latent_scale must be channel or shared, got {latent_scale!r}")
+        points = check_points("validate_at", validate_at)
+        if "current" not in points:
+            raise ValueError(f"validate_at must hold current, whose loss is val/loss, got {list(validate_at)}")
         super().__init__(
             model=model, optim=optim, parallel=parallel, grad_clip=grad_clip, max_skipped=max_skipped, seed=seed
         )
         self.sparsity = sparsity
         self.objective = objective
         self.latent_scale = latent_scale
+        self.validate_at = points
         self.latent_mean = self.latent_std = torch.empty(0)
         # mse and sigma of the samples since the last log line, read only there
         self._window: list[tuple[Tensor, Tensor]] = []
-        self._step_loss: list[Tensor] = []
+        self._step_loss: list[dict[str, Tensor]] = []
         self._validated = torch.empty(0)
 
     def setup(self, stage: str) -> None:
@@ -159,6 +201,12 @@ class PretrainModule(DiffusionModule):
                 f"data.batch_size={data.batch_size} is not divisible by the {parts} micro-batches of a step "
                 f"(trainer.accumulate_grad_batches={self.accumulate} times {self.trainer.world_size} ranks)"
             )
+        taken = self.model.in_channels - self.model.out_channels
+        if data.cond_channels != taken:
+            raise ValueError(
+                f"the model takes {taken} channels of image condition (model.in_channels - model.out_channels), "
+                f"the data have {data.cond_channels}"
+            )
         shapes = list(data.buckets)
         # a top-k that no bucket can hold is a mistake; smaller buckets clamp
         self.sparsity.check(max(self.model.layout_for(shape).num_video_tiles for shape in shapes))
@@ -174,31 +222,41 @@ class PretrainModule(DiffusionModule):
         mean = self.latent_mean.to(latents.device).view(shape)
         return (latents - mean) / self.latent_std.to(latents.device).view(shape)
 
-    def topk(self, latent_shape: Sequence[int], step: int) -> int:
-        """Video kv tiles per query tile at an optimizer step for latents `[C, T, H, W]`."""
-        return self.sparsity.topk(step, self.model.layout_for(tuple(latent_shape)).num_video_tiles)
+    def topk(self, latent_shape: Sequence[int], step: int, at: SparsityPoint = "current") -> int | tuple[int, ...]:
+        """Video kv tiles per query tile at an optimizer step for latents `[C, T, H, W]`: of all layers, or of each."""
+        tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
+        return self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks), at)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
         # overfitting repeats the first batches on purpose
         trainer: Any = self.trainer
         assert batch.step == self.global_step or trainer.overfit_batches, (batch.step, self.global_step)
         topk = self.topk(batch.latents.shape[1:], self.global_step)
-        terms = self.objective(self.model, batch, self.normalise(batch.latents), seed=self.seed, topk=topk)
+        terms = self.loss_terms(batch, self.normalise(batch.latents), topk)
         loss = (terms.weights * terms.mse).sum() / terms.total_weight
         self._window.append((terms.mse.detach(), terms.sigmas))
-        self._step_loss.append(loss.detach())
+        parts = {
+            f"loss_{name}": (terms.weights * part).sum() / terms.total_weight for name, part in terms.parts.items()
+        }
+        self._step_loss.append({name: value.detach() for name, value in {"loss": loss, **parts}.items()})
         # the trainer divides by the micro-batches, the strategy averages over ranks; the normaliser is global already
         return loss * self.accumulate * self.trainer.world_size
+
+    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: int | Sequence[int]) -> LossTerms:
+        """What a training step minimises, of a micro-batch with normalised latents `[B, C, T, H, W]`."""
+        return self.objective(self.model, batch, latents, seed=self.seed, topk=topk)
 
     def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
         if (batch_idx + 1) % self.accumulate:
             return
         if self.logs_this_step(self.global_step):
-            step_loss = self.trainer.strategy.reduce(torch.stack(self._step_loss).sum(), reduce_op="sum")
-            self.log("loss", step_loss, prog_bar=True, logger=False)
+            names = list(self._step_loss[0])
+            sums = torch.stack([torch.stack([losses[name] for losses in self._step_loss]).sum() for name in names])
+            step_losses = dict(zip(names, self.trainer.strategy.reduce(sums, reduce_op="sum"), strict=True))
+            self.log("loss", step_losses["loss"], prog_bar=True, logger=False)
             self.log_step(
                 {
-                    "train/loss": step_loss,
+                    **{f"train/{name}": value for name, value in step_losses.items()},
                     **{f"train/loss_decile_{d}": v for d, v in self._deciles().items()},
                     "lr": self.raw_optimizer.param_groups[0]["lr"],
                 },
@@ -214,32 +272,38 @@ class PretrainModule(DiffusionModule):
         return {d: mse[decile == d].mean().item() for d in range(10) if bool((decile == d).any())}
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
-        topk = self.topk(batch.latents.shape[1:], self.global_step)
-        terms = self.objective(
-            self.model, batch, self.normalise(batch.latents), seed=self.seed + VALIDATION_SEED, topk=topk
-        )
-        mse = terms.mse.double()
-        decile = fm.decile(terms.sigmas).to(mse.device)
-        for row, values in ((0, mse), (1, torch.ones_like(mse))):
-            self._validated[row].index_add_(0, decile, values)
+        latents = self.normalise(batch.latents)
+        done: dict[int | tuple[int, ...], LossTerms] = {}
+        for table, at in zip(self._validated, self.validate_at, strict=True):
+            topk = self.topk(batch.latents.shape[1:], self.global_step, at)
+            if topk not in done:
+                done[topk] = self.objective(self.model, batch, latents, seed=self.seed + VALIDATION_SEED, topk=topk)
+            mse = done[topk].mse.double()
+            decile = fm.decile(done[topk].sigmas).to(mse.device)
+            for row, values in ((0, mse), (1, torch.ones_like(mse))):
+                table[row].index_add_(0, decile, values)
 
     def on_validation_epoch_start(self) -> None:
         # sums and counts by decile: ranks meet different deciles, so the tables are added up once at the end
-        self._validated = torch.zeros(2, 10, dtype=torch.float64, device=self.device)
+        self._validated = torch.zeros(len(self.validate_at), 2, 10, dtype=torch.float64, device=self.device)
 
     def on_validation_epoch_end(self) -> None:
-        sums, counts = self.trainer.strategy.reduce(self._validated, reduce_op="sum").cpu()
-        loss = float(sums.sum() / counts.sum())
-        deciles = {f"val/loss_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
-        self.log_step({"val/loss": loss, **deciles}, self.global_step)
+        tables = self.trainer.strategy.reduce(self._validated, reduce_op="sum").cpu()
+        metrics = {}
+        for (sums, counts), at in zip(tables, self.validate_at, strict=True):
+            name = "val/loss" if at == "current" else f"val/loss_{at}"
+            metrics[name] = float(sums.sum() / counts.sum())
+            metrics |= {f"{name}_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
+        self.log_step(metrics, self.global_step)
         # for callbacks that watch it
-        self.log("val/loss", loss, logger=False)
+        self.log("val/loss", metrics["val/loss"], logger=False)
 
     def checkpoint_state(self) -> dict[str, Any]:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         return {
             **super().checkpoint_state(),
             "plan_hash": data.plan_hash,
+            "sparsity_state": self.sparsity.state_dict(),
             "latent_mean": self.latent_mean.tolist(),
             "latent_std": self.latent_std.tolist(),
             "codec": {"id": data.codec_id, "hash": data.codec_hash},

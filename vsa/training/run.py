@@ -8,18 +8,21 @@ import shutil
 import signal
 import sys
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from hydra.errors import HydraException
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from vsa.attention.schedule import SparsitySchedule
 from vsa.cli import one_line_errors
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.checkpointing import Checkpoint, list_checkpoints, resolve_checkpoint
@@ -120,7 +123,9 @@ def _check_model(cfg: DictConfig, datamodule: Any) -> None:
     with torch.device("meta"):
         model = model_factory(cfg)()
     channels = datamodule.codec.channels
-    for key in ("in_channels", "out_channels"):
+    # an image condition takes input channels of its own; it is compared with the data when training starts
+    conditioned = model.in_channels > channels == model.out_channels
+    for key in ("out_channels",) if conditioned else ("in_channels", "out_channels"):
         if getattr(model, key) != channels:
             raise ValueError(f"model.{key}={getattr(model, key)}, but data.codec makes latents of {channels} channels")
     width = datamodule.text_encoder.dim
@@ -141,29 +146,54 @@ def _open_run_folder(cfg: DictConfig, run_dir: Path, loggers: list[Any], start_s
 
 def _trainer(cfg: DictConfig, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
     settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
-    strategy = settings.pop("strategy", "auto")
-    if strategy == "auto" and settings["accelerator"] != "cpu":
-        strategy = default_strategy(settings["devices"], settings.get("num_nodes", 1))
-    return build(settings, callbacks=callbacks, logger=loggers, strategy=strategy, default_root_dir=cfg.run_dir)
+    if settings["strategy"] == "auto" and settings["accelerator"] != "cpu":
+        settings["strategy"] = default_strategy()
+    if settings["devices"] == "auto" and TorchElasticEnvironment.detect():
+        # torchrun has started the processes already: as many as it says, on as many nodes
+        settings["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
+        settings["num_nodes"] = int(os.environ["WORLD_SIZE"]) // settings["devices"]
+    return build(settings, callbacks=callbacks, logger=loggers, default_root_dir=cfg.run_dir)
 
 
 def _steps_of_budget(budget: float, datamodule: Any, cfg: DictConfig) -> int:
-    """Optimizer steps whose executed training FLOPs reach the budget (the paper compares at equal FLOPs)."""
+    """Optimizer steps whose executed training FLOPs come nearest to the budget (the paper compares at equal FLOPs).
+
+    A sparsity schedule may end with the run: it is built anew for every number of steps that is tried.
+    """
     if not 0 < budget < math.inf:
         raise ValueError(f"flop_budget must be positive, got {budget}")
     datamodule.prepare_data()
     datamodule.setup("fit")
     with torch.device("meta"):
         model = model_factory(cfg)()
-    sparsity = build(cfg.sparsity)
-    counts = datamodule.buckets
-    per_step = 0.0
-    for shape, count in counts.items():
-        topk = sparsity.topk(0, model.layout_for(shape).num_video_tiles)
-        flops = model.flops(shape, topk, datamodule.text_encoder.max_tokens).executed
-        per_step += flops * datamodule.batch_size * count / sum(counts.values())
-    steps = max(1, round(budget / per_step))
-    rank_zero_info(f"flop_budget={budget:.3g}: {steps} steps of {per_step:.3g} FLOPs")
+    shapes = datamodule.buckets
+    tiles = {shape: model.layout_for(shape).num_video_tiles for shape in shapes}
+    share = {shape: datamodule.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
+
+    @cache
+    def flops(shape: tuple[int, ...], topk: int | tuple[int, ...]) -> float:
+        return model.flops(shape, topk, datamodule.text_encoder.max_tokens).executed
+
+    def total(steps: int) -> float:
+        trial = cfg.copy()
+        trial.trainer.max_steps = max(steps, 1)
+        sparsity: SparsitySchedule = build(trial.sparsity)
+        ends = [sparsity.final_step(n) for n in tiles.values()]
+        if None in ends:
+            raise ValueError(f"flop_budget needs a schedule known in advance, {type(sparsity).__name__} is measured")
+
+        def step_flops(step: int) -> float:
+            topks = {shape: sparsity.topk_per_layer(step, n, len(model.blocks)) for shape, n in tiles.items()}
+            return sum(share[shape] * flops(shape, topk) for shape, topk in topks.items())
+
+        end = min(max(n for n in ends if n is not None), steps)
+        return math.fsum(map(step_flops, range(end))) + (steps - end) * step_flops(end)
+
+    most = math.ceil(budget / sum(share[shape] * flops(shape, 1) for shape in shapes)) + 1
+    # the first number of steps that reaches the budget, or the one before
+    reached = bisect_left(range(most), budget, key=total)
+    steps = max(1, min(reached - 1, reached, key=lambda n: abs(total(n) - budget)))
+    rank_zero_info(f"flop_budget={budget:.3g}: {steps} steps of {total(steps) / steps:.3g} FLOPs on average")
     return steps
 
 

@@ -9,14 +9,14 @@ from types import FrameType
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.training.callbacks.ema import find_ema
 from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.checkpointing import (
     list_checkpoints,
-    model_tensors,
-    optimizer_tensors,
+    optimizer_state,
     remove_checkpoint,
     write_checkpoint,
 )
@@ -42,7 +42,9 @@ class Checkpointing(L.Callback):
             raise ValueError(f"callbacks.checkpoint.every_n_steps must be at least 1, got {every_n_steps}")
         self.folder = Path(run_dir) / "checkpoints"
         self.every_n_steps, self.keep = every_n_steps, keep
+        # what all ranks know of, and what this one got since
         self.received: int | None = None
+        self._pending: int | None = None
         self._saved_step = -1
         self._previous: dict[int, Any] = {}
 
@@ -50,7 +52,7 @@ class Checkpointing(L.Callback):
         self._saved_step = trainer.global_step if pl_module.resume is not None else -1
         if trainer.received_sigterm:
             # it came while lightning's own handler was in place
-            self.received = signal.SIGTERM
+            self._pending = signal.SIGTERM
         try:
             self._previous = {s: signal.signal(s, self._stop) for s in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:
@@ -58,10 +60,17 @@ class Checkpointing(L.Callback):
             self._previous = {}
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.received == signal.SIGINT and number == signal.SIGINT:
+        if self._pending == signal.SIGINT and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = number
+        self._pending = number
         rank_zero_info(f"{signal.Signals(number).name}: saving after this step")
+
+    def _agree(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        """Tell all ranks of a signal that one of them got: all stop at one step with one exit status."""
+        number = torch.tensor(self._pending or 0, device=pl_module.device)
+        if trainer.world_size > 1:
+            number = trainer.strategy.reduce(number, reduce_op="max")
+        self.received = int(number) or None
 
     def _restore_signals(self) -> None:
         for number, handler in self._previous.items():
@@ -73,9 +82,8 @@ class Checkpointing(L.Callback):
     ) -> None:
         if (batch_idx + 1) % pl_module.accumulate:
             return
+        self._agree(trainer, pl_module)
         stop = self.received is not None
-        if trainer.world_size > 1:
-            stop = trainer.strategy.reduce_boolean_decision(stop, all=False)
         if stop:
             trainer.should_stop = True
             # lightning validates before it stops early, but who asked to stop may not wait for that
@@ -85,6 +93,7 @@ class Checkpointing(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         self._restore_signals()
+        self._agree(trainer, pl_module)
         self.save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: DiffusionModule, exception: BaseException) -> None:
@@ -100,19 +109,32 @@ class Checkpointing(L.Callback):
             self._write(trainer, pl_module)
 
     def _write(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        # gathering is a collective: every rank takes part, rank 0 writes
-        tensors = {"model": model_tensors(pl_module.model), "optimizer": optimizer_tensors(pl_module.raw_optimizer)}
+        model, optimizer = pl_module.model, pl_module.raw_optimizer
+        tensors = {"model": dict(model.named_parameters()), "optimizer": optimizer_state(optimizer)}
         ema = find_ema(trainer)
         if ema is not None:
-            tensors["ema"] = ema.tensors(pl_module.model)
-        state = pl_module.checkpoint_state()
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.save()
-            write_checkpoint(self.folder, tensors, state)
-            for path in list_checkpoints(self.folder)[: -self.keep]:
-                remove_checkpoint(path)
-        trainer.strategy.barrier("checkpoint")
+            tensors["ema"] = dict(ema.average)
+        failure = None
+        try:
+            if trainer.is_global_zero:
+                for logger in trainer.loggers:
+                    logger.save()
+            write_checkpoint(self.folder, tensors, pl_module.checkpoint_state(), writes=trainer.is_global_zero)
+            if trainer.is_global_zero:
+                for path in list_checkpoints(self.folder)[: -self.keep]:
+                    remove_checkpoint(path)
+        except OSError as error:
+            failure = error
+        # a full disk of rank 0 must end the other ranks too, not leave them waiting
+        failed = trainer.strategy.reduce_boolean_decision(failure is not None, all=False)
+        if failure is not None:
+            raise failure
+        if failed:
+            raise OSError("another rank could not write the checkpoint")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # launchers end all ranks when one exits with a status of its own, but rank 0 may still be drawing
+        trainer.strategy.barrier("end")
 
 
 def interrupted(trainer: L.Trainer) -> bool:

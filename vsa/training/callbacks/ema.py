@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from vsa.training.checkpointing import local, place, refuse_key_difference, whole
+from vsa.training.checkpointing import local, place, refuse_key_difference
 from vsa.training.module import DiffusionModule
 
 
@@ -36,7 +36,7 @@ class EMA(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         parameters = dict(pl_module.model.named_parameters())
-        self._average = {n: local(p).detach().to(torch.float32, copy=True) for n, p in parameters.items()}
+        self._average = {n: p.detach().to(torch.float32, copy=True) for n, p in parameters.items()}
         if pl_module.resume is not None:
             if not pl_module.resume.has("ema"):
                 raise ValueError(f"{pl_module.resume.path} has no averaged weights: resume without the EMA callback")
@@ -45,7 +45,7 @@ class EMA(L.Callback):
     def _load(self, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], what: str) -> None:
         refuse_key_difference(set(parameters), set(saved), f"EMA of {what}")
         for name, average in self._average.items():
-            average.copy_(local(place(saved[name], parameters[name])))
+            local(average).copy_(local(place(saved[name], average)))
 
     def decay_at(self, step: int) -> float:
         """Decay used after optimizer step `step` (1 = the first)."""
@@ -57,17 +57,14 @@ class EMA(L.Callback):
     ) -> None:
         if (batch_idx + 1) % pl_module.accumulate or pl_module.step_skipped:
             return
-        averages = list(self._average.values())
+        averages = [local(a) for a in self._average.values()]
         weights = [local(p).float() for p in pl_module.model.parameters()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay_at(trainer.global_step))
 
-    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole average on the CPU (a collective when sharded)."""
-        found = {}
-        with self.applied(model):
-            for name, parameter in model.named_parameters():
-                found[name] = whole(parameter)
-        return found
+    @property
+    def average(self) -> Mapping[str, Tensor]:
+        """The average by parameter name, sharded like the parameters."""
+        return self._average
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
@@ -76,7 +73,7 @@ class EMA(L.Callback):
         with torch.no_grad():
             kept = {name: local(p).clone() for name, p in parameters.items()}
             for name, p in parameters.items():
-                local(p).copy_(self._average[name])
+                local(p).copy_(local(self._average[name]))
         try:
             yield
         finally:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from torch import Tensor
 
 from vsa.attention.full import FullAttention
+from vsa.attention.schedule import SparsityPoint, check_points, mean_topk
 from vsa.training.attention_view import draw_attention
 from vsa.training.callbacks.checkpoint import interrupted
 from vsa.training.callbacks.ema import find_ema
 from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.clips import write_clips
 from vsa.training.figures import loss_curve
-from vsa.training.inference import LoadedRun, generate, settings_dict
+from vsa.training.inference import LoadedRun, SampleSettings, generate, settings_dict
 
 
 class Samples(L.Callback):
@@ -34,6 +36,11 @@ class Samples(L.Callback):
         guidance: classifier-free guidance scale, 1 is one pass.
         seed: of the sampling noise, the same at every step so that clips can be compared.
         fps: of the files.
+        sparsity: where the clips are sampled: at the top-k of the step (current), with all tiles (dense), at the end
+            value of the schedule (target); with more than one each set has a folder of its own, named after it.
+
+    Raises:
+        ValueError: an unknown name in `sparsity`, or one twice.
     """
 
     def __init__(
@@ -45,11 +52,13 @@ class Samples(L.Callback):
         guidance: float = 1.0,
         seed: int = 0,
         fps: float = 8,
+        sparsity: Sequence[SparsityPoint] = ("current",),
     ):
         self.run_dir = Path(run_dir)
         self.prompts = list(prompts)
         self.every_n_steps, self.steps, self.guidance = every_n_steps, steps, guidance
         self.seed, self.fps = seed, fps
+        self.sparsity = check_points("callbacks.samples.sparsity", sparsity)
         self._sampled_step = -1
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -75,28 +84,45 @@ class Samples(L.Callback):
         averaged = ema.applied(pl_module.model) if ema is not None else nullcontext()
         with averaged, throughput.paused() if throughput is not None else nullcontext():
             run = self._live_run(trainer, pl_module, "ema" if ema is not None else "model")
-            settings = run.settings(seed=self.seed, steps=self.steps, guidance=self.guidance)
+            options: dict[SparsityPoint, SampleSettings] = {
+                at: run.settings(seed=self.seed, steps=self.steps, guidance=self.guidance, at=at)
+                for at in self.sparsity
+            }
             pl_module.model.eval()
-            # every rank takes part: the forward of a sharded model is a collective
-            videos = generate(run, self.prompts, settings)
-            # dense attention and a top-k of all tiles select nothing
-            tiles = pl_module.model.layout_for(settings.latent_shape).num_video_tiles
-            sparse = settings.topk < tiles and not isinstance(pl_module.model.blocks[0].method, FullAttention)
-            if sparse and trainer.global_step >= trainer.max_steps:
-                picture = self.run_dir / "attention.png" if trainer.is_global_zero else None
-                draw_attention(run, self.prompts[0], settings, picture)
+            made: dict[int | tuple[int, ...], Tensor] = {}
+            for settings in options.values():
+                if settings.topk not in made:
+                    # every rank takes part: the forward of a sharded model is a collective
+                    made[settings.topk] = generate(run, self.prompts, settings)
+            if trainer.global_step >= trainer.max_steps:
+                self._draw_attention(trainer, run, list(options.values()))
             pl_module.model.train()
         if trainer.is_global_zero:
-            folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"
-            write_clips(folder, self.prompts, videos, settings_dict(settings, run), fps=self.fps)
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    # [N, T, C, H, W]
-                    clips = videos.permute(0, 1, 4, 2, 3)
-                    logger.experiment.add_video("samples", clips, trainer.global_step, fps=self.fps)
-                elif isinstance(logger, WandbLogger):
-                    gifs = [str(path) for path in sorted(folder.glob("*.gif"))]
-                    logger.log_video("samples", gifs, step=trainer.global_step, caption=self.prompts)
+            for at, settings in options.items():
+                self._show(trainer, made[settings.topk], settings_dict(settings, run), at)
+
+    def _draw_attention(self, trainer: L.Trainer, run: LoadedRun, options: Sequence[SampleSettings]) -> None:
+        # dense attention and a top-k of all tiles select nothing
+        blocks: Any = run.model.blocks
+        tiles = run.model.layout_for(options[0].latent_shape).num_video_tiles
+        sparse = [settings for settings in options if mean_topk(settings.topk, tiles) < tiles]
+        if sparse and not isinstance(blocks[0].method, FullAttention):
+            picture = self.run_dir / "attention.png" if trainer.is_global_zero else None
+            draw_attention(run, self.prompts[0], sparse[0], picture)
+
+    def _show(self, trainer: L.Trainer, videos: Tensor, record: Mapping[str, Any], at: SparsityPoint) -> None:
+        folder, name = self.run_dir / "samples" / f"step-{trainer.global_step:08d}", "samples"
+        if len(self.sparsity) > 1:
+            folder, name = folder / at, f"samples/{at}"
+        write_clips(folder, self.prompts, videos, record, fps=self.fps)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                # [N, T, C, H, W]
+                clips = videos.permute(0, 1, 4, 2, 3)
+                logger.experiment.add_video(name, clips, trainer.global_step, fps=self.fps)
+            elif isinstance(logger, WandbLogger):
+                gifs = [str(path) for path in sorted(folder.glob("*.gif"))]
+                logger.log_video(name, gifs, step=trainer.global_step, caption=self.prompts)
 
     def _live_run(self, trainer: L.Trainer, pl_module: Any, weights: str) -> LoadedRun:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -112,4 +138,5 @@ class Samples(L.Callback):
             step=trainer.global_step,
             source=str(self.run_dir),
             weights=weights,
+            text_padding=data.text_padding,
         )

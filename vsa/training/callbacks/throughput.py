@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
 
+from vsa.attention.schedule import mean_topk
 from vsa.data.batch import VideoBatch
 from vsa.models.flops import FlopCount
 from vsa.training.module import DiffusionModule
@@ -39,9 +40,11 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 class Throughput(L.Callback):
-    """Logs step time, tokens/s, executed and dense-equivalent TFLOP/s, MFU on known GPUs, top-k and density.
+    """Logs step time, tokens/s, executed and dense-equivalent TFLOP/s, MFU on known GPUs, and the sparsity.
 
-    FLOPs follow the paper's formula with the pairs a method executes (methods.md 1.4). Validation, sampling and
+    Top-k, density and executed tile pairs are means over the layers, the effective sparsity is the share of tile
+    pairs of all layers that is skipped; where layers differ, each one's top-k is logged too. FLOPs follow the paper's
+    formula with the pairs a method executes (methods.md 1.4). Validation, sampling and
     saving between two log lines are left out of the time.
     """
 
@@ -104,9 +107,7 @@ class Throughput(L.Callback):
             "throughput/tflops_executed": self._executed / seconds / 1e12,
             "throughput/tflops_dense_equivalent": self._dense / seconds / 1e12,
             "throughput/flops_total": pl_module.flops_total,
-            "sparsity/topk": topk,
-            "sparsity/density": topk / tiles,
-            "sparsity/tile_pairs": topk * tiles,
+            **sparsity_metrics(topk, tiles),
         }
         peak = peak_tflops(pl_module.device)
         if peak is not None:
@@ -114,6 +115,25 @@ class Throughput(L.Callback):
             metrics["throughput/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
         pl_module.log_step(metrics, step)
         self._restart()
+
+
+def sparsity_metrics(topk: int | Sequence[int], num_tiles: int) -> dict[str, float]:
+    """What a log line says about sparsity.
+
+    Args:
+        topk: tiles per query tile, of all layers or of each.
+        num_tiles: video tiles of a sample.
+    """
+    mean = mean_topk(topk, num_tiles)
+    metrics = {
+        "sparsity/topk": mean,
+        "sparsity/density": mean / num_tiles,
+        "sparsity/tile_pairs": mean * num_tiles,
+        "sparsity/effective": 1 - mean / num_tiles,
+    }
+    if not isinstance(topk, int) and len(set(topk)) > 1:
+        metrics |= {f"sparsity/topk_layer_{layer}": float(k) for layer, k in enumerate(topk)}
+    return metrics
 
 
 def find_throughput(trainer: L.Trainer) -> Throughput | None:

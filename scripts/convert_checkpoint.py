@@ -1,0 +1,334 @@
+"""Convert transformer weights between our runs, diffusers, Wan's original layout and FastVideo's VSA checkpoints.
+
+The source may be a run or checkpoint folder of ours, a diffusers folder (a pipeline or its transformer) or hub id, a
+FastVideo VSA checkpoint (diffusers' names with gates) or an original Wan folder; its kind is found out. Tensors are
+copied bit for bit unless --dtype is given. A sparse result gets sparse_attention.json and golden tensors.
+
+python scripts/convert_checkpoint.py outputs/finetune_wan_1_3b/default exported --to diffusers
+python scripts/convert_checkpoint.py Wan2.1-T2V-1.3B wan-diffusers --to diffusers
+python scripts/convert_checkpoint.py FastWan/transformer exported --to diffusers --topk 32 --grid 16 28 52
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsa.attention.schedule import SparsitySchedule, resolve_topk
+from vsa.cli import one_line_errors
+from vsa.models.checkpoint import (
+    SPARSE_FLAG,
+    attention_of,
+    open_pretrained,
+    refuse_other_attention,
+    refuse_other_tensors,
+    sparse_settings,
+    transformer_config,
+    video_dit_arguments,
+)
+from vsa.models.golden import write_golden
+from vsa.models.key_names import config_of_wan, diffusers_to_wan, is_gate, is_unused, wan_config, wan_to_diffusers
+from vsa.models.sparse_config import (
+    SPARSE_CONFIG,
+    SparseAttentionConfig,
+    has_sparse_config,
+    read_sparse_config,
+    write_sparse_config,
+)
+from vsa.models.video_dit import VideoDiT
+from vsa.models.weight_files import (
+    WeightFiles,
+    new_folder,
+    pretrained_folder,
+    read_json,
+    refuse_existing,
+    write_weights,
+)
+from vsa.training.checkpointing import resolve_checkpoint, write_checkpoint
+from vsa.training.config import build, check_targets, model_factory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FASTVIDEO_TILE = (4, 4, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Weights to convert, under diffusers' names.
+
+    Args:
+        name: for messages.
+        config: `config.json` of the `WanTransformer3DModel`.
+        shapes: of every tensor.
+        dtypes: of every tensor.
+        read: gives a tensor by name.
+        sparse: how its gates are used; None when it has none, or does not say.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    read: Callable[[str], Tensor]
+    sparse: SparseAttentionConfig | None
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="folder or hub id")
+    parser.add_argument("out", type=Path, help="folder to write, must not exist")
+    parser.add_argument("--to", choices=("diffusers", "wan", "fastvideo", "run"), default="diffusers")
+    parser.add_argument("--weights", choices=("ema", "model"), default="ema", help="of a run: averaged or trained")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written tensors (that of the source)")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
+    parser.add_argument("--no-golden", action="store_true", help="leave the golden tensors out")
+    parser.add_argument("--golden-layers", type=int, nargs="+", metavar="N", help="layers with golden tensors (all)")
+    trained = parser.add_argument_group("gates whose use the source does not say (FastVideo)")
+    trained.add_argument("--topk", type=int, help="kv tiles per query tile")
+    trained.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
+    trained.add_argument("--grid", type=int, nargs=3, metavar=("T", "H", "W"), help="token grid trained on")
+    sampling = parser.add_argument_group("sampling settings to write down")
+    sampling.add_argument("--flow-shift", type=float)
+    sampling.add_argument("--guidance", type=float, help="recommended scale")
+    sampling.add_argument("--guidance-form", choices=("standard", "additive"))
+    sampling.add_argument("--step-list", type=float, nargs="+", metavar="T", help="timesteps of a distilled generator")
+    return parser.parse_args(argv)
+
+
+def open_source(name: str, weights: str) -> Source:
+    """Find out what `name` is and open it.
+
+    Raises:
+        ValueError: nothing that can be converted.
+    """
+    path = Path(name)
+    if (path / "checkpoints").is_dir() or (path / "state.json").is_file():
+        return open_run(path, weights)
+    folder = pretrained_folder(name)
+    config, files = read_json(folder / "config.json"), WeightFiles(folder)
+    if config.get("_class_name") == "WanModel":
+        keys = {wan_to_diffusers(key): key for key in files.keys}
+        config = config_of_wan(config, {ours: files.shape(theirs) for ours, theirs in keys.items()})
+    else:
+        keys = {key: key for key in files.keys if not is_unused(key)}
+    return Source(
+        name=str(folder),
+        config=config,
+        shapes={ours: files.shape(theirs) for ours, theirs in keys.items()},
+        dtypes={ours: files.dtype(theirs) for ours, theirs in keys.items()},
+        read=lambda key: files.read(keys[key]),
+        sparse=read_sparse_config(folder) if has_sparse_config(folder) else None,
+    )
+
+
+def open_run(path: Path, weights: str) -> Source:
+    """The weights of a run's newest checkpoint, or of a checkpoint folder; "model" where there are no averages.
+
+    Raises:
+        ValueError: no valid checkpoint, or no config in it.
+    """
+    checkpoint = resolve_checkpoint(path)
+    if not checkpoint.has(weights):
+        weights = "model"
+    state = checkpoint.state
+    config = state.get("config") or {}
+    for key in ("model", "attention"):
+        if key not in config:
+            raise ValueError(f"checkpoint {checkpoint.path} has no config for {key}")
+    check_targets(config)
+    with torch.device("meta"):
+        model = model_factory(config)()
+    tensors = checkpoint.tensors(weights)
+    if "sparse_attention" in state:
+        sparse = SparseAttentionConfig.from_json(json.dumps(state["sparse_attention"]))
+    else:
+        sparse = _sparse_of_run(model, state, config) if any(is_gate(key) for key in tensors) else None
+    return Source(
+        name=f"{checkpoint.path} ({weights} weights)",
+        config=transformer_config(model),
+        shapes={key: tuple(value.shape) for key, value in tensors.items()},
+        dtypes={key: value.dtype for key, value in tensors.items()},
+        read=tensors.__getitem__,
+        sparse=sparse,
+    )
+
+
+def _sparse_of_run(model: VideoDiT, state: Mapping[str, Any], config: Mapping[str, Any]) -> SparseAttentionConfig:
+    """What a run's config and state say about its sparsity; the largest grid it saw is the reference."""
+    schedule: SparsitySchedule = build(config["sparsity"])
+    schedule.load_state_dict(state.get("sparsity_state", {}))
+    shapes = sorted({tuple(shape) for shape in state["latent_shapes"]}, key=lambda s: -s[1] * s[2] * s[3])
+    grids = [model.grid(shape) for shape in shapes]
+    num_tiles = [model.layout_for(shape, "cpu").num_video_tiles for shape in shapes]
+    layers = len(model.blocks)
+    # without an option of its own, a count stays a count and a share a share
+    budget = config["sparsity"].get("budget") or ("fraction" if config["sparsity"].get("topk") is None else "count")
+    t, h, w = grids[0]
+    return SparseAttentionConfig(
+        **sparse_settings(model),
+        topk=_per_layer(schedule.topk_per_layer(state["step"], num_tiles[0], layers), layers),
+        num_tiles=tuple(num_tiles),
+        grids=tuple(grids),
+        budget=budget,
+        dense_layers=tuple(int(layer) for layer in config["sparsity"].get("dense_layers") or ()),
+        flow_shift=build(config["task"]["objective"]["shift"])(t * h * w),
+    )
+
+
+def _per_layer(topk: int | tuple[int, ...], layers: int) -> tuple[int, ...]:
+    return (topk,) * layers if isinstance(topk, int) else topk
+
+
+def sparse_config(source: Source, args: argparse.Namespace) -> SparseAttentionConfig | None:
+    """How the result's gates are used: what the source says, or the command line where it says nothing.
+
+    Raises:
+        ValueError: gates without any word on their use, or words without gates.
+    """
+    gates = [key for key in source.shapes if is_gate(key)]
+    said = args.topk is not None or args.sparsity is not None or args.grid is not None
+    if source.sparse is None and not gates:
+        if said:
+            raise ValueError(f"{source.name} has no gates, so --topk, --sparsity and --grid have no meaning")
+        return None
+    if source.sparse is not None:
+        if said:
+            raise ValueError(f"{source.name} says its own top-k and grid: leave --topk, --sparsity and --grid out")
+        sparse = replace(source.sparse, golden=None, golden_tolerance=None)
+    else:
+        sparse = _sparse_of_options(source, gates, args)
+    given = {
+        "flow_shift": args.flow_shift,
+        "guidance_scale": args.guidance,
+        "guidance_form": args.guidance_form,
+        "step_list": None if args.step_list is None else tuple(args.step_list),
+    }
+    return replace(sparse, **{key: value for key, value in given.items() if value is not None})
+
+
+def _sparse_of_options(source: Source, gates: list[str], args: argparse.Namespace) -> SparseAttentionConfig:
+    if (args.topk is None) == (args.sparsity is None) or args.grid is None:
+        raise ValueError(
+            f"{source.name} has gates but no {SPARSE_CONFIG}: say how they were trained with --grid T H W and one of "
+            f"--topk and --sparsity, got grid={args.grid}, topk={args.topk} and sparsity={args.sparsity}"
+        )
+    arguments = video_dit_arguments(source.config)
+    layers = arguments["num_layers"]
+    sparse = SparseAttentionConfig(
+        method="video_sparse",
+        tile_thw=FASTVIDEO_TILE,
+        partition="cube",
+        block_order="nested",
+        fine_gate=any("to_gate_fine" in key for key in gates),
+        gate_keys=tuple(gates),
+        topk=(1,) * layers,
+        num_tiles=(1,),
+        grids=(tuple(args.grid),),
+    )
+    with torch.device("meta"):
+        model = VideoDiT(attention=attention_of(sparse), **arguments)
+    latents = [n * p for n, p in zip(args.grid, arguments["patch_size"], strict=True)]
+    num_tiles = model.layout_for((arguments["in_channels"], *latents), "cpu").num_video_tiles
+    topk = args.topk if args.sparsity is None else resolve_topk(args.sparsity, num_tiles)
+    budget = "count" if args.sparsity is None else "fraction"
+    return replace(sparse, topk=(topk,) * layers, num_tiles=(num_tiles,), budget=budget)
+
+
+def refuse_for_fastvideo(sparse: SparseAttentionConfig | None) -> None:
+    """FastVideo has cubes of 4 x 4 x 4 tokens and no fine gate, and drops keys it does not know.
+
+    Raises:
+        ValueError: names what it cannot run.
+    """
+    if sparse is None:
+        return
+    for key, wanted in (("tile_thw", FASTVIDEO_TILE), ("partition", "cube"), ("fine_gate", False)):
+        if getattr(sparse, key) != wanted:
+            raise ValueError(f"FastVideo runs {key}={wanted} only, the source has {key}={getattr(sparse, key)}")
+
+
+def convert(source: Source, sparse: SparseAttentionConfig | None, args: argparse.Namespace) -> None:
+    """Write `args.out`.
+
+    Raises:
+        ValueError: the source is not whole, or the target cannot hold it.
+    """
+    arguments = video_dit_arguments(source.config)
+    with torch.device("meta"):
+        model = VideoDiT(attention=attention_of(sparse), **arguments)
+    refuse_other_tensors({n: tuple(p.shape) for n, p in model.named_parameters()}, source.shapes, source.name)
+    if sparse is not None:
+        refuse_other_attention(model, sparse, source.name)
+    if args.to == "fastvideo":
+        refuse_for_fastvideo(sparse)
+    dtype = None if args.dtype is None else DTYPES[args.dtype]
+    names = [name for name, _ in model.named_parameters()]
+
+    def read(name: str) -> Tensor:
+        return source.read(name) if dtype is None else source.read(name).to(dtype)
+
+    refuse_existing(args.out)
+    if args.to == "run":
+        write_run(args.out, {name: read(name) for name in names}, arguments, sparse)
+        return
+    config = transformer_config(model)
+    if args.to == "wan":
+        config = wan_config(config)
+    elif args.to == "diffusers" and sparse is not None:
+        config[SPARSE_FLAG] = SPARSE_CONFIG
+    target = {diffusers_to_wan(name) if args.to == "wan" else name: name for name in names}
+    sizes = {
+        key: torch.Size(source.shapes[name]).numel() * (dtype or source.dtypes[name]).itemsize
+        for key, name in target.items()
+    }
+    with new_folder(args.out) as folder:
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        if sparse is not None:
+            write_sparse_config(folder, sparse)
+        write_weights(folder, sizes, lambda key: read(target[key]), round(args.max_shard_gb * 2**30))
+        if sparse is not None and args.to != "wan" and not args.no_golden:
+            # of the weights as they were written, whatever their dtype
+            write_golden(open_pretrained(folder)[0], folder, layers=args.golden_layers)
+
+
+def write_run(
+    out: Path, tensors: Mapping[str, Tensor], arguments: Mapping[str, Any], sparse: SparseAttentionConfig | None
+) -> None:
+    """A run folder with weights alone, for `init_from=`; its step is 0."""
+    model = {**arguments, "patch_size": list(arguments["patch_size"])}
+    attention: dict[str, Any] = {"_target_": "vsa.attention.full.FullAttention", "_partial_": True}
+    state: dict[str, Any] = {"step": 0}
+    if sparse is not None:
+        attention["_target_"] = "vsa.attention.video_sparse.VideoSparseAttention"
+        attention |= {
+            "tile_thw": list(sparse.tile_thw),
+            "partition": sparse.partition,
+            "block_order": sparse.block_order,
+            "fine_gate": sparse.fine_gate,
+        }
+        state["sparse_attention"] = asdict(sparse)
+    state["config"] = {"model": {"_target_": "vsa.models.video_dit.VideoDiT", **model}, "attention": attention}
+    write_checkpoint(out / "checkpoints", {"model": tensors}, state)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    source = open_source(args.source, args.weights)
+    sparse = sparse_config(source, args)
+    convert(source, sparse, args)
+    count = sum(torch.Size(shape).numel() for shape in source.shapes.values())
+    kind = (
+        "dense" if sparse is None else f"sparse, top-k {min(sparse.topk)}..{max(sparse.topk)} of {sparse.num_tiles[0]}"
+    )
+    print(f"{len(source.shapes)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source.name} in {args.out}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

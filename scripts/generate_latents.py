@@ -1,0 +1,302 @@
+"""Samples a teacher for a list of prompts into shards of latents and captions, in the format of encode_videos.py.
+
+A student that learns from its teacher's own samples meets no other data than the teacher's. The teacher is a diffusers
+Wan pipeline folder (text to video) or a run of this project:
+python scripts/generate_latents.py Wan2.1-T2V-1.3B-Diffusers prompts.txt shards --size 448 832 --frames 61 --device cuda
+
+Clip i of prompt n starts from the noise of (seed, n, i) and is integrated with Euler steps. An interrupted command is
+repeated to go on. To share the work, run it with --rank R --world-size N on every GPU, then once without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vsa.cli import one_line_errors
+from vsa.data.batch import pad_text
+from vsa.data.codecs import Codec, WanVAE
+from vsa.data.parts import check_target, join_parts, write_parts
+from vsa.data.plan import hash64
+from vsa.data.pretrained import component_folder, read_config, refuse_missing, weights_digest
+from vsa.data.shards import ShardWriter
+from vsa.data.text import TextEncoder, UMT5Encoder
+from vsa.diffusion.flow_matching import noise_like
+from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
+from vsa.training.inference import load_run, sample_latents, settings_dict
+
+
+class Teacher(Protocol):
+    """What samples are drawn from.
+
+    Attributes:
+        codec: of the latents.
+        text_encoder: of the captions.
+        record: everything that decides what a prompt becomes besides its noise, as JSON values.
+    """
+
+    codec: Codec
+    text_encoder: TextEncoder
+    record: dict[str, Any]
+
+    def sample(self, prompts: Sequence[str], seeds: Tensor) -> Tensor:
+        """Latents `[B, C, t, h, w]` of B prompts, not normalised, from noise of int64 seeds `[B]`."""
+        ...
+
+
+class RunTeacher:
+    """A run of this project: its averaged weights at its own top-k, unless another is asked for."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.negative_prompt:
+            raise ValueError(f"a run is guided from its null embedding, got --negative-prompt {args.negative_prompt!r}")
+        self._run = load_run(args.teacher, weights=args.weights, device=args.device)
+        self.codec, self.text_encoder = self._run.codec, self._run.text_encoder
+        self._settings = self._run.settings(
+            steps=args.steps,
+            guidance=args.guidance,
+            flow_shift=args.shift,
+            topk=args.topk,
+            sparsity=args.sparsity,
+            latent_shape=latent_shape(self.codec, args),
+        )
+        record = dict(settings_dict(self._settings, self._run))
+        # of the call, not of a sample
+        for name in ("seed", "batch_size", "checkpoint"):
+            del record[name]
+        self.record = {"weights_digest": weights_digest(Path(self._run.source)), **record}
+
+    def sample(self, prompts: Sequence[str], seeds: Tensor) -> Tensor:
+        """Latents `[B, C, t, h, w]`, not normalised."""
+        run = self._run
+        latents = sample_latents(run.model, run.text_encoder, prompts, seeds, self._settings)
+        mean, std = (s.to(latents.device).view(1, -1, 1, 1, 1) for s in (run.latent_mean, run.latent_std))
+        return latents * std + mean
+
+
+class PipelineTeacher:
+    """A text-to-video pipeline folder of Wan 2.1, in diffusers' layout; its VAE is never run."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.topk is not None or args.sparsity is not None:
+            raise ValueError(f"a pipeline is dense, got --topk {args.topk} --sparsity {args.sparsity}")
+        vae = WanVAE(args.teacher)
+        self.codec: Codec = vae
+        self._encoder = UMT5Encoder(args.teacher, dtype=args.compute_dtype, device=args.device)
+        self.text_encoder: TextEncoder = self._encoder
+        self._folder = component_folder(args.teacher, "transformer")
+        config = read_config(self._folder, "WanTransformer3DModel")
+        if config["in_channels"] != self.codec.channels:
+            raise ValueError(
+                f"{self._folder} takes {config['in_channels']} channels, its VAE makes {self.codec.channels}: "
+                "image-to-video models cannot be sampled from prompts alone"
+            )
+        if (self._folder.parent / "transformer_2").is_dir():
+            raise ValueError(f"{args.teacher} has two transformers, one for each range of timesteps: not supported")
+        shape = latent_shape(self.codec, args)
+        if shape is None:
+            raise ValueError("a pipeline needs --size HEIGHT WIDTH and --frames N")
+        if any(n % p for n, p in zip(shape[1:], config["patch_size"], strict=True)):
+            raise ValueError(
+                f"latents {shape} of {args.frames} frames do not divide into patches {config['patch_size']}"
+            )
+        self._shape = shape
+        self._sigmas = euler_sigmas(args.steps, args.shift or 5.0)
+        self._guidance, self._negative = args.guidance, args.negative_prompt
+        self._dtype, self._device = getattr(torch, args.compute_dtype), args.device
+        self._loaded: Any = None
+        self.record = {
+            "weights_digest": weights_digest(self._folder),
+            "steps": args.steps,
+            "guidance": args.guidance,
+            "flow_shift": args.shift or 5.0,
+            "negative_prompt": args.negative_prompt,
+            "latent_shape": list(shape),
+            "compute_dtype": args.compute_dtype,
+        }
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[str], seeds: Tensor) -> Tensor:
+        """Latents `[B, C, t, h, w]`, not normalised."""
+        transformer, guided = self._transformer(), self._guidance != 1
+        rows = self._encoder.encode_batch([*prompts, *([self._negative] * len(prompts) if guided else [])])
+        # Wan's convention: zeros up to 512 tokens, attended to
+        text, _ = pad_text(rows, length=self._encoder.max_tokens, padding="zeros")
+        text = text.to(self._device, self._dtype)
+
+        def velocity(x: Tensor, timestep: Tensor) -> Tensor:
+            if guided:
+                x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
+            found = transformer(x.to(self._dtype), timestep, text, return_dict=False)[0].float()
+            if not guided:
+                return found
+            cond, uncond = found.chunk(2)
+            return guide(cond, uncond, self._guidance)
+
+        noise = noise_like(torch.empty(len(prompts), *self._shape, device=self._device), seeds)
+        latents = sample_euler(velocity, noise, self._sigmas)
+        assert self.codec.statistics is not None
+        mean, std = (s.to(latents.device).view(1, -1, 1, 1, 1) for s in self.codec.statistics)
+        return latents * std + mean
+
+    def _transformer(self) -> Any:
+        if self._loaded is None:
+            from diffusers import WanTransformer3DModel
+
+            loaded: Any = WanTransformer3DModel.from_pretrained(
+                self._folder, torch_dtype=self._dtype, output_loading_info=True
+            )
+            refuse_missing(loaded[1], self._folder)
+            self._loaded = loaded[0].to(self._device).eval().requires_grad_(False)
+        return self._loaded
+
+
+def latent_shape(codec: Codec, args: argparse.Namespace) -> tuple[int, int, int, int] | None:
+    """The latent shape of --size and --frames; None when neither is given.
+
+    Raises:
+        ValueError: only one of them, or a size or number of frames that the codec does not take.
+    """
+    if args.size is None and args.frames is None:
+        return None
+    if args.size is None or args.frames is None:
+        raise ValueError(f"--size and --frames go together, got --size {args.size} and --frames {args.frames}")
+    (height, width), (_, sh, sw) = args.size, codec.stride
+    if height < 1 or width < 1 or height % sh or width % sw:
+        raise ValueError(f"size {height}x{width} must be multiples of the codec stride {sh}x{sw}")
+    if args.frames < 1 or codec.frames_that_fit(args.frames) != args.frames:
+        raise ValueError(f"frames {args.frames} is no length that codec {codec.id} takes")
+    return codec.latent_shape(args.frames, height, width)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Prompts of a text file, one a line, or of a `.jsonl` file with lines of {"prompt": "..."}; no empty lines.
+
+    Raises:
+        ValueError: the file cannot be read, a line is malformed, or there is no prompt.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {path} is not UTF-8 text: {error}") from None
+    if path.suffix != ".jsonl":
+        prompts = [line for line in lines if line]
+    else:
+        prompts = []
+        for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, KeyError, TypeError):
+                prompt = None
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ValueError(f'prompt file {path}, line {number}: expected {{"prompt": "..."}}')
+            prompts.append(prompt.strip())
+    if not prompts:
+        raise ValueError(f"no prompts in {path}")
+    return prompts
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("teacher", help="Wan pipeline folder, or run folder, or checkpoint folder of a run")
+    parser.add_argument("prompts", type=Path, help='text file, one prompt a line, or .jsonl with {"prompt": "..."}')
+    parser.add_argument("out", help="folder of shards to write")
+    parser.add_argument("--clips-per-prompt", type=int, default=1, help="default %(default)s")
+    parser.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="pixels (largest of the run)")
+    parser.add_argument("--frames", type=int, help="frames of a clip (the same)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=50, help="Euler steps (default %(default)s)")
+    parser.add_argument(
+        "--guidance", type=float, default=5.0, help="uncond + G * (cond - uncond) (default %(default)s)"
+    )
+    parser.add_argument("--shift", type=float, help="flow shift (that of the run; 5 for a pipeline)")
+    parser.add_argument("--negative-prompt", default="", help="what a pipeline is guided away from")
+    parser.add_argument("--topk", type=int, help="tiles per query tile of a run (that of its training)")
+    parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk; 0 is dense")
+    parser.add_argument("--weights", choices=("ema", "model"), default="ema", help="averaged or trained ones of a run")
+    parser.add_argument("--batch-size", type=int, default=4, help="clips sampled together (default %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    parser.add_argument(
+        "--compute-dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16"),
+        help="what a pipeline's networks compute in (default %(default)s)",
+    )
+    parser.add_argument("--dtype", default="float16", help="float16, bfloat16 or float32 latents (default %(default)s)")
+    parser.add_argument(
+        "--samples-per-shard", type=int, default=256, help="also what an interruption costs (default %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the data set in OUT")
+    parser.add_argument("--rank", type=int, default=0, help="number of this process (default %(default)s)")
+    parser.add_argument("--world-size", type=int, default=1, help="processes that share the work (default %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    for name in ("clips_per_prompt", "batch_size", "steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+    check_target(args.out, overwrite=args.overwrite)
+    prompts = read_prompts(args.prompts)
+    pipeline = (Path(args.teacher) / "model_index.json").is_file()
+    teacher: Teacher = PipelineTeacher(args) if pipeline else RunTeacher(args)
+
+    def write(part: Path, span: range, advance: Callable[[], None]) -> list[tuple[str, str]]:
+        # one more than the samples: the null embedding is in the text shard too
+        with ShardWriter(
+            part,
+            codec=teacher.codec,
+            text_encoder=teacher.text_encoder,
+            samples_per_shard=len(span) + 1,
+            dtype=args.dtype,
+        ) as writer:
+            for start in range(0, len(span), args.batch_size):
+                clips = [divmod(i, args.clips_per_prompt) for i in span[start : start + args.batch_size]]
+                seeds = [hash64(args.seed, "generate", *clip) >> 1 for clip in clips]
+                latents = teacher.sample([prompts[n] for n, _ in clips], torch.tensor(seeds, dtype=torch.int64))
+                for (n, i), seed, row in zip(clips, seeds, latents, strict=True):
+                    info = {"prompt_index": n, "clip_index": i, "noise_seed": seed, "teacher": teacher.record}
+                    writer.add(f"gen-{n:07d}-{i:03d}", row, [prompts[n]], info)
+                    advance()
+        return []
+
+    digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:12]
+    report = write_parts(
+        args.out,
+        write,
+        count=len(prompts) * args.clips_per_prompt,
+        part_size=args.samples_per_shard,
+        settings={
+            "prompts": f"{len(prompts)} prompts ({digest})",
+            "clips_per_prompt": args.clips_per_prompt,
+            "seed": args.seed,
+            "dtype": args.dtype,
+            "codec": f"{teacher.codec.id} ({teacher.codec.hash})",
+            "text_encoder": f"{teacher.text_encoder.id} ({teacher.text_encoder.hash})",
+            **teacher.record,
+        },
+        overwrite=args.overwrite,
+        rank=args.rank,
+        world_size=args.world_size,
+        title="sampling the teacher",
+    )
+    if args.world_size == 1:
+        print(join_parts(args.out).summary())
+    elif report.complete:
+        print("every part is done: run the command once more without --rank and --world-size")
+    print(f"{report.samples} samples in {args.out}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

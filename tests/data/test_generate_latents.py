@@ -1,0 +1,209 @@
+"""scripts/generate_latents.py: a teacher's samples as a data set, whoever wrote which part of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.tiny_wan import make_transformer, save_pipeline
+from tests.training.conftest import write_run
+from vsa.data.plan import hash64
+from vsa.data.shards import LatentReader
+from vsa.diffusion.flow_matching import noise_like
+from vsa.training.inference import load_run, sample_latents
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "generate_latents.py"
+PROMPTS = ("a red circle moving left", "a blue square moving up", "a cat")
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("script_generate_latents", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = load_script()
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("\n\n".join(PROMPTS) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def common(run_folder: Path, prompts: Path) -> list[str]:
+    options = "--clips-per-prompt 2 --steps 2 --guidance 2 --shift 3 --seed 5 --device cpu --samples-per-shard 2"
+    return [str(run_folder), str(prompts), *options.split(), "--batch-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def straight(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("straight") / "out"
+    generate.main([*common[:2], str(out), *common[2:]])
+    return out
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_samples_are_the_teachers(straight: Path, run_folder: Path) -> None:
+    reader = LatentReader(straight)
+    reader.verify()
+    run = load_run(run_folder, device="cpu")
+    settings = run.settings(steps=2, guidance=2, flow_shift=3)
+    assert list(reader.index.samples) == [f"gen-{n:07d}-{i:03d}" for n in range(3) for i in range(2)]
+    for n, prompt in enumerate(PROMPTS):
+        for i in range(2):
+            seeds = torch.tensor([hash64(5, "generate", n, i) >> 1])
+            normal = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings)[0]
+            expected = normal * run.latent_std.view(-1, 1, 1, 1) + run.latent_mean.view(-1, 1, 1, 1)
+            found = reader.latent(f"gen-{n:07d}-{i:03d}")
+            assert found.shape == settings.latent_shape
+            torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+            # control: normalised ones are far from it
+            assert (found - normal).abs().max() > 0.1
+            caption, tokens = reader.text(f"gen-{n:07d}-{i:03d}", 0)
+            assert caption == prompt
+            assert torch.equal(tokens, run.text_encoder.encode(prompt))
+    first, second = reader.latent("gen-0000000-000"), reader.latent("gen-0000000-001")
+    assert (first - second).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_number_of_processes_changes_nothing(
+    common: list[str], straight: Path, tmp_path: Path, world: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*common[:2], str(tmp_path / "out"), *common[2:]]
+    for rank in range(world):
+        generate.main([*arguments, "--rank", str(rank), "--world-size", str(world)])
+    assert "run the command once more without --rank" in capsys.readouterr().out
+    generate.main(arguments)
+    assert "6 samples in" in capsys.readouterr().out
+    assert files_of(tmp_path / "out") == files_of(straight)
+
+
+def test_interrupted_and_repeated_equals_straight(
+    common: list[str], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*common[:2], str(tmp_path / "out"), *common[2:]]
+    sample, calls = generate.RunTeacher.sample, []
+
+    def limited(self: Any, prompts: Any, seeds: Any) -> Any:
+        calls.append(len(prompts))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return sample(self, prompts, seeds)
+
+    monkeypatch.setattr(generate.RunTeacher, "sample", limited)
+    with pytest.raises(KeyboardInterrupt):
+        generate.main(arguments)
+    refusals = [
+        (["--seed", "6"], "begun with seed 5, now it is 6"),
+        (["--guidance", "3"], r"begun with guidance 2\.0, now it is 3\.0"),
+        (["--topk", "5"], "begun with .* now it is"),
+        (["--weights", "model"], "begun with weights ema, now it is model"),
+    ]
+    for change, message in refusals:
+        with pytest.raises(ValueError, match=message):
+            generate.main([*arguments, *change])
+    generate.main(arguments)
+    # two of three parts were kept
+    assert len(calls) == 4
+    assert files_of(tmp_path / "out") == files_of(straight)
+    with pytest.raises(ValueError, match="already holds a data set"):
+        generate.main(arguments)
+
+
+def test_batches_change_rounding_only(common: list[str], straight: Path, tmp_path: Path) -> None:
+    generate.main([*common[:2], str(tmp_path / "out"), *common[2:], "--batch-size", "1"])
+    ours, theirs = LatentReader(tmp_path / "out"), LatentReader(straight)
+    for name in theirs.index.samples:
+        torch.testing.assert_close(ours.latent(name), theirs.latent(name), atol=1e-2, rtol=1e-2)
+
+
+def test_a_pipeline_is_sampled_as_diffusers_does(tmp_path: Path) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    class EvenSteps(FlowMatchEulerDiscreteScheduler):
+        """Even noise levels from 1 before the shift, as our sampler's."""
+
+        def set_timesteps(self, num_inference_steps, device=None):
+            super().set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), device=device)
+
+    folder = save_pipeline(tmp_path / "wan")
+    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS[:2]]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n\n")
+    options = "--size 16 32 --frames 5 --steps 3 --guidance 4 --shift 3 --device cpu --compute-dtype float32"
+    options += " --dtype float32 --negative-prompt cat"
+    generate.main([str(folder), str(tmp_path / "prompts.jsonl"), str(tmp_path / "out"), *options.split()])
+    reader = LatentReader(tmp_path / "out")
+    assert reader.index.codec.id == "wan-vae-4x8x8-c16"
+
+    pipeline = WanPipeline.from_pretrained(folder)
+    pipeline.scheduler = EvenSteps(shift=3.0)
+    pipeline.set_progress_bar_config(disable=True)
+    seeds = torch.tensor([hash64(0, "generate", n, 0) >> 1 for n in range(2)])
+    noise = noise_like(torch.empty(2, 16, 2, 2, 4), seeds)
+    arguments: dict[str, Any] = {"prompt": list(PROMPTS[:2]), "height": 16, "width": 32, "num_frames": 5}
+    arguments |= {"num_inference_steps": 3, "latents": noise, "output_type": "latent"}
+    expected = pipeline(**arguments, negative_prompt="cat", guidance_scale=4.0).frames
+    other = pipeline(**arguments, negative_prompt="cat", guidance_scale=3.0).frames
+    mean, std = (
+        torch.tensor(values).view(-1, 1, 1, 1)
+        for values in (pipeline.vae.config.latents_mean, pipeline.vae.config.latents_std)
+    )
+    for n in range(2):
+        found = (reader.latent(f"gen-{n:07d}-000") - mean) / std
+        torch.testing.assert_close(found, expected[n], atol=2e-5, rtol=0)
+        assert (found - other[n]).abs().max() > 1e-3
+
+
+def test_bad_input_is_one_line(run_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    folder = save_pipeline(tmp_path / "wan")
+    images = shutil.copytree(folder, tmp_path / "images")
+    make_transformer(in_channels=36).save_pretrained(images / "transformer")
+    two = shutil.copytree(folder, tmp_path / "two")
+    shutil.copytree(folder / "transformer", two / "transformer_2")
+    (tmp_path / "none.txt").write_text("\n \n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"caption": "y"}\n')
+    size = ["--size", "16", "32", "--frames", "5"]
+    cases: list[tuple[Path, Path, list[str], str]] = [
+        (folder, prompts, [], "needs --size HEIGHT WIDTH and --frames N"),
+        (folder, prompts, ["--size", "16", "32"], "go together"),
+        (folder, prompts, ["--size", "16", "30", "--frames", "5"], "size 16x30 must be multiples"),
+        (folder, prompts, ["--size", "16", "32", "--frames", "6"], "frames 6 is no length"),
+        (folder, prompts, ["--size", "8", "32", "--frames", "5"], "do not divide into patches"),
+        (folder, prompts, [*size, "--topk", "3"], "a pipeline is dense, got --topk 3"),
+        (images, prompts, size, "takes 36 channels, its VAE makes 16"),
+        (two, prompts, size, "has two transformers"),
+        (tmp_path / "nowhere", prompts, [], "no such checkpoint or run folder"),
+        (run_folder, prompts, ["--negative-prompt", "x"], "a run is guided from its null embedding"),
+        (run_folder, prompts, ["--size", "60", "64", "--frames", "16"], "size 60x64"),
+        (run_folder, prompts, ["--steps", "0"], "steps must be at least 1, got 0"),
+        (run_folder, tmp_path / "none.txt", [], "no prompts in"),
+        (run_folder, tmp_path / "bad.jsonl", [], r"bad\.jsonl, line 2: expected"),
+    ]
+    for teacher, file, options, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            generate.main([str(teacher), str(file), str(tmp_path / "out"), "--device", "cpu", *options])
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "out").exists()

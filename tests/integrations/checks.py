@@ -1,0 +1,97 @@
+"""What every family must fulfil; each file names its models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from tests.integrations.oracle import masked_attention
+from tests.integrations.tiny import GRID, TILE, TILES, Case, difference
+from vsa.integrations.diffusers import apply, remove
+
+TOPK = 3
+
+
+def check_all_tiles_equal_the_model(case: Case) -> None:
+    with torch.no_grad():
+        expected = case.run()
+        for options in (
+            dict(sparsity=0, tile_thw=TILE),
+            dict(topk=TILES, tile_thw=TILE),
+            # 105 tokens in runs of 64
+            dict(topk=2, partition="hilbert_run"),
+            dict(method="full"),
+        ):
+            apply(case.model, **options)
+            assert difference(case.run(), expected) < 1e-5, options
+            remove(case.model)
+        # control: one tile less
+        apply(case.model, topk=TILES - 1, tile_thw=TILE)
+        assert difference(case.run(), expected) > 1e-4
+
+
+@torch.no_grad()
+def check_sparse_equals_masked_model(case: Case, side: Literal["first", "last"] = "last") -> None:
+    with masked_attention(GRID, TILE, TOPK, text=case.text, text_side=side) as shares:
+        expected = case.run()
+    # one call per layer saw tiles, and few of them
+    assert len(shares) == 2
+    assert max(shares) < 0.4
+    with masked_attention(GRID, (4, 2, 2), TOPK, text=case.text, text_side=side):
+        other_tile = case.run()
+    other_side = other_tile
+    if case.text:
+        with masked_attention(GRID, TILE, TOPK, text=case.text, text_side="first" if side == "last" else "last"):
+            other_side = case.run()
+    apply(case.model, topk=TOPK, tile_thw=TILE)
+    found = case.run()
+    assert difference(found, expected) < 1e-5
+    assert difference(found, other_tile) > 1e-2
+    assert difference(found, other_side) > 1e-2
+    # the order of the tiles is nobody's business
+    remove(case.model)
+    apply(case.model, topk=TOPK, tile_thw=TILE, block_order="raster")
+    assert difference(case.run(), expected) < 1e-5
+
+
+@torch.no_grad()
+def check_remove_is_exact(case: Case) -> None:
+    model = case.model
+    expected, keys = case.run(), list(model.state_dict())
+    processors = dict(model.attn_processors)
+    state = torch.random.get_rng_state()
+    apply(model, topk=1, tile_thw=TILE, gates="coarse_and_fine")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    # cross-attention and the text's own attention are not touched, every joint or self-attention is
+    changed = {name for name, found in model.attn_processors.items() if found is not processors[name]}
+    assert len(changed) == 2
+    assert all("attn2" not in name and "refiner" not in name for name in changed)
+    assert not torch.equal(case.run(), expected)
+    assert sum("to_gate_" in name for name in model.state_dict()) == 2 * 2 * 2
+    remove(model)
+    assert all(found is processors[name] for name, found in model.attn_processors.items())
+    assert list(model.state_dict()) == keys
+    assert torch.equal(case.run(), expected)
+    assert not model._forward_pre_hooks
+    assert not hasattr(model, "_applied_attention")
+
+
+def check_gates_train(case: Case) -> None:
+    """Gates start without effect, get a gradient, and change the output once they moved."""
+    with torch.no_grad():
+        apply(case.model, topk=TOPK, tile_thw=TILE)
+        expected = case.run()
+        remove(case.model)
+    apply(case.model, topk=TOPK, tile_thw=TILE, gates="coarse")
+    out = case.run()
+    assert difference(out, expected) < 1e-6
+    out.square().mean().backward()
+    gates = {name: p for name, p in case.model.named_parameters() if "to_gate_compress" in name}
+    assert len(gates) == 4
+    for name, gate in gates.items():
+        assert gate.grad is not None, name
+        assert gate.grad.abs().max() > 1e-8, name
+        gate.data.sub_(gate.grad, alpha=1.0)
+    with torch.no_grad():
+        assert difference(case.run(), expected) > 1e-4

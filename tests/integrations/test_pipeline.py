@@ -1,0 +1,252 @@
+"""A tiny WanPipeline end to end, and sample.py --pipeline as a user runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler, WanPipeline
+
+from tests.data.tiny_wan import make_pipeline
+from tests.integrations import tiny
+from tests.integrations.oracle import masked_attention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.data.video_files import read_video
+from vsa.integrations.diffusers import applied_attention, apply, remove
+from vsa.integrations.diffusers.pipeline import generate_videos, open_pipeline
+from vsa.models.checkpoint import export_pretrained, open_pretrained
+from vsa.models.sparse_config import SparseAttentionConfig
+from vsa.models.video_dit import VideoDiT
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
+
+# 5 frames of 48 x 80 pixels: latents 2 x 6 x 10, tokens 2 x 3 x 5
+FRAMES, SIZE, GRID = 5, (48, 80), (2, 3, 5)
+TILE, TILES = (1, 2, 2), 12
+PROMPTS = ["a red circle moving left slowly", "a cat sits on the mat"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pipe = make_pipeline()
+    tiny.stirred(pipe.transformer)
+    path = tmp_path_factory.mktemp("wan") / "pipeline"
+    pipe.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pipeline's transformer with gates that do something."""
+    dense, _ = open_pretrained(folder)
+
+    def attention(**layer: Any) -> VideoSparseAttention:
+        return VideoSparseAttention(**layer, tile_thw=TILE, fine_gate=False)
+
+    options = dict(num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16, text_dim=32)
+    model = VideoDiT(attention=attention, **options, freq_dim=32, ffn_dim=32, num_layers=2, rope_max_seq_len=64)
+    model.load_state_dict(dense.state_dict(), strict=False)
+    for block in model.blocks:
+        block.to_gate_compress.bias.data.fill_(0.5)
+    config = SparseAttentionConfig(
+        method="video_sparse",
+        tile_thw=TILE,
+        partition="cube",
+        block_order="nested",
+        fine_gate=False,
+        gate_keys=tuple(name for name in model.state_dict() if "to_gate_" in name),
+        topk=(3, 4),
+        num_tiles=(TILES,),
+        grids=(GRID,),
+    )
+    return export_pretrained(model, tmp_path_factory.mktemp("export") / "sparse", sparse=config)
+
+
+def latents(pipe: WanPipeline, guidance: float = 3.0) -> torch.Tensor:
+    """Two steps with classifier-free guidance."""
+    return pipe(
+        prompt=PROMPTS[0],
+        negative_prompt="",
+        height=SIZE[0],
+        width=SIZE[1],
+        num_frames=FRAMES,
+        num_inference_steps=2,
+        guidance_scale=guidance,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+    ).frames
+
+
+@torch.no_grad()
+def test_pipeline_equals_the_pipeline_under_a_tile_mask(folder):
+    pipe = WanPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    dense = latents(pipe)
+    with masked_attention(GRID, TILE, 3) as shares:
+        expected = latents(pipe)
+    # two layers, two steps, two passes of guidance
+    assert len(shares) == 8
+    apply(pipe.transformer, topk=3, tile_thw=TILE)
+    found = latents(pipe)
+    assert tiny.difference(found, expected) < 1e-5
+    assert tiny.difference(found, dense) > 1e-3
+    remove(pipe.transformer)
+    assert torch.equal(latents(pipe), dense)
+    apply(pipe.transformer, sparsity=0, tile_thw=TILE)
+    assert tiny.difference(latents(pipe), dense) < 1e-5
+
+
+@torch.no_grad()
+def test_dense_steps_of_a_pipeline_start_over_with_every_call(folder):
+    pipe = open_pipeline(folder, topk=3, tile_thw=TILE, dense_steps=1)
+    once = latents(pipe)
+    assert torch.equal(latents(pipe), once)
+    dense_pipe, sparse_pipe = open_pipeline(folder), open_pipeline(folder, topk=3, tile_thw=TILE)
+    assert tiny.difference(once, latents(dense_pipe)) > 1e-4
+    assert tiny.difference(once, latents(sparse_pipe)) > 1e-4
+    both = open_pipeline(folder, topk=3, tile_thw=TILE, dense_steps=2)
+    assert tiny.difference(latents(both), latents(dense_pipe)) < 1e-5
+
+
+@torch.no_grad()
+def test_sparse_transformer_is_found_in_a_pipeline_or_given(folder, exported, tmp_path):
+    given = open_pipeline(folder, transformer=exported)
+    expected = latents(given)
+    # diffusers saves the gates; without their settings nobody may use or drop them
+    given.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
+        open_pipeline(tmp_path / "whole")
+    (tmp_path / "whole" / "transformer" / "sparse_attention.json").write_bytes(
+        (exported / "sparse_attention.json").read_bytes()
+    )
+    within = open_pipeline(tmp_path / "whole")
+    assert applied_attention(within.transformer) is not None
+    assert tiny.difference(latents(within), expected) < 1e-6
+    # control: the same weights without their gates
+    assert tiny.difference(latents(open_pipeline(folder, topk=3, tile_thw=TILE)), expected) > 1e-3
+
+
+@torch.no_grad()
+def test_a_clip_depends_on_its_own_seed_and_prompt(folder):
+    pipe = open_pipeline(folder, topk=3, tile_thw=TILE)
+    common = dict(size=SIZE, frames=FRAMES, steps=2, guidance=3.0)
+    steps: list[int] = []
+    both = generate_videos(pipe, PROMPTS, seeds=[1, 2], batch_size=2, progress=steps.append, **common)
+    assert (both.shape, both.dtype, sum(steps)) == ((2, FRAMES, *SIZE, 3), torch.uint8, 4)
+    apart = generate_videos(pipe, PROMPTS, seeds=[1, 2], batch_size=1, **common)
+    assert (both.int() - apart.int()).abs().max() <= 1
+    other = generate_videos(pipe, PROMPTS[:1], seeds=[2], **common)
+    assert (other[0].int() - apart[0].int()).abs().max() > 1
+
+
+def test_dtype_is_that_of_the_networks_but_the_vae(folder, exported):
+    for options in (dict(topk=3, tile_thw=TILE), dict(transformer=exported)):
+        pipe = open_pipeline(folder, dtype=torch.bfloat16, **options)
+        dtypes = [m.dtype for m in (pipe.transformer, pipe.text_encoder, pipe.vae)]
+        assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
+        videos = generate_videos(pipe, PROMPTS[:1], seeds=[1], size=SIZE, frames=FRAMES, steps=1, guidance=3.0)
+        assert videos.float().std() > 1
+
+
+def test_flow_shift_reaches_either_scheduler(folder, tmp_path):
+    assert open_pipeline(folder, flow_shift=7.0).scheduler.config.shift == 7
+    pipe = make_pipeline()
+    pipe.scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=2.0)
+    pipe.save_pretrained(tmp_path / "unipc")
+    assert open_pipeline(tmp_path / "unipc", flow_shift=5.0).scheduler.config.flow_shift == 5
+    assert open_pipeline(tmp_path / "unipc").scheduler.config.flow_shift == 2
+
+
+def script() -> ModuleType:
+    path = Path(__file__).parents[2] / "scripts" / "sample.py"
+    spec = importlib.util.spec_from_file_location("script_sample", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SMALL = ["--size", "48", "80", "--frames", "5", "--steps", "2", "--device", "cpu", "--guidance", "3"]
+
+
+def test_sample_writes_clips_and_what_made_them(folder, exported, tmp_path):
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    shared = ["--pipeline", str(folder), *SMALL, *prompts, "--seed", "3", "--shift", "5"]
+    runs = {
+        "dense": [],
+        "put_in": ["--topk", "3", "--tile", "1", "2", "2", "--dense-steps", "1"],
+        "exported": ["--transformer", str(exported)],
+        "exported_half": ["--transformer", str(exported), "--sparsity", "0.5"],
+    }
+    records = {}
+    for name, options in runs.items():
+        script().main([*shared, *options, "--out", str(tmp_path / name)])
+        records[name] = json.loads((tmp_path / name / "samples.json").read_text())
+        for clip in records[name]["clips"]:
+            video, fps = read_video(tmp_path / name / clip["mp4"])
+            assert (tuple(video.shape), fps) == ((5, 48, 80, 3), 16)
+        assert (tmp_path / name / "contact_sheet.png").is_file()
+    assert [clip["prompt"] for clip in records["dense"]["clips"]] == PROMPTS
+    assert {name: records["put_in"][name] for name in ("seed", "steps", "guidance", "flow_shift", "dense_steps")} == {
+        "seed": 3,
+        "steps": 2,
+        "guidance": 3,
+        "flow_shift": 5,
+        "dense_steps": 1,
+    }
+    kept = {name: record["attention"].get("transformer", {}) for name, record in records.items()}
+    assert {name: (found.get("topk"), found.get("num_tiles"), found.get("gates")) for name, found in kept.items()} == {
+        "dense": (None, None, None),
+        "put_in": (3, TILES, []),
+        "exported": ([3, 4], TILES, ["to_gate_compress"]),
+        "exported_half": (6, TILES, ["to_gate_compress"]),
+    }
+    clips = {(tmp_path / name / "000-a-red-circle-moving-left-slowly.mp4").read_bytes() for name in runs}
+    assert len(clips) == len(runs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--size", "50", "80"], "height and width must be multiples of 16, got 50 x 80"),
+        (["--frames", "6"], r"frames must be 1 \+ a multiple of 4, got 6"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--shift", "0"], r"flow shift must be positive, got 0\.0"),
+        (["--topk", "99", "--tile", "1", "2", "2"], "topk 99 of layer 0 is above the 12 tiles"),
+        (["--topk", "2", "--sparsity", "0.5"], "exactly one of topk and sparsity"),
+        (["--method", "sparge", "--topk", "2"], "method must be video_sparse, full or a factory, got 'sparge'"),
+        (["--dense-steps", "2"], "exactly one of topk and sparsity"),
+        (["--latent-shape", "1", "2", "3", "4"], "--latent-shape is an option of a run folder only"),
+        (["--attention"], "--attention is an option of a run folder only"),
+        (["--fps", "0"], "fps must be positive, got 0"),
+    ],
+)
+def test_sample_refuses_and_writes_nothing(folder, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        script().main(["--pipeline", str(folder), "--prompt", "x", *SMALL, "--out", str(tmp_path / "out"), *options])
+    assert not (tmp_path / "out").exists()
+
+
+def test_sample_refuses_a_wrong_source(folder, exported, tmp_path):
+    sample = script().main
+    with pytest.raises(ValueError, match="give a run folder or --pipeline, got run=None and pipeline=None"):
+        sample(["--prompt", "x"])
+    with pytest.raises(ValueError, match="give a run folder or --pipeline, got run=a and pipeline=b"):
+        sample(["a", "--pipeline", "b", "--prompt", "x"])
+    with pytest.raises(ValueError, match="--tile is an option of --pipeline only"):
+        sample(["run", "--tile", "1", "2", "2", "--prompt", "x"])
+    with pytest.raises(ValueError, match="no such folder"):
+        sample(["--pipeline", str(tmp_path / "nowhere"), "--prompt", "x"])
+    with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
+        sample(["--pipeline", str(folder), "--transformer", str(folder), "--prompt", "x"])
+    with pytest.raises(ValueError, match=r"tile_thw=\[1, 2, 2\]: a sparse transformer has its own"):
+        sample(["--pipeline", str(folder), "--transformer", str(exported), "--tile", "1", "2", "2", "--prompt", "x"])
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(ValueError, match="is a FluxPipeline, only WanPipeline is supported"):
+        sample(["--pipeline", str(tmp_path), "--prompt", "x"])

@@ -1,0 +1,193 @@
+"""Sparse checkpoints of this project, opened in diffusers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+
+from tests.integrations import tiny
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.integrations.diffusers import applied_attention, load_sparse, remove
+from vsa.models.checkpoint import export_pretrained
+from vsa.models.sparse_config import (
+    SPARSE_CONFIG,
+    SparseAttentionConfig,
+    TopkRange,
+    read_sparse_config,
+    write_sparse_config,
+)
+from vsa.models.video_dit import VideoDiT
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
+
+MODEL = dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=8, freq_dim=16)
+MODEL |= dict(ffn_dim=48, num_layers=2)
+
+
+def make_model(fine_gate: bool = True) -> VideoDiT:
+    def attention(**layer: Any) -> VideoSparseAttention:
+        return VideoSparseAttention(**layer, tile_thw=tiny.TILE, fine_gate=fine_gate)
+
+    return tiny.stirred(VideoDiT(attention=attention, **MODEL))
+
+
+def make_config(model: VideoDiT, **changes: Any) -> SparseAttentionConfig:
+    settings: dict[str, Any] = dict(
+        method="video_sparse",
+        tile_thw=tiny.TILE,
+        partition="cube",
+        block_order="nested",
+        fine_gate=model.blocks[0].method.to_gate_fine is not None,
+        gate_keys=tuple(name for name in model.state_dict() if "to_gate_" in name),
+        topk=(4, 3),
+        num_tiles=(tiny.TILES,),
+        grids=(tiny.GRID,),
+    )
+    return SparseAttentionConfig(**{**settings, **changes})
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> tuple[VideoDiT, Path]:
+    model = make_model()
+    # several shards
+    return model, export_pretrained(model, tmp_path / "sparse", sparse=make_config(model), max_shard_bytes=20_000)
+
+
+def inputs() -> list[torch.Tensor]:
+    case = tiny.wan()
+    return [case.inputs[name] for name in ("hidden_states", "timestep", "encoder_hidden_states")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fine_gate", [True, False])
+def test_loaded_transformer_equals_our_model(tmp_path, fine_gate):
+    model = make_model(fine_gate)
+    folder = export_pretrained(model, tmp_path / "sparse", sparse=make_config(model), max_shard_bytes=20_000)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    transformer = load_sparse(folder)
+    assert set(transformer.state_dict()) == set(model.state_dict())
+    found = transformer(*inputs()).sample
+    assert tiny.difference(found, model(*inputs(), topk=(4, 3))) < 1e-5
+    # control: top-k of the other layer
+    assert tiny.difference(found, model(*inputs(), topk=(3, 4))) > 1e-4
+    remove(transformer)
+    base = {name: tensor for name, tensor in model.state_dict().items() if "to_gate_" not in name}
+    assert {name: tensor.shape for name, tensor in transformer.state_dict().items()} == {
+        name: tensor.shape for name, tensor in base.items()
+    }
+    assert all(torch.equal(tensor, base[name]) for name, tensor in transformer.state_dict().items())
+
+
+@torch.no_grad()
+def test_settings_of_the_call_go_before_those_of_the_file(exported):
+    model, folder = exported
+    assert tiny.difference(load_sparse(folder, topk=2)(*inputs()).sample, model(*inputs(), topk=2)) < 1e-5
+    assert tiny.difference(load_sparse(folder, sparsity=0.5)(*inputs()).sample, model(*inputs(), topk=6)) < 1e-5
+    half = load_sparse(folder, dtype=torch.bfloat16)
+    assert half.blocks[0].to_gate_compress.weight.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_a_base_model_of_the_caller_and_a_pipeline_folder(exported, tmp_path):
+    model, folder = exported
+    (tmp_path / "pipeline").mkdir()
+    folder = folder.rename(tmp_path / "pipeline" / "transformer")
+    base = WanTransformer3DModel.from_pretrained(folder)
+    assert load_sparse(tmp_path / "pipeline", transformer=base) is base
+    assert tiny.difference(base(*inputs()).sample, model(*inputs(), topk=(4, 3))) < 1e-5
+
+
+@torch.no_grad()
+def test_budget_of_the_file_follows_step_progress_and_grid(exported):
+    model, folder = exported
+    early = TopkRange(start=0.0, stop=0.5, topk=(8, 9))
+    config = dataclasses.replace(read_sparse_config(folder), dense_steps=1, topk_ranges=(early,), dense_layers=(1,))
+    write_sparse_config(folder, config)
+    transformer = load_sparse(folder)
+    latents, _, text = inputs()
+    kept = []
+    for timestep in (1000.0, 900.0, 200.0):
+        found = transformer(latents, torch.full((2,), timestep), text).sample
+        kept.append(applied_attention(transformer).describe()["topk"])
+        topk = (12, 12) if len(kept) == 1 else (8, 12) if len(kept) == 2 else (4, 12)
+        assert tiny.difference(found, model(latents, torch.full((2,), timestep), text, topk=topk)) < 1e-5
+    assert kept == [12, [8, 12], [4, 12]]
+    # half the tiles, half of the top-k
+    transformer(latents[:, :, :2], torch.full((2,), 100.0), text)
+    assert applied_attention(transformer).describe()["topk"] == [2, 6]
+
+
+def edit(folder: Path, key: str, tensor: torch.Tensor | None) -> None:
+    """Replace, add or drop one tensor of a checkpoint."""
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    record = json.loads(index.read_text())
+    path = folder / record["weight_map"].get(key, next(iter(record["weight_map"].values())))
+    tensors = load_file(path)
+    tensors.pop(key, None)
+    record["weight_map"].pop(key, None)
+    if tensor is not None:
+        tensors[key] = tensor
+        record["weight_map"][key] = path.name
+    save_file(tensors, path)
+    index.write_text(json.dumps(record))
+
+
+def drop_json(folder: Path) -> None:
+    (folder / SPARSE_CONFIG).unlink()
+
+
+def drop_gate(folder: Path) -> None:
+    edit(folder, "blocks.1.to_gate_compress.bias", None)
+
+
+def add_gate(folder: Path) -> None:
+    edit(folder, "blocks.2.to_gate_compress.bias", torch.zeros(32))
+
+
+def bend_gate(folder: Path) -> None:
+    edit(folder, "blocks.1.to_gate_compress.bias", torch.zeros(16))
+
+
+def change(**changes: Any) -> Any:
+    return lambda folder: write_sparse_config(folder, dataclasses.replace(read_sparse_config(folder), **changes))
+
+
+def old_version(folder: Path) -> None:
+    path = folder / SPARSE_CONFIG
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 7'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop_json, r"sparse_attention\.json is missing"),
+        (old_version, "schema_version is 7, this version reads 1"),
+        (drop_gate, r"lacks gates of .*: blocks\.1\.to_gate_compress\.bias \(1 in all\)"),
+        (add_gate, r"unexpected gates of .*: blocks\.2\.to_gate_compress\.bias \(1 in all\)"),
+        (bend_gate, r"blocks\.1\.to_gate_compress\.bias has shape \(16,\), the transformer needs \(32,\)"),
+        (change(fine_gate=False), r"the transformer lacks gates of .*blocks\.0\.to_gate_fine\.bias"),
+        (change(topk=(3,)), "has 1 layers, the transformer has 2"),
+        (change(method="sparge"), "method must be .* got 'sparge'"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(exported, damage, message):
+    _, folder = exported
+    base = WanTransformer3DModel.from_pretrained(folder)
+    keys = list(base.state_dict())
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        load_sparse(folder, transformer=base)
+    assert list(base.state_dict()) == keys
+    assert applied_attention(base) is None
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        load_sparse(tmp_path / "nowhere")

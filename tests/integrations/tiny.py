@@ -1,0 +1,133 @@
+"""Tiny random transformers of the four families, with inputs on a grid that no tile divides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import (
+    CogVideoXTransformer3DModel,
+    HunyuanVideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    WanTransformer3DModel,
+)
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from torch import Tensor
+
+GRID = (3, 5, 7)
+TILE = (2, 2, 4)
+# 2 x 3 x 2 tiles
+TILES = 12
+TEXT = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A transformer, the arguments of its forward, and the text tokens in its self-attention."""
+
+    model: Any
+    inputs: dict[str, Any]
+    text: int = 0
+
+    def run(self, **changes: Any) -> Tensor:
+        return self.model(**{**self.inputs, **changes}, return_dict=False)[0]
+
+
+def stirred(model: Any) -> Any:
+    """Weights and biases away from 0 and 1, so that one left out would show."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def wan(**changes: Any) -> Case:
+    torch.manual_seed(0)
+    options = dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=8, freq_dim=16)
+    model = stirred(WanTransformer3DModel(**{**options, "ffn_dim": 48, "num_layers": 2, **changes}))
+    t, h, w = GRID
+    inputs = dict(
+        hidden_states=randn(2, model.config.in_channels, t, 2 * h, 2 * w),
+        timestep=torch.tensor([700.0, 300.0]),
+        encoder_hidden_states=randn(2, 512 if model.config.image_dim else 9, 8, seed=1),
+    )
+    if model.config.image_dim:
+        inputs["encoder_hidden_states_image"] = randn(2, 5, model.config.image_dim, seed=2)
+    return Case(model, inputs)
+
+
+def ltx() -> Case:
+    torch.manual_seed(0)
+    options = dict(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=2)
+    model = stirred(LTXVideoTransformer3DModel(**options, cross_attention_dim=32, caption_channels=8))
+    t, h, w = GRID
+    inputs = dict(
+        hidden_states=randn(2, t * h * w, 4),
+        timestep=torch.tensor([700.0, 300.0]),
+        encoder_hidden_states=randn(2, 9, 8, seed=1),
+        # the cross-attention masks its text
+        encoder_attention_mask=torch.tensor([[1] * 9, [1] * 4 + [0] * 5]),
+        num_frames=t,
+        height=h,
+        width=w,
+        rope_interpolation_scale=(20 / 25, 32, 32),
+    )
+    return Case(model, inputs)
+
+
+def cogvideox(patch_size_t: int | None = None, rope: bool = True) -> Case:
+    torch.manual_seed(0)
+    t, h, w = GRID
+    model = stirred(
+        CogVideoXTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            time_embed_dim=16,
+            text_embed_dim=8,
+            num_layers=2,
+            sample_width=2 * w,
+            sample_height=2 * h,
+            sample_frames=4 * t - 3,
+            max_text_seq_length=TEXT,
+            patch_size_t=patch_size_t,
+            use_rotary_positional_embeddings=rope,
+        )
+    )
+    tables = get_3d_rotary_pos_embed(16, ((0, 0), (h, w)), (h, w), t) if rope else None
+    inputs = dict(
+        hidden_states=randn(2, t * (patch_size_t or 1), 4, 2 * h, 2 * w),
+        encoder_hidden_states=randn(2, TEXT, 8, seed=1),
+        timestep=torch.tensor([700, 300]),
+        image_rotary_emb=tables,
+    )
+    return Case(model, inputs, text=TEXT)
+
+
+def hunyuan(lengths: tuple[int, ...] = (TEXT, TEXT), **changes: Any) -> Case:
+    torch.manual_seed(0)
+    t, h, w = GRID
+    options = dict(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1)
+    options |= dict(num_single_layers=1, num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=8, pooled_projection_dim=8)
+    options |= dict(rope_axes_dim=(4, 6, 6), guidance_embeds=False)
+    model = stirred(HunyuanVideoTransformer3DModel(**{**options, **changes}))
+    batch = len(lengths)
+    inputs = dict(
+        hidden_states=randn(batch, 4, t, 2 * h, 2 * w),
+        timestep=torch.tensor([700.0, 300.0, 500.0][:batch]),
+        encoder_hidden_states=randn(batch, TEXT, 8, seed=1),
+        encoder_attention_mask=(torch.arange(TEXT) < torch.tensor(lengths)[:, None]).long(),
+        pooled_projections=randn(batch, 8, seed=2),
+    )
+    return Case(model, inputs, text=TEXT)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest entry of b (at least 1)."""
+    return ((a - b).abs().max() / b.abs().max().clamp(min=1)).item()

@@ -1,0 +1,366 @@
+"""scripts/convert_checkpoint.py: every layout and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scripts.convert_checkpoint import main
+from vsa.attention.full import FullAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.checkpoint import export_pretrained, open_pretrained, sparse_settings, transformer_config
+from vsa.models.key_names import diffusers_to_wan, is_gate, wan_to_diffusers
+from vsa.models.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.models.video_dit import VideoDiT
+from vsa.models.weight_files import WeightFiles
+from vsa.training.checkpointing import load_model_tensors, resolve_checkpoint, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
+
+BASE = dict(num_attention_heads=2, attention_head_dim=16, text_dim=24, freq_dim=32, ffn_dim=48, num_layers=2)
+KINDS = {
+    "t2v": dict(in_channels=8, out_channels=8),
+    "i2v": dict(in_channels=13, out_channels=8, image_dim=20, added_kv_proj_dim=32),
+    "i2v_22": dict(in_channels=13, out_channels=8),
+    "ti2v": dict(in_channels=48, out_channels=48),
+}
+SPARSE = partial(VideoSparseAttention, tile_thw=(2, 2, 2))
+FASTVIDEO = partial(VideoSparseAttention, tile_thw=(4, 4, 4), fine_gate=False)
+
+
+def random_model(attention: Any, kind: str = "t2v") -> VideoDiT:
+    model = VideoDiT(attention=attention, **BASE, **KINDS[kind])
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    return model
+
+
+def sparse_of(model: VideoDiT) -> SparseAttentionConfig:
+    return SparseAttentionConfig(**sparse_settings(model), topk=(3, 5), num_tiles=(12,), grids=((3, 4, 6),))
+
+
+def exported(folder: Path, attention: Any = FullAttention, kind: str = "t2v") -> VideoDiT:
+    model = random_model(attention, kind)
+    export_pretrained(model, folder, sparse=None if attention is FullAttention else sparse_of(model))
+    return model
+
+
+def convert(*args: Any) -> None:
+    main([str(arg) for arg in args])
+
+
+def same_tensors(folder: Path, model: VideoDiT) -> bool:
+    files, wanted = WeightFiles(folder), model.state_dict()
+    return set(files.keys) == set(wanted) and all(torch.equal(files.read(key), wanted[key]) for key in wanted)
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+# names
+
+
+def wan_shapes(dim: int, ffn: int, layers: int, channels: tuple[int, int], image: bool) -> dict[str, tuple[int, ...]]:
+    """Tensors of Wan2.1's `WanModel`, written down from wan/modules/model.py."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embedding.weight": (dim, channels[0], 1, 2, 2),
+        "head.modulation": (1, 2, dim),
+    }
+    shapes |= {"patch_embedding.bias": (dim,)}
+
+    def linear(name: str, rows: int, columns: int) -> None:
+        shapes.update({f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)})
+
+    def norm(name: str, width: int) -> None:
+        shapes.update({f"{name}.weight": (width,), f"{name}.bias": (width,)})
+
+    for name, rows, columns in (
+        ("text_embedding.0", dim, 4096),
+        ("text_embedding.2", dim, dim),
+        ("time_embedding.0", dim, 256),
+        ("time_embedding.2", dim, dim),
+        ("time_projection.1", 6 * dim, dim),
+        ("head.head", 4 * channels[1], dim),
+    ):
+        linear(name, rows, columns)
+    if image:
+        norm("img_emb.proj.0", 1280)
+        linear("img_emb.proj.1", 1280, 1280)
+        linear("img_emb.proj.3", dim, 1280)
+        norm("img_emb.proj.4", dim)
+    for n in range(layers):
+        for part in ("self_attn", "cross_attn"):
+            extra = ["k_img", "v_img"] if image and part == "cross_attn" else []
+            for name in ["q", "k", "v", "o", *extra]:
+                linear(f"blocks.{n}.{part}.{name}", dim, dim)
+            for name in ["norm_q", "norm_k", *(["norm_k_img"] if extra else [])]:
+                shapes[f"blocks.{n}.{part}.{name}.weight"] = (dim,)
+        norm(f"blocks.{n}.norm3", dim)
+        linear(f"blocks.{n}.ffn.0", ffn, dim)
+        linear(f"blocks.{n}.ffn.2", dim, ffn)
+        shapes[f"blocks.{n}.modulation"] = (1, 6, dim)
+    return shapes
+
+
+PUBLISHED = {
+    "t2v_1_3b": (12, 8960, 30, (16, 16), False),
+    "t2v_14b": (40, 13824, 40, (16, 16), False),
+    "i2v_14b": (40, 13824, 40, (36, 16), True),
+    "ti2v_5b": (24, 14336, 30, (48, 48), False),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_of_published_models_are_those_of_wans_code(name):
+    heads, ffn, layers, channels, image = PUBLISHED[name]
+    with torch.device("meta"):
+        model = VideoDiT(
+            attention=FullAttention,
+            num_attention_heads=heads,
+            attention_head_dim=128,
+            ffn_dim=ffn,
+            num_layers=layers,
+            in_channels=channels[0],
+            out_channels=channels[1],
+            image_dim=1280 if image else None,
+            added_kv_proj_dim=heads * 128 if image else None,
+        )
+    found = {diffusers_to_wan(key): tuple(value.shape) for key, value in model.state_dict().items()}
+    assert found == wan_shapes(heads * 128, ffn, layers, channels, image)
+    assert [wan_to_diffusers(key) for key in found] == list(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "key", ["blocks.0.attn1.to_q", "blocks.x.norm2.weight", "norm2.weight", "proj_out", "a.b.weight"]
+)
+def test_unknown_names_are_refused(key):
+    with pytest.raises(ValueError, match=f"{key} is no tensor of a diffusers checkpoint"):
+        diffusers_to_wan(key)
+    with pytest.raises(ValueError, match="is no tensor of a Wan checkpoint"):
+        wan_to_diffusers("blocks.0.attn1.to_q.weight")
+
+
+# Wan's layout
+
+
+@pytest.mark.parametrize("attention", [FullAttention, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_diffusers_to_wan_and_back(kind, attention, tmp_path):
+    model = exported(tmp_path / "a", attention, kind)
+    convert(tmp_path / "a", tmp_path / "wan", "--to", "wan", "--max-shard-gb", 3e-5)
+    assert (tmp_path / "wan/diffusion_pytorch_model.safetensors.index.json").exists()
+    # diffusers' own converter is the judge of what each name means
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+    files = WeightFiles(tmp_path / "wan")
+    theirs = convert_wan_transformer_to_diffusers({key: files.read(key) for key in files.keys})
+    wanted = model.state_dict()
+    assert theirs.keys() == wanted.keys()
+    assert all(torch.equal(theirs[key], wanted[key]) for key in wanted)
+
+    convert(tmp_path / "wan", tmp_path / "b", "--to", "diffusers", "--no-golden")
+    assert same_tensors(tmp_path / "b", model)
+    for name in sorted(path.name for path in (tmp_path / "a").iterdir()):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type"), [("t2v", "t2v"), ("i2v", "i2v"), ("i2v_22", "i2v"), ("ti2v", "ti2v")], ids=lambda x: x
+)
+def test_wans_config(kind, model_type, tmp_path):
+    exported(tmp_path / "a", kind=kind)
+    convert(tmp_path / "a", tmp_path / "wan", "--to", "wan")
+    config = json_of(tmp_path / "wan/config.json")
+    assert config == {
+        "_class_name": "WanModel",
+        "model_type": model_type,
+        "text_len": 512,
+        "in_dim": KINDS[kind]["in_channels"],
+        "out_dim": KINDS[kind]["out_channels"],
+        "dim": 32,
+        "num_heads": 2,
+        "num_layers": 2,
+        "ffn_dim": 48,
+        "freq_dim": 32,
+        "eps": 1e-6,
+    }
+
+
+# FastVideo's
+
+
+def fastvideo_folder(folder: Path) -> VideoDiT:
+    """As FastVideo saves a VSA model: diffusers' names and config, gates, and no word on their use."""
+    model = random_model(FASTVIDEO)
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(transformer_config(model)))
+    return model
+
+
+def test_fastvideo_to_ours_and_back(tmp_path):
+    model = fastvideo_folder(tmp_path / "fv")
+    with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
+        open_pretrained(tmp_path / "fv")
+    convert(tmp_path / "fv", tmp_path / "a", "--sparsity", 0.9, "--grid", 8, 16, 12, "--flow-shift", 8, "--guidance", 5)
+    found, info = open_pretrained(tmp_path / "a")
+    assert same_tensors(tmp_path / "a", model)
+    assert info.sparse is not None
+    # 2 x 4 x 3 tiles, of which a tenth is 3
+    assert (info.sparse.num_tiles, info.sparse.topk, info.sparse.budget) == ((24,), (3, 3), "fraction")
+    assert (info.sparse.flow_shift, info.sparse.guidance_scale, info.sparse.fine_gate) == (8, 5, False)
+    assert info.sparse.golden == "golden.safetensors"
+    assert sum(is_gate(key) for key in found.state_dict()) == 4
+
+    convert(tmp_path / "a", tmp_path / "back", "--to", "fastvideo")
+    assert same_tensors(tmp_path / "back", model)
+    assert json_of(tmp_path / "back/config.json") == json_of(tmp_path / "fv/config.json")
+    assert read_sparse_config(tmp_path / "back") == info.sparse
+
+
+# our runs
+
+
+def run_folder(folder: Path, attention: str = "VideoSparseAttention") -> dict[str, torch.Tensor]:
+    """A run whose averaged and trained weights differ; returns the averaged ones."""
+    module = {"VideoSparseAttention": "video_sparse", "FullAttention": "full"}[attention]
+    sparse = attention == "VideoSparseAttention"
+    model = random_model(SPARSE if sparse else FullAttention)
+    ema = {name: p.detach() for name, p in model.named_parameters()}
+    own = {"tile_thw": [2, 2, 2]} if sparse else {}
+    state = {
+        "step": 9,
+        "latent_shapes": [[8, 1, 8, 8], [8, 3, 8, 12]],
+        "config": {
+            "model": {"_target_": "vsa.models.video_dit.VideoDiT", **BASE, **KINDS["t2v"]},
+            "attention": {"_target_": f"vsa.attention.{module}.{attention}", "_partial_": True, **own},
+            "sparsity": {"_target_": "vsa.attention.schedule.ConstantSparsity", "topk": 5, "dense_layers": [0]},
+            "task": {
+                "objective": {
+                    "shift": {"_target_": "vsa.diffusion.flow_matching.FlowShift", "kind": "constant", "value": 3.0}
+                }
+            },
+        },
+    }
+    write_checkpoint(folder / "checkpoints", {"model": {k: v + 1 for k, v in ema.items()}, "ema": ema}, state)
+    return ema
+
+
+def test_run_to_diffusers_and_back(tmp_path):
+    ema = run_folder(tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "a", "--to", "diffusers")
+    found, info = open_pretrained(tmp_path / "a")
+    assert all(torch.equal(found.state_dict()[key], value) for key, value in ema.items())
+    sparse = info.sparse
+    assert sparse is not None
+    # the largest grid first: 3 x 4 x 6 tokens in 2 x 2 x 3 tiles, then 1 x 4 x 4 in 1 x 2 x 2
+    assert (sparse.grids, sparse.num_tiles) == (((3, 4, 6), (1, 4, 4)), (12, 4))
+    assert (sparse.topk, sparse.dense_layers, sparse.budget) == ((12, 5), (0,), "count")
+    assert sparse.layer_topk(4) == (4, 4)
+    assert (sparse.flow_shift, sparse.tile_thw, sparse.fine_gate) == (3.0, (2, 2, 2), True)
+
+    convert(tmp_path / "a", tmp_path / "back", "--to", "run")
+    checkpoint = resolve_checkpoint(tmp_path / "back")
+    tensors = checkpoint.tensors("model")
+    assert tensors.keys() == ema.keys()
+    assert all(torch.equal(tensors[key], value) for key, value in ema.items())
+    # `init_from=` loads it this way
+    load_model_tensors(random_model(SPARSE), tensors, "back")
+    # and it converts again to the same files, golden tensors included
+    convert(tmp_path / "back", tmp_path / "b", "--to", "diffusers")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_trained_weights_and_dense_runs(tmp_path):
+    ema = run_folder(tmp_path / "run", "FullAttention")
+    convert(tmp_path / "run", tmp_path / "a", "--weights", "model")
+    found = WeightFiles(tmp_path / "a")
+    assert all(torch.equal(found.read(key), value + 1) for key, value in ema.items())
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+    ]
+
+
+# everything else
+
+
+def test_dtype_and_golden_tensors_of_what_was_written(tmp_path):
+    from scripts.conformance import main as conformance
+
+    exported(tmp_path / "a", SPARSE)
+    convert(tmp_path / "a", tmp_path / "b", "--dtype", "bfloat16", "--golden-layers", 1)
+    files, source = WeightFiles(tmp_path / "b"), WeightFiles(tmp_path / "a")
+    assert all(torch.equal(files.read(key), source.read(key).to(torch.bfloat16)) for key in source.keys)
+    assert list(load_file(tmp_path / "b/golden.safetensors")) == ["blocks.1.hidden", "blocks.1.out"]
+    conformance([str(tmp_path / "b"), "--device", "cpu"])
+
+
+def test_sampling_settings_are_written_over(tmp_path):
+    exported(tmp_path / "a", SPARSE)
+    convert(tmp_path / "a", tmp_path / "b", "--step-list", 1000, 757, "--guidance-form", "additive", "--no-golden")
+    sparse = read_sparse_config(tmp_path / "b")
+    assert (sparse.step_list, sparse.guidance_form, sparse.topk) == ((1000.0, 757.0), "additive", (3, 5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/nowhere", "{tmp}/out"], "no such folder"),
+        (["{tmp}/dense", "{tmp}/sparse"], "sparse already exists"),
+        (["{tmp}/dense", "{tmp}/out", "--topk", "3", "--grid", "8", "8", "8"], "has no gates"),
+        (["{tmp}/sparse", "{tmp}/out", "--topk", "3"], "says its own top-k and grid"),
+        (
+            ["{tmp}/sparse", "{tmp}/out", "--to", "fastvideo"],
+            r"tile_thw=\(4, 4, 4\) only, the source has .*\(2, 2, 2\)",
+        ),
+        (["{tmp}/fv", "{tmp}/out"], "has gates but no sparse_attention.json"),
+        (["{tmp}/fv", "{tmp}/out", "--topk", "3"], "grid=None, topk=3 and sparsity=None"),
+        (["{tmp}/fv", "{tmp}/out", "--topk", "9", "--grid", "8", "8", "8"], r"topk must be in 1..8, .* got 9..9"),
+        (["{tmp}/short", "{tmp}/out"], "lacks 1 tensors of the model: proj_out.bias"),
+        (["{tmp}/strange", "{tmp}/out"], "blocks.0.extra.weight is no tensor of a Wan checkpoint"),
+        (["{tmp}/narrow", "{tmp}/out"], "a Wan checkpoint needs num_heads, it is missing"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path):
+    exported(tmp_path / "dense")
+    exported(tmp_path / "sparse", SPARSE)
+    fastvideo_folder(tmp_path / "fv")
+    exported(tmp_path / "short")
+    path = tmp_path / "short/diffusion_pytorch_model.safetensors"
+    save_file({key: value for key, value in load_file(path).items() if key != "proj_out.bias"}, path)
+    convert(tmp_path / "dense", tmp_path / "strange", "--to", "wan")
+    path = tmp_path / "strange/diffusion_pytorch_model.safetensors"
+    save_file(load_file(path) | {"blocks.0.extra.weight": torch.ones(1)}, path)
+    convert(tmp_path / "dense", tmp_path / "narrow", "--to", "wan")
+    path = tmp_path / "narrow/config.json"
+    path.write_text(json.dumps({key: value for key, value in json_of(path).items() if key != "num_heads"}))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        convert(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_errors_are_one_line_and_status_1(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "scripts/convert_checkpoint.py", "./nowhere", str(tmp_path / "out"), "--to", "wan"],
+        cwd=ROOT,
+        env={"PYTHONPATH": ".:kernels", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: no such folder: ./nowhere\n"
+    assert not (tmp_path / "out" / SPARSE_CONFIG).exists()

@@ -1,0 +1,71 @@
+"""Runs a function on several ranks: forked processes with the environment that torchrun gives its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import lightning.fabric.utilities.rank_zero as rank_zero
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+
+def run_ranks(world: int, function: Callable[[int], Any], seconds: float = 200) -> list[Any]:
+    """What `function(rank)` returned, by rank.
+
+    Args:
+        world: number of processes.
+        function: run on every rank; its result must pickle.
+        seconds: after which all are killed.
+
+    Raises:
+        AssertionError: a rank failed or hung; holds its traceback.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        context.Process(target=_run, args=(rank, world, port, function, pipes[rank][1])) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + seconds
+    try:
+        results = []
+        for rank, (receiver, _) in enumerate(pipes):
+            assert receiver.poll(max(0.0, end - time.monotonic())), f"rank {rank} did not end in {seconds} s"
+            failure, result = receiver.recv()
+            assert failure is None, f"rank {rank}: {failure}"
+            results.append(result)
+        return results
+    finally:
+        for process in processes:
+            process.join(max(0.1, min(5.0, end - time.monotonic())))
+            process.kill()
+            process.join()
+
+
+def _run(rank: int, world: int, port: int, function: Callable[[int], Any], pipe: Connection) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    # set from the environment when the module is imported, which was before the fork
+    rank_zero.rank_zero_only.rank = rank_zero_only.rank = rank
+    try:
+        pipe.send((None, function(rank)))
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))

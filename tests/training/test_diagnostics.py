@@ -1,0 +1,255 @@
+"""Sparsity of a run as it is logged, validated, sampled and measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vsa.attention.full import dense_attn
+from vsa.data.batch import VideoBatch
+from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
+from vsa.training.callbacks.diagnostics import METRICS, Diagnostics
+from vsa.training.figures import layer_heatmaps
+from vsa.training.inference import generate, load_run
+
+LOOK = (
+    "callbacks=diagnostics",
+    "callbacks.diagnostics.every_n_steps=2",
+    "callbacks.diagnostics.timesteps=[0.2,0.6,0.9]",
+    "model.num_attention_heads=2",
+)
+STAIRS = (
+    "sparsity=staircase",
+    "sparsity.topk=2",
+    "~sparsity.sparsity",
+    "sparsity.dense_steps=1",
+    "sparsity.interval=1",
+    "sparsity.tiles=2",
+)
+# 8 tiles; the first layer stays dense
+LAYERS = (*STAIRS, "sparsity.dense_layers=[0]")
+MEASURED = (
+    "sparsity=missed_mass",
+    "sparsity.topk=2",
+    "~sparsity.sparsity",
+    "sparsity.dense_steps=1",
+    "sparsity.interval=2",
+    "sparsity.tiles=3",
+)
+
+
+def read_table(folder: Path, step: int) -> dict:
+    return json.loads((folder / "diagnostics" / f"step-{step:08d}.json").read_text())
+
+
+def by_layer(table: dict) -> list:
+    """Rows `[layer][metric]` of a table."""
+    return list(zip(*(table["tables"][name] for name in METRICS), strict=True))
+
+
+def recall_by_hand(training, callback: Diagnostics, layer: int, sigma: float, topk: tuple[int, ...]) -> float:
+    """Mass of the recorded selection in the whole fp64 attention of the checkpoint's weights."""
+    run = load_run(training.folder(), weights="model", device="cpu")
+    batch = callback._batch
+    assert isinstance(batch, VideoBatch)
+    latents = (batch.latents - run.latent_mean.view(1, -1, 1, 1, 1)) / run.latent_std.view(1, -1, 1, 1, 1)
+    level = torch.full((len(latents),), sigma)
+    seen: dict = {}
+    with torch.no_grad():
+        x_t = add_noise(latents, noise_like(latents, batch.seeds), level)
+        run.model(
+            *(x_t, to_timestep(level), batch.text, batch.text_mask),
+            topk=topk,
+            recorder=lambda i, t: seen.update({i: t}),
+        )
+    found = seen[layer]
+    layout = run.model.layout_for(latents.shape[1:])
+    tiles = torch.arange(layout.num_blocks).repeat_interleave(layout.blocks.sizes.long())
+    # what dense attention gives to an indicator of "this tile is selected" is the mass of the selected tiles
+    total = 0.0
+    for head in range(found["q"].shape[2]):
+        for row in range(layout.num_tokens):
+            kept = found["kv_indices"][0, head, tiles[row], : found["kv_num_blocks"][0, head, tiles[row]]]
+            values = torch.isin(tiles, kept).double()[None, :, None, None]
+            q, k = (found[name][:1, :, head : head + 1].double() for name in ("q", "k"))
+            total += dense_attn(q[:, row : row + 1], k, values.expand(-1, -1, -1, q.shape[-1])).mean().item()
+    return total / (found["q"].shape[2] * layout.num_tokens)
+
+
+def test_what_is_measured_is_what_the_weights_do(training):
+    trainer = training(*LOOK, *LAYERS, "callbacks.ema=null")
+    folder = training.folder()
+    names = sorted(p.name for p in (folder / "diagnostics").iterdir())
+    assert names == [f"step-0000000{step}.{kind}" for step in (2, 4) for kind in ("json", "png")]
+    for step, kept in ((2, 4), (4, 2)):
+        table = read_table(folder, step)
+        assert (table["step"], table["topk"], table["num_tiles"]) == (step, [8, kept], 8)
+        assert table["sparsity"] == 1 - (8 + kept) / 16
+        assert table["timesteps"] == [0.2, 0.6, 0.9]
+        assert set(table["tables"]) == set(METRICS)
+        # the dense layer misses nothing and selects the same everywhere, the other one does not
+        dense, sparse = (dict(zip(METRICS, rows, strict=True)) for rows in by_layer(table))
+        assert dense["recall"] == pytest.approx([1] * 3, abs=1e-5)
+        assert dense["overlap_heads"] == [1] * 3
+        assert dense["overlap_steps"] == [None, 1, 1]
+        assert sparse["recall_random"] == [kept / 8] * 3
+        assert all(kept / 16 < x < 0.99 for x in sparse["recall"])
+        assert all(x < 1 for x in sparse["overlap_steps"][1:])
+        row = training.metrics()[step]
+        for name in METRICS:
+            cells = [x for cells in table["tables"][name] for x in cells if x is not None]
+            assert float(row[f"diag/{name}"]) == pytest.approx(np.mean(cells), rel=1e-5)
+        assert float(row["diag/recall_layer_1"]) == pytest.approx(np.mean(sparse["recall"]), rel=1e-5)
+    callback = next(c for c in trainer.callbacks if isinstance(c, Diagnostics))
+    by_hand = recall_by_hand(training, callback, 1, 0.6, (8, 2))
+    assert sparse["recall"][1] == pytest.approx(by_hand, abs=1e-5)
+    # controls: another noise level, another top-k
+    assert abs(recall_by_hand(training, callback, 1, 0.2, (8, 2)) - by_hand) > 1e-4
+    assert abs(recall_by_hand(training, callback, 1, 0.6, (8, 3)) - by_hand) > 1e-2
+    assert np.asarray(Image.open(folder / "diagnostics" / "step-00000004.png").convert("L")).std() > 1
+
+
+def test_looking_leaves_training_alone(training):
+    training(*LOOK, *STAIRS)
+    training("run=blind", "model.num_attention_heads=2", *STAIRS)
+    assert training.losses() == training.losses("blind")
+    ours, theirs = training.tensors(), training.tensors("blind")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_all_tiles_and_dense_attention(training):
+    training(*LOOK, "sparsity.sparsity=0")
+    means = read_table(training.folder(), 4)["means"]
+    for name in ("recall", "recall_random", "overlap_steps", "overlap_heads"):
+        assert means[name] == pytest.approx(1, abs=1e-5)
+    training(*LOOK, "run=dense", "attention=full", "~attention.tile_thw")
+    assert not (training.folder("dense") / "diagnostics").exists()
+    assert not any(name.startswith("diag/") for name in training.metrics("dense")[4])
+
+
+def test_a_measured_schedule_follows_what_is_measured(training):
+    training(*LOOK, *MEASURED, "sparsity.max_missed=1.0", "trainer.max_steps=7")
+    # down after the looks at 2, 4 and 6, which hold from the next step on
+    rows = training.metrics()
+    assert [float(rows[step]["sparsity/topk"]) for step in range(1, 8)] == [8, 8, 5, 5, 2, 2, 2]
+    state = training.last().state["sparsity_state"]
+    assert state["drop_steps"] == [2, 4, 6]
+    assert [missed for _, missed in state["measured"]] == pytest.approx(
+        [1 - float(rows[step]["diag/recall"]) for step in (2, 4, 6)], abs=1e-6
+    )
+    # the weights are sampled at the top-k they had
+    assert load_run(training.folder(), device="cpu").settings().topk == 2
+    # nothing may be missed: one step down, from all tiles, then none
+    training("run=strict", *LOOK, *MEASURED, "sparsity.max_missed=0.001", "trainer.max_steps=5")
+    rows = training.metrics("strict")
+    assert [float(rows[step]["sparsity/topk"]) for step in range(1, 6)] == [8, 8, 5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["callbacks.diagnostics.layers=[0,2]"], r"layers has \[2\], but the model's layers are 0 to 1"),
+        (["callbacks.diagnostics.samples=5"], "samples=5 is above the 4 samples"),
+        (["callbacks.diagnostics.every_n_steps=0"], "every_n_steps must be at least 1, got 0"),
+        (["callbacks.diagnostics.timesteps=[0.5,1.5]"], r"must lie in \[0, 1\], got \[0.5, 1.5\]"),
+        (["data.val_fraction=0"], "needs held-out samples"),
+        (["flop_budget=1e9", *MEASURED], "flop_budget needs a schedule known in advance, MissedMassSparsity"),
+        (["++task.validate_at=[dense]"], r"must hold current, .* got \['dense'\]"),
+        (["++callbacks.samples.sparsity=[none]"], r"callbacks.samples.sparsity must hold some of .* \['none'\]"),
+    ],
+)
+def test_bad_input(training, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        training(*LOOK, *overrides)
+    assert not training.folder().exists()
+
+
+def test_a_checkpoint_may_not_come_before_the_measurement(training, tmp_path):
+    late = Diagnostics(run_dir=str(tmp_path), every_n_steps=2)
+    with pytest.raises(ValueError, match=r"diagnostics must stand before callbacks\.checkpoint"):
+        training(*MEASURED, callbacks=(late,))
+
+
+def test_the_sparsity_of_every_layer_is_logged(training):
+    training(*LAYERS)
+    for step, kept in ((1, 8), (2, 6), (4, 2)):
+        row = training.metrics()[step]
+        assert float(row["sparsity/topk"]) == (8 + kept) / 2
+        assert float(row["sparsity/density"]) == (8 + kept) / 16
+        assert float(row["sparsity/effective"]) == 1 - (8 + kept) / 16
+        assert float(row["sparsity/tile_pairs"]) == 8 * (8 + kept) / 2
+        if kept < 8:
+            assert [float(row[f"sparsity/topk_layer_{i}"]) for i in (0, 1)] == [8, kept]
+    # layers that do not differ have no column each
+    training("run=same", *STAIRS)
+    assert not any("topk_layer" in name for name in training.metrics("same")[4])
+
+
+def test_validation_at_all_tiles_and_at_the_target(training):
+    every = ("trainer.val_check_interval=2", "++task.validate_at=[current,dense,target]")
+    training(*STAIRS, *every)
+    rows = training.metrics()
+    # step 2 trains with 4 of 8 tiles next, step 4 with 2, which is the target
+    names = ("val/loss", "val/loss_dense", "val/loss_target")
+    at_2, at_4 = ([float(rows[step][name]) for name in names] for step in (2, 4))
+    assert len(set(at_2)) == 3
+    assert at_4[0] == at_4[2] != at_4[1]
+    assert any(name.startswith("val/loss_dense_decile_") for name in rows[2])
+    # each is the loss of a run that validates there and nowhere else
+    training("run=plain", *STAIRS, "trainer.val_check_interval=2")
+    assert [float(training.metrics("plain")[step]["val/loss"]) for step in (2, 4)] == [at_2[0], at_4[0]]
+    assert "val/loss_dense" not in training.metrics("plain")[2]
+
+
+def test_clips_at_all_tiles_beside_those_of_the_step(training):
+    training(
+        *LAYERS,
+        "callbacks.samples.prompts=[a red circle moving left slowly]",
+        "callbacks.samples.steps=2",
+        "++callbacks.samples.sparsity=[dense,current]",
+    )
+    folder = training.folder() / "samples" / "step-00000004"
+    assert {p.name for p in folder.iterdir()} == {"current", "dense"}
+    records = {name: json.loads((folder / name / "samples.json").read_text()) for name in ("current", "dense")}
+    assert (records["current"]["topk"], records["current"]["sparsity"]) == ([8, 2], 1 - 10 / 16)
+    assert (records["dense"]["topk"], records["dense"]["sparsity"]) == (8, 0)
+    run = load_run(training.folder(), device="cpu")
+    assert run.settings(at="target").topk == run.settings().topk == (8, 2)
+    clips = [generate(run, ["a red circle moving left slowly"], run.settings(steps=2, at=at)) for at in records]
+    assert not torch.equal(*clips)
+    assert (training.folder() / "attention.png").exists()
+
+
+def test_a_flop_budget_follows_the_schedule(training):
+    stretched = (
+        *("sparsity=linear", "sparsity.topk=1", "~sparsity.sparsity", "sparsity.dense_steps=0"),
+        "sparsity.total_steps=${trainer.max_steps}",
+    )
+    trainer = training("run=known", *stretched, "trainer.max_steps=12")
+    budget = training.last("known").state["flops_total"]
+    for share, steps in ((1.03, 12), (1.06, 13)):
+        trainer = training(*stretched, f"flop_budget={budget * share}", "overwrite=true")
+        assert trainer.global_step == steps
+    # control: all steps at the cost of the first would be fewer
+    first = float(training.metrics("known")[1]["throughput/flops_total"])
+    assert round(budget / first) < 12
+
+
+def test_heatmaps_show_their_tables(tmp_path: Path):
+    tables = {"rising": torch.linspace(0, 1, 12).view(4, 3), "gap": torch.full((4, 3), 0.5)}
+    tables["gap"][:, 0] = torch.nan
+    path = layer_heatmaps(tables, tmp_path / "map.png", layers=range(4), timesteps=(0.1, 0.5, 0.9), title="title")
+    filled = np.asarray(Image.open(path).convert("RGB")).astype(int)
+    tables["gap"][:, 0] = 0.5
+    other = np.asarray(Image.open(layer_heatmaps(tables, path, layers=range(4), timesteps=(0.1, 0.5, 0.9))))
+    # what is not measured is grey, and only there
+    grey = (filled == 211).all(-1)
+    assert grey.sum() > 1000
+    assert (other[..., :3] == 211).all(-1).sum() < 100
+    with pytest.raises(ValueError, match=r"rising must be \[3, 3\], got \[4, 3\]"):
+        layer_heatmaps(tables, path, layers=range(3), timesteps=(0.1, 0.5, 0.9))

@@ -1,0 +1,366 @@
+"""Several ranks are one: weights, averages, moments and metrics of a run do not depend on how it is spread."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from safetensors.torch import save_file as library_save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import vsa.data.datamodule as datamodule
+import vsa.training.checkpointing as checkpointing
+from tests.training.ranks import run_ranks
+from vsa.attention.full import FullAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.video_dit import VideoDiT
+from vsa.training.parallel import ParallelPlan, ShardedDataParallel, build_model
+from vsa.training.pretrain import PretrainModule
+
+ROOT = Path(__file__).parents[2]
+# weights of different sizes inside a batch; the large eps keeps Adam from turning rounding of near-zero gradients into
+# whole steps
+COMMON = (
+    "task.objective.weighting=sigma_sqrt",
+    "optim.eps=0.01",
+    "callbacks.throughput=null",
+    "callbacks.samples=null",
+    "callbacks.checkpoint.every_n_steps=6",
+    "trainer.val_check_interval=4",
+    "trainer.max_steps=12",
+)
+SAME = ("train/loss", "val/loss", "grad_norm/total", "lr", "skipped_steps")
+
+
+class SignalTo(L.Callback):
+    """Sends this process SIGTERM in an optimizer step counted from 1."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert set(a) == set(b)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def assert_same_metrics(a: dict[int, dict[str, str]], b: dict[int, dict[str, str]]) -> None:
+    assert set(a) == set(b)
+    for step, row in a.items():
+        for name in SAME:
+            assert (row[name] == "") == (b[step][name] == ""), (step, name)
+            if row[name]:
+                assert float(row[name]) == pytest.approx(float(b[step][name]), rel=2e-6), (step, name)
+
+
+def ranks_are_one(training, world: int, overrides: tuple[str, ...]) -> None:
+    training(*COMMON, "run=one")
+    step_6 = training.folder("one") / "checkpoints" / "step-00000006"
+
+    def on_rank(rank: int) -> int | str | None:
+        training(*COMMON, *overrides, "run=straight")
+        # only the last rank is signalled
+        with pytest.raises(SystemExit) as stop:
+            training(*COMMON, *overrides, "run=stopped", callbacks=(SignalTo(6),) if rank == world - 1 else ())
+        assert training.last("stopped").step == 6
+        dist.barrier()
+        training(*COMMON, *overrides, "run=stopped", "ckpt_path=last")
+        training(*COMMON, *overrides, "run=from_one", f"ckpt_path={step_6}")
+        return stop.value.code
+
+    assert run_ranks(world, on_rank) == [143] * world
+    one, straight = training.tensors("one"), training.tensors("straight")
+    assert largest_difference(one, straight) < 1e-6
+    assert_same_metrics(training.metrics("one"), training.metrics("straight"))
+    assert len({row["val/loss"] for row in training.metrics("one").values()} - {""}) == 3
+    # resumed in as many ranks: bit for bit
+    assert largest_difference(straight, training.tensors("stopped")) == 0
+    assert training.metrics("stopped") == training.metrics("straight")
+    # and in another number
+    assert largest_difference(one, training.tensors("from_one")) < 1e-6
+    source = training.folder("straight") / "checkpoints" / "step-00000006"
+    training(*COMMON, "run=to_one", f"ckpt_path={source}")
+    assert largest_difference(one, training.tensors("to_one")) < 1e-6
+    # control: the steps after the stop do move everything
+    half = {
+        f"{group}/{name}": value
+        for group in ("model", "ema", "optimizer")
+        for name, value in checkpointing.read_checkpoint(step_6).tensors(group).items()
+    }
+    assert largest_difference(half, one) > 1e-2
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "ddp"])
+def test_two_ranks_are_one(training, trainer):
+    ranks_are_one(training, 2, (f"trainer={trainer}", "trainer.accelerator=cpu"))
+
+
+@pytest.mark.slow
+def test_four_ranks_in_two_copies_are_one(training):
+    ranks_are_one(training, 4, ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.strategy.replicate=2"))
+
+
+def test_broken_slices_and_scales_would_be_seen(training, monkeypatch):
+    few = (*COMMON, "trainer.max_steps=3")
+    training(*few, "run=one")
+    fsdp = ("trainer=fsdp", "trainer.accelerator=cpu")
+    part, step = datamodule.PlanDataModule._part, PretrainModule.training_step
+
+    def first_part(self):
+        return datamodule.RankSlice(accumulate=1, rank=0, world=part(self).world)
+
+    def on_rank(rank: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(datamodule.PlanDataModule, "_part", first_part)
+            training(*few, *fsdp, "run=slice")
+        with monkeypatch.context() as patch:
+            patch.setattr(PretrainModule, "training_step", lambda *a: step(*a) / 2)
+            training(*few, *fsdp, "run=scale")
+
+    run_ranks(2, on_rank)
+    for run in ("slice", "scale"):
+        assert largest_difference(training.tensors("one"), training.tensors(run)) > 1e-5, run
+
+
+class Reductions(L.Callback):
+    """Whether a micro-batch left reduced gradients."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_after_backward(self, trainer, pl_module):
+        self.seen.append(all(p.grad is not None for p in pl_module.model.blocks.parameters()))
+
+
+def test_accumulated_gradients_are_reduced_once_a_step(training):
+    few = (*COMMON, "trainer.max_steps=2", "trainer.accumulate_grad_batches=2")
+    training(*few, "run=one")
+
+    def on_rank(rank: int) -> list[list[bool]]:
+        seen = []
+        for each in (False, True):
+            callback = Reductions()
+            sharding = ("trainer=fsdp", "trainer.accelerator=cpu", f"trainer.strategy.reduce_each={str(each).lower()}")
+            training(*few, *sharding, f"run=each_{each}", callbacks=(callback,))
+            seen.append(callback.seen)
+        return seen
+
+    assert run_ranks(2, on_rank)[0] == [[False, True] * 2, [True, True] * 2]
+    for run in ("each_False", "each_True"):
+        assert largest_difference(training.tensors("one"), training.tensors(run)) < 1e-6
+
+
+# the network without a copy of it
+
+
+def make_model(init: str, *, heads: int = 2, layers: int = 2, dense: bool = False) -> VideoDiT:
+    def attention(**sizes):
+        return FullAttention(**sizes) if dense else VideoSparseAttention(**sizes, tile_thw=(2, 2, 2))
+
+    return VideoDiT(
+        attention=attention,
+        num_attention_heads=heads,
+        attention_head_dim=16,
+        ffn_dim=64 * heads,
+        num_layers=layers,
+        text_dim=24,
+        freq_dim=16,
+        init=init,
+    )
+
+
+@pytest.mark.parametrize("init", ["gpt_neox", "wan"])
+def test_sharded_weights_start_as_unsharded_ones(init):
+    torch.manual_seed(3)
+    wanted = dict(make_model(init).named_parameters())
+    state = torch.get_rng_state()
+    following = torch.rand(4)
+
+    def on_rank(rank: int) -> tuple[dict[str, float], bool, float]:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(3)
+        model = build_model(lambda: make_model(init), mesh, ParallelPlan())
+        same_state = torch.equal(torch.get_rng_state(), state) and torch.equal(torch.rand(4), following)
+        parameters = dict(model.named_parameters())
+        assert all(isinstance(p, DTensor) and p.requires_grad for p in parameters.values())
+        share = sum(checkpointing.local(p).numel() for p in parameters.values()) / sum(
+            p.numel() for p in wanted.values()
+        )
+        return (
+            {n: (checkpointing.whole(p) - wanted[n]).abs().max().item() for n, p in parameters.items()},
+            same_state,
+            share,
+        )
+
+    for differences, same_state, share in run_ranks(2, on_rank):
+        assert set(differences) == set(wanted)
+        assert not any(differences.values())
+        assert same_state
+        # tables have one row, which the first rank holds
+        assert 0.4 < share < 0.6
+    # control: another draw
+    torch.manual_seed(4)
+    assert any(not torch.equal(p, wanted[n]) for n, p in make_model(init).named_parameters())
+
+
+def test_no_rank_ever_holds_the_whole_model():
+    def build() -> VideoDiT:
+        return make_model("wan", heads=32, layers=6, dense=True)
+
+    def peak_of(function) -> int:
+        """Growth of the largest resident size in bytes."""
+        gc.collect()
+        # 5 resets the high-water mark
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
+        function()
+        return memory("VmHWM") - before
+
+    def memory(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+    def on_rank(rank: int) -> int:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2,))
+        # the first use of code takes memory, too
+        build_model(lambda: make_model("wan"), mesh, ParallelPlan())
+        return peak_of(lambda: build_model(build, mesh, ParallelPlan()))
+
+    with torch.device("meta"):
+        size = 4 * sum(p.numel() for p in build().parameters())
+    assert max(run_ranks(2, on_rank)) < 0.75 * size
+    # control, in a process of its own: freed memory would be used again
+    assert run_ranks(1, lambda rank: peak_of(build))[0] > 0.95 * size
+
+
+# checkpoints
+
+
+def test_the_streaming_writer_makes_the_file_of_the_library(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    group = {
+        "b": torch.randn(3, 5, generator=generator),
+        "ä/step": torch.tensor(7.0),
+        "a": torch.randn(4, 2, generator=generator).t(),
+        "half": torch.randn(3, generator=generator).bfloat16(),
+        "count": torch.arange(3),
+        "none": torch.empty(0, 4),
+    }
+    alive: list[weakref.ref] = []
+    largest = 0
+
+    def wholes():
+        nonlocal largest
+        for name in checkpointing._file_order(group):
+            value = group[name].clone()
+            alive.append(weakref.ref(value))
+            yield value
+            del value
+            largest = max(largest, sum(ref() is not None for ref in alive))
+
+    digest = checkpointing.save_file(tmp_path / "ours", group, wholes())
+    library_save_file({name: value.contiguous() for name, value in group.items()}, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert digest == hashlib.sha256((tmp_path / "theirs").read_bytes()).hexdigest()
+    assert all(torch.equal(value, group[name]) for name, value in load_file(tmp_path / "ours").items())
+    # the one being written and no other
+    assert largest <= 1
+
+
+def test_a_full_disk_of_one_rank_ends_all(training, monkeypatch):
+    fsdp = (*COMMON, "trainer=fsdp", "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_steps=1")
+    save_file, calls = checkpointing.save_file, []
+
+    def third_fails(path, group, wholes):
+        calls.append(path)
+        if len(calls) == 5:
+            next(wholes)
+            raise OSError(28, "No space left on device")
+        return save_file(path, group, wholes)
+
+    def on_rank(rank: int) -> str:
+        monkeypatch.setattr(checkpointing, "save_file", third_fails)
+        with pytest.raises(OSError) as failure:
+            training(*fsdp)
+        return str(failure.value)
+
+    first, second = run_ranks(2, on_rank)
+    assert "No space left" in first
+    assert second == "another rank could not write the checkpoint"
+    assert training.last().step == 1
+
+
+# starting
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_torchrun_starts_what_it_says(training, tiny_overrides, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
+    command += [str(ROOT / "train.py"), *tiny_overrides, f"output_dir={training.output}", "trainer.max_steps=2"]
+    command += ["trainer=fsdp", "trainer.accelerator=cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "Starting with 2 processes" in done.stderr
+    assert done.stderr.count("run folder: ") == 1
+    assert sorted(training.losses()) == [1, 2]
+    assert training.last().step == 2
+
+
+def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), *tiny_overrides, f"output_dir={training.output}"]
+    # found out when both ranks stand
+    command += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=200)
+    assert done.returncode == 1
+    assert done.stderr.count("error: ") == 1
+    assert "error: data.batch_size=3 is not divisible by the 2 micro-batches" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (training.folder() / "config.yaml").exists()
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_on_two_ranks(training, tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), "experiment=quickstart", "trainer=ddp", "trainer.devices=2"]
+    command += ["trainer.accelerator=cpu", "trainer.max_steps=4", f"output_dir={training.output}"]
+    command += ["data.toy.count=64", "callbacks.samples.steps=2", "callbacks.progress=null"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=280)
+    assert done.returncode == 0, done.stderr
+    run = training.output / "quickstart" / "default"
+    assert (run / "checkpoints" / "step-00000004" / "state.json").exists()
+    assert (run / "loss.png").exists()
+
+
+@pytest.mark.parametrize("replicate", [0, "each", 1.5])
+def test_copies_that_cannot_be_are_refused(replicate):
+    with pytest.raises(ValueError, match=rf'replicate must be "all" or at least 1, got {replicate!r}'):
+        ShardedDataParallel(replicate=replicate)
+
+
+def test_copies_must_divide_the_ranks(training):
+    def on_rank(rank: int) -> str:
+        with pytest.raises(ValueError) as failure:
+            training("trainer=fsdp", "trainer.accelerator=cpu", "trainer.strategy.replicate=3")
+        return str(failure.value)
+
+    assert run_ranks(2, on_rank) == ["trainer.strategy.replicate=3 does not divide the 2 ranks"] * 2

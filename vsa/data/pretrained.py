@@ -1,0 +1,121 @@
+"""Where the parts of a pretrained pipeline lie, and a digest of their weights that costs no full read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+# of every tensor, this much of its start and of its end goes into the digest
+_SAMPLED_BYTES = 4096
+
+
+def component_folder(source: str | Path, name: str) -> Path:
+    """The folder of one component of a diffusers pipeline.
+
+    Args:
+        source: a local pipeline folder or a hub id, of which only this component is downloaded.
+        name: component: "vae", "text_encoder", "tokenizer", "transformer".
+
+    Raises:
+        ValueError: no such folder, a folder without the component, or a hub id that cannot be loaded.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        if not _HUB_ID.fullmatch(str(source)):
+            raise ValueError(f"no such model folder: {source}")
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(str(source), allow_patterns=[f"{name}/*"]))
+        # the hub client has many errors of its own; all mean that there is nothing to load
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{source} is no local folder, and no hub id that can be loaded: {reason}") from error
+    if not (folder / name).is_dir():
+        raise ValueError(f"model folder {source} has no {name}/")
+    return folder / name
+
+
+def read_config(folder: Path, class_name: str) -> dict[str, Any]:
+    """The `config.json` of a component.
+
+    Args:
+        folder: component folder.
+        class_name: class that the config must name, as diffusers (`_class_name`) or transformers (`architectures`) do.
+
+    Raises:
+        ValueError: no readable config, or one of another class; names both.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    found = config.get("_class_name") or ", ".join(config.get("architectures") or ["nothing"])
+    if found != class_name:
+        raise ValueError(f"{path} describes {found}, expected {class_name}")
+    return config
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Digest of a config without what only says which library wrote it."""
+    names = {"transformers_version", "torch_dtype", "dtype"}
+    kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in names}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def weights_digest(folder: Path) -> str:
+    """Digest of the tensors in the safetensors files of a folder, however they are spread over files.
+
+    Names, types, shapes and both ends of every tensor's bytes: training moves all tensors, so two different models
+    differ there, and 20 GB of weights are told apart in milliseconds.
+
+    Raises:
+        ValueError: no safetensors file, or a malformed one; names it.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"no safetensors weights in {folder}")
+    entries: dict[str, str] = {}
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if not 0 < length < path.stat().st_size:
+                    raise ValueError(f"a header of {length} bytes in a file of {path.stat().st_size}")
+                header = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                for name, entry in header.items():
+                    start, end = (8 + length + int(offset) for offset in entry["data_offsets"])
+                    digest = hashlib.sha256(f"{entry['dtype']} {entry['shape']}".encode())
+                    size = min(_SAMPLED_BYTES, end - start)
+                    for place in (start, end - size):
+                        file.seek(place)
+                        piece = file.read(size)
+                        if len(piece) != size:
+                            raise ValueError(f"tensor {name} is cut short")
+                        digest.update(piece)
+                    entries[name] = digest.hexdigest()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"cannot read weights {path}: {error}") from error
+    return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()
+
+
+def refuse_missing(info: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a model with tensors that its weights files did not hold: they would be random.
+
+    Args:
+        info: the loading info of diffusers or transformers.
+        folder: where the model was loaded from.
+
+    Raises:
+        ValueError: names the first missing key.
+    """
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(f"the weights in {folder} lack {len(missing)} tensors, first {missing[0]}")

@@ -1,0 +1,13 @@
+"""Attention methods of this project inside pretrained diffusers transformers.
+
+from vsa.integrations.diffusers import apply, remove
+
+apply(pipe.transformer, sparsity=0.9)
+video = pipe("a red circle moving left").frames
+remove(pipe.transformer)
+"""
+
+from vsa.integrations.diffusers.install import Applied, applied_attention, apply, remove
+from vsa.integrations.diffusers.pretrained import load_sparse
+
+__all__ = ["Applied", "applied_attention", "apply", "load_sparse", "remove"]

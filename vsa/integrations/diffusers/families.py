@@ -1,0 +1,109 @@
+"""Where four diffusers transformer classes keep their video self-attention, and how their tokens lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from vsa.integrations.diffusers.processors import (
+    CogVideoXProcessor,
+    HunyuanVideoProcessor,
+    LTXProcessor,
+    Processor,
+    WanProcessor,
+)
+from vsa.integrations.diffusers.tile_attention import Grid, TextSide
+
+Arguments = Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """One transformer class.
+
+    Args:
+        stacks: attributes with lists of blocks, in the order they run.
+        attention: attribute of a block with its self-attention.
+        original: class name of the processor that `processor` stands in for.
+        processor: ours.
+        grid: token grid from the model's config and the arguments of its forward.
+        text: side of a row on which the text stands.
+        text_mask: argument of forward with the key-padding mask of the text, None without padding.
+    """
+
+    stacks: tuple[str, ...]
+    attention: str
+    original: str
+    processor: type[Processor]
+    grid: Callable[[Any, Arguments], Grid]
+    text: TextSide = "none"
+    text_mask: str | None = None
+
+    def blocks(self, transformer: Any) -> list[Any]:
+        """The blocks of a transformer in the order they run."""
+        return [block for stack in self.stacks for block in getattr(transformer, stack)]
+
+
+def _wan_grid(config: Any, arguments: Arguments) -> Grid:
+    t, h, w = (n // p for n, p in zip(arguments["hidden_states"].shape[2:], config.patch_size, strict=True))
+    return t, h, w
+
+
+def _ltx_grid(config: Any, arguments: Arguments) -> Grid:
+    # the rows arrive flattened
+    t, h, w = (arguments.get(name) for name in ("num_frames", "height", "width"))
+    if t is None or h is None or w is None:
+        raise ValueError(f"LTX needs num_frames, height and width for its token grid, got {t}, {h}, {w}")
+    return t, h, w
+
+
+def _cogvideox_grid(config: Any, arguments: Arguments) -> Grid:
+    _, t, _, h, w = arguments["hidden_states"].shape
+    return t // (config.patch_size_t or 1), h // config.patch_size, w // config.patch_size
+
+
+def _hunyuan_grid(config: Any, arguments: Arguments) -> Grid:
+    t, h, w = arguments["hidden_states"].shape[2:]
+    return t // config.patch_size_t, h // config.patch_size, w // config.patch_size
+
+
+FAMILIES: Mapping[str, Family] = {
+    "WanTransformer3DModel": Family(("blocks",), "attn1", "WanAttnProcessor", WanProcessor, _wan_grid),
+    "LTXVideoTransformer3DModel": Family(
+        ("transformer_blocks",), "attn1", "LTXVideoAttnProcessor", LTXProcessor, _ltx_grid
+    ),
+    "CogVideoXTransformer3DModel": Family(
+        ("transformer_blocks",),
+        "attn1",
+        "CogVideoXAttnProcessor2_0",
+        CogVideoXProcessor,
+        _cogvideox_grid,
+        text="first",
+    ),
+    "HunyuanVideoTransformer3DModel": Family(
+        ("transformer_blocks", "single_transformer_blocks"),
+        "attn",
+        "HunyuanVideoAttnProcessor2_0",
+        HunyuanVideoProcessor,
+        _hunyuan_grid,
+        text="last",
+        text_mask="encoder_attention_mask",
+    ),
+}
+"""Supported transformers by class name: diffusers itself need not be imported to look one up."""
+
+
+def family_of(transformer: nn.Module) -> Family:
+    """The family of a transformer or of a class derived from a supported one.
+
+    Raises:
+        ValueError: the class is not supported.
+    """
+    for base in type(transformer).__mro__:
+        if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
+            return FAMILIES[base.__name__]
+    hint = ": pass its transformer" if hasattr(transformer, "transformer") else ""
+    raise ValueError(
+        f"attention methods go into the diffusers classes {', '.join(FAMILIES)}, got {type(transformer).__name__}{hint}"
+    )

@@ -1,0 +1,310 @@
+"""Putting an attention method into a loaded diffusers transformer, and taking it out again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vsa_kernels.dispatch import resolve_backend
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.full import FullAttention
+from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
+from vsa.attention.schedule import ConstantSparsity
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.integrations.diffusers.families import Family, family_of
+from vsa.integrations.diffusers.tile_attention import Budget, CurrentPass, FixedBudget, Pass, TileAttention
+from vsa.integrations.diffusers.ungated import UngatedVideoSparse
+
+MethodFactory = Callable[..., AttentionMethod]
+"""Called as `factory(dim=, num_heads=, head_dim=, layer_idx=)`, once per layer."""
+
+Gates = Literal["none", "coarse", "coarse_and_fine"]
+
+
+class Installed(NamedTuple):
+    """One attention layer that was taken over, with what `remove` puts back.
+
+    Args:
+        attn: its attention module.
+        original: the processor it had.
+        block: where the method's modules are registered.
+        added: names of these modules.
+    """
+
+    attn: Any
+    original: Any
+    block: Any
+    added: tuple[str, ...]
+
+
+class Applied:
+    """An attention method in a transformer: what is installed, its budget and the pass that is running.
+
+    Denoising steps are counted by the timestep: a lower one than in the last pass is the next step, the same one is
+    the same step (classifier-free guidance calls twice), a higher one starts a new clip at step 0. Of two transformers
+    that share a clip (Wan2.2) each counts the steps it takes part in.
+
+    Args:
+        family: of the transformer.
+        budget: tiles kept by layer.
+    """
+
+    def __init__(self, family: Family, budget: Budget):
+        self.family, self.budget = family, budget
+        self.current = CurrentPass()
+        self.layers: list[Installed] = []
+        self.methods: list[AttentionMethod] = []
+        self.hook: torch.utils.hooks.RemovableHandle | None = None
+        self.step = 0
+        self.last_timestep: float | None = None
+
+    def before_forward(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: read the grid, the text lengths and the denoising step from the call."""
+        signature = inspect.signature(type(transformer).forward)
+        arguments = signature.bind(transformer, *args, **kwargs).arguments
+        lengths = None
+        if self.family.text_mask is not None:
+            lengths = tuple(arguments[self.family.text_mask].sum(dim=1, dtype=torch.int).tolist())
+        step, progress = self._denoising(arguments["timestep"]) if self.budget.reads_timestep else (0, 1.0)
+        self.current.value = Pass(
+            grid_thw=self.family.grid(transformer.config, arguments),
+            text_lengths=lengths,
+            step=step,
+            progress=progress,
+        )
+
+    def _denoising(self, timestep: Tensor | float) -> tuple[int, float]:
+        # per-token timesteps hold the clip's own one, and 0 where a token is given
+        now = float(torch.as_tensor(timestep).max())
+        if self.last_timestep is None or now > self.last_timestep:
+            self.step = 0
+        elif now < self.last_timestep:
+            self.step += 1
+        self.last_timestep = now
+        return self.step, 1 - now / 1000
+
+    @property
+    def ran(self) -> bool:
+        """Whether there was a forward pass."""
+        return self.current.value is not None
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values of the method and of what it kept at the grid of the last pass, for a record.
+
+        Raises:
+            ValueError: there was no pass yet.
+        """
+        now = self.current.value
+        if now is None:
+            raise ValueError("nothing ran yet: describe() tells the tiles of the last forward pass")
+        layout = self.methods[0].layout((Segment(now.grid_thw),), "cpu")
+        tiles = layout.num_video_tiles
+        topk = [self.budget.layer_topk(i, tiles, now) for i in range(len(self.methods))]
+        return {
+            "method": type(self.methods[0]).__name__,
+            "tile_thw": None if layout.tile_thw is None else list(layout.tile_thw),
+            "partition": layout.partition,
+            "block_order": layout.block_order,
+            "gates": sorted({name for layer in self.layers for name in layer.added}),
+            "grid_thw": list(now.grid_thw),
+            "num_tiles": tiles,
+            "topk": topk[0] if len(set(topk)) == 1 else topk,
+            "sparsity": 1 - sum(topk) / (len(topk) * tiles),
+        }
+
+
+def apply(
+    transformer: Any,
+    method: str | MethodFactory = "video_sparse",
+    *,
+    sparsity: float | str | None = None,
+    topk: int | Sequence[int] | None = None,
+    dense_layers: Sequence[int] = (),
+    dense_steps: int = 0,
+    tile_thw: Sequence[int] | None = None,
+    partition: Partition | None = None,
+    block_order: BlockOrder | None = None,
+    gates: Gates | None = None,
+    backend: str | None = None,
+) -> Applied:
+    """Put an attention method into the self-attention of a diffusers transformer; `remove` takes it out again.
+
+    Cross-attention stays as it is. In joint models text is tiled apart from the video, seen by every query, and its
+    own queries attend to everything. A model with gradient checkpointing must run its backward before the next
+    forward of another grid: the recomputation reads the grid of the last forward. Offloading and compilation of a
+    pipeline come after `apply`, so that they find the gates.
+
+    Args:
+        transformer: a Wan, LTX-Video, CogVideoX or HunyuanVideo transformer.
+        method: "video_sparse", "full", or a factory called with dim, num_heads, head_dim and layer_idx.
+        sparsity: share of video tiles skipped per query tile, in [0, 1).
+        topk: video tiles kept per query tile, one number or one per layer. Exactly one of the two is given, but for
+            "full", which takes neither.
+        dense_layers: layers that keep all tiles; single blocks of HunyuanVideo count on from its double blocks.
+        dense_steps: the first denoising steps of a clip keep all tiles, see `Applied`.
+        tile_thw: of video_sparse; None: (4, 4, 4).
+        partition: of video_sparse; None: cube.
+        block_order: of video_sparse; None: nested.
+        gates: of video_sparse; none: for models that trained none, the output is the fine stage; coarse and
+            coarse_and_fine: register the gates in the blocks, at the identity, to be loaded or trained. None: none.
+        backend: of video_sparse; None picks by device.
+
+    Raises:
+        ValueError: a class that is not supported, a method that is in already, processors that are not the model's
+            own, unknown names, or a budget that does not fit the model.
+    """
+    family = family_of(transformer)
+    options = dict(tile_thw=tile_thw, partition=partition, block_order=block_order, gates=gates, backend=backend)
+    if method != "video_sparse":
+        for name, value in options.items():
+            if value is not None:
+                raise ValueError(f"{name}={value} is an option of video_sparse, not of {method}")
+    if method == "full":
+        if sparsity is not None or topk is not None:
+            raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")
+        sparsity = 0
+    factory = method if callable(method) else method_factory(method, tile_thw, partition, block_order, gates, backend)
+    budget = fixed_budget(sparsity, topk, dense_layers, dense_steps, len(family.blocks(transformer)))
+    return install(transformer, family, factory, budget, backend)
+
+
+def applied_attention(transformer: Any) -> Applied | None:
+    """What `apply` put into a transformer, None when nothing is in."""
+    return getattr(transformer, "_applied_attention", None)
+
+
+def remove(transformer: Any) -> None:
+    """Take the method of `apply` out: processors, hook and gates go, the model is what it was.
+
+    Trained gates go too: save them first.
+
+    Raises:
+        ValueError: no method is in.
+    """
+    applied = applied_attention(transformer)
+    if applied is None:
+        raise ValueError(f"{type(transformer).__name__} has no attention method to remove")
+    for layer in applied.layers:
+        layer.attn.set_processor(layer.original)
+        for name in layer.added:
+            delattr(layer.block, name)
+    assert applied.hook is not None
+    applied.hook.remove()
+    del transformer._applied_attention
+
+
+def method_factory(
+    method: str,
+    tile_thw: Sequence[int] | None,
+    partition: Partition | None,
+    block_order: BlockOrder | None,
+    gates: Gates | None,
+    backend: str | None,
+) -> MethodFactory:
+    """Layers of a method by its config name.
+
+    Raises:
+        ValueError: unknown names, or a tile that is none.
+    """
+    if method == "full":
+        return FullAttention
+    if method != "video_sparse":
+        raise ValueError(f"method must be video_sparse, full or a factory, got {method!r}")
+    if gates not in (None, "none", "coarse", "coarse_and_fine"):
+        raise ValueError(f"gates must be none, coarse or coarse_and_fine, got {gates!r}")
+    tiles = tuple(tile_thw) if tile_thw is not None else (4, 4, 4)
+    if len(tiles) != 3 or min(tiles) < 1:
+        raise ValueError(f"tile_thw must be three positive sizes, got {tiles}")
+    options = dict(partition=partition or "cube", block_order=block_order or "nested", backend=backend)
+    # a wrong name is refused here, not in the first forward
+    TileLayout.build(
+        (Segment(tiles),), tile_thw=tiles, partition=partition or "cube", block_order=block_order or "nested"
+    )
+    if gates in (None, "none"):
+        return partial(UngatedVideoSparse, tile_thw=tiles, **options)
+    return partial(VideoSparseAttention, tile_thw=tiles, fine_gate=gates == "coarse_and_fine", **options)
+
+
+def fixed_budget(
+    sparsity: float | str | None,
+    topk: int | Sequence[int] | None,
+    dense_layers: Sequence[int],
+    dense_steps: int,
+    num_layers: int,
+) -> FixedBudget:
+    """The budget that `apply` was asked for.
+
+    Raises:
+        ValueError: not exactly one of sparsity and top-k, or something that does not fit the layers.
+    """
+    by_layer = None
+    if topk is not None and not isinstance(topk, int):
+        by_layer = tuple(int(n) for n in topk)
+        if len(by_layer) != num_layers:
+            raise ValueError(f"topk has {len(by_layer)} entries for {num_layers} layers")
+    elif topk is not None:
+        by_layer = (topk,) * num_layers
+    # the schedule's own checks: exactly one of the two, and in range
+    ConstantSparsity(topk=None if by_layer is None else min(by_layer), sparsity=sparsity)
+    for layer in dense_layers:
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"dense layer {layer} is not one of the {num_layers} layers, 0 to {num_layers - 1}")
+    if dense_steps < 0:
+        raise ValueError(f"dense_steps must be at least 0, got {dense_steps}")
+    return FixedBudget(topk=by_layer, sparsity=sparsity, dense_layers=frozenset(dense_layers), dense_steps=dense_steps)
+
+
+def install(
+    transformer: Any, family: Family, factory: MethodFactory, budget: Budget, backend: str | None = None
+) -> Applied:
+    """Put the layers of a factory into a transformer; nothing changes when one of them does not fit.
+
+    Raises:
+        ValueError: a method is in already, a processor that is not the model's own, or a block whose names are taken.
+    """
+    if applied_attention(transformer) is not None:
+        raise ValueError(f"{type(transformer).__name__} has an attention method already, remove() it first")
+    applied = Applied(family, budget)
+    # everything is built and checked before the first layer changes
+    for i, block in enumerate(family.blocks(transformer)):
+        attn = getattr(block, family.attention)
+        applied.methods.append(_layer_method(factory, attn, i, family, backend))
+        added = applied.methods[i].extra_modules()
+        for name in added:
+            if hasattr(block, name):
+                raise ValueError(f"block {i} has {name} already")
+        applied.layers.append(Installed(attn, attn.processor, block, tuple(added)))
+    for i, (layer, layer_method) in enumerate(zip(applied.layers, applied.methods, strict=True)):
+        for name, module in layer_method.extra_modules().items():
+            layer.block.register_module(name, module)
+        attend = TileAttention(layer_method, i, budget, applied.current, family.text)
+        layer.attn.set_processor(family.processor(attend))
+    applied.hook = transformer.register_forward_pre_hook(applied.before_forward, with_kwargs=True)
+    transformer._applied_attention = applied
+    return applied
+
+
+def _layer_method(
+    factory: MethodFactory, attn: Any, layer: int, family: Family, backend: str | None
+) -> AttentionMethod:
+    """The method of one layer, on the device and in the dtype of the layer's weights."""
+    if type(attn.processor).__name__ != family.original:
+        found = type(attn.processor).__name__
+        raise ValueError(f"layer {layer} has the processor {found}, apply() stands in for {family.original} only")
+    if getattr(attn, "fused_projections", False):
+        raise ValueError(f"layer {layer} has fused projections, call unfuse_qkv_projections() first")
+    head_dim = attn.inner_dim // attn.heads
+    if backend is not None:
+        # head dims a named backend cannot run are refused here; the device may still change
+        resolve_backend(backend, torch.device("meta"), torch.bfloat16, head_dim)
+    # the caller's random state decides the noise of his clips, not the start of a gate
+    with torch.random.fork_rng(devices=[]):
+        method = factory(dim=attn.inner_dim, num_heads=attn.heads, head_dim=head_dim, layer_idx=layer)
+    weight = attn.to_q.weight
+    # quantised weights have dtypes that no gate can have; without gates that is no matter
+    return method.to(weight.device, weight.dtype) if method.extra_modules() else method.to(weight.device)

@@ -1,0 +1,182 @@
+"""Videos from a diffusers Wan pipeline, dense or with an attention method in its transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsa.integrations.diffusers.install import apply
+from vsa.integrations.diffusers.pretrained import load_sparse
+from vsa.models.key_names import is_gate
+from vsa.models.sparse_config import has_sparse_config
+from vsa.models.weight_files import WeightFiles, pretrained_folder, read_json
+
+PIPELINE = "WanPipeline"
+
+
+def open_pipeline(
+    source: str | Path,
+    *,
+    transformer: str | Path | None = None,
+    method: str | None = None,
+    sparsity: float | None = None,
+    topk: int | None = None,
+    dense_layers: Sequence[int] = (),
+    dense_steps: int = 0,
+    tile_thw: Sequence[int] | None = None,
+    flow_shift: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """A `WanPipeline` whose transformers attend as asked.
+
+    A transformer with `sparse_attention.json`, in the pipeline or given, runs with its gates and its own settings;
+    sparsity or top-k then replace its budget, and the other options are not for it. Without a method, a sparsity and
+    a top-k any other transformer stays dense.
+
+    Args:
+        source: pipeline folder or hub id.
+        transformer: folder or hub id of a sparse transformer to use in place of the pipeline's.
+        method: see `apply`; None: video_sparse once there is a sparsity or a top-k.
+        sparsity: share of tiles skipped.
+        topk: tiles kept.
+        dense_layers: see `apply`.
+        dense_steps: see `apply`.
+        tile_thw: see `apply`.
+        flow_shift: of the scheduler; None keeps its own.
+        dtype: of transformers and text encoder; the VAE computes in float32.
+        device: where the pipeline goes.
+
+    Raises:
+        ValueError: no diffusers, no `WanPipeline`, options that do not go together, or what `apply` and `load_sparse`
+            refuse.
+    """
+    try:
+        from diffusers import WanPipeline
+    except ImportError:
+        raise ValueError("pipelines need diffusers: pip install 'vsa-train[wan]'") from None
+
+    index = Path(source) / "model_index.json"
+    if Path(source).exists() and (name := read_json(index).get("_class_name")) != PIPELINE:
+        raise ValueError(f"{index} is a {name}, only {PIPELINE} is supported")
+    sparse_source = transformer
+    if sparse_source is None and _is_sparse(pretrained_folder(source)):
+        sparse_source = source
+    own = dict(method=method, dense_layers=dense_layers, dense_steps=dense_steps, tile_thw=tile_thw)
+    parts = {}
+    if sparse_source is not None:
+        for option, value in own.items():
+            if value:
+                raise ValueError(f"{option}={value}: a sparse transformer has its own, {sparse_source}")
+        loaded = load_sparse(sparse_source, dtype=dtype, sparsity=sparsity, topk=topk)
+        parts["transformer"] = loaded
+    types = {"default": dtype, "vae": torch.float32}
+    pipe = WanPipeline.from_pretrained(source, dtype=types, **parts)
+    models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
+    if sparse_source is not None and len(models) > 1:
+        raise ValueError(f"{source} has two transformers, a sparse one cannot take the place of one of them")
+    if sparse_source is None and any(value for value in (*own.values(), sparsity is not None, topk is not None)):
+        for model in models:
+            apply(
+                model,
+                method or "video_sparse",
+                sparsity=sparsity,
+                topk=topk,
+                dense_layers=dense_layers,
+                dense_steps=dense_steps,
+                tile_thw=tile_thw,
+            )
+    if flow_shift is not None:
+        _set_shift(pipe, flow_shift)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)
+
+
+def generate_videos(
+    pipe: Any,
+    prompts: Sequence[str],
+    *,
+    seeds: Sequence[int],
+    size: tuple[int, int],
+    frames: int,
+    steps: int,
+    guidance: float,
+    negative_prompt: str = "",
+    batch_size: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Videos for prompts; a clip depends on its prompt, its seed and the settings.
+
+    Args:
+        pipe: from `open_pipeline`.
+        prompts: N captions.
+        seeds: N seeds of the clips' noise.
+        size: height and width in pixels.
+        frames: of a clip.
+        steps: of the scheduler.
+        guidance: `uncond + guidance * (cond - uncond)`; 1 leaves the second pass out.
+        negative_prompt: caption of the second pass.
+        batch_size: clips computed together; does not change them beyond rounding.
+        progress: called after every step with the number of clips it advanced; N * steps in all.
+
+    Returns:
+        uint8 `[N, T, H, W, 3]`.
+
+    Raises:
+        ValueError: a size or a number of frames that the VAE and the patches do not divide, or a count below 1.
+    """
+    for name, value in (("steps", steps), ("batch_size", batch_size), ("frames", frames), ("size", min(size))):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    patch = (pipe.transformer or pipe.transformer_2).config.patch_size
+    for value, cell in zip(size, patch[1:], strict=True):
+        cell = cell * pipe.vae_scale_factor_spatial
+        if value % cell:
+            raise ValueError(f"height and width must be multiples of {cell}, got {size[0]} x {size[1]}")
+    if frames % pipe.vae_scale_factor_temporal != 1:
+        raise ValueError(f"frames must be 1 + a multiple of {pipe.vae_scale_factor_temporal}, got {frames}")
+
+    videos = []
+    for start in range(0, len(prompts), batch_size):
+        part = slice(start, start + batch_size)
+        texts = list(prompts[part])
+
+        def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], done: int = len(texts)) -> dict:
+            if progress is not None:
+                progress(done)
+            return tensors
+
+        result = pipe(
+            prompt=texts,
+            negative_prompt=[negative_prompt] * len(texts),
+            height=size[0],
+            width=size[1],
+            num_frames=frames,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            generator=[torch.Generator("cpu").manual_seed(int(seed)) for seed in seeds[part]],
+            output_type="pt",
+            callback_on_step_end=on_step,
+        )
+        # [B, T, 3, H, W] in 0..1
+        videos.append((result.frames.float() * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).cpu())
+    return torch.cat(videos)
+
+
+def _is_sparse(folder: Path) -> bool:
+    # gates without their settings count too: diffusers would leave them out with a line in its log
+    return has_sparse_config(folder) or any(is_gate(key) for key in WeightFiles(folder).keys)
+
+
+def _set_shift(pipe: Any, flow_shift: float) -> None:
+    if not flow_shift > 0:
+        raise ValueError(f"flow shift must be positive, got {flow_shift}")
+    config = pipe.scheduler.config
+    name = next((name for name in ("flow_shift", "shift") if name in config), None)
+    if name is None:
+        raise ValueError(f"scheduler {type(pipe.scheduler).__name__} has no flow shift to set to {flow_shift}")
+    pipe.scheduler = type(pipe.scheduler).from_config(config, **{name: flow_shift})

@@ -1,0 +1,128 @@
+"""Sparse checkpoints of this project inside diffusers: base weights, gates, and the settings they were trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vsa.integrations.diffusers.families import family_of
+from vsa.integrations.diffusers.install import Applied, fixed_budget, install, method_factory, remove
+from vsa.integrations.diffusers.tile_attention import Budget, Pass
+from vsa.models.key_names import is_gate
+from vsa.models.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.models.weight_files import WeightFiles, pretrained_folder
+
+
+class TrainedBudget:
+    """Top-k as a checkpoint was trained with it.
+
+    Args:
+        config: of the checkpoint.
+    """
+
+    def __init__(self, config: SparseAttentionConfig):
+        self.config = config
+        # all layers of a pass ask for the same
+        self._last: tuple[tuple[int, float, int], tuple[int, ...]] | None = None
+
+    @property
+    def reads_timestep(self) -> bool:
+        return self.config.dense_steps > 0 or bool(self.config.topk_ranges)
+
+    def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
+        """Tiles that a layer keeps of the `num_tiles` of a pass."""
+        key = (num_tiles, now.progress, now.step)
+        if self._last is None or self._last[0] != key:
+            self._last = key, self.config.layer_topk(num_tiles, progress=now.progress, step=now.step)
+        return self._last[1][layer]
+
+
+def load_sparse(
+    source: str | Path,
+    *,
+    transformer: Any = None,
+    subfolder: str = "transformer",
+    dtype: torch.dtype | None = None,
+    sparsity: float | str | None = None,
+    topk: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """A Wan transformer with the gates and the settings of an exported sparse checkpoint, ready for a pipeline.
+
+    diffusers loads the base weights and logs the gates as not used: they are loaded here, right after.
+
+    Args:
+        source: folder of `export_pretrained`, a pipeline folder with such a transformer, or a hub id.
+        transformer: base model of the same checkpoint, loaded with options of your own; None loads it.
+        subfolder: of the transformer in a pipeline.
+        dtype: of the weights; None: diffusers' choice.
+        sparsity: share of tiles skipped, instead of the trained budget.
+        topk: tiles kept, instead of the trained budget.
+        backend: of the fine stage; None picks by device.
+
+    Returns:
+        the transformer; `remove` makes a dense one of it.
+
+    Raises:
+        ValueError: `sparse_attention.json` is missing or of another version, gates are missing, left over or of
+            another shape than the model's, or a setting does not fit.
+    """
+    folder = pretrained_folder(source, subfolder)
+    config = read_sparse_config(folder)
+    # seen before gigabytes are loaded
+    weights = WeightFiles(folder)
+    _refuse_difference(f"the weights in {folder}", set(config.gate_keys), {key for key in weights.keys if is_gate(key)})
+    if transformer is None:
+        from diffusers import WanTransformer3DModel
+
+        transformer = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
+    family = family_of(transformer)
+    num_layers = len(family.blocks(transformer))
+    if len(config.topk) != num_layers:
+        raise ValueError(f"{folder / SPARSE_CONFIG} has {len(config.topk)} layers, the transformer has {num_layers}")
+    budget: Budget = TrainedBudget(config)
+    if sparsity is not None or topk is not None:
+        budget = fixed_budget(sparsity, topk, config.dense_layers, config.dense_steps, num_layers)
+    factory = method_factory(
+        config.method,
+        tile_thw=config.tile_thw,
+        partition=config.partition,
+        block_order=config.block_order,
+        gates="coarse_and_fine" if config.fine_gate else "coarse",
+        backend=backend,
+    )
+    applied = install(transformer, family, factory, budget, backend)
+    try:
+        _load_gates(transformer, applied, weights)
+    except ValueError:
+        # a model of the caller's is left as it came
+        remove(transformer)
+        raise
+    return transformer
+
+
+@torch.no_grad()
+def _load_gates(transformer: Any, applied: Applied, weights: WeightFiles) -> None:
+    """Copy the gates of a checkpoint into the modules that the blocks got."""
+    targets = {
+        f"{stack}.{i}.{name}.{part}": parameter
+        for stack in applied.family.stacks
+        for i, block in enumerate(getattr(transformer, stack))
+        for name in applied.layers[0].added
+        for part, parameter in getattr(block, name).named_parameters()
+    }
+    _refuse_difference("the transformer", {key for key in weights.keys if is_gate(key)}, set(targets))
+    for key, target in targets.items():
+        if weights.shape(key) != tuple(target.shape):
+            raise ValueError(f"{key} has shape {weights.shape(key)}, the transformer needs {tuple(target.shape)}")
+    for key, target in targets.items():
+        target.copy_(weights.read(key))
+
+
+def _refuse_difference(what: str, wanted: set[str], found: set[str]) -> None:
+    for keys, problem in ((wanted - found, "lacks"), (found - wanted, "has unexpected")):
+        if keys:
+            some = ", ".join(sorted(keys)[:2]) + (", ..." if len(keys) > 2 else "")
+            raise ValueError(f"{what} {problem} gates of {SPARSE_CONFIG}: {some} ({len(keys)} in all)")

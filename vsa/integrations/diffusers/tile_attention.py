@@ -1,0 +1,183 @@
+"""Tile attention of one layer over rows in a model's own token order.
+
+B batch, L tokens of a row (video and, in joint models, text), H heads, D head dim, C = H * D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.layout import Segment
+from vsa.attention.schedule import resolve_topk
+
+Grid = tuple[int, int, int]
+TextSide = Literal["none", "first", "last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward pass of the transformer.
+
+    Args:
+        grid_thw: video tokens along time, height, width.
+        text_lengths: real text tokens of each sample, the rest of its text is padding; None when there is none.
+        step: denoising step of the clip, from 0.
+        progress: denoising progress by noise level, `1 - timestep / 1000`: 0 is pure noise, 1 is clean.
+    """
+
+    grid_thw: Grid
+    text_lengths: tuple[int, ...] | None = None
+    step: int = 0
+    progress: float = 1.0
+
+
+class Budget(Protocol):
+    """How many video tiles a query tile keeps.
+
+    Attributes:
+        reads_timestep: `step` or `progress` of the pass matter; reading them waits for the device.
+    """
+
+    @property
+    def reads_timestep(self) -> bool: ...
+
+    def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
+        """Tiles that a layer keeps of the `num_tiles` of a pass.
+
+        Raises:
+            ValueError: the grid has too few tiles for the budget.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedBudget:
+    """The same number or the same share of tiles in every pass.
+
+    Args:
+        topk: tiles by layer; None when `sparsity` says it.
+        sparsity: share of tiles skipped, in [0, 1).
+        dense_layers: layers that keep all tiles.
+        dense_steps: the first denoising steps keep all tiles in every layer.
+    """
+
+    topk: tuple[int, ...] | None
+    sparsity: float | str | None
+    dense_layers: frozenset[int]
+    dense_steps: int
+
+    @property
+    def reads_timestep(self) -> bool:
+        return self.dense_steps > 0
+
+    def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
+        """Tiles that a layer keeps.
+
+        Raises:
+            ValueError: top-k is above the number of tiles, or the sparsity keeps less than one.
+        """
+        if layer in self.dense_layers or now.step < self.dense_steps:
+            return num_tiles
+        if self.topk is not None:
+            topk = self.topk[layer]
+            # a grid in one tile, dense methods among them, has nothing to select
+            if topk > num_tiles > 1:
+                raise ValueError(f"topk {topk} of layer {layer} is above the {num_tiles} tiles of grid {now.grid_thw}")
+            return min(topk, num_tiles)
+        assert self.sparsity is not None
+        if (1 - Fraction(str(self.sparsity))) * num_tiles < 1:
+            raise ValueError(
+                f"sparsity {self.sparsity} keeps less than one of the {num_tiles} tiles of grid {now.grid_thw}, "
+                f"at most {1 - 1 / num_tiles:.4g} is possible"
+            )
+        return resolve_topk(self.sparsity, num_tiles)
+
+
+class Row(NamedTuple):
+    """q, k, v `[B, L, H, D]` and the hidden states `[B, L, C]` they were projected from."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    hidden: Tensor
+
+
+class CurrentPass:
+    """Where a transformer's hook leaves the pass that its processors read; empty before the first one."""
+
+    def __init__(self) -> None:
+        self.value: Pass | None = None
+
+
+class TileAttention:
+    """Attention of one layer over rows in the model's own token order.
+
+    Args:
+        method: of this layer.
+        layer: position of the layer in the model.
+        budget: of the model.
+        current: pass that is running.
+        text: side of a row on which the text stands.
+    """
+
+    def __init__(self, method: AttentionMethod, layer: int, budget: Budget, current: CurrentPass, text: TextSide):
+        self.method, self.layer, self.budget, self.current, self.text = method, layer, budget, current, text
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        """Attention output `[B, L, C]`; zero at padding text tokens, which no token attends to.
+
+        Args:
+            q, k, v: `[B, L, H, D]`, qk-norm and RoPE applied.
+            hidden: `[B, L, C]` what q, k and v were projected from, for a method's gates.
+
+        Raises:
+            ValueError: the row does not fit the grid of the pass, or the grid does not fit the budget.
+        """
+        now = self.current.value
+        if now is None:
+            raise ValueError("attention ran outside of the transformer's forward: call the transformer, not its blocks")
+        batch, length = q.shape[:2]
+        text = length - math.prod(now.grid_thw)
+        lengths = now.text_lengths or (text,) * batch
+        fits = text == 0 if self.text == "none" else 0 <= max(lengths) <= text
+        if not fits or len(lengths) != batch:
+            raise ValueError(f"{batch} rows of {length} tokens do not fit a grid of {now.grid_thw}, texts {lengths}")
+        # samples with equally long texts share one layout
+        outs, order = [], []
+        for kept in sorted(set(lengths)):
+            rows = [i for i, n in enumerate(lengths) if n == kept]
+            # padding stands at the end of the text, and padded text at the end of the row
+            stop = length - text + kept
+            part = (x[:, :stop] if len(rows) == batch else x[rows, :stop] for x in (q, k, v, hidden))
+            out = self._attend(Row(*part), kept, now)
+            outs.append(F.pad(out, (0, 0, 0, text - kept)))
+            order += rows
+        if len(outs) == 1:
+            return outs[0]
+        return torch.cat(outs)[torch.tensor(order).argsort().to(q.device)]
+
+    def _attend(self, row: Row, text: int, now: Pass) -> Tensor:
+        layout = self.method.layout(self._segments(now.grid_thw, text), row.q.device)
+        topk = self.budget.layer_topk(self.layer, layout.num_video_tiles, now)
+        ctx = AttnContext(layout=layout, topk=topk, layer_idx=self.layer)
+        q, k, v = (layout.permute(x) for x in row[:3])
+        extra = {name: layout.permute(x) for name, x in self.method.project(row.hidden).items()}
+        out = self.method.attend_combine(q, k, v, extra, ctx)
+        return layout.unpermute(out).flatten(2).type_as(q)
+
+    def _segments(self, grid_thw: Grid, text: int) -> Sequence[Segment]:
+        video = Segment(grid_thw)
+        if text == 0:
+            return (video,)
+        words = Segment((1, 1, text), kind="text")
+        return (words, video) if self.text == "first" else (video, words)

@@ -1,0 +1,58 @@
+"""Video sparse attention for models that never trained its gates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vsa.attention.context import AttnContext
+from vsa.attention.layout import BlockOrder, Partition
+from vsa.attention.video_sparse import VideoSparseAttention
+
+
+class UngatedVideoSparse(VideoSparseAttention):
+    """Video sparse attention of a model that never trained gates: coarse gate 0, so the fine stage is the output.
+
+    Weight 1 on the coarse output instead would add a second attention output to every layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        layer_idx: int = 0,
+        tile_thw: Sequence[int] = (4, 4, 4),
+        partition: Partition = "cube",
+        block_order: BlockOrder = "nested",
+        backend: str | None = None,
+    ):
+        # gates of a 14B model would be a billion parameters that nobody reads
+        with torch.device("meta"):
+            super().__init__(
+                dim=dim,
+                num_heads=num_heads,
+                head_dim=head_dim,
+                layer_idx=layer_idx,
+                tile_thw=tile_thw,
+                partition=partition,
+                block_order=block_order,
+                fine_gate=False,
+                backend=backend,
+            )
+        del self.to_gate_compress
+
+    def extra_modules(self) -> dict[str, nn.Module]:
+        return {}
+
+    def project(self, x: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        return parts["fine"]
+
+    def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        return self.combine(self.attend(q, k, v, ctx), extra, ctx)

@@ -1,0 +1,394 @@
+"""Pretrained weights in diffusers' Wan layout: into a `VideoDiT`, and out of one.
+
+Every check runs on the headers of the files, before a byte of the model's memory is touched, so a model may still
+be on the meta device when it is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vsa.attention.full import FullAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.key_names import is_gate, is_unused
+from vsa.models.sharding import fill, whole
+from vsa.models.sparse_config import (
+    SPARSE_CONFIG,
+    SparseAttentionConfig,
+    has_sparse_config,
+    read_sparse_config,
+    write_sparse_config,
+)
+from vsa.models.video_dit import VideoDiT
+from vsa.models.weight_files import (
+    WeightFiles,
+    new_folder,
+    pretrained_folder,
+    read_json,
+    refuse_existing,
+    write_weights,
+)
+
+Gates = Literal["required", "initial", "absent"]
+
+CLASS_NAME = "WanTransformer3DModel"
+SPARSE_FLAG = "sparse_attention"
+"""Key of an exported `config.json` that names the file the gates need."""
+
+# what a config.json that leaves a key out means (diffusers 0.42)
+_DEFAULTS: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 40,
+    "attention_head_dim": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "ffn_dim": 13824,
+    "num_layers": 40,
+    "cross_attn_norm": True,
+    "eps": 1e-6,
+    "image_dim": None,
+    "added_kv_proj_dim": None,
+    "rope_max_seq_len": 1024,
+}
+# keys with one value this model can compute
+_FIXED = {"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedInfo:
+    """What a checked checkpoint holds.
+
+    Args:
+        folder: with the weights.
+        sparse: its `sparse_attention.json`; None for a dense checkpoint.
+        initial_gates: gate parameters of the model that the checkpoint has no values for.
+        ignored: tensors of the checkpoint that nothing computes with.
+    """
+
+    folder: Path
+    sparse: SparseAttentionConfig | None
+    initial_gates: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+def read_transformer_config(source: str | Path) -> dict[str, Any]:
+    """`config.json` of a transformer, see `pretrained_folder` for what `source` may be.
+
+    Raises:
+        ValueError: nothing there, or no JSON.
+    """
+    return read_json(pretrained_folder(source) / "config.json")
+
+
+def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of the `VideoDiT` that computes what a `WanTransformer3DModel` of this config does.
+
+    Raises:
+        ValueError: another class, or a key or value this model has no counterpart for.
+    """
+    name = config.get("_class_name")
+    if name == "WanModel":
+        raise ValueError("_class_name is WanModel, Wan's original layout: scripts/convert_checkpoint.py makes it ours")
+    if name != CLASS_NAME:
+        raise ValueError(f"_class_name must be {CLASS_NAME}, got {name}")
+    for key, value in config.items():
+        if key in _FIXED and value != _FIXED[key]:
+            raise ValueError(f"{key}={value} is not supported, only {_FIXED[key]}")
+        known = key in _DEFAULTS or key in _FIXED or key == SPARSE_FLAG or key.startswith("_")
+        if not known and value is not None:
+            raise ValueError(f"config key {key}={value} is unknown: the model might compute something else")
+    arguments = {key: config.get(key, default) for key, default in _DEFAULTS.items()}
+    arguments["patch_size"] = tuple(arguments["patch_size"])
+    # as diffusers does
+    arguments["out_channels"] = arguments["out_channels"] or arguments["in_channels"]
+    return arguments
+
+
+def transformer_config(model: VideoDiT) -> dict[str, Any]:
+    """`config.json` of the `WanTransformer3DModel` that computes what a model with dense attention does.
+
+    Raises:
+        ValueError: the model has something that class cannot express.
+    """
+    if model.absolute_positions:
+        raise ValueError(f"absolute_positions=true has no counterpart in {CLASS_NAME}")
+    if model.rope_theta != 10000:
+        raise ValueError(f"rope_theta must be 10000 in {CLASS_NAME}, the model has {model.rope_theta}")
+    block: Any = model.blocks[0]
+    has_image = model.image_dim is not None
+    arguments = {
+        "patch_size": list(model.patch_size),
+        "num_attention_heads": model.num_heads,
+        "attention_head_dim": model.head_dim,
+        "in_channels": model.in_channels,
+        "out_channels": model.out_channels,
+        "text_dim": model.text_dim,
+        "freq_dim": model.condition_embedder.freq_dim,
+        "ffn_dim": block.ffn.net[0].proj.out_features,
+        "num_layers": len(model.blocks),
+        "cross_attn_norm": not isinstance(block.norm2, nn.Identity),
+        "eps": block.norm1.eps,
+        "image_dim": model.image_dim,
+        "added_kv_proj_dim": block.attn2.add_k_proj.in_features if has_image else None,
+        "rope_max_seq_len": model.rope_max_seq_len,
+    }
+    return {"_class_name": CLASS_NAME, **arguments, **_FIXED}
+
+
+def gate_names(model: VideoDiT) -> tuple[str, ...]:
+    """Names of the parameters that belong to the attention methods themselves."""
+    return tuple(name for name, role in model.parameter_roles().items() if role == "gate")
+
+
+def sparse_settings(model: VideoDiT) -> dict[str, Any]:
+    """The fields of a `SparseAttentionConfig` that the model's attention decides.
+
+    Raises:
+        ValueError: its attention is none whose checkpoints have a `sparse_attention.json`.
+    """
+    block: Any = model.blocks[0]
+    method = block.method
+    if not isinstance(method, VideoSparseAttention):
+        raise ValueError(f"a {SPARSE_CONFIG} describes video_sparse attention, the model has {type(method).__name__}")
+    return {
+        "method": "video_sparse",
+        "tile_thw": method.tile_thw,
+        "partition": method.partition,
+        "block_order": method.block_order,
+        "fine_gate": method.to_gate_fine is not None,
+        "gate_keys": gate_names(model),
+    }
+
+
+def check_pretrained(model: VideoDiT, source: str | Path, *, gates: Gates) -> PretrainedInfo:
+    """Refuse a checkpoint that does not fit the model; nothing is copied, the model may be on the meta device.
+
+    Args:
+        model: the model it is meant for.
+        source: see `pretrained_folder`.
+        gates: see `load_pretrained`.
+
+    Raises:
+        ValueError: names the config key, the tensor or the file, with both values where two differ.
+    """
+    if gates not in ("required", "initial", "absent"):
+        raise ValueError(f"gates must be required, initial or absent, got {gates!r}")
+    folder = pretrained_folder(source)
+    _refuse_other_architecture(model, folder)
+    weights = WeightFiles(folder)
+    theirs = {key for key in weights.keys if is_gate(key)}
+    ignored = {key for key in weights.keys if is_unused(key)}
+    sparse = read_sparse_config(folder) if theirs or has_sparse_config(folder) else None
+    if sparse is not None and set(sparse.gate_keys) != theirs:
+        raise ValueError(
+            f"{folder}: the weights do not hold the gates that {SPARSE_CONFIG} names, "
+            f"they differ in {_some(set(sparse.gate_keys) ^ theirs)}"
+        )
+    ours = set(gate_names(model))
+    _refuse_gates(ours, theirs, gates, folder)
+    if gates == "required":
+        assert sparse is not None
+        refuse_other_attention(model, sparse, str(folder / SPARSE_CONFIG))
+
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if gates == "required" or name not in ours}
+    refuse_other_tensors(wanted, {key: weights.shape(key) for key in weights.keys if key not in ignored}, str(folder))
+    return PretrainedInfo(
+        folder=folder,
+        sparse=sparse,
+        initial_gates=tuple(sorted(ours)) if gates == "initial" else (),
+        ignored=tuple(sorted(ignored)),
+    )
+
+
+@torch.no_grad()
+def load_pretrained(model: VideoDiT, source: str | Path, *, gates: Gates) -> PretrainedInfo:
+    """Copy a checkpoint's tensors into the model's parameters, one at a time; each rank reads its own rows.
+
+    Args:
+        model: on real devices, sharded or not; a model made on the meta device goes through `to_empty` first.
+        source: see `pretrained_folder`.
+        gates: required (a sparse checkpoint into a model with the same gates), initial (a dense checkpoint into a
+            sparse model: the gates get their documented start, `AttentionMethod.reset_extra_parameters`), or absent
+            (a dense checkpoint into a dense model).
+
+    Raises:
+        ValueError: the checkpoint does not fit (`check_pretrained`), or a parameter is still on the meta device.
+    """
+    info = check_pretrained(model, source, gates=gates)
+    weights = WeightFiles(info.folder)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device: move the model with to_empty first")
+    for name, parameter in model.named_parameters():
+        if name not in info.initial_gates:
+            fill(parameter, partial(weights.rows, name))
+    if info.initial_gates:
+        for block in model.blocks:
+            block.method.reset_extra_parameters()  # type: ignore[union-attr, operator]
+    return info
+
+
+def open_pretrained(
+    source: str | Path, *, device: torch.device | str = "cpu", backend: str | None = None
+) -> tuple[VideoDiT, PretrainedInfo]:
+    """The model of a weights folder in float32, sparse when it has a `sparse_attention.json`.
+
+    Args:
+        source: see `pretrained_folder`.
+        device: where the parameters go.
+        backend: of the sparse attention; None picks by device.
+
+    Raises:
+        ValueError: what `video_dit_arguments` and `check_pretrained` refuse.
+    """
+    folder = pretrained_folder(source)
+    arguments = video_dit_arguments(read_transformer_config(folder))
+    sparse = read_sparse_config(folder) if has_sparse_config(folder) else None
+    with torch.device("meta"):
+        model = VideoDiT(attention=attention_of(sparse, backend), **arguments)
+    gates: Gates = "absent" if sparse is None else "required"
+    check_pretrained(model, folder, gates=gates)
+    model.to_empty(device=device)
+    return model, load_pretrained(model, folder, gates=gates)
+
+
+def attention_of(sparse: SparseAttentionConfig | None, backend: str | None = None) -> Callable[..., Any]:
+    """Factory of the attention a checkpoint was trained with; None is dense attention.
+
+    Raises:
+        ValueError: an unknown method.
+    """
+    if sparse is None:
+        return FullAttention
+    if sparse.method != "video_sparse":
+        raise ValueError(f"{SPARSE_CONFIG} has method {sparse.method}, only video_sparse can be built")
+    return partial(
+        VideoSparseAttention,
+        tile_thw=sparse.tile_thw,
+        partition=sparse.partition,
+        block_order=sparse.block_order,
+        fine_gate=sparse.fine_gate,
+        backend=backend,
+    )
+
+
+def export_pretrained(
+    model: VideoDiT,
+    folder: str | Path,
+    *,
+    sparse: SparseAttentionConfig | None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+    tensors: Callable[[str], Tensor] | None = None,
+) -> Path:
+    """Write the model as a transformer folder that diffusers opens; complete under its name or not there at all.
+
+    Args:
+        model: decides names and shapes; sharded parameters are gathered one at a time, so every rank has to call,
+            and rank 0 writes.
+        folder: must not exist.
+        sparse: how the gates are used; None exactly for a model without gates. Its settings must be the model's.
+        dtype: of the written tensors; None keeps theirs.
+        max_shard_bytes: of one file.
+        tensors: full CPU tensors by parameter name in place of the model's own (averaged weights).
+
+    Raises:
+        ValueError: the folder exists, the architecture or the attention cannot be written down, or `sparse` does not
+            describe the model.
+    """
+    config = transformer_config(model)
+    if sparse is None and (gates := gate_names(model)):
+        raise ValueError(f"the model has gates ({_some(set(gates))}), an export needs their {SPARSE_CONFIG}")
+    if sparse is not None:
+        refuse_other_attention(model, sparse, SPARSE_CONFIG)
+        if sparse.golden is not None:
+            raise ValueError(f"golden={sparse.golden} is set when the golden file is written, after the export")
+        config[SPARSE_FLAG] = SPARSE_CONFIG
+    parameters = dict(model.named_parameters())
+
+    def read(name: str) -> Tensor:
+        value = whole(parameters[name]) if tensors is None else tensors(name)
+        if value.shape != parameters[name].shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, the model {tuple(parameters[name].shape)}")
+        return value.to(dtype) if dtype is not None else value
+
+    sizes = {name: p.numel() * (dtype or p.dtype).itemsize for name, p in parameters.items()}
+    final, writes = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
+    refuse_existing(final)
+    with new_folder(final, writes) as temporary:
+        if writes:
+            (temporary / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+            if sparse is not None:
+                write_sparse_config(temporary, sparse)
+        write_weights(temporary, sizes, read, max_shard_bytes, writes)
+    return final
+
+
+def refuse_other_tensors(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], what: str
+) -> None:
+    """Raise ValueError when names or shapes of tensors are not those of a model; `what` names where they were found."""
+    if missing := set(wanted) - set(found):
+        raise ValueError(f"{what} lacks {len(missing)} tensors of the model: {_some(missing)}")
+    if unexpected := set(found) - set(wanted):
+        raise ValueError(f"{what} has {len(unexpected)} tensors the model has no place for: {_some(unexpected)}")
+    for key, shape in wanted.items():
+        if found[key] != shape:
+            raise ValueError(f"{what}: {key} has shape {found[key]}, the model needs {shape}")
+
+
+def refuse_other_attention(model: VideoDiT, sparse: SparseAttentionConfig, what: str) -> None:
+    """Raise ValueError when a sparse config describes another attention than the model's; `what` names it."""
+    for key, value in sparse_settings(model).items():
+        theirs = getattr(sparse, key)
+        if key == "gate_keys":
+            if set(theirs) != set(value):
+                raise ValueError(
+                    f"{what}: gate_keys are not the model's, they differ in {_some(set(theirs) ^ set(value))}"
+                )
+        elif theirs != value:
+            raise ValueError(f"{what} has {key}={theirs}, the model has {value}")
+    if len(sparse.topk) != len(model.blocks):
+        raise ValueError(f"{what} has topk of {len(sparse.topk)} layers, the model has {len(model.blocks)}")
+
+
+def _refuse_other_architecture(model: VideoDiT, folder: Path) -> None:
+    path = folder / "config.json"
+    try:
+        theirs = video_dit_arguments(read_json(path))
+        ours = video_dit_arguments(transformer_config(model))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for key, value in theirs.items():
+        if value != ours[key]:
+            raise ValueError(f"{path} has {key}={value}, the model has {ours[key]}")
+
+
+def _refuse_gates(ours: set[str], theirs: set[str], gates: Gates, folder: Path) -> None:
+    if gates == "required":
+        if not ours:
+            raise ValueError(f"gates=required, but the model has none (attention full?); {folder} has {len(theirs)}")
+        if missing := ours - theirs:
+            raise ValueError(f"{folder} lacks {len(missing)} gate tensors of the model: {_some(missing)}")
+        if left := theirs - ours:
+            raise ValueError(f"{folder} has {len(left)} gate tensors the model has no place for: {_some(left)}")
+    elif theirs:
+        raise ValueError(f"gates={gates} takes a dense checkpoint, but {folder} has gates: {_some(theirs)}")
+    elif gates == "absent" and ours:
+        raise ValueError(f"gates=absent, but the model has gates: {_some(ours)}")
+
+
+def _some(keys: set[str]) -> str:
+    first = sorted(keys)[:3]
+    return ", ".join(first) + (", ..." if len(keys) > len(first) else "")

@@ -1,0 +1,250 @@
+"""What the attention of a run does, measured beside the training: recall, gates, coarse share, overlap.
+
+B samples, L tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from matplotlib.image import imread
+from torch import Tensor
+from vsa_kernels import BlockIndex
+
+from vsa.attention import stats
+from vsa.attention.layout import TileLayout
+from vsa.attention.schedule import mean_topk
+from vsa.data.atomic import atomic_file
+from vsa.data.batch import VideoBatch
+from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
+from vsa.training.callbacks.checkpoint import Checkpointing
+from vsa.training.callbacks.throughput import find_throughput
+from vsa.training.figures import layer_heatmaps
+
+PANELS = {
+    "recall": "recall of the true attention mass",
+    "gate_rms": "coarse gate (rms)",
+    "coarse_share": "coarse share of the output",
+    "overlap_steps": "overlap with the noise level before",
+    "overlap_heads": "overlap between heads",
+    "entropy": "entropy of the coarse scores",
+}
+"""Panels of the heatmap."""
+
+METRICS = (*PANELS, "recall_random")
+
+
+class Diagnostics(L.Callback):
+    """Looks into the attention every `every_n_steps`, off the hot path, on samples and noise that never change.
+
+    Held-out samples of the largest latent shape go through the trained weights at each noise level and at the top-k
+    of the step. Logged are `diag/NAME` (means) and `diag/recall_layer_N`; `run_dir/diagnostics` gets a heatmap and a
+    JSON of the table, layer by noise level. A schedule that follows measurements gets the missed mass, 1 - recall.
+    A model whose attention selects nothing is left alone.
+
+    Args:
+        run_dir: the run folder.
+        every_n_steps: optimizer steps between two looks.
+        layers: layers to look at, None for all.
+        timesteps: noise levels in [0, 1], 1 is pure noise; selections are compared from one to the next.
+        samples: held-out samples per process.
+        queries: query tokens per sample whose dense attention is computed for the recall, None for all.
+        seed: of the choice of query tokens.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        every_n_steps: int = 500,
+        layers: Sequence[int] | None = None,
+        timesteps: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9),
+        samples: int = 1,
+        queries: int | None = 256,
+        seed: int = 0,
+    ):
+        for name, value in (("every_n_steps", every_n_steps), ("samples", samples), ("queries", queries)):
+            if value is not None and value < 1:
+                raise ValueError(f"callbacks.diagnostics.{name} must be at least 1, got {value}")
+        if not timesteps or not all(0 <= t <= 1 for t in timesteps):
+            raise ValueError(f"callbacks.diagnostics.timesteps must lie in [0, 1], got {list(timesteps)}")
+        self.folder = Path(run_dir) / "diagnostics"
+        self.every_n_steps, self.timesteps = every_n_steps, tuple(timesteps)
+        self.layers = None if layers is None else tuple(layers)
+        self.samples, self.queries, self.seed = samples, queries, seed
+        self._batch: VideoBatch | None = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        num_layers = len(pl_module.model.blocks)
+        bad = [layer for layer in self.layers or () if not 0 <= layer < num_layers]
+        if bad:
+            raise ValueError(
+                f"callbacks.diagnostics.layers has {bad}, but the model's layers are 0 to {num_layers - 1}"
+            )
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        before = callbacks[: callbacks.index(self)]
+        if pl_module.sparsity.measured and any(isinstance(c, Checkpointing) for c in before):
+            # a checkpoint of the step would lack the step's measurement, and a resumed run would never make it
+            raise ValueError("callbacks.diagnostics must stand before callbacks.checkpoint: sparsity follows it")
+        self._batch = self._fixed_samples(trainer.datamodule)  # type: ignore[attr-defined]
+
+    def _fixed_samples(self, data: Any) -> VideoBatch:
+        """Samples of the largest shape: smaller ones may keep all of their tiles and show nothing."""
+        largest = max(data.buckets, key=lambda shape: math.prod(shape[1:]))
+        found: VideoBatch | None = None
+        for batch in data.val_dataloader():
+            if found is None or batch.latents[0].numel() > found.latents[0].numel():
+                found = batch
+            if tuple(batch.latents.shape[1:]) == tuple(largest):
+                break
+        if found is None:
+            raise ValueError("callbacks.diagnostics needs held-out samples: data.val_fraction leaves none")
+        if self.samples > len(found.seeds):
+            raise ValueError(
+                f"callbacks.diagnostics.samples={self.samples} is above the {len(found.seeds)} samples of a micro-batch"
+            )
+        tensors = {name: getattr(found, name) for name in ("latents", "text", "text_mask", "cond_latents", "seeds")}
+        return replace(found, **{name: t[: self.samples] for name, t in tensors.items() if t is not None})
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % pl_module.accumulate or trainer.global_step % self.every_n_steps:
+            return
+        throughput = find_throughput(trainer)
+        with throughput.paused() if throughput is not None else nullcontext():
+            self._look(trainer, pl_module)
+
+    def _look(self, trainer: L.Trainer, pl_module: Any) -> None:
+        assert self._batch is not None
+        step, shape = trainer.global_step, tuple(self._batch.latents.shape[1:])
+        topk = pl_module.topk(shape, step)
+        pl_module.model.eval()
+        layers, table = self._measure(pl_module, self._batch.to(pl_module.device), topk)
+        pl_module.model.train()
+        if not layers:
+            return
+        # every process has samples of its own
+        reduced = trainer.strategy.reduce(table, reduce_op="mean").cpu()
+        tables = dict(zip(METRICS, reduced, strict=True))
+        means = {name: float(t.nanmean()) for name, t in tables.items() if not t.isnan().all()}
+        by_layer = {
+            f"diag/recall_layer_{n}": float(row.mean()) for n, row in zip(layers, tables["recall"], strict=True)
+        }
+        pl_module.log_step({**{f"diag/{name}": mean for name, mean in means.items()}, **by_layer}, step)
+        pl_module.sparsity.observe(step, min(max(1 - means["recall"], 0.0), 1.0))
+        if trainer.is_global_zero:
+            num_tiles = pl_module.model.layout_for(shape).num_video_tiles
+            record = {"step": step, "latent_shape": list(shape), "topk": topk, "num_tiles": num_tiles}
+            record["sparsity"] = 1 - mean_topk(topk, num_tiles) / num_tiles
+            self._show(trainer, record, layers, means, tables)
+
+    @torch.no_grad()
+    def _measure(self, pl_module: Any, batch: VideoBatch, topk: int | tuple[int, ...]) -> tuple[list[int], Tensor]:
+        """Layers that select tiles, and fp32 `[metrics, layers, timesteps]`."""
+        latents = pl_module.normalise(batch.latents)
+        noise = noise_like(latents, batch.seeds)
+        layout = pl_module.model.layout_for(latents.shape[1:], latents.device)
+        tokens = stats.sample_tokens(layout.num_tokens, self.queries, seed=self.seed)
+        selections: dict[int, BlockIndex] = {}
+        columns = []
+        for timestep in self.timesteps:
+            found: dict[int, dict[str, Tensor]] = {}
+
+            def recorder(layer: int, tensors: dict[str, Tensor], found=found) -> None:
+                if "kv_indices" in tensors and (self.layers is None or layer in self.layers):
+                    # at once: a layer's tensors are gone when the next one runs
+                    found[layer] = layer_metrics(tensors, layout, tokens, selections.get(layer))
+                    selections[layer] = _index(tensors)
+
+            level = torch.full((len(latents),), timestep, device=latents.device)
+            pl_module.model(
+                add_noise(latents, noise, level),
+                to_timestep(level),
+                batch.text,
+                batch.text_mask,
+                cond_latents=batch.cond_latents,
+                topk=topk,
+                recorder=recorder,
+            )
+            columns.append(found)
+        layers = sorted(selections)
+        values = [column[layer][name] for name in METRICS for layer in layers for column in columns]
+        shape = (len(METRICS), len(layers), len(columns))
+        return layers, torch.stack(values).view(shape) if values else torch.empty(shape)
+
+    def _show(
+        self,
+        trainer: L.Trainer,
+        record: Mapping[str, Any],
+        layers: Sequence[int],
+        means: Mapping[str, float],
+        tables: Mapping[str, Tensor],
+    ) -> None:
+        path = self.folder / f"step-{record['step']:08d}.png"
+        title = (
+            f"step {record['step']}, sparsity {record['sparsity']:.1%} of {record['num_tiles']} tiles: "
+            f"recall {means['recall']:.1%}, random tiles {means['recall_random']:.1%}"
+        )
+        panels = {name: tables[key] for key, name in PANELS.items()}
+        layer_heatmaps(panels, path, layers=layers, timesteps=self.timesteps, title=title)
+        rows = {name: [[_or_none(x) for x in row] for row in table.tolist()] for name, table in tables.items()}
+        whole = {**record, "layers": list(layers), "timesteps": self.timesteps, "means": means, "tables": rows}
+        with atomic_file(path.with_suffix(".json")) as temporary:
+            temporary.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image("diagnostics", imread(path)[..., :3], record["step"], dataformats="HWC")
+            elif isinstance(logger, WandbLogger):
+                logger.log_image("diagnostics", [str(path)], step=record["step"])
+
+
+def layer_metrics(
+    tensors: Mapping[str, Tensor], layout: TileLayout, tokens: Tensor, previous: BlockIndex | None
+) -> dict[str, Tensor]:
+    """The numbers of one layer at one noise level, fp32 scalars by the names of `METRICS`.
+
+    Args:
+        tensors: what the layer recorded.
+        layout: of a row of one video.
+        tokens: int64 query tokens whose recall is measured.
+        previous: selection of the layer at the noise level before; None leaves `overlap_steps` NaN.
+    """
+    q, k, fine, coarse = (tensors[name] for name in ("q", "k", "fine", "coarse"))
+    batch, _, heads, _ = q.shape
+    selected = _index(tensors).to_dense(layout.num_blocks).expand(batch, heads, -1, -1)
+    recall = stats.selection_recall(
+        stats.tile_mass(q, k, tokens, layout.blocks), selected, tokens.to(q.device), layout.blocks
+    )
+    fine = fine * tensors["gate_fine"] if "gate_fine" in tensors else fine
+    gate = tensors["gate_compress"]
+    found = {
+        "recall": recall.selected.mean(),
+        "recall_random": recall.random.mean(),
+        "gate_rms": stats.rms(gate),
+        "coarse_share": stats.coarse_share(layout.tile_to_tokens(coarse) * gate, fine),
+        "overlap_steps": q.new_tensor(math.nan),
+        "overlap_heads": stats.head_overlap(selected),
+        "entropy": stats.coarse_entropy(tensors["scores"]),
+    }
+    if previous is not None:
+        found["overlap_steps"] = stats.selection_overlap(selected, previous.to_dense(layout.num_blocks))
+    return {name: value.float() for name, value in found.items()}
+
+
+def _index(tensors: Mapping[str, Tensor]) -> BlockIndex:
+    return BlockIndex(kv_indices=tensors["kv_indices"], kv_num_blocks=tensors["kv_num_blocks"])
+
+
+def _or_none(value: float) -> float | None:
+    # JSON has no NaN
+    return None if math.isnan(value) else value

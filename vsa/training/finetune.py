@@ -1,0 +1,219 @@
+"""Finetuning of a pretrained video DiT to sparse attention, with a frozen dense teacher where one is asked for.
+
+B samples of a micro-batch, C T H W latent dims, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vsa.attention.full import FullAttention
+from vsa.attention.schedule import SparsitySchedule
+from vsa.data.batch import VideoBatch
+from vsa.diffusion import flow_matching as fm
+from vsa.models.video_dit import VideoDiT
+from vsa.training.lora import LoRA
+from vsa.training.optim import AdamW
+from vsa.training.parallel import ParallelPlan, parallelize
+from vsa.training.pretrain import FlowMatchingLoss, LossTerms, PretrainModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneLoss(FlowMatchingLoss):
+    """`data * L_data + velocity * L_velocity + attention * L_attention` on the same noised latents.
+
+    L_data is flow matching on the data. L_velocity is the mean squared error against the velocity of the frozen
+    dense teacher, which has no shift between the data and what the teacher was trained on. L_attention compares
+    the self-attention output of every layer with the teacher's, relative to its mean square, averaged over layers.
+    Called as it is, the loss is L_data alone (validation).
+
+    Args:
+        shift: of the timesteps, see `FlowMatchingLoss`.
+        data: weight of L_data.
+        velocity: weight of L_velocity; above 0 needs a teacher.
+        attention: weight of L_attention; above 0 needs a teacher.
+
+    Raises:
+        ValueError: a negative weight, or none above 0.
+
+    Source: velocity matching as in TurboDiffusion's sparse adaptation (arXiv 2512.16093).
+    """
+
+    data: float = 1.0
+    velocity: float = 0.0
+    attention: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("data", "velocity", "attention"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"objective.{name} must be at least 0, got {getattr(self, name)}")
+        if self.data + self.velocity + self.attention == 0:
+            raise ValueError("objective.data, objective.velocity and objective.attention are all 0: nothing to train")
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.velocity > 0 or self.attention > 0
+
+    def mixed(
+        self,
+        model: VideoDiT,
+        teacher: VideoDiT | None,
+        batch: VideoBatch,
+        latents: Tensor,
+        *,
+        seed: int,
+        topk: int | Sequence[int],
+    ) -> LossTerms:
+        """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`, and each part by name."""
+        noised = self.noised(model, batch, latents, seed=seed)
+        with attention_outputs(model, self.attention > 0) as ours:
+            velocity = model(
+                noised.x_t, noised.timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents, topk=topk
+            )
+        parts = {"data": fm.sample_mse(velocity, noised.target)}
+        if teacher is not None:
+            with torch.no_grad(), attention_outputs(teacher, self.attention > 0) as theirs:
+                wanted = teacher(
+                    noised.x_t, noised.timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents
+                )
+            parts["velocity"] = fm.sample_mse(velocity, wanted)
+            if self.attention > 0:
+                layouts = [net.layout_for(latents.shape[1:], latents.device) for net in (model, teacher)]
+                errors = [
+                    relative_error(layouts[0].unpermute(ours[i]), layouts[1].unpermute(theirs[i])) for i in sorted(ours)
+                ]
+                parts["attention"] = torch.stack(errors).mean(0)
+        total = torch.stack([getattr(self, name) * part for name, part in parts.items()]).sum(0)
+        return noised.terms(total, **parts)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    """Mean squared error of each sample over the mean square of `wanted`, fp32 `[B]`, of `[B, L, C]`."""
+    found, wanted = found.float().flatten(1), wanted.float().flatten(1)
+    return (found - wanted).square().mean(1) / wanted.square().mean(1).clamp(min=1e-12)
+
+
+@contextmanager
+def attention_outputs(model: VideoDiT, wanted: bool) -> Iterator[dict[int, Tensor]]:
+    """Collects the projected self-attention output `[B, L, C]` of every layer of the forward run inside.
+
+    What activation checkpointing recomputes afterwards is not collected again.
+    """
+    found: dict[int, Tensor] = {}
+    if not wanted:
+        yield found
+        return
+
+    def keep(index: int, module: Any, inputs: Any, output: Tensor) -> None:
+        found[index] = output
+
+    blocks: Any = model.blocks
+    handles = [block.attn1.to_out[0].register_forward_hook(partial(keep, i)) for i, block in enumerate(blocks)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class FinetuneModule(PretrainModule):
+    """Finetune a pretrained checkpoint to sparse attention (VSA paper, section 2.3 and appendix C.5).
+
+    Starts from `init_from`: a run of this project or a folder or hub id in diffusers' Wan layout. The gates of a dense
+    checkpoint start at their documented identity, so with all tiles kept the first step is the pretrained model.
+
+    Args:
+        model: builds the network.
+        optim: recipe of the optimizer.
+        sparsity: top-k by optimizer step.
+        objective: the loss; with a velocity or attention weight the frozen dense teacher is `init_from`, too.
+        parallel: activation checkpointing, compile, sharding.
+        gates: initial (the checkpoint is dense) or required (it has trained gates and goes on from them).
+        trainable: patterns of parameter names that are trained; None: all, with `lora` the gates only.
+        lora: adapters to train in place of the weights they stand beside.
+        latent_scale: see `PretrainModule`.
+        grad_clip: largest global gradient norm.
+        max_skipped: consecutive non-finite steps after which training stops.
+        seed: of everything random.
+
+    Raises:
+        ValueError: unknown `gates`, or attention matching of compiled blocks.
+    """
+
+    objective: FinetuneLoss
+
+    def __init__(
+        self,
+        *,
+        model: Callable[..., VideoDiT],
+        optim: AdamW,
+        sparsity: SparsitySchedule,
+        objective: FinetuneLoss,
+        parallel: ParallelPlan,
+        gates: Literal["initial", "required"] = "initial",
+        trainable: Sequence[str] | None = None,
+        lora: LoRA | None = None,
+        latent_scale: Literal["channel", "shared"] = "channel",
+        grad_clip: float = 1.0,
+        max_skipped: int = 10,
+        seed: int = 0,
+    ):
+        if gates not in ("initial", "required"):
+            raise ValueError(f"task.gates must be initial or required, got {gates!r}")
+        if objective.attention > 0 and parallel.compile:
+            raise ValueError("task.objective.attention looks into the blocks and cannot be had with parallel.compile")
+        super().__init__(
+            model=model,
+            optim=optim,
+            sparsity=sparsity,
+            objective=objective,
+            parallel=parallel,
+            latent_scale=latent_scale,
+            grad_clip=grad_clip,
+            max_skipped=max_skipped,
+            seed=seed,
+        )
+        self.gates: Literal["initial", "required"] = gates
+        self.lora = lora
+        self.trainable = tuple(trainable) if trainable is not None else None
+        # in a list: the teacher is no submodule, so neither checkpoints nor optimizers see it
+        self._teacher: list[VideoDiT] = []
+
+    def prepare_model(self, model: VideoDiT) -> None:
+        """Adapters, and what is frozen."""
+        roles = model.parameter_roles()
+        patterns = self.trainable
+        if patterns is None:
+            patterns = ("*",) if self.lora is None else tuple(name for name in roles if roles[name] == "gate")
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in roles):
+                raise ValueError(f"task.trainable pattern {pattern!r} fits no parameter")
+        chosen = {name for name in roles if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        own = dict(model.named_parameters())
+        if self.lora is not None:
+            self.lora.inject(model)
+        for name, parameter in own.items():
+            parameter.requires_grad_(name in chosen)
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.objective.needs_teacher and not self._teacher:
+            with torch.random.fork_rng(devices=[]):
+                teacher = self._model_factory(attention=partial(FullAttention))
+            teacher.eval().requires_grad_(False)
+            mesh = self.device_mesh["data_parallel"] if self.device_mesh is not None else None
+            parallelize(teacher, mesh, ParallelPlan(compile=self._parallel.compile))
+            self._teacher.append(teacher)
+
+    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: int | Sequence[int]) -> LossTerms:
+        teacher = self._teacher[0] if self._teacher else None
+        return self.objective.mixed(self.model, teacher, batch, latents, seed=self.seed, topk=topk)
