@@ -150,6 +150,23 @@ def test_a_measured_schedule_follows_what_is_measured(training):
     assert [float(rows[step]["sparsity/topk"]) for step in range(1, 6)] == [8, 8, 5, 5, 5]
 
 
+def test_a_measured_schedule_resumes_bit_for_bit(training):
+    settings = (*LOOK, *MEASURED, "sparsity.max_missed=1.0")
+    training(*settings, "run=whole", "trainer.max_steps=7")
+    training(*settings, "trainer.max_steps=4")
+    training(*settings, "trainer.max_steps=7", "ckpt_path=last")
+    assert training.losses() == training.losses("whole")
+    assert training.last().state["sparsity_state"] == training.last("whole").state["sparsity_state"]
+    ours, theirs = training.tensors(), training.tensors("whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_measured_schedule_needs_measurements(training):
+    with pytest.raises(ValueError, match="MissedMassSparsity follows measurements: it needs callbacks=diagnostics"):
+        training(*MEASURED)
+    assert not training.folder().exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -158,6 +175,7 @@ def test_a_measured_schedule_follows_what_is_measured(training):
         (["callbacks.diagnostics.every_n_steps=0"], "every_n_steps must be at least 1, got 0"),
         (["callbacks.diagnostics.timesteps=[0.5,1.5]"], r"must lie in \[0, 1\], got \[0.5, 1.5\]"),
         (["data.val_fraction=0"], "needs held-out samples"),
+        (["sparsity.dense_layers=[2]"], "dense_layers has layer 2, but the model's layers are 0 to 1"),
         (["flop_budget=1e9", *MEASURED], "flop_budget needs a schedule known in advance, MissedMassSparsity"),
         (["++task.validate_at=[dense]"], r"must hold current, .* got \['dense'\]"),
         (["++callbacks.samples.sparsity=[none]"], r"callbacks.samples.sparsity must hold some of .* \['none'\]"),

@@ -28,7 +28,7 @@ def record_attention(
     text_mask: Tensor | None,
     *,
     sigma: float,
-    topk: int,
+    topk: int | tuple[int, ...],
     seed: int = 0,
 ) -> dict[int, dict[str, Tensor]]:
     """What each sparse layer selects while denoising `latents` at one noise level.
@@ -39,7 +39,7 @@ def record_attention(
         text: `[1, S, E]`.
         text_mask: bool `[1, S]`, or None.
         sigma: noise level in [0, 1].
-        topk: tiles per query tile.
+        topk: tiles per query tile, of all layers or of each.
         seed: of the noise.
 
     Returns:
@@ -49,7 +49,9 @@ def record_attention(
     found: dict[int, dict[str, Tensor]] = {}
 
     def recorder(layer_idx: int, tensors: dict[str, Tensor]) -> None:
-        found[layer_idx] = {name: value.detach().cpu() for name, value in tensors.items()}
+        # what else is recorded is as long as the sequence
+        names = [name for name in ("scores", "kv_indices", "kv_num_blocks") if name in tensors]
+        found[layer_idx] = {name: tensors[name].detach().cpu() for name in names}
 
     level = torch.full((1,), sigma, device=latents.device)
     x_t = add_noise(latents, noise_like(latents, clip_seeds(seed, 1)), level)
@@ -93,11 +95,12 @@ def draw_attention(
     if path is None:
         return None
     layout = run.model.layout_for(settings.latent_shape)
+    topk = settings.topk if isinstance(settings.topk, int) else settings.topk[layer]
     return attention_picture(
         video,
         layout,
         found[layer]["kv_indices"][0],
         found[layer]["kv_num_blocks"][0],
         path,
-        title=f"{prompt}\nlayer {layer}, sigma {sigma:g}: {settings.topk} of {layout.num_video_tiles} tiles per query",
+        title=f"{prompt}\nlayer {layer}, sigma {sigma:g}: {topk} of {layout.num_video_tiles} tiles per query",
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
-from vsa.attention.schedule import SparsitySchedule
+from vsa.attention.schedule import SparsityPoint, SparsitySchedule
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.video_dit import VideoDiT
@@ -141,6 +141,7 @@ class FinetuneModule(PretrainModule):
         trainable: patterns of parameter names that are trained; None: all, with `lora` the gates only.
         lora: adapters to train in place of the weights they stand beside.
         latent_scale: see `PretrainModule`.
+        validate_at: see `PretrainModule`.
         grad_clip: largest global gradient norm.
         max_skipped: consecutive non-finite steps after which training stops.
         seed: of everything random.
@@ -163,6 +164,7 @@ class FinetuneModule(PretrainModule):
         trainable: Sequence[str] | None = None,
         lora: LoRA | None = None,
         latent_scale: Literal["channel", "shared"] = "channel",
+        validate_at: Sequence[SparsityPoint] = ("current",),
         grad_clip: float = 1.0,
         max_skipped: int = 10,
         seed: int = 0,
@@ -178,6 +180,7 @@ class FinetuneModule(PretrainModule):
             objective=objective,
             parallel=parallel,
             latent_scale=latent_scale,
+            validate_at=validate_at,
             grad_clip=grad_clip,
             max_skipped=max_skipped,
             seed=seed,

@@ -16,6 +16,7 @@ from vsa.attention.schedule import SparsityPoint, SparsitySchedule, check_points
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.video_dit import VideoDiT
+from vsa.training.callbacks.diagnostics import Diagnostics
 from vsa.training.module import DiffusionModule
 from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan
@@ -209,12 +210,19 @@ class PretrainModule(DiffusionModule):
             )
         shapes = list(data.buckets)
         # a top-k that no bucket can hold is a mistake; smaller buckets clamp
-        self.sparsity.check(max(self.model.layout_for(shape).num_video_tiles for shape in shapes))
+        tiles = max(self.model.layout_for(shape).num_video_tiles for shape in shapes)
+        self.sparsity.check(tiles, len(self.model.blocks))
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self.sparsity.measured and not any(isinstance(c, Diagnostics) for c in callbacks):
+            raise ValueError(f"{type(self.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
         if self.resume is not None and self.resume.state["plan_hash"] != data.plan_hash:
             raise ValueError(
                 f"{self.resume.path} was trained on another data plan (hash {self.resume.state['plan_hash'][:12]}, "
                 f"now {data.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
             )
+        if self.resume is not None:
+            # checkpoints of before there were measured schedules have no such state
+            self.sparsity.load_state_dict(self.resume.state.get("sparsity_state", {}))
 
     def normalise(self, latents: Tensor) -> Tensor:
         """Stored latents `[B, C, T, H, W]` to zero mean and unit variance per channel."""
