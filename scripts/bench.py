@@ -72,7 +72,7 @@ def table(report: dict[str, Any]) -> str:
         "shape": lambda r: r["name"],
         "B x H x L x D": lambda r: " x ".join(str(r[name]) for name in _SIZE),
         "block": lambda r: r["block"] if r.get("q_block", r["block"]) == r["block"] else f"{r['q_block']}x{r['block']}",
-        "sparsity": lambda r: "-" if r["op"].startswith("dense") else f"{r['sparsity']:.1%}",
+        "sparsity": lambda r: "-" if r["op"].startswith(("dense", "free")) else f"{r['sparsity']:.1%}",
         "lists": lambda r: r.get("lists"),
         "dtype": lambda r: r["dtype"],
         "op": lambda r: r["op"],
@@ -197,7 +197,7 @@ def main(argv: list[str]) -> None:
             )  # fmt: skip
         else:
             sub.set_defaults(against=["none"])
-        if name != "layer":
+        if name not in ("layer", "step"):
             sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
         sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; by time on cuda)")
         sub.add_argument(

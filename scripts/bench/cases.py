@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from vsa_kernels import block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels import RecallBuffer, block_mean_pool, block_sparse_attn, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
 from vsa.attention.full import FullAttention
@@ -24,6 +24,7 @@ from . import checks
 from .checks import Layer
 from .peers import add_peers
 from .problems import Problem, Shape, pair_counts, problem
+from .step import TrainingStep
 from .timing import BACKWARD, FORWARD, Op, Skipped, measure, say
 
 # of the scores that exist at a time, as in the operator
@@ -79,7 +80,7 @@ def fine(shape: Shape, setup: Setup) -> Measured:
 
 
 def vsa(shape: Shape, setup: Setup) -> Measured:
-    """The whole operator: `coarse_fine_attn` as self-attention, with both gates and with the coarse gate alone."""
+    """The whole operator: `coarse_fine_attn` as self-attention, also with the coarse gate alone and with recall."""
     p = problem(shape, setup.lists, setup.dtype, setup.device)
     case, ops, skipped = _self_attention(p), list[Op](), Skipped()
     add_peers(ops, skipped, p, setup.peers, whole=True)
@@ -101,6 +102,14 @@ def vsa(shape: Shape, setup: Setup) -> Measured:
 
         ops.append(_ours(backend, p, backend, both, leaves))
         ops.append(_ours(f"{backend}, no fine gate", p, backend, coarse, leaves[:4]))
+        if backend == "triton":
+            batch, heads = q.shape[0], q.shape[2]
+            buffer = RecallBuffer.allocate(case.q_blocks, case.kv_blocks, batch=batch, heads=heads, topk=shape.topk)
+
+            def recalled(buffer: RecallBuffer = buffer) -> Tensor:
+                return coarse_fine_attn(q, k, v, gate_coarse, gate_fine, **blocks, backend="triton", recall=buffer).out
+
+            ops.append(_ours(f"{backend}, with recall", p, backend, recalled, leaves))
     return Measured(measure(ops, setup.device, setup.repeats, setup.ahead), skipped)
 
 
@@ -161,6 +170,28 @@ def layer(shape: Shape, setup: Setup) -> Measured:
     return Measured(measure(ops, setup.device, setup.repeats, setup.ahead), {})
 
 
+def step(shape: Shape, setup: Setup) -> Measured:
+    """A training step (forward, backward, AdamW) of the shape's model: dense, sparse, and were attention free."""
+    if shape.group > 1:
+        return Measured([], {"step": "has query blocks of one tile"})
+    rows: list[dict[str, Any]] = []
+    for compiled in (False, True) if setup.device.type == "cuda" else (False,):
+        kind, medians = "compiled training step" if compiled else "training step", dict[str, float]()
+        for name in ("dense", *setup.backends, "free"):
+            # one network at a time
+            call = TrainingStep(shape, name, compiled, setup.device)
+            run: Callable[[], Any] = torch.enable_grad()(partial(_with_fast_sdpa, call, setup.device))
+            (row,) = measure([Op(name=name, call=run, passes=(kind,))], setup.device, setup.repeats, setup.ahead)
+            medians[name] = row["median_ms"]
+            row |= {"baseline": "dense", "speedup": round(medians["dense"] / row["median_ms"], 3)}
+            if setup.device.type == "cuda":
+                row["gpu_ms"] = call.breakdown()
+                torch.cuda.empty_cache()
+            rows.append(row)
+            del call, run
+    return Measured(rows, {})
+
+
 class Case(NamedTuple):
     """A case of the command line: what runs, and the checks before it."""
 
@@ -179,6 +210,13 @@ CASES = {
             checks.check_layer(backend, s.device),
         ],
     ),
+    "step": Case(
+        step,
+        lambda backend, s: [
+            checks.check_operator(backend, s.dtype, s.device),
+            checks.check_layer(backend, s.device),
+        ],
+    ),
 }
 
 
@@ -187,7 +225,7 @@ def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     say(f"{case} {shape.name}")
     got = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
-    if case != "layer":
+    if case not in ("layer", "step"):
         common["lists"] = setup.lists
     return Measured([{**common, **row} for row in got.rows], got.skipped)
 
@@ -207,7 +245,7 @@ def _self_attention(p: Problem) -> Any:
     return p.case
 
 
-def _with_fast_sdpa(call: Callable[[], Tensor], device: torch.device) -> Tensor:
+def _with_fast_sdpa(call: Callable[[], Any], device: torch.device) -> Any:
     # cuDNN first, also for the cross-attention
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     chosen: AbstractContextManager[Any] = nullcontext()

@@ -163,7 +163,7 @@ def _probe_kernel(
     # without unselected blocks any block will do: its share is multiplied by 0
     i_probe = tl.where(left > 0, rank + tl.sum(below, 0), 0)
     o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    b_ratio = tl.zeros([BLOCK_M], dtype=tl.float32)
+    ratio = 0.0
     for i_part in range(Q_PARTS):
         q_start, q_size, _ = span(q_offsets, i_n, i_part, L, Q_SIZE, BLOCK_M, Q_SIZE > 0)
         # [BLOCK_M, BLOCK_D]
@@ -181,10 +181,11 @@ def _probe_kernel(
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             if not EVEN_KV:
                 b_s = tl.where(o_n[None, :] < kv_size, b_s, -float("inf"))
-            b_ratio += tl.sum(tl.math.exp2(b_s * scale * LOG2E - b_lse[:, None]), 1)
+            # over both axes at once: one after the other, triton's layouts for sm_100 fail
+            ratio += tl.sum(tl.math.exp2(b_s * scale * LOG2E - b_lse[:, None]))
     _, _, whole = span(q_offsets, i_n, 0, L, Q_SIZE, BLOCK_M, Q_SIZE > 0)
     p_record = record + i_row.to(tl.int64) * (slots + 1)
-    tl.store(p_record + slots, tl.sum(b_ratio, 0) * left / whole)
+    tl.store(p_record + slots, ratio * left / whole)
     tl.store(probe + i_row, tl.where(left > 0, i_probe, -1))
     STRIPS: tl.constexpr = BLOCK_M // 16
     o_strip = tl.arange(0, STRIPS)
