@@ -180,7 +180,7 @@ def step(shape: Shape, setup: Setup) -> Measured:
         for name in ("dense", *setup.backends, "free"):
             # one network at a time
             call = TrainingStep(shape, name, compiled, setup.device)
-            run = torch.enable_grad()(partial(_with_fast_sdpa, call, setup.device))
+            run: Callable[[], Any] = torch.enable_grad()(partial(_with_fast_sdpa, call, setup.device))
             (row,) = measure([Op(name=name, call=run, passes=(kind,))], setup.device, setup.repeats, setup.ahead)
             medians[name] = row["median_ms"]
             row |= {"baseline": "dense", "speedup": round(medians["dense"] / row["median_ms"], 3)}
@@ -245,7 +245,7 @@ def _self_attention(p: Problem) -> Any:
     return p.case
 
 
-def _with_fast_sdpa(call: Callable[[], Tensor], device: torch.device) -> Tensor:
+def _with_fast_sdpa(call: Callable[[], Any], device: torch.device) -> Any:
     # cuDNN first, also for the cross-attention
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     chosen: AbstractContextManager[Any] = nullcontext()

@@ -81,6 +81,7 @@ OPS = {
         *("gather: pooling of q, k, v", "gather: coarse attention", "gather: scores", "gather: top-k"),
         "gather: sum without the coarse attention's backward",
     },
+    "step": {"dense", "gather", "free"},
     "layer": {"attention, dense", "attention, gather", "block, dense", "block, gather"},
 }
 
@@ -88,7 +89,7 @@ OPS = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_runs(bench, tmp_path, capsys, case):
     out = tmp_path / "report.json"
-    lists = [] if case == "layer" else ["--lists", "local"]
+    lists = [] if case in ("layer", "step") else ["--lists", "local"]
     bench.main([case, *FAST, *lists, "--out", str(out)])
     report = json.loads(out.read_text())
     assert {r["op"] for r in report["rows"]} == OPS[case]
