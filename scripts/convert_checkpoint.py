@@ -53,6 +53,7 @@ from vsa.models.weight_files import (
 )
 from vsa.training.checkpointing import resolve_checkpoint, write_checkpoint
 from vsa.training.config import build, check_targets, model_factory
+from vsa.training.lora import plain_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FASTVIDEO_TILE = (4, 4, 4)
@@ -144,7 +145,7 @@ def open_run(path: Path, weights: str) -> Source:
     check_targets(config)
     with torch.device("meta"):
         model = model_factory(config)()
-    tensors = checkpoint.tensors(weights)
+    tensors = plain_tensors(checkpoint, weights)
     if "sparse_attention" in state:
         sparse = SparseAttentionConfig.from_json(json.dumps(state["sparse_attention"]))
     else:

@@ -133,7 +133,7 @@ def test_optimizer_state_round_trip_continues_bit_for_bit():
     for i in range(6):
         if i == 3:
             weights = ck.model_tensors(straight)
-            moments = ck.optimizer_tensors(optimizer)
+            moments = ck.optimizer_state(optimizer)
         step(straight, optimizer, i)
 
     def resumed(moments):

@@ -25,6 +25,7 @@ import vsa.training.checkpointing as checkpointing
 from tests.training.ranks import run_ranks
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, ShardedDataParallel, build_model
 from vsa.training.pretrain import PretrainModule
@@ -200,11 +201,9 @@ def test_sharded_weights_start_as_unsharded_ones(init):
         same_state = torch.equal(torch.get_rng_state(), state) and torch.equal(torch.rand(4), following)
         parameters = dict(model.named_parameters())
         assert all(isinstance(p, DTensor) and p.requires_grad for p in parameters.values())
-        share = sum(checkpointing.local(p).numel() for p in parameters.values()) / sum(
-            p.numel() for p in wanted.values()
-        )
+        share = sum(local(p).numel() for p in parameters.values()) / sum(p.numel() for p in wanted.values())
         return (
-            {n: (checkpointing.whole(p) - wanted[n]).abs().max().item() for n, p in parameters.items()},
+            {n: (whole(p) - wanted[n]).abs().max().item() for n, p in parameters.items()},
             same_state,
             share,
         )

@@ -16,7 +16,7 @@ import torch
 import vsa.training.callbacks.samples as samples_module
 from vsa.data.video_files import read_video
 from vsa.training.callbacks.ema import EMA, find_ema
-from vsa.training.checkpointing import optimizer_tensors
+from vsa.training.checkpointing import optimizer_state
 from vsa.training.inference import generate, load_run
 from vsa.training.pretrain import FlowMatchingLoss
 
@@ -176,7 +176,7 @@ class BadGradient(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         state = {f"model/{n}": p.detach().clone() for n, p in pl_module.model.named_parameters()}
-        state |= {f"optimizer/{n}": v for n, v in optimizer_tensors(trainer.optimizers[0]).items()}
+        state |= {f"optimizer/{n}": v for n, v in optimizer_state(trainer.optimizers[0]).items()}
         ema = find_ema(trainer)
         assert ema is not None
         state |= {f"ema/{n}": v for n, v in ema.tensors(pl_module.model).items()}

@@ -171,13 +171,16 @@ def sparse_settings(model: VideoDiT) -> dict[str, Any]:
     }
 
 
-def check_pretrained(model: VideoDiT, source: str | Path, *, gates: Gates) -> PretrainedInfo:
+def check_pretrained(
+    model: VideoDiT, source: str | Path, *, gates: Gates, parameters: Mapping[str, nn.Parameter] | None = None
+) -> PretrainedInfo:
     """Refuse a checkpoint that does not fit the model; nothing is copied, the model may be on the meta device.
 
     Args:
         model: the model it is meant for.
         source: see `pretrained_folder`.
         gates: see `load_pretrained`.
+        parameters: see `load_pretrained`.
 
     Raises:
         ValueError: names the config key, the tensor or the file, with both values where two differ.
@@ -196,12 +199,13 @@ def check_pretrained(model: VideoDiT, source: str | Path, *, gates: Gates) -> Pr
             f"they differ in {_some(set(sparse.gate_keys) ^ theirs)}"
         )
     ours = set(gate_names(model))
-    _refuse_gates(ours, theirs, gates, folder)
+    refuse_other_gates(ours, theirs, gates, str(folder))
     if gates == "required":
         assert sparse is not None
         refuse_other_attention(model, sparse, str(folder / SPARSE_CONFIG))
 
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if gates == "required" or name not in ours}
+    parameters = dict(model.named_parameters()) if parameters is None else parameters
+    wanted = {name: tuple(p.shape) for name, p in parameters.items() if gates == "required" or name not in ours}
     refuse_other_tensors(wanted, {key: weights.shape(key) for key in weights.keys if key not in ignored}, str(folder))
     return PretrainedInfo(
         folder=folder,
@@ -212,7 +216,9 @@ def check_pretrained(model: VideoDiT, source: str | Path, *, gates: Gates) -> Pr
 
 
 @torch.no_grad()
-def load_pretrained(model: VideoDiT, source: str | Path, *, gates: Gates) -> PretrainedInfo:
+def load_pretrained(
+    model: VideoDiT, source: str | Path, *, gates: Gates, parameters: Mapping[str, nn.Parameter] | None = None
+) -> PretrainedInfo:
     """Copy a checkpoint's tensors into the model's parameters, one at a time; each rank reads its own rows.
 
     Args:
@@ -221,16 +227,18 @@ def load_pretrained(model: VideoDiT, source: str | Path, *, gates: Gates) -> Pre
         gates: required (a sparse checkpoint into a model with the same gates), initial (a dense checkpoint into a
             sparse model: the gates get their documented start, `AttentionMethod.reset_extra_parameters`), or absent
             (a dense checkpoint into a dense model).
+        parameters: by the names they have in the checkpoint; None: all of the model's (without adapters).
 
     Raises:
         ValueError: the checkpoint does not fit (`check_pretrained`), or a parameter is still on the meta device.
     """
-    info = check_pretrained(model, source, gates=gates)
+    parameters = dict(model.named_parameters()) if parameters is None else parameters
+    info = check_pretrained(model, source, gates=gates, parameters=parameters)
     weights = WeightFiles(info.folder)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device: move the model with to_empty first")
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if name not in info.initial_gates:
             fill(parameter, partial(weights.rows, name))
     if info.initial_gates:
@@ -363,6 +371,21 @@ def refuse_other_attention(model: VideoDiT, sparse: SparseAttentionConfig, what:
         raise ValueError(f"{what} has topk of {len(sparse.topk)} layers, the model has {len(model.blocks)}")
 
 
+def refuse_other_gates(ours: set[str], theirs: set[str], gates: Gates, what: str) -> None:
+    """Raise ValueError when a checkpoint's gates are not what `gates` promises; `what` names the checkpoint."""
+    if gates == "required":
+        if not ours:
+            raise ValueError(f"gates=required, but the model has none (attention full?); {what} has {len(theirs)}")
+        if missing := ours - theirs:
+            raise ValueError(f"{what} lacks {len(missing)} gate tensors of the model: {_some(missing)}")
+        if left := theirs - ours:
+            raise ValueError(f"{what} has {len(left)} gate tensors the model has no place for: {_some(left)}")
+    elif theirs:
+        raise ValueError(f"gates={gates} takes a dense checkpoint, but {what} has gates: {_some(theirs)}")
+    elif gates == "absent" and ours:
+        raise ValueError(f"gates=absent, but the model has gates: {_some(ours)}")
+
+
 def _refuse_other_architecture(model: VideoDiT, folder: Path) -> None:
     path = folder / "config.json"
     try:
@@ -373,20 +396,6 @@ def _refuse_other_architecture(model: VideoDiT, folder: Path) -> None:
     for key, value in theirs.items():
         if value != ours[key]:
             raise ValueError(f"{path} has {key}={value}, the model has {ours[key]}")
-
-
-def _refuse_gates(ours: set[str], theirs: set[str], gates: Gates, folder: Path) -> None:
-    if gates == "required":
-        if not ours:
-            raise ValueError(f"gates=required, but the model has none (attention full?); {folder} has {len(theirs)}")
-        if missing := ours - theirs:
-            raise ValueError(f"{folder} lacks {len(missing)} gate tensors of the model: {_some(missing)}")
-        if left := theirs - ours:
-            raise ValueError(f"{folder} has {len(left)} gate tensors the model has no place for: {_some(left)}")
-    elif theirs:
-        raise ValueError(f"gates={gates} takes a dense checkpoint, but {folder} has gates: {_some(theirs)}")
-    elif gates == "absent" and ours:
-        raise ValueError(f"gates=absent, but the model has gates: {_some(ours)}")
 
 
 def _some(keys: set[str]) -> str:

@@ -6,13 +6,31 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor on the CPU, gathered when it is sharded (a collective then: call it on every rank)."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().to("cpu", copy=True)
+    return full.detach().cpu()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard; the tensor itself when it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def place(value: Tensor, like: Tensor) -> Tensor:
+    """A copy of `value` with the device and sharding of `like`, in its own dtype; reads only this rank's part."""
+    if not isinstance(like, DTensor):
+        return value.to(like.device, copy=True)
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    part = part.to(like.device, copy=True).contiguous()
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 @torch.no_grad()
@@ -24,19 +42,13 @@ def fill(parameter: Tensor, rows: Callable[[int, int], Tensor]) -> None:
         rows: `rows(start, stop)` gives that range of the full tensor's first dimension on the CPU. A rank asks only
             for the rows it holds.
     """
-    count = parameter.shape[0]
     if not isinstance(parameter, DTensor):
-        parameter.copy_(rows(0, count))
+        parameter.copy_(rows(0, parameter.shape[0]))
         return
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if any(isinstance(p, Shard) and p.dim != 0 for p in placements):
-        value = rows(0, count).to(mesh.device_type)
-        parameter.to_local().copy_(distribute_tensor(value, mesh, placements, src_data_rank=None).to_local())
-        return
-    # the rows of this rank, found by sharding their numbers in the same way
-    numbers = torch.arange(count, device=mesh.device_type)
-    mine = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
-    if len(mine):
-        start, stop = int(mine[0]), int(mine[-1]) + 1
-        assert stop - start == len(mine), "the rows of a rank are contiguous"
-        parameter.to_local().copy_(rows(start, stop))
+    mesh = parameter.device_mesh
+    (count, *sizes), (first, *starts) = compute_local_shape_and_global_offset(
+        parameter.shape, mesh, parameter.placements
+    )
+    if count:
+        columns = (slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        parameter.to_local().copy_(rows(first, first + count)[(slice(None), *columns)])

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from vsa.models.sharding import local, place, whole
 
 SCHEMA = 1
 _DTYPES = {
@@ -237,29 +237,6 @@ def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None) -> Checkpo
     if (path / "checkpoints").is_dir():
         return latest_checkpoint(path / "checkpoints")
     return read_checkpoint(path)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor on the CPU, gathered when it is sharded (a collective then: call it on every rank)."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu()
-
-
-def place(value: Tensor, like: Tensor) -> Tensor:
-    """A copy of `value` with the device and sharding of `like`, in its own dtype; reads only this rank's part."""
-    if not isinstance(like, DTensor):
-        return value.to(like.device, copy=True)
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
-    part = part.to(like.device, copy=True).contiguous()
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard; the tensor itself when it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def refuse_key_difference(wanted: set[str], found: set[str], what: str) -> None:

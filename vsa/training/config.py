@@ -75,7 +75,7 @@ def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
         raise ValueError(f"{cause}" + (f" (config key {key})" if key else "")) from error
 
 
-def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[[], VideoDiT]:
+def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[..., VideoDiT]:
     """The function that builds the network of a whole run config (its `model` and `attention` nodes)."""
     attention = build(config["attention"])
     return partial(build, config["model"], attention=attention)

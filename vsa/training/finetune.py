@@ -18,11 +18,13 @@ from torch import Tensor
 from vsa.attention.full import FullAttention
 from vsa.attention.schedule import SparsityPoint, SparsitySchedule
 from vsa.data.batch import VideoBatch
+from vsa.data.codecs import Codec
 from vsa.diffusion import flow_matching as fm
+from vsa.models.checkpoint import Gates
 from vsa.models.video_dit import VideoDiT
 from vsa.training.lora import LoRA
 from vsa.training.optim import AdamW
-from vsa.training.parallel import ParallelPlan, parallelize
+from vsa.training.parallel import ParallelPlan, build_model
 from vsa.training.pretrain import FlowMatchingLoss, LossTerms, PretrainModule
 
 
@@ -207,15 +209,39 @@ class FinetuneModule(PretrainModule):
         for name, parameter in own.items():
             parameter.requires_grad_(name in chosen)
 
+    @property
+    def keeps_init_from(self) -> bool:
+        return self.objective.needs_teacher
+
+    def gates_of(self, model: VideoDiT) -> Gates:
+        return self.gates
+
+    def _dense(self) -> VideoDiT:
+        """The teacher's network: the trained one with full attention and without adapters."""
+        return self._model_factory(attention=FullAttention).eval().requires_grad_(False)
+
+    def check_weights(self, codec: Codec) -> None:
+        if self.init_from is None and (self.resume is None or self.objective.needs_teacher):
+            what = "the teacher is" if self.objective.needs_teacher else "finetuning starts from"
+            raise ValueError(f"init_from=null, but {what} a pretrained checkpoint: a run, a folder or a hub id")
+        super().check_weights(codec)
+        if self.objective.needs_teacher and self.init_from is not None:
+            with torch.device("meta"):
+                teacher = self._dense()
+            self.init_from.check(teacher, "absent")
+
     def configure_model(self) -> None:
         super().configure_model()
         if self.objective.needs_teacher and not self._teacher:
+            plan = ParallelPlan(compile=self._parallel.compile)
             with torch.random.fork_rng(devices=[]):
-                teacher = self._model_factory(attention=partial(FullAttention))
-            teacher.eval().requires_grad_(False)
-            mesh = self.device_mesh["data_parallel"] if self.device_mesh is not None else None
-            parallelize(teacher, mesh, ParallelPlan(compile=self._parallel.compile))
-            self._teacher.append(teacher)
+                self._teacher.append(build_model(self._dense, self.device_mesh, plan, initialise=False))
+
+    def load_frozen(self) -> None:
+        for teacher in self._teacher:
+            assert self.init_from is not None
+            self.init_from.load(teacher, "absent")
+            teacher.to(self.device)
 
     def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: int | Sequence[int]) -> LossTerms:
         teacher = self._teacher[0] if self._teacher else None

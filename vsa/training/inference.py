@@ -24,6 +24,7 @@ from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import load_model_tensors, resolve_checkpoint
 from vsa.training.config import build, check_targets, model_factory
+from vsa.training.lora import plain_tensors
 
 ProgressFn = Callable[[int], None]
 """Called with the number of clip-steps that were just done (clips of the batch, once per sampler step)."""
@@ -186,7 +187,7 @@ def load_run(
     # the weights are overwritten: their initialisation must not move the caller's random state
     with torch.random.fork_rng(devices=[]):
         model = model_factory(config)()
-    load_model_tensors(model, checkpoint.tensors(weights), str(checkpoint.path))
+    load_model_tensors(model, plain_tensors(checkpoint, weights), str(checkpoint.path))
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return LoadedRun(

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vsa.models.video_dit import VideoDiT
+from vsa.training.checkpointing import Checkpoint
+from vsa.training.config import build, check_targets
 
 _ADAPTER = "default"
 
@@ -58,7 +60,10 @@ class LoRA:
             if not any(name.endswith(f".{target}") for name in linear):
                 raise ValueError(f"lora.targets: no linear layer is named {target!r}")
         config = LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=list(self.targets)
+            r=self.rank,
+            lora_alpha=self.alpha,  # type: ignore[arg-type] (a float works)
+            lora_dropout=self.dropout,
+            target_modules=list(self.targets),
         )
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
 
@@ -84,3 +89,13 @@ def merged_tensors(tensors: Mapping[str, Tensor], lora: LoRA) -> dict[str, Tenso
             value = value + (lora.alpha / lora.rank) * torch.mm(b.float(), a.float()).to(value.dtype)
         merged[f"{layer}.{field}" if base else name] = value
     return merged
+
+
+def plain_tensors(checkpoint: Checkpoint, group: str) -> dict[str, Tensor]:
+    """Tensors of "model" or "ema" under the plain model's names, adapters merged."""
+    tensors = checkpoint.tensors(group)
+    node = checkpoint.state.get("config", {}).get("task", {}).get("lora")
+    if node is None:
+        return tensors
+    check_targets(node)
+    return merged_tensors(tensors, build(node))

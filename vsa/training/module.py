@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from vsa.data.codecs import Codec
+from vsa.models.checkpoint import Gates, gate_names
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors
 from vsa.training.optim import ROLES, AdamW
 from vsa.training.parallel import ParallelPlan, build_model
+from vsa.training.start import Start
 
 
 class DiffusionModule(L.LightningModule):
@@ -35,7 +38,7 @@ class DiffusionModule(L.LightningModule):
     def __init__(
         self,
         *,
-        model: Callable[[], VideoDiT],
+        model: Callable[..., VideoDiT],
         optim: AdamW,
         parallel: ParallelPlan,
         grad_clip: float = 1.0,
@@ -47,7 +50,7 @@ class DiffusionModule(L.LightningModule):
         self.seed = seed
         self.grad_clip = grad_clip
         self.resume: Checkpoint | None = None
-        self.init_from: Checkpoint | None = None
+        self.init_from: Start | None = None
         self.config: Mapping[str, Any] = {}
         # called once nothing speaks against the run any more, before it writes anything
         self.on_ready: Callable[[], None] = lambda: None
@@ -82,21 +85,46 @@ class DiffusionModule(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self._optim.build(self.model, self.model.parameter_roles())
 
+    def check_weights(self, codec: Codec) -> None:
+        """Build the network without memory and refuse weights to start from that do not fit it or the data.
+
+        Raises:
+            ValueError: names what differs, with both values.
+        """
+        with torch.device("meta"):
+            model = self._model_factory()
+        if self.init_from is not None:
+            self.init_from.check(model, self.gates_of(model))
+            self.init_from.check_codec(codec)
+        with torch.device("meta"):
+            self.prepare_model(model)
+
+    @property
+    def keeps_init_from(self) -> bool:
+        """Whether a resumed run, too, reads from where it began."""
+        return False
+
+    def gates_of(self, model: VideoDiT) -> Gates:
+        """Which gates `init_from` has to hold: those of the model."""
+        return "required" if gate_names(model) else "absent"
+
     def on_fit_start(self) -> None:
         """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
         self.check_start()
-        source = self.resume or self.init_from
-        if source is not None:
-            # a new run starts from the averaged weights where there are any
-            name = "ema" if self.resume is None and source.has("ema") else "model"
-            load_model_tensors(self.model, source.tensors(name), str(source.path))
         if self.resume is not None:
+            load_model_tensors(self.model, self.resume.tensors("model"), str(self.resume.path))
             load_optimizer_tensors(self.raw_optimizer, self.resume.tensors("optimizer"), str(self.resume.path))
             self._skipped_total = self.resume.state["skipped_steps"]
             self._skipped_in_row = self.resume.state["skipped_in_row"]
             self.flops_total = self.resume.state["flops_total"]
             self._set_trainer_step(self.resume.step)
+        elif self.init_from is not None:
+            self.init_from.load(self.model, self.gates_of(self.model))
+        self.load_frozen()
         self.on_ready()
+
+    def load_frozen(self) -> None:
+        """Fill the networks that checkpoints leave out."""
 
     def check_start(self) -> None:
         """Refuse data and settings that do not fit the model, before weights are loaded.

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
-from vsa.training.checkpointing import local, place
 
 aten = torch.ops.aten
 

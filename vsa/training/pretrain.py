@@ -158,7 +158,7 @@ class PretrainModule(DiffusionModule):
     def __init__(
         self,
         *,
-        model: Callable[[], VideoDiT],
+        model: Callable[..., VideoDiT],
         optim: AdamW,
         sparsity: SparsitySchedule,
         objective: FlowMatchingLoss,

@@ -29,6 +29,7 @@ from vsa.training.checkpointing import Checkpoint, list_checkpoints, resolve_che
 from vsa.training.config import build, check_targets, model_factory
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.parallel import default_strategy
+from vsa.training.start import resolve_start
 
 INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
 """What a config can cause beside ValueError and OSError."""
@@ -75,7 +76,6 @@ def train(cfg: DictConfig) -> None:
         warnings.filterwarnings("ignore", message=message)
     run_dir = Path(cfg.run_dir)
     resume = _resume(cfg, run_dir)
-    init_from = resolve_checkpoint(cfg.init_from) if cfg.init_from is not None else None
 
     datamodule = build(cfg.data)
     datamodule.start_step = resume.step if resume is not None else 0
@@ -84,7 +84,10 @@ def train(cfg: DictConfig) -> None:
         # schedules that end with the run follow
         cfg.trainer.max_steps = _steps_of_budget(cfg.flop_budget, datamodule, cfg)
     module = build(cfg.task, model=model_factory(cfg))
-    module.resume, module.init_from = resume, init_from
+    module.resume = resume
+    if cfg.init_from is not None and (resume is None or module.keeps_init_from):
+        module.init_from = resolve_start(cfg.init_from)
+    module.check_weights(datamodule.codec)
     module.config = OmegaConf.to_container(cfg, resolve=True)
     callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
@@ -105,9 +108,12 @@ def train(cfg: DictConfig) -> None:
 
 def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
     if cfg.ckpt_path is not None:
-        if cfg.init_from is not None:
-            raise ValueError(f"ckpt_path={cfg.ckpt_path} and init_from={cfg.init_from} exclude each other")
         found = resolve_checkpoint(cfg.ckpt_path, run_dir)
+        began = found.state.get("config", {}).get("init_from")
+        if cfg.init_from not in (None, began):
+            # the teacher of a resumed run is the one it began with
+            raise ValueError(f"init_from={cfg.init_from}, but the run of ckpt_path={cfg.ckpt_path} began from {began}")
+        cfg.init_from = began
         rank_zero_info(f"resuming from {found.path}")
         return found
     if list_checkpoints(run_dir / "checkpoints") and not cfg.overwrite:

@@ -10,7 +10,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from vsa.training.checkpointing import local, place, refuse_key_difference
+from vsa.models.sharding import local, place
+from vsa.training.checkpointing import refuse_key_difference
 from vsa.training.module import DiffusionModule
 
 
