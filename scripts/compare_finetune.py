@@ -28,9 +28,9 @@ from vsa.training.checkpointing import latest_checkpoint
 from vsa.training.figures import read_metric
 
 ROOT = Path(__file__).parent.parent
-AT_ONCE = ("sparsity=constant",)
+AT_ONCE = ("sparsity=constant", *(f"~sparsity.{key}" for key in ("dense_steps", "interval", "tiles", "fraction")))
 ARMS = {
-    "dense": ("attention=full", "~attention.fine_gate", "~attention.gate_init", "sparsity=constant"),
+    "dense": ("attention=full", "~attention.fine_gate", "~attention.gate_init", *AT_ONCE),
     "annealed": (),
     "at once": AT_ONCE,
     "velocity": ("task.objective.data=0", "task.objective.velocity=1"),
@@ -48,7 +48,12 @@ def train(run: Path, steps: int, *overrides: str) -> None:
     run.mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "train.py", *overrides, f"trainer.max_steps={steps}", "overwrite=true"),
-        *(f"run_dir={run.resolve()}", "trainer.enable_progress_bar=false", "callbacks.samples.prompts=[]"),
+        *(
+            f"run_dir={run.resolve()}",
+            "callbacks.progress=null",
+            "trainer.enable_progress_bar=false",
+            "callbacks.samples=null",
+        ),
     ]
     log = run.parent / f"{run.name}.log"
     with open(log, "w") as file:
@@ -108,7 +113,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default %(default)s)")
     parser.add_argument("overrides", nargs="*", help="settings for all runs, e.g. data.root=FOLDER data.videos=FOLDER")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.jobs < 1 or args.steps < 1 or args.pretrain_steps < 1:
         raise ValueError("--jobs, --steps and --pretrain-steps must be at least 1")
     with ThreadPoolExecutor(args.jobs) as workers, ThreadPoolExecutor(len(args.seeds)) as by_seed:

@@ -188,8 +188,8 @@ def files(folder: Path) -> dict[str, bytes]:
         (("ckpt_path=last", "attention.fine_gate=false"), "unexpected 4 .*to_gate_fine"),
         (("ckpt_path=last", "run=other"), "no valid checkpoint in .*other"),
         (("ckpt_path=nowhere", "run=other"), "no such checkpoint or run folder: nowhere"),
-        (("init_from=nowhere", "run=other"), "no such checkpoint or run folder: nowhere"),
-        (("ckpt_path=last", "init_from=nowhere"), "ckpt_path=last and init_from=nowhere exclude each other"),
+        (("init_from=nowhere", "run=other"), "no such folder: nowhere"),
+        (("ckpt_path=last", "init_from=nowhere"), "init_from=nowhere, but the run of ckpt_path=last began from None"),
         (("overwrite=true", "sparsity.topk=99", "sparsity.sparsity=null"), "topk=99 is above the number of tiles, 8"),
     ],
 )

@@ -176,10 +176,10 @@ class BadGradient(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         state = {f"model/{n}": p.detach().clone() for n, p in pl_module.model.named_parameters()}
-        state |= {f"optimizer/{n}": v for n, v in optimizer_state(trainer.optimizers[0]).items()}
+        state |= {f"optimizer/{n}": v.clone() for n, v in optimizer_state(trainer.optimizers[0]).items()}
         ema = find_ema(trainer)
         assert ema is not None
-        state |= {f"ema/{n}": v for n, v in ema.tensors(pl_module.model).items()}
+        state |= {f"ema/{n}": v.clone() for n, v in ema.average.items()}
         self.states.append(state)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint
-from vsa.training.config import build, check_targets
 
 _ADAPTER = "default"
 
@@ -97,5 +96,4 @@ def plain_tensors(checkpoint: Checkpoint, group: str) -> dict[str, Tensor]:
     node = checkpoint.state.get("config", {}).get("task", {}).get("lora")
     if node is None:
         return tensors
-    check_targets(node)
-    return merged_tensors(tensors, build(node))
+    return merged_tensors(tensors, LoRA(**{key: value for key, value in node.items() if key != "_target_"}))

@@ -28,7 +28,7 @@ from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.checkpointing import Checkpoint, list_checkpoints, resolve_checkpoint
 from vsa.training.config import build, check_targets, model_factory
 from vsa.training.metrics_csv import MetricsCSV
-from vsa.training.parallel import default_strategy
+from vsa.training.parallel import default_strategy, rank_zero_reports
 from vsa.training.start import resolve_start
 
 INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
@@ -60,7 +60,7 @@ def command(main: Callable[[], None]) -> None:
 
 def run(cfg: DictConfig) -> None:
     """The Hydra job: `train`, with input errors reported here because Hydra would announce them first."""
-    with one_line_errors(*INPUT_ERRORS, traceback=False):
+    with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
         train(cfg)
 
 
