@@ -28,7 +28,7 @@ from vsa.training.checkpointing import latest_checkpoint
 from vsa.training.figures import read_metric
 
 ROOT = Path(__file__).parent.parent
-AT_ONCE = ("sparsity=constant", *(f"~sparsity.{key}" for key in ("dense_steps", "interval", "tiles", "fraction")))
+AT_ONCE = ("sparsity=constant", *(f"~sparsity.{key}" for key in ("dense_steps", "interval", "tiles")))
 ARMS = {
     "dense": ("attention=full", "~attention.fine_gate", "~attention.gate_init", *AT_ONCE),
     "annealed": (),
