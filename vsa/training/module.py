@@ -65,6 +65,20 @@ class DiffusionModule(L.LightningModule):
 
     # set-up
 
+    def setup(self, stage: str) -> None:
+        with torch.device("meta"):
+            self.check_start(self._model_factory())
+
+    def check_start(self, model: VideoDiT) -> None:
+        """Refuse data and settings that do not fit the model, before it takes any memory.
+
+        Args:
+            model: on the meta device.
+
+        Raises:
+            ValueError: names what does not fit.
+        """
+
     def configure_model(self) -> None:
         if self.model is not None:
             return
@@ -110,7 +124,6 @@ class DiffusionModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
-        self.check_start()
         if self.resume is not None:
             load_model_tensors(self.model, self.resume.tensors("model"), str(self.resume.path))
             load_optimizer_tensors(self.raw_optimizer, self.resume.tensors("optimizer"), str(self.resume.path))
@@ -125,13 +138,6 @@ class DiffusionModule(L.LightningModule):
 
     def load_frozen(self) -> None:
         """Fill the networks that checkpoints leave out."""
-
-    def check_start(self) -> None:
-        """Refuse data and settings that do not fit the model, before weights are loaded.
-
-        Raises:
-            ValueError: names what does not fit.
-        """
 
     def _set_trainer_step(self, step: int) -> None:
         loop = self.trainer.fit_loop.epoch_loop

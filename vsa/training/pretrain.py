@@ -192,8 +192,9 @@ class PretrainModule(DiffusionModule):
         self.latent_mean, self.latent_std = data.latent_mean, data.latent_std
         if self.latent_scale == "shared":
             self.latent_std = self.latent_std.square().mean().sqrt().expand_as(self.latent_std)
+        super().setup(stage)
 
-    def check_start(self) -> None:
+    def check_start(self, model: VideoDiT) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         # the stream refuses a batch that cannot be divided, but it is made after the run folder is opened
         parts = self.accumulate * self.trainer.world_size
@@ -202,7 +203,7 @@ class PretrainModule(DiffusionModule):
                 f"data.batch_size={data.batch_size} is not divisible by the {parts} micro-batches of a step "
                 f"(trainer.accumulate_grad_batches={self.accumulate} times {self.trainer.world_size} ranks)"
             )
-        taken = self.model.in_channels - self.model.out_channels
+        taken = model.in_channels - model.out_channels
         if data.cond_channels != taken:
             raise ValueError(
                 f"the model takes {taken} channels of image condition (model.in_channels - model.out_channels), "
@@ -210,8 +211,8 @@ class PretrainModule(DiffusionModule):
             )
         shapes = list(data.buckets)
         # a top-k that no bucket can hold is a mistake; smaller buckets clamp
-        tiles = max(self.model.layout_for(shape).num_video_tiles for shape in shapes)
-        self.sparsity.check(tiles, len(self.model.blocks))
+        tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
+        self.sparsity.check(tiles, len(model.blocks))
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         if self.sparsity.measured and not any(isinstance(c, Diagnostics) for c in callbacks):
             raise ValueError(f"{type(self.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")

@@ -39,6 +39,8 @@ KNOWN_WARNINGS = (
     # our streams split their items over workers themselves
     r".*`IterableDataset` has `__len__` defined.*",
     r".*does not have many workers.*",
+    # the velocity is a view, and nothing writes into it
+    r".*FSDP2-wrapped module .* returned a view tensor.*",
     # lightning against a newer torch
     r".*isinstance\(treespec, LeafSpec\).*",
 )
@@ -213,4 +215,5 @@ def _save_config(cfg: DictConfig, run_dir: Path) -> None:
 def _exit_as_signalled(callbacks: list[L.Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, Checkpointing) and callback.received is not None:
-            sys.exit(128 + callback.received)
+            # rank 0 tells for all: launchers kill every rank once one has failed, also what is about to end well
+            sys.exit(128 + callback.received if rank_zero_only.rank == 0 else 0)

@@ -81,6 +81,19 @@ class RunStart:
 
     def check(self, model: VideoDiT, gates: Gates) -> None:
         what = str(self.checkpoint.path)
+        # what shapes do not tell, or tell less clearly
+        ours_by_key = {
+            "num_attention_heads": model.num_heads,
+            "attention_head_dim": model.head_dim,
+            "num_layers": len(model.blocks),
+            "patch_size": list(model.patch_size),
+            "rope_theta": model.rope_theta,
+            "absolute_positions": model.absolute_positions,
+        }
+        theirs_by_key = self.checkpoint.state.get("config", {}).get("model", {})
+        for key, value in ours_by_key.items():
+            if theirs_by_key.get(key, value) != value:
+                raise ValueError(f"{what} has model.{key}={theirs_by_key[key]}, the model has {value}")
         found = {name: tuple(value.shape) for name, value in plain_tensors(self.checkpoint, self._group).items()}
         ours = set(gate_names(model))
         refuse_other_gates(ours, {name for name in found if is_gate(name) or name in ours}, gates, what)

@@ -67,10 +67,10 @@ class Checkpointing(L.Callback):
 
     def _agree(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         """Tell all ranks of a signal that one of them got: all stop at one step with one exit status."""
-        number = torch.tensor(self._pending or 0, device=pl_module.device)
+        self.received = self._pending
         if trainer.world_size > 1:
-            number = trainer.strategy.reduce(number, reduce_op="max")
-        self.received = int(number) or None
+            number = torch.tensor(self._pending or 0, device=pl_module.device)
+            self.received = int(trainer.strategy.reduce(number, reduce_op="max")) or None
 
     def _restore_signals(self) -> None:
         for number, handler in self._previous.items():

@@ -1,0 +1,550 @@
+"""Finetuning to sparse: what a run starts from, what it minimises, what it trains, and where it ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+import vsa.training.module as module_file
+from tests.data.tiny_wan import make_vae
+from vsa.attention.full import FullAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.data.batch import VideoBatch
+from vsa.diffusion.flow_matching import FlowShift
+from vsa.models.video_dit import VideoDiT
+from vsa.training.checkpointing import read_checkpoint
+from vsa.training.finetune import FinetuneLoss, FinetuneModule, attention_outputs
+from vsa.training.inference import load_run
+from vsa.training.lora import LoRA, merged_tensors
+from vsa.training.start import resolve_start
+
+# a dense run of the tiny model, and what finetunes it: 8 tiles
+DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=6")
+FINETUNE = ("task=finetune", "task.latent_scale=shared", "attention.tile_thw=[1,2,2]")
+ALL_TILES = ("sparsity.sparsity=0",)
+LORA = "task.lora={_target_:vsa.training.lora.LoRA,rank:2,alpha:3}"
+
+
+# sizes of `write_tiny_run`
+TINY_RUN = {"num_attention_heads": 2, "attention_head_dim": 16, "absolute_positions": "false"}
+
+
+class Watch(L.Callback):
+    """Weights at the start and at the end, the output of the first forward, the loss parts of every step."""
+
+    def __init__(self):
+        self.start, self.end, self.first, self.parts = {}, {}, None, []
+
+    def on_train_start(self, trainer, pl_module):
+        self.start = {n: p.detach().clone() for n, p in pl_module.model.named_parameters()}
+        self.trained = {n for n, p in pl_module.model.named_parameters() if p.requires_grad}
+        self.lrs = {name: group["base_lr"] for group in trainer.optimizers[0].param_groups for name in group["names"]}
+        self.teacher = [p.detach().clone() for net in pl_module._teacher for p in net.parameters()]
+
+        def keep(model, args, kwargs, output):
+            if self.first is None:
+                self.first = (args, kwargs, output.detach().clone())
+
+        pl_module.model.register_forward_hook(keep, with_kwargs=True)
+
+    def on_train_end(self, trainer, pl_module):
+        self.end = {n: p.detach().clone() for n, p in pl_module.model.named_parameters()}
+        self.teacher_end = [p.detach().clone() for net in pl_module._teacher for p in net.parameters()]
+
+    @property
+    def changed(self):
+        return {n for n in self.start if not torch.equal(self.start[n], self.end[n])}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Run folder of a dense tiny run."""
+    from tests.training.conftest import TinyTraining
+
+    with pytest.MonkeyPatch.context() as patch:
+        training = TinyTraining(tmp_path_factory.mktemp("dense"), patch)
+        training(*DENSE)
+    return training.folder("dense")
+
+
+def make_pipeline(folder: Path, **changed) -> Path:
+    """A pipeline folder with a transformer of the tiny sizes."""
+    torch.manual_seed(0)
+    sizes = {
+        "num_attention_heads": 1,
+        "attention_head_dim": 12,
+        "text_dim": 64,
+        "freq_dim": 16,
+        "ffn_dim": 24,
+        "num_layers": 2,
+    }
+    model = WanTransformer3DModel(**{**sizes, **changed})
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder / "transformer")
+    return folder
+
+
+def wan_like(*overrides: str) -> tuple[str, ...]:
+    return (*FINETUNE, "model.absolute_positions=false", *overrides)
+
+
+def the_same(first, model: torch.nn.Module, **own) -> float:
+    """Largest difference between a captured forward and `model` on the same input."""
+    args, kwargs, output = first
+    with torch.no_grad():
+        wanted = model(*args, **{**kwargs, **own})
+    return (output - wanted).abs().max().item()
+
+
+def test_all_tiles_start_at_the_dense_run(training, dense):
+    watch = Watch()
+    training(*FINETUNE, *ALL_TILES, f"init_from={dense}", "run=tuned", "trainer.max_steps=2", callbacks=(watch,))
+    reference = load_run(dense).model
+    assert the_same(watch.first, reference, topk=None) < 1e-5
+    # the averaged weights of the dense run, and gates at their identity
+    averaged = read_checkpoint(training_checkpoint(dense)).tensors("ema")
+    gates = {n for n in watch.start if "to_gate" in n}
+    assert gates
+    assert set(watch.start) - gates == set(averaged)
+    assert all(torch.equal(watch.start[n], averaged[n]) for n in averaged)
+    assert any(n in watch.changed for n in gates)
+    # control: fewer tiles are another function
+    args, kwargs, _ = watch.first
+    sparse = load_run(training.folder("tuned")).model
+    with torch.no_grad():
+        few, every = (sparse(*args, **{**kwargs, "topk": k}) for k in (2, 8))
+    assert (few - every).abs().max() > 1e-4
+
+
+def training_checkpoint(run: Path) -> Path:
+    return sorted((run / "checkpoints").glob("step-*"))[-1]
+
+
+def test_a_diffusers_pipeline_starts_at_its_output(training, tmp_path):
+    folder, watch = make_pipeline(tmp_path / "wan"), Watch()
+    training(*wan_like(*ALL_TILES), f"init_from={folder}", "trainer.max_steps=1", callbacks=(watch,))
+    theirs = WanTransformer3DModel.from_pretrained(folder / "transformer")
+    (x, timestep, text, mask), _, output = watch.first
+    with torch.no_grad():
+        # theirs has no mask: one sample at a time, with its own tokens alone
+        wanted = torch.cat(
+            [theirs(x[i : i + 1], timestep[i : i + 1], text[i : i + 1, mask[i]]).sample for i in range(len(x))]
+        )
+    assert output.abs().max() > 0.1
+    assert (output - wanted).abs().max() < 1e-5
+
+
+def test_annealing_ends_at_the_exact_count_and_the_loss_falls(training, dense):
+    staircase = (
+        *("sparsity=staircase", "~sparsity.sparsity", "sparsity.topk=1", "sparsity.dense_steps=3"),
+        *("sparsity.interval=3", "sparsity.tiles=2"),
+    )
+    training(*FINETUNE, *staircase, f"init_from={dense}", "optim.lr=0.003", "trainer.max_steps=40")
+    metrics = training.metrics()
+    topk = [int(float(metrics[step]["sparsity/topk"])) for step in sorted(metrics)]
+    assert topk[:3] == [8, 8, 8]
+    assert topk[-1] == 1
+    assert all(a >= b for a, b in pairwise(topk))
+    losses = [float(metrics[step]["train/loss"]) for step in sorted(metrics)]
+    assert sum(losses[-8:]) < sum(losses[:8])
+
+
+# the loss
+
+
+def make_net(attention, seed: int = 0) -> VideoDiT:
+    torch.manual_seed(seed)
+    net = VideoDiT(
+        attention=attention,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        ffn_dim=16,
+        num_layers=3,
+        in_channels=4,
+        out_channels=4,
+        text_dim=8,
+        freq_dim=8,
+    )
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.normal_(std=0.2)
+    return net
+
+
+def sparse_attention(**sizes):
+    return VideoSparseAttention(**sizes, tile_thw=(2, 2, 2))
+
+
+def make_batch() -> tuple[VideoBatch, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, 4, 3, 8, 6, generator=generator)
+    batch = VideoBatch(
+        latents=latents,
+        text=torch.randn(2, 5, 8, generator=generator),
+        text_mask=torch.tensor([[True] * 5, [True] * 3 + [False] * 2]),
+        seeds=torch.tensor([11, 12]),
+        slots=torch.tensor([0, 1]),
+        num_slots=2,
+        step=4,
+        sample_ids=("a", "b"),
+        captions=("", ""),
+    )
+    return batch, latents
+
+
+def test_the_parts_of_the_loss_are_what_they_say():
+    model, teacher = make_net(sparse_attention), make_net(FullAttention, seed=1)
+    batch, latents = make_batch()
+    shift = FlowShift(kind="constant", value=2.0)
+    loss = FinetuneLoss(shift=shift, data=0.5, velocity=2.0, attention=0.25)
+    terms = loss.mixed(model, teacher, batch, latents, seed=3, topk=2)
+    noised = loss.noised(model, batch, latents, seed=3)
+    ask = (noised.x_t, noised.timestep, batch.text, batch.text_mask)
+
+    def outputs_of(net, **own):
+        """Velocity and what the output projection of each self-attention is made of, in raster order."""
+        found = []
+        layout = net.layout_for(latents.shape[1:], latents.device)
+        hooks = [
+            block.attn1.to_out[0].register_forward_hook(lambda m, i, o: found.append(layout.unpermute(o).double()))
+            for block in net.blocks
+        ]
+        velocity = net(*ask, **own).double()
+        for hook in hooks:
+            hook.remove()
+        return velocity, found
+
+    ours, our_layers = outputs_of(model, topk=2)
+    theirs, their_layers = outputs_of(teacher)
+    data = (ours - noised.target).square().flatten(1).mean(1)
+    velocity = (ours - theirs).square().flatten(1).mean(1)
+    layers = [
+        (a - b).square().flatten(1).mean(1) / b.square().flatten(1).mean(1)
+        for a, b in zip(our_layers, their_layers, strict=True)
+    ]
+    assert len(layers) == 3
+    attention = torch.stack(layers).mean(0)
+    for name, wanted in (("data", data), ("velocity", velocity), ("attention", attention)):
+        torch.testing.assert_close(terms.parts[name].double(), wanted, rtol=1e-5, atol=0)
+        assert wanted.min() > 1e-3
+    torch.testing.assert_close(terms.mse.double(), 0.5 * data + 2 * velocity + 0.25 * attention, rtol=1e-5, atol=0)
+    # the teacher gets no gradient, the model gets one through each part
+    terms.mse.sum().backward()
+    assert all(p.grad is None for p in teacher.parameters())
+    assert all(p.grad is not None for n, p in model.named_parameters() if "to_gate" not in n)
+    # validation is flow matching on data alone
+    plain = loss(model, batch, latents, seed=3, topk=2)
+    torch.testing.assert_close(plain.mse.double(), data, rtol=1e-5, atol=0)
+
+
+def test_a_model_matches_itself():
+    model = make_net(FullAttention)
+    batch, latents = make_batch()
+    loss = FinetuneLoss(shift=FlowShift(kind="constant", value=1.0), data=0.0, velocity=1.0, attention=1.0)
+    assert loss.mixed(model, model, batch, latents, seed=0, topk=1).mse.abs().max() < 1e-10
+    # control
+    assert loss.mixed(model, make_net(FullAttention, 1), batch, latents, seed=0, topk=1).mse.min() > 1e-3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_collected_attention_outputs_carry_gradients(checkpointing):
+    model = make_net(sparse_attention)
+    model.activation_checkpointing = checkpointing
+    batch, latents = make_batch()
+    with attention_outputs(model, True) as found:
+        model(latents, torch.tensor([300.0, 700.0]), batch.text, batch.text_mask, topk=2)
+    assert sorted(found) == [0, 1, 2]
+    sum(value.square().sum() for value in found.values()).backward()
+    assert model.blocks[0].attn1.to_q.weight.grad.abs().max() > 0
+    # nothing was collected again, and the hooks are gone
+    assert sorted(found) == [0, 1, 2]
+    assert not any(block.attn1.to_out[0]._forward_hooks for block in model.blocks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"velocity": -1.0}, "objective.velocity must be at least 0, got -1.0"),
+        ({"data": 0.0}, "are all 0: nothing to train"),
+    ],
+)
+def test_impossible_weights_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FinetuneLoss(shift=FlowShift(kind="constant", value=1.0), **settings)
+
+
+# the teacher
+
+
+def test_the_teacher_stays_out_of_the_run(training, dense):
+    watch = Watch()
+    taught = (*FINETUNE, "task.objective.velocity=1", "task.objective.attention=0.5", f"init_from={dense}")
+    training(*taught, "run=straight", "trainer.max_steps=4", callbacks=(watch,))
+    averaged = read_checkpoint(training_checkpoint(dense)).tensors("ema")
+    assert len(watch.teacher) == len(averaged)
+    assert all(torch.equal(a, b) for a, b in zip(watch.teacher, watch.teacher_end, strict=True))
+    assert set(training.tensors("straight")) == {
+        *(f"{group}/{name}" for group in ("model", "ema") for name in watch.start),
+        *(f"optimizer/{name}/{key}" for name in watch.start for key in ("exp_avg", "exp_avg_sq", "step")),
+    }
+    row = training.metrics("straight")[4]
+    mixed = float(row["train/loss_data"]) + float(row["train/loss_velocity"]) + 0.5 * float(row["train/loss_attention"])
+    assert float(row["train/loss"]) == pytest.approx(mixed, rel=1e-5)
+
+    # resumed bit for bit, with the same teacher, named again or not
+    training(*taught, "run=stopped", "trainer.max_steps=2")
+    again = [o for o in taught if not o.startswith("init_from")]
+    training(*again, "run=stopped", "trainer.max_steps=4", "ckpt_path=last")
+    assert_equal(training.tensors("straight"), training.tensors("stopped"))
+    training(*taught, "run=named", "trainer.max_steps=4", f"ckpt_path={step(training, 'straight', 2)}")
+    assert_equal(training.tensors("straight"), training.tensors("named"))
+    # another teacher is another run
+    with pytest.raises(ValueError, match=r"init_from=elsewhere, but the run of ckpt_path=last began from .*dense"):
+        training(*again, "init_from=elsewhere", "run=stopped", "trainer.max_steps=6", "ckpt_path=last")
+
+
+def step(training, run: str, number: int) -> Path:
+    return training.folder(run) / "checkpoints" / f"step-{number:08d}"
+
+
+def assert_equal(a, b):
+    assert set(a) == set(b)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_resumed_run_without_a_teacher_needs_its_start_no_more(training, dense, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(dense, moved)
+    training(*FINETUNE, f"init_from={moved}", "run=one", "trainer.max_steps=2")
+    shutil.rmtree(moved)
+    training(*FINETUNE, "run=one", "trainer.max_steps=3", "ckpt_path=last")
+    assert training.last("one").step == 3
+    assert training.last("one").state["config"]["init_from"] == str(moved)
+
+
+# what is trained
+
+
+def test_patterns_choose_what_is_trained_and_how_fast(training, dense):
+    watch = Watch()
+    training(
+        *(*FINETUNE, f"init_from={dense}", "task.trainable=['*.attn1.*','*to_gate*']"),
+        *("+optim.lr_factors.gate=5.0", "trainer.max_steps=3"),
+        callbacks=(watch,),
+    )
+    chosen = {n for n in watch.start if ".attn1." in n or "to_gate" in n}
+    assert 0 < len(chosen) < len(watch.start)
+    assert watch.trained == chosen
+    assert watch.changed == chosen
+    assert {name for name, lr in watch.lrs.items() if lr == pytest.approx(0.05)} == {n for n in chosen if "gate" in n}
+    assert {name for name, lr in watch.lrs.items() if lr == pytest.approx(0.01)} == {n for n in chosen if "attn1" in n}
+    # the frozen ones have no moments
+    moments = {n.removeprefix("optimizer/").rpartition("/")[0] for n in training.tensors() if n.startswith("optimizer")}
+    assert moments == chosen
+
+
+def test_adapters_train_alone_and_merge_into_the_model(training, dense):
+    watch = Watch()
+    lora = (*FINETUNE, LORA, f"init_from={dense}")
+    training(*lora, "run=straight", "trainer.max_steps=4", callbacks=(watch,))
+    # B starts at zero: the first output is the plain model's
+    plain = load_run(dense).model
+    sparse = make_like(training, plain)
+    assert the_same(watch.first, sparse) < 1e-5
+    adapters = {n for n in watch.start if ".lora_" in n}
+    gates = {n for n in watch.start if "to_gate" in n}
+    assert len(adapters) == 2 * 2 * (2 * 4 + 2)
+    assert watch.trained == adapters | gates
+    assert watch.changed <= watch.trained
+    assert {n for n in adapters if ".lora_B." in n} <= watch.changed
+
+    # resumed bit for bit
+    training(*lora, "run=stopped", "trainer.max_steps=2")
+    training(*lora, "run=stopped", "trainer.max_steps=4", "ckpt_path=last")
+    assert_equal(training.tensors("straight"), training.tensors("stopped"))
+
+    # what samplers load computes what the adapted model did
+    loaded = load_run(training.folder("straight"), weights="model")
+    args, kwargs, _ = watch.first
+    config = training.last("straight").state["config"]
+    from vsa.training.config import model_factory
+
+    adapted = model_factory(config)()
+    LoRA(rank=2, alpha=3).inject(adapted)
+    adapted.load_state_dict(training.last("straight").tensors("model"), strict=True)
+    with torch.no_grad():
+        wanted, found = adapted(*args, **kwargs), loaded.model(*args, **kwargs)
+        base = sparse(*args, **kwargs)
+    assert (found - wanted).abs().max() < 1e-5
+    # control: the adapters do something
+    assert (wanted - base).abs().max() > 1e-3
+    # and a run can start from them
+    again = Watch()
+    training(*FINETUNE, f"init_from={training.folder('straight')}", "task.gates=required", "run=again",
+             "trainer.max_steps=1", callbacks=(again,))  # fmt: skip
+    averaged = merged_tensors(training.last("straight").tensors("ema"), LoRA(rank=2, alpha=3))
+    assert_equal(again.start, averaged)
+
+
+def make_like(training, plain: VideoDiT) -> VideoDiT:
+    """The sparse model of the tiny settings with the weights of `plain` and gates at their start."""
+    from vsa.training.config import model_factory
+
+    model = model_factory(training.config(*FINETUNE))()
+    model.load_state_dict(plain.state_dict(), strict=False)
+    return model
+
+
+def test_merging_is_that_of_peft():
+    model = make_net(sparse_attention)
+    lora = LoRA(rank=2, alpha=5, targets=("to_q", "ffn.net.2"))
+    lora.inject(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_()
+    merged = merged_tensors(dict(model.named_parameters()), lora)
+    changed = 0
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            module.merge()
+            torch.testing.assert_close(merged[f"{name}.weight"], module.base_layer.weight, rtol=1e-5, atol=1e-6)
+            changed += 1
+    # to_q of both attentions and the MLP, in 3 layers
+    assert changed == 9
+    assert set(merged) == {name for name, _ in make_net(sparse_attention).named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0, "alpha": 1}, "lora.rank must be at least 1, got 0"),
+        ({"rank": 1, "alpha": 0}, "lora.alpha must be positive, got 0"),
+        ({"rank": 1, "alpha": 1, "dropout": 1.0}, r"lora.dropout must lie in \[0, 1\), got 1.0"),
+    ],
+)
+def test_impossible_adapters_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LoRA(**settings)
+
+
+# bad input: one line, before any memory is taken and any file is written
+
+
+@pytest.fixture
+def no_memory(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(module_file, "build_model", refuse)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model.num_attention_heads=2",), r"has model.num_attention_heads=1, the model has 2"),
+        # of the same shapes
+        (
+            ("model.num_attention_heads=2", "model.attention_head_dim=6"),
+            r"has model.num_attention_heads=1, the model has 2",
+        ),
+        (("model.ffn_dim=36",), r"ffn\.\S+ has shape \(24, 12\), the model needs \(36, 12\)"),
+        (("model.num_layers=3",), "has model.num_layers=2, the model has 3"),
+        (("task.gates=required",), "lacks 8 gate tensors of the model: blocks.0.to_gate_compress.bias"),
+        (("task.gates=some",), "task.gates must be initial or required, got 'some'"),
+        (("task.trainable=['*.attn7.*']",), r"task.trainable pattern '\*.attn7.\*' fits no parameter"),
+        (("task.objective.data=0",), "are all 0: nothing to train"),
+        ((LORA[:-1] + ",targets:[to_nothing]}",), "lora.targets: no linear layer is named 'to_nothing'"),
+        (("task.objective.attention=1", "task.parallel.compile=true"), "cannot be had with parallel.compile"),
+        (("sparsity.topk=9", "sparsity.sparsity=null"), "topk=9 is above the number of tiles, 8"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused(training, dense, no_memory, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        training(*FINETUNE, f"init_from={dense}", *overrides, "run=refused")
+    assert not training.folder("refused").exists()
+
+
+def test_no_start_is_refused(training, no_memory):
+    with pytest.raises(ValueError, match="init_from=null, but finetuning starts from a pretrained checkpoint"):
+        training(*FINETUNE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_attention_heads": 2}, "has num_attention_heads=2, the model has 1"),
+        ({"ffn_dim": 36}, "has ffn_dim=36, the model has 24"),
+        ({"num_layers": 3}, "has num_layers=3, the model has 2"),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_is_refused(training, tmp_path, no_memory, changed, message):
+    folder = make_pipeline(tmp_path / "wan", **changed)
+    with pytest.raises(ValueError, match=message):
+        training(*wan_like(), f"init_from={folder}")
+
+
+def test_a_missing_or_renamed_tensor_is_refused(training, tmp_path, no_memory):
+    from safetensors.torch import load_file, save_file
+
+    folder = make_pipeline(tmp_path / "wan")
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    key = "blocks.1.attn1.to_k.weight"
+    save_file({name: value for name, value in tensors.items() if name != key}, path)
+    with pytest.raises(ValueError, match=f"lacks 1 tensors of the model: {key}"):
+        training(*wan_like(), f"init_from={folder}")
+    save_file({**tensors, "extra": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="has 1 tensors the model has no place for: extra"):
+        training(*wan_like(), f"init_from={folder}")
+
+
+def test_data_of_another_vae_are_refused(training, tmp_path, no_memory):
+    folder = make_pipeline(tmp_path / "wan")
+    make_vae().save_pretrained(folder / "vae")
+    with pytest.raises(ValueError, match=r"has the VAE wan-vae-\S+ \(hash \w+\), data.codec is \S+ \(hash \w+\)"):
+        training(*wan_like(), f"init_from={folder}")
+
+
+def test_a_run_of_another_codec_is_refused(training, dense, tmp_path, no_memory):
+    other = tmp_path / "other"
+    shutil.copytree(dense, other)
+    state = training_checkpoint(other) / "state.json"
+    changed = json.loads(state.read_text())
+    changed["codec"] = {"id": "another", "hash": "0123"}
+    state.write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match=r"was trained on latents of another \(hash 0123\), data.codec is "):
+        training(*FINETUNE, f"init_from={other}")
+
+
+def test_a_sparse_run_is_no_dense_start(training, no_memory, write_tiny_run, tmp_path):
+    run = write_tiny_run(tmp_path / "sparse")
+    config = training.config(*FINETUNE, *(f"model.{k}={v}" for k, v in TINY_RUN.items()))
+    start = resolve_start(str(run))
+    with pytest.raises(ValueError, match=r"gates=initial takes a dense checkpoint, but .* has gates: blocks.0.to_gate"):
+        start.check(make_meta(config), "initial")
+
+
+def make_meta(config) -> VideoDiT:
+    from vsa.training.config import model_factory
+
+    with torch.device("meta"):
+        return model_factory(config)()
+
+
+def test_the_module_has_no_second_network():
+    """A module that held the teacher as a submodule would save and optimise it."""
+    module = FinetuneModule.__new__(FinetuneModule)
+    L.LightningModule.__init__(module)
+    module._teacher = [make_net(FullAttention)]
+    assert list(module.parameters()) == []
+    assert SimpleNamespace(**module.state_dict()) == SimpleNamespace()
