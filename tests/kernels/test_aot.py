@@ -21,11 +21,14 @@ ARCHS = (80, 90, 100)
 PLANS = ("tuned", "dims", "fp16", "fp32", "shapes")
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 THREAD_REGISTERS, BLOCK_REGISTERS = 255, 1 << 16
-# bytes that a tuned kernel may spill because every variant without spills measured slower
+# bytes that a kernel may spill on an architecture because what spills less is worse
 ACCEPTED_SPILLS = {
-    # H200, 16,384 tokens, D=128: 567 TFLOP/s executed with 24 to 40 bytes spilled (ragged blocks and grouped heads
-    # more), 533 without any, 257 with twice the warps
-    "_dkv_kernel": 112,
+    # D=64 and 128. H200, 16,384 tokens, D=128: 567 TFLOP/s executed with 24 to 40 bytes spilled (ragged blocks and
+    # grouped heads more), 533 without any, 257 with twice the warps
+    ("_dkv_kernel", 90): 112,
+    # ragged query blocks of several steps; half as many tokens spill as much, twice the warps or 144 registers spill
+    # nothing and halve the loads in flight
+    ("_combine_backward_kernel", 100): 32,
 }
 
 
@@ -44,15 +47,16 @@ def compiled(arch: int, plan: str) -> tuple[list[dict[str, Any]], set[str]]:
 def spill_bound(record: dict[str, Any]) -> int:
     """Bytes of local memory that a thread may use."""
     constants = record["constants"]
+    accepted = ACCEPTED_SPILLS.get((record["kernel"], record["arch"]), 0)
     if not record["dots"]:
         # the frame of a called division
-        return 16
+        return max(accepted, 16)
     if constants.get("PRECISION") == "ieee" and all(kind == "f32" for *_, kind in record["dots"]):
         # exact fp32 has no matrix instruction; it is for tests
         return 1024
     tuned = record["arch"] == 90 and constants.get("D") in (64, 128)
     # elsewhere a few spilled registers cost less than the search for a better tile
-    return ACCEPTED_SPILLS.get(record["kernel"], 0) if tuned else 128
+    return accepted if tuned else 128
 
 
 def violations(record: dict[str, Any]) -> list[str]:

@@ -309,7 +309,7 @@ def test_tuned_configurations_are_written_as_they_are_read(script, tmp_path):
     tune.write(path, "fwd", 100, 16, 96, config)
     table, before = json.loads(path.read_text()), json.loads(text)
     assert list(table["fwd"]) == ["80", "90", "100"]
-    assert list(table["fwd"]["100"]["16"]) == ["64", "96", "128", "256"]
+    assert list(table["fwd"]["100"]["16"]) == ["64", "96", "112", "128", "256"]
     assert table["fwd"]["100"]["16"].pop("96") == config
     assert table["fwd"].pop("100") == before["fwd"]["90"]
     assert table == before
