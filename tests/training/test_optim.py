@@ -92,3 +92,22 @@ def test_update_equals_adamw_written_out():
 def test_unknown_role_is_refused():
     with pytest.raises(ValueError, match="'matrices'"):
         AdamW(lr=0.1, schedule=Constant(), decay_roles=("matrices",))
+
+
+def test_name_patterns_come_before_roles_and_the_last_one_wins():
+    model, roles = _model()
+    factors = {"gate": 10.0, "gate.b*": 2.0, "*.bias": 3.0}
+    optimizer = AdamW(lr=0.1, schedule=Constant(), lr_factors=factors).build(model, roles)
+    rates = {n: g["base_lr"] for g in optimizer.param_groups for n in g["names"]}
+    assert rates == pytest.approx({"a.weight": 0.1, "a.bias": 0.3, "gate.weight": 1.0, "gate.bias": 0.3})
+    # every parameter is in one group, and the schedule moves them all
+    AdamW(lr=0.1, schedule=Constant(warmup_steps=2)).set_lr(optimizer, 0)
+    assert {n: g["lr"] for g in optimizer.param_groups for n in g["names"]} == pytest.approx(
+        {name: rate / 2 for name, rate in rates.items()}
+    )
+
+
+def test_a_pattern_that_fits_nothing_is_refused():
+    model, roles = _model()
+    with pytest.raises(ValueError, match="fits no parameter"):
+        AdamW(lr=0.1, schedule=Constant(), lr_factors={"*.weigth": 2.0}).build(model, roles)
