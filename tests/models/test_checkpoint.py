@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.training.ranks import run_ranks
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.diffusion.sampler import guide, sample_euler
@@ -579,39 +577,25 @@ def test_sparse_config_file_refuses(edit, message, tmp_path):
 
 def test_two_ranks_load_their_shards_and_export_the_whole(tmp_path):
     source = saved(tmp_path / "dense", shard="60KB")
-    port = tmp_path / "rendezvous"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{Path.cwd()}:{Path.cwd() / 'kernels'}"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(port), str(source), str(tmp_path / "out")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    outputs = run_ranks(2, lambda rank: _one_rank(rank, source, tmp_path / "out"))
     dense, exported = WeightFiles(source), WeightFiles(tmp_path / "out")
     assert set(exported.keys) == set(dense.keys) | set(read_sparse_config(tmp_path / "out").gate_keys)
     for key in dense.keys:
         assert torch.equal(exported.read(key), dense.read(key)), key
     assert torch.equal(exported.read("blocks.1.to_gate_fine.bias"), torch.ones(48))
     # no rank read the whole of a large tensor
-    for output in outputs:
-        seen = json.loads(output.splitlines()[-1])
-        assert seen["rows"] == [24, 24], seen
-        assert seen["error"].endswith("already exists"), seen
+    for rows, error in outputs:
+        assert rows == [24, 24]
+        assert error.endswith("already exists")
 
 
-def _one_rank(rank: int, port: str, source: str, out: str) -> None:
+def _one_rank(rank: int, source: Path, out: Path) -> tuple[list[int], str]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    dist.init_process_group("gloo", init_method=f"file://{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     with torch.device("meta"):
         model = ours(SPARSE)
@@ -630,7 +614,7 @@ def _one_rank(rank: int, port: str, source: str, out: str) -> None:
 
     WeightFiles.rows = counted
     load_pretrained(model, source, gates="initial")
-    files = WeightFiles(Path(source))
+    files = WeightFiles(source)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         if "to_gate" not in name:
@@ -645,9 +629,4 @@ def _one_rank(rank: int, port: str, source: str, out: str) -> None:
         error = "none"
     except ValueError as found:
         error = str(found)
-    print(json.dumps({"rows": rows, "error": error}))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _one_rank(int(sys.argv[1]), *sys.argv[2:])
+    return rows, error
