@@ -12,7 +12,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("#")[0].strip()
     for block in re.findall(r"```bash\n(.*?)```", README, re.S)
-    for line in block.splitlines()
+    for line in block.replace("\\\n", "").splitlines()
     if line.split("#")[0].strip()
 ]
 
@@ -41,15 +41,17 @@ def test_script_commands_know_their_options(command):
         assert option in done.stdout, option
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python train.py")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if " train.py " in c])
 def test_training_commands_compose(command):
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose("train", overrides=command.split()[2:])
-    assert cfg.task._target_ == "vsa.training.pretrain.PretrainModule"
+        cfg = compose("train", overrides=command.split(" train.py ")[1].split())
+    finetunes = "experiment=finetune" in command
+    assert cfg.task._target_ == f"vsa.training.{'finetune.Finetune' if finetunes else 'pretrain.Pretrain'}Module"
 
 
 def test_there_are_commands_to_check():
     assert sum(c.startswith("python train.py") for c in COMMANDS) >= 4
-    assert sum(c.startswith("python scripts/") for c in COMMANDS) >= 2
+    assert sum("experiment=finetune" in c for c in COMMANDS) >= 1
+    assert sum(c.startswith("python scripts/") for c in COMMANDS) >= 8

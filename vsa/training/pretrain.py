@@ -203,6 +203,8 @@ class PretrainModule(DiffusionModule):
                 f"data.batch_size={data.batch_size} is not divisible by the {parts} micro-batches of a step "
                 f"(trainer.accumulate_grad_batches={self.accumulate} times {self.trainer.world_size} ranks)"
             )
+        if model.image_dim is not None:
+            raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
         taken = model.in_channels - model.out_channels
         if data.cond_channels != taken:
             raise ValueError(
