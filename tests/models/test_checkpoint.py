@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from tests.training.ranks import run_ranks
@@ -54,7 +55,6 @@ COARSE_ONLY = partial(SPARSE, fine_gate=False)
 
 
 def diffusers_model(kind: str = "t2v", seed: int = 0) -> Any:
-    from diffusers import WanTransformer3DModel
 
     torch.manual_seed(seed)
     model = WanTransformer3DModel(**BASE, **KINDS[kind]).eval()
@@ -247,7 +247,6 @@ def published_config(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_make_the_published_models(name):
-    from diffusers import WanTransformer3DModel
 
     config = published_config(name)
     with torch.device("meta"):
@@ -261,8 +260,6 @@ def test_published_configs_make_the_published_models(name):
 
 def test_keys_left_out_of_a_config_have_diffusers_defaults():
     with torch.device("meta"):
-        from diffusers import WanTransformer3DModel
-
         theirs = WanTransformer3DModel()
         model = VideoDiT(attention=FullAttention, **video_dit_arguments({"_class_name": "WanTransformer3DModel"}))
     assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
@@ -291,7 +288,6 @@ def test_export_and_load_are_bit_exact(kind, attention, tmp_path):
 
 @pytest.mark.parametrize("shard", [5 * 2**30, 60_000], ids=["one_file", "shards"])
 def test_diffusers_opens_an_export(shard, tmp_path):
-    from diffusers import WanTransformer3DModel
 
     model, given = random_sparse(FullAttention), inputs("t2v")
     export_pretrained(model, tmp_path / "dense", sparse=None, max_shard_bytes=shard)
@@ -307,7 +303,6 @@ def test_diffusers_opens_an_export(shard, tmp_path):
 
 
 def test_what_diffusers_saves_again_is_refused_for_its_lost_gates(tmp_path):
-    from diffusers import WanTransformer3DModel
 
     model = random_sparse(COARSE_ONLY)
     export_pretrained(model, tmp_path / "out", sparse=config_of(model))
