@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from filelock import FileLock
 from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -67,6 +68,7 @@ class PlanDataModule(LightningDataModule):
         self.text_encoder = text_encoder
         self.batch_size = batch_size
         self.text_padding: TextPadding = text_padding
+        self.stats = stats
         self.start_step = 0
         self._seed = seed
         self._num_workers = num_workers
@@ -316,11 +318,14 @@ class LatentDataModule(PlanDataModule):
         if self._toy is None or self._videos is None:
             return
         root = Path(self._roots["main"])
-        if (root / INDEX_NAME).is_file():
-            _check_toy_set(root, self._toy, self.codec)
-            return
-        write_toy_videos(self._toy, self._videos)
-        encode_folder(self._videos, root, codec=self.codec, text_encoder=self.text_encoder)
+        if not (root / INDEX_NAME).is_file():
+            root.parent.mkdir(parents=True, exist_ok=True)
+            # of runs and ranks that start together, one makes the data and the others wait for it
+            with FileLock(root.parent / f".{root.name}.lock"):
+                if not (root / INDEX_NAME).is_file():
+                    write_toy_videos(self._toy, self._videos)
+                    encode_folder(self._videos, root, codec=self.codec, text_encoder=self.text_encoder)
+        _check_toy_set(root, self._toy, self.codec)
 
     def open_store(self) -> SampleStore:
         """The shards of every source."""

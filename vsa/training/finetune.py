@@ -18,7 +18,7 @@ from torch import Tensor
 from vsa.attention.full import FullAttention
 from vsa.attention.schedule import SparsityPoint, SparsitySchedule
 from vsa.data.batch import VideoBatch
-from vsa.data.codecs import Codec
+from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion import flow_matching as fm
 from vsa.models.checkpoint import Gates
 from vsa.models.video_dit import VideoDiT
@@ -26,6 +26,7 @@ from vsa.training.lora import LoRA
 from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
 from vsa.training.pretrain import FlowMatchingLoss, LossTerms, PretrainModule
+from vsa.training.start import Start, resolve_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +138,13 @@ class FinetuneModule(PretrainModule):
         model: builds the network.
         optim: recipe of the optimizer.
         sparsity: top-k by optimizer step.
-        objective: the loss; with a velocity or attention weight the frozen dense teacher is `init_from`, too.
+        objective: the loss.
         parallel: activation checkpointing, compile, sharding.
         gates: initial (the checkpoint is dense) or required (it has trained gates and goes on from them).
         trainable: patterns of parameter names that are trained; None: all, with `lora` the gates only.
         lora: adapters to train in place of the weights they stand beside.
-        latent_scale: see `PretrainModule`.
+        teacher: dense checkpoint for the velocity and attention parts of the loss; None: `init_from`.
+        latent_scale: see `PretrainModule`; a run it starts from brings its statistics along.
         validate_at: see `PretrainModule`.
         grad_clip: largest global gradient norm.
         max_skipped: consecutive non-finite steps after which training stops.
@@ -165,6 +167,7 @@ class FinetuneModule(PretrainModule):
         gates: Literal["initial", "required"] = "initial",
         trainable: Sequence[str] | None = None,
         lora: LoRA | None = None,
+        teacher: str | None = None,
         latent_scale: Literal["channel", "shared"] = "channel",
         validate_at: Sequence[SparsityPoint] = ("current",),
         grad_clip: float = 1.0,
@@ -192,6 +195,8 @@ class FinetuneModule(PretrainModule):
         self.trainable = tuple(trainable) if trainable is not None else None
         # in a list: the teacher is no submodule, so neither checkpoints nor optimizers see it
         self._teacher: list[VideoDiT] = []
+        self._teacher_spec = teacher
+        self._teacher_start: Start | None = None
 
     def prepare_model(self, model: VideoDiT) -> None:
         """Adapters, and what is frozen."""
@@ -209,10 +214,6 @@ class FinetuneModule(PretrainModule):
         for name, parameter in own.items():
             parameter.requires_grad_(name in chosen)
 
-    @property
-    def keeps_init_from(self) -> bool:
-        return self.objective.needs_teacher
-
     def gates_of(self, model: VideoDiT) -> Gates:
         return self.gates
 
@@ -220,27 +221,56 @@ class FinetuneModule(PretrainModule):
         """The teacher's network: the trained one with full attention and without adapters."""
         return self._model_factory(attention=FullAttention).eval().requires_grad_(False)
 
-    def check_weights(self, codec: Codec) -> None:
-        if self.init_from is None and (self.resume is None or self.objective.needs_teacher):
-            what = "the teacher is" if self.objective.needs_teacher else "finetuning starts from"
-            raise ValueError(f"init_from=null, but {what} a pretrained checkpoint: a run, a folder or a hub id")
-        super().check_weights(codec)
-        if self.objective.needs_teacher and self.init_from is not None:
+    def check_weights(self, data: PlanDataModule) -> None:
+        if self.init_from is None and self.resume is None:
+            raise ValueError("init_from=null, but finetuning starts from a checkpoint: a run, a folder or a hub id")
+        super().check_weights(data)
+        if self.objective.needs_teacher:
+            self._teacher_start = self._find_teacher()
             with torch.device("meta"):
                 teacher = self._dense()
-            self.init_from.check(teacher, "absent")
+            self._teacher_start.check(teacher, "absent")
+            self._teacher_start.check_data(data)
+
+    def _find_teacher(self) -> Start:
+        """The teacher of the settings, or on resume the one that the run began with, bit for bit."""
+        saved = self.resume.state.get("teacher") if self.resume is not None else None
+        if saved is not None:
+            start = resolve_start(saved["source"])
+            if start.digest != saved["digest"]:
+                raise ValueError(
+                    f"the teacher {saved['source']} has changed since {self.resume.path} began with it "  # type: ignore
+                    f"(digest {saved['digest'][:12]}, now {start.digest[:12]})"
+                )
+            return start
+        if self._teacher_spec is not None:
+            return resolve_start(self._teacher_spec)
+        if self.init_from is None:
+            raise ValueError("task.teacher=null, but the resumed run had no teacher: name a dense checkpoint")
+        return self.init_from
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Those that the run it starts from was trained with, on whatever data; else as in pretraining."""
+        if self.resume is not None:
+            return torch.tensor(self.resume.state["latent_mean"]), torch.tensor(self.resume.state["latent_std"])
+        found = self.init_from.statistics if self.init_from is not None else None
+        return super().statistics() if found is None else (torch.tensor(found[0]), torch.tensor(found[1]))
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        state, start = super().checkpoint_state(), self._teacher_start
+        return state if start is None else {**state, "teacher": {"source": start.source, "digest": start.digest}}
 
     def configure_model(self) -> None:
         super().configure_model()
         if self.objective.needs_teacher and not self._teacher:
             plan = ParallelPlan(compile=self._parallel.compile)
             with torch.random.fork_rng(devices=[]):
-                self._teacher.append(build_model(self._dense, self.device_mesh, plan, initialise=False))
+                self._teacher.append(build_model(self._dense, self.device_mesh, plan, initialise=None))
 
     def load_frozen(self) -> None:
         for teacher in self._teacher:
-            assert self.init_from is not None
-            self.init_from.load(teacher, "absent")
+            assert self._teacher_start is not None
+            self._teacher_start.load(teacher, "absent")
             teacher.to(self.device)
 
     def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: int | Sequence[int]) -> LossTerms:

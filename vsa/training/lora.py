@@ -25,7 +25,6 @@ class LoRA:
         rank: rows of A and columns of B.
         alpha: the adapter's scale times its rank.
         targets: endings of the layers' names.
-        dropout: on the adapter's input.
 
     Raises:
         ValueError: a value out of range.
@@ -34,15 +33,12 @@ class LoRA:
     rank: int
     alpha: float
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
-    dropout: float = 0.0
 
     def __post_init__(self):
         if self.rank < 1:
             raise ValueError(f"lora.rank must be at least 1, got {self.rank}")
         if not self.alpha > 0:
             raise ValueError(f"lora.alpha must be positive, got {self.alpha}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"lora.dropout must lie in [0, 1), got {self.dropout}")
 
     def inject(self, model: VideoDiT) -> None:
         """Put adapters into `model` in place; B starts at zero, so the output stays what it was.
@@ -61,7 +57,6 @@ class LoRA:
         config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type] (a float works)
-            lora_dropout=self.dropout,
             target_modules=list(self.targets),
         )
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)

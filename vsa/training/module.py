@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vsa.data.codecs import Codec
+from vsa.data.datamodule import PlanDataModule
 from vsa.models.checkpoint import Gates, gate_names
+from vsa.models.key_names import is_gate
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors
 from vsa.training.optim import ROLES, AdamW
@@ -90,8 +91,12 @@ class DiffusionModule(L.LightningModule):
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            # a checkpoint to resume from holds every weight
-            self.model = build_model(make, self.device_mesh, self._parallel, initialise=self.resume is None)
+            # a checkpoint to resume from holds every weight, one to start from all but gates and adapters
+            initialise = None if self.resume is not None else self._starts_fresh
+            self.model = build_model(make, self.device_mesh, self._parallel, initialise=initialise)
+
+    def _starts_fresh(self, name: str) -> bool:
+        return self.init_from is None or is_gate(name) or ".lora_" in name
 
     def prepare_model(self, model: VideoDiT) -> None:
         """What a job changes about a fresh network before it is sharded."""
@@ -99,7 +104,7 @@ class DiffusionModule(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self._optim.build(self.model, self.model.parameter_roles())
 
-    def check_weights(self, codec: Codec) -> None:
+    def check_weights(self, data: PlanDataModule) -> None:
         """Build the network without memory and refuse weights to start from that do not fit it or the data.
 
         Raises:
@@ -109,14 +114,9 @@ class DiffusionModule(L.LightningModule):
             model = self._model_factory()
         if self.init_from is not None:
             self.init_from.check(model, self.gates_of(model))
-            self.init_from.check_codec(codec)
+            self.init_from.check_data(data)
         with torch.device("meta"):
             self.prepare_model(model)
-
-    @property
-    def keeps_init_from(self) -> bool:
-        """Whether a resumed run, too, reads from where it began."""
-        return False
 
     def gates_of(self, model: VideoDiT) -> Gates:
         """Which gates `init_from` has to hold: those of the model."""

@@ -56,7 +56,11 @@ def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan) ->
 
 
 def build_model(
-    make: Callable[[], VideoDiT], mesh: DeviceMesh | None, plan: ParallelPlan, *, initialise: bool = True
+    make: Callable[[], VideoDiT],
+    mesh: DeviceMesh | None,
+    plan: ParallelPlan,
+    *,
+    initialise: Callable[[str], bool] | None = lambda name: True,
 ) -> VideoDiT:
     """The network that `make` builds, prepared by `parallelize`.
 
@@ -67,7 +71,8 @@ def build_model(
         make: builds the network on the default device.
         mesh: what the parameters are sharded over; None: not at all.
         plan: what else is applied.
-        initialise: False leaves sharded parameters without values, for weights that are loaded next.
+        initialise: whether a sharded parameter of this name gets its value (None: none does); the others are
+            loaded next.
     """
     if mesh is None:
         model = make()
@@ -77,7 +82,8 @@ def build_model(
     with torch.device("meta"), fills if initialise else nullcontext():
         model = make()
     # sharding puts other parameters in their place
-    values = {name: fills.of(name, parameter) for name, parameter in model.named_parameters()} if initialise else {}
+    parameters = model.named_parameters()
+    values = {name: fills.of(name, p) for name, p in parameters if initialise and initialise(name)}
     parallelize(model, mesh, plan)
     model.to_empty(device=mesh.device_type)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -156,12 +162,14 @@ class ShardedDataParallel(ModelParallelStrategy):
         self._reduce_each = reduce_each
 
     def setup_environment(self) -> None:
-        # in place of the base class's, which would make a mesh of its own
-        self._setup_distributed()
+        # refused before ranks connect: one that has failed would leave the others without a partner
+        self.set_world_ranks()
         ranks = self.world_size
         copies = self._replicate if isinstance(self._replicate, int) else ranks
         if ranks % copies:
             raise ValueError(f"trainer.strategy.replicate={copies} does not divide the {ranks} ranks")
+        # in place of the base class's, which would make a mesh of its own
+        self._setup_distributed()
         mesh = init_device_mesh(
             self.root_device.type, (copies, ranks // copies), mesh_dim_names=("dp_replicate", "dp_shard")
         )

@@ -188,11 +188,14 @@ class PretrainModule(DiffusionModule):
         self._validated = torch.empty(0)
 
     def setup(self, stage: str) -> None:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.latent_mean, self.latent_std = data.latent_mean, data.latent_std
-        if self.latent_scale == "shared":
-            self.latent_std = self.latent_std.square().mean().sqrt().expand_as(self.latent_std)
+        self.latent_mean, self.latent_std = self.statistics()
         super().setup(stage)
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation `[C]` that latents are normalised with: of the data, scaled by `latent_scale`."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        std = data.latent_std
+        return data.latent_mean, std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
 
     def check_start(self, model: VideoDiT) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -244,10 +247,11 @@ class PretrainModule(DiffusionModule):
         assert batch.step == self.global_step or trainer.overfit_batches, (batch.step, self.global_step)
         topk = self.topk(batch.latents.shape[1:], self.global_step)
         terms = self.loss_terms(batch, self.normalise(batch.latents), topk)
-        loss = (terms.weights * terms.mse).sum() / terms.total_weight
+        loss = fm.weighted_loss(terms.mse, terms.weights, terms.total_weight)
         self._window.append((terms.mse.detach(), terms.sigmas))
         parts = {
-            f"loss_{name}": (terms.weights * part).sum() / terms.total_weight for name, part in terms.parts.items()
+            f"loss_{name}": fm.weighted_loss(part, terms.weights, terms.total_weight)
+            for name, part in terms.parts.items()
         }
         self._step_loss.append({name: value.detach() for name, value in {"loss": loss, **parts}.items()})
         # the trainer divides by the micro-batches, the strategy averages over ranks; the normaliser is global already

@@ -41,6 +41,8 @@ KNOWN_WARNINGS = (
     r".*does not have many workers.*",
     # the velocity is a view, and nothing writes into it
     r".*FSDP2-wrapped module .* returned a view tensor.*",
+    # the validation loss is reduced before it is logged
+    r".*It is recommended to use .*sync_dist.*",
     # lightning against a newer torch
     r".*isinstance\(treespec, LeafSpec\).*",
 )
@@ -87,9 +89,9 @@ def train(cfg: DictConfig) -> None:
         cfg.trainer.max_steps = _steps_of_budget(cfg.flop_budget, datamodule, cfg)
     module = build(cfg.task, model=model_factory(cfg))
     module.resume = resume
-    if cfg.init_from is not None and (resume is None or module.keeps_init_from):
+    if cfg.init_from is not None and resume is None:
         module.init_from = resolve_start(cfg.init_from)
-    module.check_weights(datamodule.codec)
+    module.check_weights(datamodule)
     module.config = OmegaConf.to_container(cfg, resolve=True)
     callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
@@ -113,7 +115,6 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
         found = resolve_checkpoint(cfg.ckpt_path, run_dir)
         began = found.state.get("config", {}).get("init_from")
         if cfg.init_from not in (None, began):
-            # the teacher of a resumed run is the one it began with
             raise ValueError(f"init_from={cfg.init_from}, but the run of ckpt_path={cfg.ckpt_path} began from {began}")
         cfg.init_from = began
         rank_zero_info(f"resuming from {found.path}")

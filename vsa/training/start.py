@@ -8,7 +8,9 @@ from typing import Protocol
 
 import torch
 
-from vsa.data.codecs import Codec, WanVAE
+from vsa.data.codecs import WanVAE
+from vsa.data.datamodule import PlanDataModule
+from vsa.data.pretrained import weights_digest
 from vsa.models.checkpoint import (
     Gates,
     check_pretrained,
@@ -16,6 +18,7 @@ from vsa.models.checkpoint import (
     load_pretrained,
     refuse_other_gates,
     refuse_other_tensors,
+    refuse_random_gates,
 )
 from vsa.models.key_names import is_gate
 from vsa.models.sharding import local, place
@@ -26,7 +29,23 @@ from vsa.training.lora import own_parameters, plain_tensors
 
 
 class Start(Protocol):
-    """Weights that a model is checked against and filled with."""
+    """Weights that a model is checked against and filled with.
+
+    Attributes:
+        source: what names them again: a checkpoint folder of a run, a folder or a hub id.
+        statistics: mean and standard deviation `[C]` of the latents they were trained on, as lists; None if unknown.
+    """
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def statistics(self) -> tuple[list[float], list[float]] | None: ...
+
+    @property
+    def digest(self) -> str:
+        """Tells these weights from others."""
+        ...
 
     def check(self, model: VideoDiT, gates: Gates) -> None:
         """Refuse weights that do not fit; nothing is copied, the model may be on the meta device.
@@ -40,11 +59,11 @@ class Start(Protocol):
         """
         ...
 
-    def check_codec(self, codec: Codec) -> None:
-        """Refuse data of another latent space than the weights were trained in, where that is known.
+    def check_data(self, data: PlanDataModule) -> None:
+        """Refuse data that the weights do not understand, where that is known.
 
         Raises:
-            ValueError: names both codecs.
+            ValueError: names the setting with both values.
         """
         ...
 
@@ -76,11 +95,23 @@ class RunStart:
     checkpoint: Checkpoint
 
     @property
+    def source(self) -> str:
+        return str(self.checkpoint.path)
+
+    @property
+    def statistics(self) -> tuple[list[float], list[float]] | None:
+        state = self.checkpoint.state
+        return (state["latent_mean"], state["latent_std"]) if "latent_mean" in state else None
+
+    @property
+    def digest(self) -> str:
+        return self.checkpoint.state["files"][f"{self._group}.safetensors"]
+
+    @property
     def _group(self) -> str:
         return "ema" if self.checkpoint.has("ema") else "model"
 
     def check(self, model: VideoDiT, gates: Gates) -> None:
-        what = str(self.checkpoint.path)
         # what shapes do not tell, or tell less clearly
         ours_by_key = {
             "num_attention_heads": model.num_heads,
@@ -93,22 +124,29 @@ class RunStart:
         theirs_by_key = self.checkpoint.state.get("config", {}).get("model", {})
         for key, value in ours_by_key.items():
             if theirs_by_key.get(key, value) != value:
-                raise ValueError(f"{what} has model.{key}={theirs_by_key[key]}, the model has {value}")
+                raise ValueError(f"{self.source} has model.{key}={theirs_by_key[key]}, the model has {value}")
+        if gates == "initial":
+            refuse_random_gates(model)
         found = {name: tuple(value.shape) for name, value in plain_tensors(self.checkpoint, self._group).items()}
         ours = set(gate_names(model))
-        refuse_other_gates(ours, {name for name in found if is_gate(name) or name in ours}, gates, what)
-        wanted = {
-            name: tuple(p.shape) for name, p in model.named_parameters() if gates == "required" or name not in ours
-        }
-        refuse_other_tensors(wanted, found, what)
+        refuse_other_gates(ours, {name for name in found if is_gate(name) or name in ours}, gates, self.source)
+        expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        left_out = set() if gates == "required" else ours
+        refuse_other_tensors({n: shape for n, shape in expected.items() if n not in left_out}, found, self.source)
 
-    def check_codec(self, codec: Codec) -> None:
-        theirs = self.checkpoint.state.get("codec")
-        if theirs is not None and theirs["hash"] != codec.hash:
-            raise ValueError(
-                f"{self.checkpoint.path} was trained on latents of {theirs['id']} (hash {theirs['hash']}), "
-                f"data.codec is {codec.id} (hash {codec.hash})"
-            )
+    def check_data(self, data: PlanDataModule) -> None:
+        state = self.checkpoint.state
+        for key, ours in (("codec", data.codec), ("text_encoder", data.text_encoder)):
+            theirs = state.get(key)
+            if theirs is not None and theirs["hash"] != ours.hash:
+                raise ValueError(
+                    f"{self.source} was trained with {key} {theirs['id']} (hash {theirs['hash']}), "
+                    f"data.{key} is {ours.id} (hash {ours.hash})"
+                )
+        node = state.get("config", {}).get("data")
+        padding = data.text_padding if node is None else node.get("text_padding", "mask")
+        if padding != data.text_padding:
+            raise ValueError(f"{self.source} has data.text_padding={padding}, the data have {data.text_padding}")
 
     @torch.no_grad()
     def load(self, model: VideoDiT, gates: Gates) -> None:
@@ -132,19 +170,33 @@ class PretrainedStart:
 
     source: str
     folder: Path
+    statistics: None = None
+
+    @property
+    def digest(self) -> str:
+        return weights_digest(self.folder)
 
     def check(self, model: VideoDiT, gates: Gates) -> None:
         check_pretrained(model, self.folder, gates=gates)
 
-    def check_codec(self, codec: Codec) -> None:
+    def check_data(self, data: PlanDataModule) -> None:
+        if data.codec.statistics is not None:
+            # a VAE that publishes statistics comes from such a pipeline, whose models expect them and padded captions
+            for key, ours, wanted in (
+                ("stats", data.stats, "codec"),
+                ("text_padding", data.text_padding, "zeros"),
+            ):
+                if ours != wanted:
+                    raise ValueError(f"{self.source} was trained with data.{key}={wanted}, the data have {ours}")
         vae = self.folder.parent / "vae"
         if self.folder.name != "transformer" or not (vae / "config.json").is_file():
             return
-        theirs = WanVAE(str(vae))
-        if theirs.hash != codec.hash:
+        # of a hub id the config came with the transformer, its weights did not
+        theirs = WanVAE(str(vae) if Path(self.source).exists() else self.source)
+        if theirs.hash != data.codec.hash:
             raise ValueError(
                 f"{self.source} has the VAE {theirs.id} (hash {theirs.hash}), "
-                f"data.codec is {codec.id} (hash {codec.hash})"
+                f"data.codec is {data.codec.id} (hash {data.codec.hash})"
             )
 
     def load(self, model: VideoDiT, gates: Gates) -> None:

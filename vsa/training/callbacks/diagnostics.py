@@ -141,9 +141,13 @@ class Diagnostics(L.Callback):
             f"diag/recall_layer_{n}": float(row.mean()) for n, row in zip(layers, tables["recall"], strict=True)
         }
         pl_module.log_step({**{f"diag/{name}": mean for name, mean in means.items()}, **by_layer}, step)
-        pl_module.sparsity.observe(step, min(max(1 - means["recall"], 0.0), 1.0))
+        num_tiles = pl_module.model.layout_for(shape).num_video_tiles
+        # layers that keep every tile miss nothing, and would hide what the others miss
+        kept = (topk,) * len(pl_module.model.blocks) if isinstance(topk, int) else topk
+        sparse = [row for n, row in zip(layers, tables["recall"], strict=True) if kept[n] < num_tiles]
+        recall = float(torch.stack(sparse).mean()) if sparse else 1.0
+        pl_module.sparsity.observe(step, min(max(1 - recall, 0.0), 1.0))
         if trainer.is_global_zero:
-            num_tiles = pl_module.model.layout_for(shape).num_video_tiles
             record = {"step": step, "latent_shape": list(shape), "topk": topk, "num_tiles": num_tiles}
             record["sparsity"] = 1 - mean_topk(topk, num_tiles) / num_tiles
             self._show(trainer, record, layers, means, tables)
