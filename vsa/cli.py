@@ -33,3 +33,27 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def usable_device(name: str | None, *, rank: int = 0) -> str:
+    """A device that works here.
+
+    Args:
+        name: as a user gave it; None takes a GPU when there is one.
+        rank: of the process; plain "cuda" shares the GPUs of a machine out by it.
+
+    Raises:
+        ValueError: names the device and why it cannot be used.
+    """
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        name = f"cuda:{rank % torch.cuda.device_count()}"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {name!r} cannot be used: {reason}") from None
+    return name

@@ -214,6 +214,7 @@ def test_other_settings_are_refused_by_name(videos: Path, tmp_path: Path) -> Non
 def test_overwriting_goes_on_after_an_interruption(videos: Path, straight: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "out"
     encode_folder(videos, out, **{**OPTIONS, "dtype": "float32"})
+    old = files_of(out)
     with pytest.raises(ValueError, match="already holds a data set"):
         encode_folder(videos, out, **OPTIONS)
 
@@ -230,6 +231,8 @@ def test_overwriting_goes_on_after_an_interruption(videos: Path, straight: dict[
         encode_folder(videos, out, **{**OPTIONS, "codec": Failing()}, overwrite=True)
     done = out / "parts" / "00000" / "done.json"
     assert json.loads(done.read_text())["samples"] == 2
+    # the old data set stands until there is a new one
+    assert {name: content for name, content in files_of(out).items() if not name.startswith("parts")} == old
     encoded = []
 
     class Counting(HaarCodec):

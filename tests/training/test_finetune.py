@@ -428,6 +428,9 @@ def test_adapters_train_alone_and_merge_into_the_model(training, dense):
     training(*lora, "run=stopped", "trainer.max_steps=4", "ckpt_path=last")
     assert_equal(training.tensors("straight"), training.tensors("stopped"))
 
+    with pytest.raises(ValueError, match=r"was trained with task.lora=\{.*\}, the settings have None"):
+        training(*FINETUNE, f"init_from={dense}", "run=stopped", "trainer.max_steps=6", "ckpt_path=last")
+
     # what samplers load computes what the adapted model did
     loaded = load_run(training.folder("straight"), weights="model")
     args, kwargs, _ = watch.first
@@ -527,6 +530,11 @@ def test_a_run_that_does_not_fit_is_refused(training, dense, no_memory, override
     with pytest.raises(ValueError, match=message):
         training(*FINETUNE, f"init_from={dense}", *overrides, "run=refused")
     assert not training.folder("refused").exists()
+
+
+def test_one_tile_is_refused(training, dense, no_memory):
+    with pytest.raises(ValueError, match=r"attention.tile_thw=\[2, 8, 8\] makes one tile of the largest latents"):
+        training(*FINETUNE, f"init_from={dense}", "attention.tile_thw=[2,8,8]")
 
 
 def test_no_start_is_refused(training, no_memory):

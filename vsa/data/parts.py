@@ -69,7 +69,8 @@ def write_parts(
         count: samples of the data set.
         part_size: samples of a part; what an interruption can cost.
         settings: everything that decides what the samples are, as JSON values; parts of other settings are refused.
-        overwrite: replace a finished data set or parts of other settings; parts of the same settings are kept.
+        overwrite: parts of other settings are removed at once, a finished data set when `join_parts` replaces it; parts
+            of the same settings are kept.
         rank: of this process, which writes parts rank, rank + world_size, ...
         world_size: processes that share the work.
         title: what the progress bar says.
@@ -118,6 +119,9 @@ def join_parts(root: str | Path) -> DatasetIndex:
         The index of the whole.
     """
     root = Path(root)
+    if (root / INDEX_NAME).exists():
+        # only now is there something to replace it with
+        _remove_dataset(root)
     numbers: dict[str, int] = {}
     indexes: list[DatasetIndex] = []
     for folder in sorted((root / _PARTS).iterdir()):
@@ -148,7 +152,7 @@ def join_parts(root: str | Path) -> DatasetIndex:
 
 
 def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Removes what is to be replaced, and refuses parts of other settings otherwise."""
+    """Removes begun parts of other settings, or refuses to."""
     begun = [json.loads(path.read_text()) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
     differing = [
         (name, part["settings"].get(name), settings.get(name))
@@ -161,14 +165,16 @@ def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
         raise ValueError(
             f"{root} was begun with {name} {old}, now it is {new}: go on with the old setting, or overwrite it"
         )
-    if differing or (root / INDEX_NAME).exists():
-        # the index first: a folder without one is no data set
-        (root / INDEX_NAME).unlink(missing_ok=True)
-        for pattern in ("latents-*.tar", "text-*.tar"):
-            for old_shard in root.glob(pattern):
-                old_shard.unlink()
-        if (root / _PARTS).exists():
-            shutil.rmtree(root / _PARTS)
+    if differing:
+        shutil.rmtree(root / _PARTS)
+
+
+def _remove_dataset(root: Path) -> None:
+    # the index first: a folder without one is no data set
+    (root / INDEX_NAME).unlink()
+    for pattern in ("latents-*.tar", "text-*.tar"):
+        for shard in root.glob(pattern):
+            shard.unlink()
 
 
 def _write_part(

@@ -17,6 +17,7 @@ import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from vsa.attention.layout import TileLayout
@@ -63,16 +64,26 @@ def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") ->
     """Training loss (every row and a running mean) and validation loss over optimizer steps.
 
     Args:
-        metrics_csv: a run's metrics; `train/loss` is needed, `val/loss` drawn when there.
+        metrics_csv: a run's metrics; `train/loss` is needed (of a mixed objective `train/loss_data` is drawn), and
+            `val/loss` drawn when there.
         path: PNG to write.
         title: above the axes.
     """
-    steps, losses = read_metric(metrics_csv, "train/loss")
+    try:
+        # of a mixture the part that validation measures, too
+        steps, losses = read_metric(metrics_csv, "train/loss_data")
+    except ValueError:
+        steps, losses = read_metric(metrics_csv, "train/loss")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="train")
     window = max(1, len(losses) // 30)
-    axes.plot(steps, _running_mean(losses, window), color="tab:blue", label=f"train, mean of {window} rows")
+    axes.plot(
+        steps,
+        _running_mean(losses, window),
+        color="tab:blue",
+        label=f"train, mean of {window} rows" if window > 1 else None,
+    )
     try:
         val_steps, val_losses = read_metric(metrics_csv, "val/loss")
     except ValueError:
@@ -81,6 +92,7 @@ def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") ->
         axes.plot(val_steps, val_losses, "o-", color="tab:orange", label="validation (fixed noise)")
     if len(losses) and np.concatenate([losses, val_losses]).min() > 0:
         axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("flow-matching loss (MSE of the velocity)")
     axes.set_title(title)

@@ -224,6 +224,10 @@ class FinetuneModule(PretrainModule):
     def check_weights(self, data: PlanDataModule) -> None:
         if self.init_from is None and self.resume is None:
             raise ValueError("init_from=null, but finetuning starts from a checkpoint: a run, a folder or a hub id")
+        if self.resume is not None:
+            node = self.resume.state["config"]["task"].get("lora")
+            if (node is None) != (self.lora is None):
+                raise ValueError(f"{self.resume.path} was trained with task.lora={node}, the settings have {self.lora}")
         super().check_weights(data)
         if self.objective.needs_teacher:
             self._teacher_start = self._find_teacher()

@@ -5,6 +5,7 @@ B samples of a micro-batch, C T H W latent dims.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vsa.attention.schedule import SparsityPoint, SparsitySchedule, check_points
+from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.video_dit import VideoDiT
@@ -217,6 +219,12 @@ class PretrainModule(DiffusionModule):
         shapes = list(data.buckets)
         # a top-k that no bucket can hold is a mistake; smaller buckets clamp
         tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
+        method: Any = model.blocks[0].method
+        if tiles == 1 and isinstance(method, VideoSparseAttention):
+            raise ValueError(
+                f"attention.tile_thw={list(method.tile_thw)} makes one tile of the largest latents, "
+                f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
+            )
         self.sparsity.check(tiles, len(model.blocks))
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         if self.sparsity.measured and not any(isinstance(c, Diagnostics) for c in callbacks):
