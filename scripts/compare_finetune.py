@@ -28,7 +28,7 @@ from vsa.training.checkpointing import latest_checkpoint
 from vsa.training.figures import read_metric
 
 ROOT = Path(__file__).parent.parent
-AT_ONCE = ("sparsity=constant", *(f"~sparsity.{key}" for key in ("dense_steps", "interval", "tiles")))
+AT_ONCE = ("sparsity=constant",)
 ARMS = {
     "dense": ("attention=full", "~attention.fine_gate", "~attention.gate_init", *AT_ONCE),
     "annealed": (),
@@ -105,7 +105,7 @@ def summary(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
     return {"seeds": list(seeds), "pretrained": start, "end": end, "curves": curves}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of all runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default %(default)s)")
     parser.add_argument("overrides", nargs="*", help="settings for all runs, e.g. data.root=FOLDER data.videos=FOLDER")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args(argv)
     if args.jobs < 1 or args.steps < 1 or args.pretrain_steps < 1:
         raise ValueError("--jobs, --steps and --pretrain-steps must be at least 1")
     with ThreadPoolExecutor(args.jobs) as workers, ThreadPoolExecutor(len(args.seeds)) as by_seed:

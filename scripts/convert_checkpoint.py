@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,35 +24,22 @@ from torch import Tensor
 from vsa.attention.schedule import SparsitySchedule, resolve_topk
 from vsa.cli import one_line_errors
 from vsa.models.checkpoint import (
-    SPARSE_FLAG,
     attention_of,
+    export_pretrained,
     open_pretrained,
     refuse_other_attention,
     refuse_other_tensors,
     sparse_settings,
-    transformer_config,
-    video_dit_arguments,
 )
 from vsa.models.golden import write_golden
-from vsa.models.key_names import config_of_wan, diffusers_to_wan, is_gate, is_unused, wan_config, wan_to_diffusers
-from vsa.models.sparse_config import (
-    SPARSE_CONFIG,
-    SparseAttentionConfig,
-    has_sparse_config,
-    read_sparse_config,
-    write_sparse_config,
-)
+from vsa.models.key_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
+from vsa.models.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, has_sparse_config, read_sparse_config
+from vsa.models.transformer_config import transformer_config, video_dit_arguments
 from vsa.models.video_dit import VideoDiT
-from vsa.models.weight_files import (
-    WeightFiles,
-    new_folder,
-    pretrained_folder,
-    read_json,
-    refuse_existing,
-    write_weights,
-)
+from vsa.models.weight_files import WeightFiles, pretrained_folder, read_json, refuse_existing
 from vsa.training.checkpointing import resolve_checkpoint, write_checkpoint
 from vsa.training.config import build, check_targets, model_factory
+from vsa.training.inference import choose_weights
 from vsa.training.lora import plain_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,7 +72,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("source", help="folder or hub id")
     parser.add_argument("out", type=Path, help="folder to write, must not exist")
     parser.add_argument("--to", choices=("diffusers", "wan", "fastvideo", "run"), default="diffusers")
-    parser.add_argument("--weights", choices=("ema", "model"), default="ema", help="of a run: averaged or trained")
+    parser.add_argument(
+        "--weights", choices=("ema", "model"), help="of a run: averaged (default where there are any) or trained"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the written tensors (that of the source)")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
     parser.add_argument("--no-golden", action="store_true", help="leave the golden tensors out")
@@ -95,22 +84,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     trained.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
     trained.add_argument("--grid", type=int, nargs=3, metavar=("T", "H", "W"), help="token grid trained on")
     sampling = parser.add_argument_group("sampling settings to write down")
-    sampling.add_argument("--flow-shift", type=float)
+    sampling.add_argument("--flow-shift", type=float, help="of the sampler (that of the pipeline)")
+    sampling.add_argument("--dense-steps", type=int, metavar="N", help="first denoising steps that keep all tiles")
     sampling.add_argument("--guidance", type=float, help="recommended scale")
     sampling.add_argument("--guidance-form", choices=("standard", "additive"))
     sampling.add_argument("--step-list", type=float, nargs="+", metavar="T", help="timesteps of a distilled generator")
     return parser.parse_args(argv)
 
 
-def open_source(name: str, weights: str) -> Source:
+def open_source(name: str, weights: Literal["ema", "model"] | None) -> Source:
     """Find out what `name` is and open it.
 
     Raises:
-        ValueError: nothing that can be converted.
+        ValueError: nothing that can be converted, or a choice of weights where there is none.
     """
     path = Path(name)
     if (path / "checkpoints").is_dir() or (path / "state.json").is_file():
         return open_run(path, weights)
+    if weights is not None:
+        raise ValueError(f"--weights {weights} is for runs, and {name} is none")
     folder = pretrained_folder(name)
     config, files = read_json(folder / "config.json"), WeightFiles(folder)
     if config.get("_class_name") == "WanModel":
@@ -128,15 +120,14 @@ def open_source(name: str, weights: str) -> Source:
     )
 
 
-def open_run(path: Path, weights: str) -> Source:
-    """The weights of a run's newest checkpoint, or of a checkpoint folder; "model" where there are no averages.
+def open_run(path: Path, weights: Literal["ema", "model"] | None) -> Source:
+    """The weights of a run's newest checkpoint, or of a checkpoint folder; which: see `choose_weights`.
 
     Raises:
-        ValueError: no valid checkpoint, or no config in it.
+        ValueError: no valid checkpoint, no such weights, or no config in it.
     """
     checkpoint = resolve_checkpoint(path)
-    if not checkpoint.has(weights):
-        weights = "model"
+    weights = choose_weights(checkpoint, weights)
     state = checkpoint.state
     config = state.get("config") or {}
     for key in ("model", "attention"):
@@ -161,29 +152,23 @@ def open_run(path: Path, weights: str) -> Source:
 
 
 def _sparse_of_run(model: VideoDiT, state: Mapping[str, Any], config: Mapping[str, Any]) -> SparseAttentionConfig:
-    """What a run's config and state say about its sparsity; the largest grid it saw is the reference."""
+    """What a run's schedule and state say about its sparsity; the largest grid it saw is the reference."""
     schedule: SparsitySchedule = build(config["sparsity"])
     schedule.load_state_dict(state.get("sparsity_state", {}))
-    shapes = sorted({tuple(shape) for shape in state["latent_shapes"]}, key=lambda s: -s[1] * s[2] * s[3])
-    grids = [model.grid(shape) for shape in shapes]
+    shapes = sorted({tuple(shape) for shape in state["latent_shapes"]}, key=lambda s: (-s[1] * s[2] * s[3], s))
     num_tiles = [model.layout_for(shape, "cpu").num_video_tiles for shape in shapes]
     layers = len(model.blocks)
-    # without an option of its own, a count stays a count and a share a share
-    budget = config["sparsity"].get("budget") or ("fraction" if config["sparsity"].get("topk") is None else "count")
-    t, h, w = grids[0]
+    # steps count from 0: weights after S steps were last trained in step S - 1
+    last = max(state["step"] - 1, 0)
+    rows = (schedule.topk_per_layer(last, n, layers) for n in num_tiles)
     return SparseAttentionConfig(
         **sparse_settings(model),
-        topk=_per_layer(schedule.topk_per_layer(state["step"], num_tiles[0], layers), layers),
+        grid_topk=tuple((row,) * layers if isinstance(row, int) else row for row in rows),
         num_tiles=tuple(num_tiles),
-        grids=tuple(grids),
-        budget=budget,
-        dense_layers=tuple(int(layer) for layer in config["sparsity"].get("dense_layers") or ()),
-        flow_shift=build(config["task"]["objective"]["shift"])(t * h * w),
+        grids=tuple(model.grid(shape) for shape in shapes),
+        budget=schedule.budget,
+        dense_layers=schedule.dense_layers,
     )
-
-
-def _per_layer(topk: int | tuple[int, ...], layers: int) -> tuple[int, ...]:
-    return (topk,) * layers if isinstance(topk, int) else topk
 
 
 def sparse_config(source: Source, args: argparse.Namespace) -> SparseAttentionConfig | None:
@@ -194,9 +179,19 @@ def sparse_config(source: Source, args: argparse.Namespace) -> SparseAttentionCo
     """
     gates = [key for key in source.shapes if is_gate(key)]
     said = args.topk is not None or args.sparsity is not None or args.grid is not None
+    sampling = {
+        "flow_shift": args.flow_shift,
+        "dense_steps": args.dense_steps,
+        "guidance_scale": args.guidance,
+        "guidance_form": args.guidance_form,
+        "step_list": None if args.step_list is None else tuple(args.step_list),
+    }
+    sampling = {key: value for key, value in sampling.items() if value is not None}
     if source.sparse is None and not gates:
         if said:
             raise ValueError(f"{source.name} has no gates, so --topk, --sparsity and --grid have no meaning")
+        if sampling:
+            raise ValueError(f"{source.name} has no gates, so no {SPARSE_CONFIG} to write {', '.join(sampling)} to")
         return None
     if source.sparse is not None:
         if said:
@@ -204,13 +199,7 @@ def sparse_config(source: Source, args: argparse.Namespace) -> SparseAttentionCo
         sparse = replace(source.sparse, golden=None, golden_tolerance=None)
     else:
         sparse = _sparse_of_options(source, gates, args)
-    given = {
-        "flow_shift": args.flow_shift,
-        "guidance_scale": args.guidance,
-        "guidance_form": args.guidance_form,
-        "step_list": None if args.step_list is None else tuple(args.step_list),
-    }
-    return replace(sparse, **{key: value for key, value in given.items() if value is not None})
+    return replace(sparse, **sampling)
 
 
 def _sparse_of_options(source: Source, gates: list[str], args: argparse.Namespace) -> SparseAttentionConfig:
@@ -228,7 +217,7 @@ def _sparse_of_options(source: Source, gates: list[str], args: argparse.Namespac
         block_order="nested",
         fine_gate=any("to_gate_fine" in key for key in gates),
         gate_keys=tuple(gates),
-        topk=(1,) * layers,
+        grid_topk=((1,) * layers,),
         num_tiles=(1,),
         grids=(tuple(args.grid),),
     )
@@ -238,7 +227,7 @@ def _sparse_of_options(source: Source, gates: list[str], args: argparse.Namespac
     num_tiles = model.layout_for((arguments["in_channels"], *latents), "cpu").num_video_tiles
     topk = args.topk if args.sparsity is None else resolve_topk(args.sparsity, num_tiles)
     budget = "count" if args.sparsity is None else "fraction"
-    return replace(sparse, topk=(topk,) * layers, num_tiles=(num_tiles,), budget=budget)
+    return replace(sparse, grid_topk=((topk,) * layers,), num_tiles=(num_tiles,), budget=budget)
 
 
 def refuse_for_fastvideo(sparse: SparseAttentionConfig | None) -> None:
@@ -269,33 +258,29 @@ def convert(source: Source, sparse: SparseAttentionConfig | None, args: argparse
     if args.to == "fastvideo":
         refuse_for_fastvideo(sparse)
     dtype = None if args.dtype is None else DTYPES[args.dtype]
-    names = [name for name, _ in model.named_parameters()]
-
-    def read(name: str) -> Tensor:
-        return source.read(name) if dtype is None else source.read(name).to(dtype)
-
-    refuse_existing(args.out)
     if args.to == "run":
-        write_run(args.out, {name: read(name) for name in names}, arguments, sparse)
+        refuse_existing(args.out)
+        tensors = {name: source.read(name).to(dtype or source.dtypes[name]) for name, _ in model.named_parameters()}
+        write_run(args.out, tensors, arguments, sparse)
         return
-    config = transformer_config(model)
-    if args.to == "wan":
-        config = wan_config(config)
-    elif args.to == "diffusers" and sparse is not None:
-        config[SPARSE_FLAG] = SPARSE_CONFIG
-    target = {diffusers_to_wan(name) if args.to == "wan" else name: name for name in names}
-    sizes = {
-        key: torch.Size(source.shapes[name]).numel() * (dtype or source.dtypes[name]).itemsize
-        for key, name in target.items()
-    }
-    with new_folder(args.out) as folder:
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        if sparse is not None:
-            write_sparse_config(folder, sparse)
-        write_weights(folder, sizes, lambda key: read(target[key]), round(args.max_shard_gb * 2**30))
-        if sparse is not None and args.to != "wan" and not args.no_golden:
-            # of the weights as they were written, whatever their dtype
-            write_golden(open_pretrained(folder)[0], folder, layers=args.golden_layers)
+    for name, parameter in model.named_parameters():
+        # the files get the dtypes of the source
+        parameter.data = parameter.data.to(source.dtypes[name])
+
+    def golden(folder: Path) -> None:
+        # of the weights as they were written, whatever their dtype
+        write_golden(open_pretrained(folder)[0], folder, layers=args.golden_layers)
+
+    export_pretrained(
+        model,
+        args.out,
+        sparse=sparse,
+        layout=args.to,
+        dtype=dtype,
+        max_shard_bytes=round(args.max_shard_gb * 2**30),
+        tensors=source.read,
+        finish=None if sparse is None or args.to == "wan" or args.no_golden else golden,
+    )
 
 
 def write_run(
@@ -324,9 +309,9 @@ def main(argv: list[str] | None = None) -> None:
     sparse = sparse_config(source, args)
     convert(source, sparse, args)
     count = sum(torch.Size(shape).numel() for shape in source.shapes.values())
-    kind = (
-        "dense" if sparse is None else f"sparse, top-k {min(sparse.topk)}..{max(sparse.topk)} of {sparse.num_tiles[0]}"
-    )
+    kind = "dense"
+    if sparse is not None:
+        kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
     print(f"{len(source.shapes)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source.name} in {args.out}")
 
 

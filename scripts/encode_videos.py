@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 from vsa.cli import one_line_errors
 from vsa.data.buckets import Bucket
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
@@ -88,6 +90,9 @@ def make_encoders(args: argparse.Namespace) -> tuple[Codec, TextEncoder]:
 def main(argv: list[str] | None = None) -> None:
     """Command line entry."""
     args = parse_args(argv)
+    if args.device == "cuda":
+        # the processes of one machine share its GPUs
+        args.device = f"cuda:{args.rank % max(torch.cuda.device_count(), 1)}"
     codec, text_encoder = make_encoders(args)
     report = encode_folder(
         args.videos,

@@ -20,7 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import SafetensorError
 
 from vsa.cli import one_line_errors
+from vsa.data.datamodule import PlanDataModule
 from vsa.training.checkpointing import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
+from vsa.training.config import build, check_targets
 from vsa.training.evaluation import (
     EvaluationSettings,
     Evaluator,
@@ -28,7 +30,7 @@ from vsa.training.evaluation import (
     weights_digest,
     write_evaluation,
 )
-from vsa.training.inference import LoadedRun, load_run
+from vsa.training.inference import LoadedRun, choose_weights, load_run, sampling_of
 from vsa.training.video_metrics import load_lpips
 
 
@@ -65,6 +67,8 @@ BARS = {
     "--max-flicker-excess": ("flicker_excess", "flicker less that of the reference"),
     "--min-motion": ("motion", "luma change from frame to frame, share of the range"),
 }
+# captions taken from the held-out data where a run samples none itself
+HELD_OUT = 4
 COMPARED = ("psnr", "ssim", "lpips", "flicker_excess")
 NO_BROKEN_CLIP = Bar(metric="non_finite", bound=0, least=False)
 SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "flicker", "flicker_excess")
@@ -77,14 +81,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=3600, help="end --follow after S seconds without a new one")
     parser.add_argument("--poll", type=float, default=5, help="seconds between two looks")
     parser.add_argument("--prompt", action="append", default=[], help="a caption; may be repeated")
-    parser.add_argument("--prompts", type=Path, help="text file with one caption per line (captions the run samples)")
+    parser.add_argument("--prompts", type=Path, help="text file, a caption a line (those the run samples, or held out)")
     parser.add_argument("--reference", default="dense", metavar="{dense,none,RUN}", help="what clips are compared with")
     parser.add_argument("--no-val-loss", action="store_true", help="leave the validation loss out")
     parser.add_argument("--lpips", type=Path, metavar="FOLDER", help="folder with torchvision's alexnet-*.pth")
-    parser.add_argument("--weights", choices=("ema", "model"), default="ema", help="averaged or trained weights")
+    parser.add_argument("--weights", choices=("ema", "model"), help="averaged or trained weights (averaged if any)")
     parser.add_argument("--seed", type=int, help="of the noise (that of the run's samples)")
     parser.add_argument("--steps", type=int, help="Euler steps (those of the run's samples)")
     parser.add_argument("--guidance", type=float, help="uncond + G * (cond - uncond) (that of the run's samples)")
+    parser.add_argument("--shift", type=float, help="flow shift (that of the run's samples, or of its training)")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--device", help="cpu, cuda:1, ... (cuda when there is one): not the one that trains")
     parser.add_argument("--out", type=Path, help="folder to write to (RUN/evaluation)")
@@ -119,8 +124,35 @@ def bars_of(args: argparse.Namespace) -> list[Bar]:
     return bars
 
 
-def settings_of(args: argparse.Namespace, config: Mapping[str, Any], reference: str) -> EvaluationSettings:
-    """Settings of the command line, what is left out taken from the clips that the run samples itself."""
+def held_out_prompts(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The first few captions of a run's held-out samples; none where it holds none out.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        ValueError: the data are not there, or the config builds something else than our classes.
+    """
+    check_targets(config)
+    # in batches that hold no more than what is looked at
+    data = build({**config["data"], "batch_size": HELD_OUT, "num_workers": 0})
+    if not isinstance(data, PlanDataModule):
+        return ()
+    data.setup()
+    found: dict[str, None] = {}
+    for batch in data.val_dataloader():
+        found |= dict.fromkeys(caption for caption in batch.captions if caption)
+        if len(found) >= HELD_OUT:
+            break
+    return tuple(found)[:HELD_OUT]
+
+
+def settings_of(args: argparse.Namespace, checkpoint: Checkpoint, reference: str) -> EvaluationSettings:
+    """Settings of the command line, what is left out taken from the clips that the run samples itself.
+
+    A run that samples none is asked for a few captions of its held-out data.
+    """
+    config = checkpoint.state["config"]
     samples = (config.get("callbacks") or {}).get("samples") or {}
     prompts = list(args.prompt)
     if args.prompts is not None:
@@ -130,19 +162,14 @@ def settings_of(args: argparse.Namespace, config: Mapping[str, Any], reference: 
             raise ValueError(f"prompt file {args.prompts} is not UTF-8 text: {error}") from None
         prompts += [line.strip() for line in lines if line.strip()]
     elif not prompts:
-        prompts = list(samples.get("prompts") or ())
-
-    def choose(name: str, default: Any) -> Any:
-        given = getattr(args, name)
-        return samples.get(name, default) if given is None else given
-
+        prompts = samples.get("prompts") or held_out_prompts(config)
+    given = {"steps": args.steps, "guidance": args.guidance, "flow_shift": args.shift}
     return EvaluationSettings(
         prompts=tuple(prompts),
-        seed=choose("seed", 0),
-        steps=choose("steps", 32),
-        guidance=choose("guidance", 1.0),
+        seed=samples.get("seed", 0) if args.seed is None else args.seed,
+        **{**sampling_of(config), **{name: value for name, value in given.items() if value is not None}},
         batch_size=args.batch_size,
-        weights=args.weights,
+        weights=choose_weights(checkpoint, args.weights),
         reference=reference,
         val_loss=not args.no_val_loss,
         lpips=None if args.lpips is None else str(args.lpips.resolve()),
@@ -179,7 +206,7 @@ def load_reference(args: argparse.Namespace) -> tuple[str, LoadedRun | None]:
         return args.reference, None
     checkpoint = resolve_checkpoint(args.reference)
     run = load_run(checkpoint.path, weights=args.weights, device=args.device)
-    return f"{checkpoint.path.resolve()} {weights_digest(checkpoint, args.weights)[:12]}", run
+    return f"{checkpoint.path.resolve()} {weights_digest(checkpoint, run.weights)[:12]}", run
 
 
 def measure(evaluator: Evaluator, run: LoadedRun, checkpoint: Checkpoint, out: Path) -> Mapping[str, Any]:
@@ -258,8 +285,7 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint = open_checkpoint(path)
         if checkpoint is None:
             continue
-        config = checkpoint.state["config"]
-        settings = settings_of(args, config, reference_name)
+        settings = settings_of(args, checkpoint, reference_name)
         if evaluator is None or evaluator.settings != settings:
             evaluator = Evaluator(settings, reference=reference, lpips=distance)
         record = read_record(out, checkpoint, settings)
@@ -271,7 +297,7 @@ def main(argv: list[str] | None = None) -> None:
         missed = judge(record, bars)
         for line in missed:
             print(f"step {checkpoint.step} misses a bar: {line}", flush=True)
-        max_steps = (config.get("trainer") or {}).get("max_steps", -1)
+        max_steps = (checkpoint.state["config"].get("trainer") or {}).get("max_steps", -1)
         if args.follow and 0 <= max_steps <= checkpoint.step:
             break
     if missed is None:

@@ -1,7 +1,7 @@
 """Samples a teacher for a list of prompts into shards of latents and captions, in the format of encode_videos.py.
 
 A student that learns from its teacher's own samples meets no other data than the teacher's. The teacher is a diffusers
-Wan pipeline folder (text to video) or a run of this project:
+Wan pipeline (text to video; a folder or a hub id) or a run of this project:
 python scripts/generate_latents.py Wan2.1-T2V-1.3B-Diffusers prompts.txt shards --size 448 832 --frames 61 --device cuda
 
 Clip i of prompt n starts from the noise of (seed, n, i) and is integrated with Euler steps. An interrupted command is
@@ -30,6 +30,8 @@ from vsa.data.shards import ShardWriter
 from vsa.data.text import TextEncoder, UMT5Encoder
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
+from vsa.models.sparse_config import has_sparse_config
+from vsa.models.weight_files import pretrained_folder, read_json
 from vsa.training.inference import load_run, sample_latents, settings_dict
 
 
@@ -52,7 +54,7 @@ class Teacher(Protocol):
 
 
 class RunTeacher:
-    """A run of this project: its averaged weights at its own top-k, unless another is asked for."""
+    """A run of this project: averaged weights where it has any, sampled as it samples, unless asked for otherwise."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         if args.negative_prompt:
@@ -82,7 +84,7 @@ class RunTeacher:
 
 
 class PipelineTeacher:
-    """A text-to-video pipeline folder of Wan 2.1, in diffusers' layout; its VAE is never run."""
+    """A dense text-to-video pipeline of Wan 2.1, in diffusers' layout; its VAE is never run."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         if args.topk is not None or args.sparsity is not None:
@@ -91,15 +93,19 @@ class PipelineTeacher:
         self.codec: Codec = vae
         self._encoder = UMT5Encoder(args.teacher, dtype=args.compute_dtype, device=args.device)
         self.text_encoder: TextEncoder = self._encoder
-        self._folder = component_folder(args.teacher, "transformer")
+        self._folder = pretrained_folder(args.teacher)
         config = read_config(self._folder, "WanTransformer3DModel")
         if config["in_channels"] != self.codec.channels:
             raise ValueError(
                 f"{self._folder} takes {config['in_channels']} channels, its VAE makes {self.codec.channels}: "
                 "image-to-video models cannot be sampled from prompts alone"
             )
-        if (self._folder.parent / "transformer_2").is_dir():
+        # the one file that also tells of components which a download leaves out
+        parts = read_json(self._folder.parent / "model_index.json")
+        if (parts.get("transformer_2") or [None])[0] is not None:
             raise ValueError(f"{args.teacher} has two transformers, one for each range of timesteps: not supported")
+        if has_sparse_config(self._folder):
+            raise ValueError(f"{self._folder} is sparse, a teacher must be dense: sample the run it was exported from")
         shape = latent_shape(self.codec, args)
         if shape is None:
             raise ValueError("a pipeline needs --size HEIGHT WIDTH and --frames N")
@@ -108,15 +114,17 @@ class PipelineTeacher:
                 f"latents {shape} of {args.frames} frames do not divide into patches {config['patch_size']}"
             )
         self._shape = shape
-        self._sigmas = euler_sigmas(args.steps, args.shift or 5.0)
-        self._guidance, self._negative = args.guidance, args.negative_prompt
+        steps = 50 if args.steps is None else args.steps
+        shift = scheduler_shift(args.teacher) if args.shift is None else args.shift
+        self._sigmas = euler_sigmas(steps, shift)
+        self._guidance, self._negative = 5.0 if args.guidance is None else args.guidance, args.negative_prompt
         self._dtype, self._device = getattr(torch, args.compute_dtype), args.device
         self._loaded: Any = None
         self.record = {
             "weights_digest": weights_digest(self._folder),
-            "steps": args.steps,
-            "guidance": args.guidance,
-            "flow_shift": args.shift or 5.0,
+            "steps": steps,
+            "guidance": self._guidance,
+            "flow_shift": shift,
             "negative_prompt": args.negative_prompt,
             "latent_shape": list(shape),
             "compute_dtype": args.compute_dtype,
@@ -156,6 +164,25 @@ class PipelineTeacher:
             refuse_missing(loaded[1], self._folder)
             self._loaded = loaded[0].to(self._device).eval().requires_grad_(False)
         return self._loaded
+
+
+def is_run(teacher: str) -> bool:
+    """Whether a teacher is a run or checkpoint folder of this project; everything else is a pipeline."""
+    return (Path(teacher) / "checkpoints").is_dir() or (Path(teacher) / "state.json").is_file()
+
+
+def scheduler_shift(pipeline: str) -> float:
+    """Flow shift of a pipeline's own scheduler.
+
+    Raises:
+        ValueError: it has no scheduler, or one without.
+    """
+    path = component_folder(pipeline, "scheduler") / "scheduler_config.json"
+    config = read_json(path)
+    shift = config.get("flow_shift", config.get("shift"))
+    if shift is None:
+        raise ValueError(f"{path} has no flow shift: give --shift")
+    return float(shift)
 
 
 def latent_shape(codec: Codec, args: argparse.Namespace) -> tuple[int, int, int, int] | None:
@@ -207,22 +234,20 @@ def read_prompts(path: Path) -> list[str]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("teacher", help="Wan pipeline folder, or run folder, or checkpoint folder of a run")
+    parser.add_argument("teacher", help="run or checkpoint folder, otherwise a Wan pipeline: folder or hub id")
     parser.add_argument("prompts", type=Path, help='text file, one prompt a line, or .jsonl with {"prompt": "..."}')
     parser.add_argument("out", help="folder of shards to write")
     parser.add_argument("--clips-per-prompt", type=int, default=1, help="default %(default)s")
     parser.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="pixels (largest of the run)")
     parser.add_argument("--frames", type=int, help="frames of a clip (the same)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=50, help="Euler steps (default %(default)s)")
-    parser.add_argument(
-        "--guidance", type=float, default=5.0, help="uncond + G * (cond - uncond) (default %(default)s)"
-    )
-    parser.add_argument("--shift", type=float, help="flow shift (that of the run; 5 for a pipeline)")
+    parser.add_argument("--steps", type=int, help="Euler steps (those of the run's samples; 50 for a pipeline)")
+    parser.add_argument("--guidance", type=float, help="uncond + G * (cond - uncond) (the same; 5 for a pipeline)")
+    parser.add_argument("--shift", type=float, help="flow shift (the same; a pipeline's: that of its scheduler)")
     parser.add_argument("--negative-prompt", default="", help="what a pipeline is guided away from")
     parser.add_argument("--topk", type=int, help="tiles per query tile of a run (that of its training)")
     parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk; 0 is dense")
-    parser.add_argument("--weights", choices=("ema", "model"), default="ema", help="averaged or trained ones of a run")
+    parser.add_argument("--weights", choices=("ema", "model"), help="averaged or trained of a run (averaged if any)")
     parser.add_argument("--batch-size", type=int, default=4, help="clips sampled together (default %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
     parser.add_argument(
@@ -244,12 +269,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     for name in ("clips_per_prompt", "batch_size", "steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if args.shift is not None and not args.shift > 0:
+        raise ValueError(f"shift must be positive, got {args.shift:g}")
+    if args.device == "cuda":
+        # the processes of one machine share its GPUs
+        args.device = f"cuda:{args.rank % max(torch.cuda.device_count(), 1)}"
     check_target(args.out, overwrite=args.overwrite)
     prompts = read_prompts(args.prompts)
-    pipeline = (Path(args.teacher) / "model_index.json").is_file()
-    teacher: Teacher = PipelineTeacher(args) if pipeline else RunTeacher(args)
+    teacher: Teacher = RunTeacher(args) if is_run(args.teacher) else PipelineTeacher(args)
 
     def write(part: Path, span: range, advance: Callable[[], None]) -> list[tuple[str, str]]:
         # one more than the samples: the null embedding is in the text shard too

@@ -19,15 +19,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vsa.cli import one_line_errors
 from vsa.integrations.diffusers import applied_attention
-from vsa.integrations.diffusers.pipeline import generate_videos, open_pipeline
+from vsa.integrations.diffusers.pipeline import (
+    ClipSettings,
+    clip_settings,
+    generate_videos,
+    open_pipeline,
+    token_grid,
+    trained_settings,
+)
 from vsa.training.attention_view import draw_attention
 from vsa.training.clips import write_clips
 from vsa.training.inference import clip_seeds, generate, load_run, settings_dict
 
-# what an option that was left out means, for a run and for a pipeline; the others have no meaning in the other mode
+# what an option that was left out means, for a run and for a pipeline; the others have no meaning in the other mode.
+# None: what was trained with, where that is known
 BOTH = {
     "steps": (32, 50),
-    "guidance": (1.0, 5.0),
+    "guidance": (1.0, None),
     "batch_size": (16, 1),
     "fps": (8, 16),
 }
@@ -39,8 +47,8 @@ PIPELINE_ONLY = {
     "dense_layers": (),
     "dense_steps": 0,
     "negative_prompt": "",
-    "size": (480, 832),
-    "frames": 81,
+    "size": None,
+    "frames": None,
     "dtype": None,
 }
 
@@ -58,8 +66,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder to write to (RUN/samples, or samples)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="sampler steps (run: 32, pipeline: 50)")
-    parser.add_argument("--guidance", type=float, help="uncond + G * (cond - uncond); 1 is one pass (1, 5)")
-    parser.add_argument("--shift", type=float, help="flow shift (that of the training, of the scheduler)")
+    parser.add_argument("--guidance", type=float, help="uncond + G * (cond - uncond); 1 is one pass (1; as trained, 5)")
+    parser.add_argument("--shift", type=float, help="flow shift (as trained; of the export, the scheduler)")
     parser.add_argument("--topk", type=int, help="tiles per query tile (that of the training)")
     parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
     parser.add_argument("--batch-size", type=int, help="clips computed together (16, 1)")
@@ -83,8 +91,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     pipeline.add_argument("--dense-layers", type=int, nargs="+", metavar="N", help="layers that keep all tiles")
     pipeline.add_argument("--dense-steps", type=int, help="first denoising steps that keep all tiles")
     pipeline.add_argument("--negative-prompt", help="caption of the unconditional pass")
-    pipeline.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="pixels (480 832)")
-    pipeline.add_argument("--frames", type=int, help="of a clip (81)")
+    pipeline.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="pixels (as trained, 480 832)")
+    pipeline.add_argument("--frames", type=int, help="of a clip (as trained, 81)")
     pipeline.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the networks (bfloat16, on the CPU float32)"
     )
@@ -189,41 +197,52 @@ def sample_pipeline(args: argparse.Namespace, prompts: list[str], out: Path) -> 
         dtype=getattr(torch, dtype),
         device=device,
     )
+    size = None if args.size is None else tuple(args.size)
+    clip = clip_settings(pipe, size=size, frames=args.frames, guidance=args.guidance)
+    trained, grid = trained_settings(pipe), token_grid(pipe, clip.size, clip.frames)
+    if trained is not None and grid not in trained.grids:
+        known = ", ".join("x".join(map(str, other)) for other in trained.grids)
+        print(f"the clip's grid of {'x'.join(map(str, grid))} tokens is none of those trained on: {known}")
     with sampling_progress() as progress:
         task = progress.add_task("sampling", total=len(prompts) * args.steps)
         videos = generate_videos(
             pipe,
             prompts,
             seeds=clip_seeds(args.seed, len(prompts)).tolist(),
-            size=tuple(args.size),
-            frames=args.frames,
+            size=clip.size,
+            frames=clip.frames,
             steps=args.steps,
-            guidance=args.guidance,
+            guidance=clip.guidance,
             negative_prompt=args.negative_prompt,
             batch_size=args.batch_size,
             progress=lambda clips: progress.advance(task, clips),
         )
-    write_clips(out, prompts, videos, pipeline_record(args, pipe, dtype), fps=args.fps)
+    write_clips(out, prompts, videos, pipeline_record(args, pipe, clip, dtype), fps=args.fps)
 
 
-def pipeline_record(args: argparse.Namespace, pipe: Any, dtype: str) -> dict[str, Any]:
+def pipeline_record(args: argparse.Namespace, pipe: Any, clip: ClipSettings, dtype: str) -> dict[str, Any]:
     """Plain values of the settings, and what each transformer's attention kept in its last pass."""
     config = pipe.scheduler.config
     models = {name: getattr(pipe, name) for name in ("transformer", "transformer_2")}
     applied = {name: applied_attention(model) for name, model in models.items()}
+    # those of a sparse transformer are its own
+    trained = trained_settings(pipe)
+    dense = args if trained is None else trained
     return {
         "pipeline": str(args.pipeline),
         "transformer": args.transformer,
         "seed": args.seed,
         "steps": args.steps,
-        "guidance": args.guidance,
+        "size": list(clip.size),
+        "frames": clip.frames,
+        "guidance": clip.guidance,
         "flow_shift": config.get("flow_shift", config.get("shift")),
         "scheduler": type(pipe.scheduler).__name__,
         "negative_prompt": args.negative_prompt,
         "dtype": dtype,
         "batch_size": args.batch_size,
-        "dense_layers": list(args.dense_layers),
-        "dense_steps": args.dense_steps,
+        "dense_layers": list(dense.dense_layers),
+        "dense_steps": dense.dense_steps,
         # a transformer that no step reached has nothing to tell
         "attention": {name: found.describe() for name, found in applied.items() if found is not None and found.ran},
     }

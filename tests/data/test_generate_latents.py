@@ -5,27 +5,29 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 
 from tests.data.tiny_wan import make_transformer, save_pipeline
-from tests.training.conftest import write_run
+from tests.training.conftest import make_config, write_run
 from vsa.data.plan import hash64
 from vsa.data.shards import LatentReader
 from vsa.diffusion.flow_matching import noise_like
 from vsa.training.inference import load_run, sample_latents
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "generate_latents.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 PROMPTS = ("a red circle moving left", "a blue square moving up", "a cat")
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("script_generate_latents", SCRIPT)
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,7 +35,7 @@ def load_script() -> ModuleType:
     return module
 
 
-generate = load_script()
+generate = load_script("generate_latents")
 
 
 @pytest.fixture(scope="module")
@@ -177,12 +179,102 @@ def test_a_pipeline_is_sampled_as_diffusers_does(tmp_path: Path) -> None:
         assert (found - other[n]).abs().max() > 1e-3
 
 
-def test_bad_input_is_one_line(run_folder: Path, prompts: Path, tmp_path: Path) -> None:
+QUICK = ("--size", "16", "32", "--frames", "5", "--steps", "2", "--device", "cpu", "--compute-dtype", "float32")
+
+
+def test_a_hub_id_is_a_pipeline_with_the_shift_of_its_scheduler(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers import UniPCMultistepScheduler
+
+    folder, cache = save_pipeline(tmp_path / "wan"), tmp_path / "cache"
+    UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=2.5).save_pretrained(
+        folder / "scheduler"
+    )
+
+    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
+        assert hub_id == "Wan-AI/Tiny-Diffusers"
+        for path in folder.rglob("*"):
+            name = path.relative_to(folder)
+            if path.is_file() and any(fnmatch(name.as_posix(), pattern) for pattern in allow_patterns):
+                (cache / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, cache / name)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for name, teacher, options in (
+        ("folder", str(folder), ["--shift", "2.5", "--guidance", "5"]),
+        ("hub", "Wan-AI/Tiny-Diffusers", []),
+        ("other", str(folder), ["--shift", "3"]),
+    ):
+        generate.main([teacher, str(prompts), str(tmp_path / name), *QUICK, *options])
+    assert files_of(tmp_path / "hub") == files_of(tmp_path / "folder")
+    # control
+    assert files_of(tmp_path / "other") != files_of(tmp_path / "folder")
+
+
+def test_a_run_is_sampled_as_it_samples_itself(prompts: Path, tmp_path: Path) -> None:
+    own = {"steps": 3, "guidance": 2.5, "flow_shift": 4.0}
+    folder = write_run(
+        tmp_path / "run", with_ema=False, config={**make_config(), "callbacks": {"samples": {**own, "prompts": []}}}
+    )
+    for options, wanted in (([], own), (["--steps", "2", "--shift", "1.5"], {**own, "steps": 2, "flow_shift": 1.5})):
+        args = generate.parse_args([str(folder), str(prompts), "out", "--device", "cpu", *options])
+        record = generate.RunTeacher(args).record
+        assert {name: record[name] for name in own} == wanted
+        assert record["weights"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "wanted"),
+    [("cuda", 4, "cuda:1"), ("cuda", 1, "cuda:0"), ("cuda", 0, "cuda:0"), ("cuda:2", 4, "cuda:2"), ("cpu", 4, "cpu")],
+)
+@pytest.mark.parametrize("script", ["generate_latents", "encode_videos"])
+def test_processes_spread_over_the_gpus(
+    run_folder: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    device: str,
+    gpus: int,
+    wanted: str,
+) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop(args: Any) -> None:
+        raise StopError(args.device)
+
+    module = load_script(script)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(module, "RunTeacher" if script == "generate_latents" else "make_encoders", stop)
+    positional = [str(run_folder), str(prompts), str(tmp_path / "out")]
+    positional = positional if script == "generate_latents" else positional[::2]
+    with pytest.raises(StopError, match=f"^{wanted}$"):
+        module.main([*positional, "--rank", "5", "--world-size", "8", "--device", device])
+
+
+def test_bad_input_is_one_line(
+    run_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise OSError("401 Client Error\n\nRepository not found")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     folder = save_pipeline(tmp_path / "wan")
     images = shutil.copytree(folder, tmp_path / "images")
     make_transformer(in_channels=36).save_pretrained(images / "transformer")
     two = shutil.copytree(folder, tmp_path / "two")
-    shutil.copytree(folder / "transformer", two / "transformer_2")
+    index = json.loads((two / "model_index.json").read_text())
+    index["transformer_2"] = index["transformer"]
+    (two / "model_index.json").write_text(json.dumps(index))
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    shutil.rmtree(bare / "scheduler")
+    sparse = shutil.copytree(folder, tmp_path / "sparse")
+    (sparse / "transformer" / "sparse_attention.json").write_text("{}")
+    unshifted = shutil.copytree(folder, tmp_path / "unshifted")
+    (unshifted / "scheduler" / "scheduler_config.json").write_text("{}")
     (tmp_path / "none.txt").write_text("\n \n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"caption": "y"}\n')
     size = ["--size", "16", "32", "--frames", "5"]
@@ -195,7 +287,14 @@ def test_bad_input_is_one_line(run_folder: Path, prompts: Path, tmp_path: Path) 
         (folder, prompts, [*size, "--topk", "3"], "a pipeline is dense, got --topk 3"),
         (images, prompts, size, "takes 36 channels, its VAE makes 16"),
         (two, prompts, size, "has two transformers"),
-        (tmp_path / "nowhere", prompts, [], "no such checkpoint or run folder"),
+        (sparse, prompts, size, "is sparse, a teacher must be dense"),
+        (unshifted, prompts, size, r"scheduler_config\.json has no flow shift: give --shift"),
+        (folder, prompts, [*size, "--shift", "0"], "shift must be positive, got 0"),
+        (bare, prompts, size, "has no scheduler/"),
+        (run_folder, prompts, ["--shift", "-2"], "shift must be positive, got -2"),
+        (tmp_path / "nowhere", prompts, [], "no such model folder: .*nowhere"),
+        (tmp_path, prompts, [], "has no vae/"),
+        (Path("Wan-AI/Missing"), prompts, size, "no hub id that can be loaded: 401 Client Error Repository not found"),
         (run_folder, prompts, ["--negative-prompt", "x"], "a run is guided from its null embedding"),
         (run_folder, prompts, ["--size", "60", "64", "--frames", "16"], "size 60x64"),
         (run_folder, prompts, ["--steps", "0"], "steps must be at least 1, got 0"),

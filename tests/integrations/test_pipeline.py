@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,9 +20,9 @@ from tests.integrations.oracle import masked_attention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.data.video_files import read_video
 from vsa.integrations.diffusers import applied_attention, apply, remove
-from vsa.integrations.diffusers.pipeline import generate_videos, open_pipeline
+from vsa.integrations.diffusers.pipeline import clip_settings, generate_videos, open_pipeline, token_grid
 from vsa.models.checkpoint import export_pretrained, open_pretrained
-from vsa.models.sparse_config import SparseAttentionConfig
+from vsa.models.sparse_config import SparseAttentionConfig, TopkRange, read_sparse_config, write_sparse_config
 from vsa.models.video_dit import VideoDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
@@ -60,7 +62,7 @@ def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         block_order="nested",
         fine_gate=False,
         gate_keys=tuple(name for name in model.state_dict() if "to_gate_" in name),
-        topk=(3, 4),
+        grid_topk=((3, 4),),
         num_tiles=(TILES,),
         grids=(GRID,),
     )
@@ -162,6 +164,91 @@ def test_flow_shift_reaches_either_scheduler(folder, tmp_path):
     assert open_pipeline(tmp_path / "unipc").scheduler.config.flow_shift == 2
 
 
+def changed(exported: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of an export with other settings."""
+    shutil.copytree(exported, folder)
+    write_sparse_config(folder, replace(read_sparse_config(folder), **changes))
+    return folder
+
+
+def test_flow_shift_of_a_sparse_transformer_unless_another_is_given(folder, exported, tmp_path):
+    shifted = changed(exported, tmp_path / "shifted", flow_shift=7.0)
+    assert open_pipeline(folder, transformer=shifted).scheduler.config.shift == 7
+    assert open_pipeline(folder, transformer=shifted, flow_shift=2.0).scheduler.config.shift == 2
+    # without one the pipeline's stays
+    assert open_pipeline(folder, transformer=exported).scheduler.config.shift == 3
+
+
+@torch.no_grad()
+def test_dense_steps_and_ranges_of_a_sparse_transformer(folder, exported, tmp_path):
+    given = latents(open_pipeline(folder, transformer=exported))
+    every = latents(open_pipeline(folder, transformer=exported, sparsity=0.0))
+    assert tiny.difference(given, every) > 1e-4
+    full = ((TILES, TILES),)
+    # two steps: the first from pure noise, the second in the later half
+    always = [
+        {"dense_steps": 2},
+        {"topk_ranges": (TopkRange(start=0.0, stop=1.0, grid_topk=full),)},
+        {"dense_steps": 1, "topk_ranges": (TopkRange(start=0.5, stop=1.0, grid_topk=full),)},
+    ]
+    for i, changes in enumerate(always):
+        pipe = open_pipeline(folder, transformer=changed(exported, tmp_path / f"always{i}", **changes))
+        assert tiny.difference(latents(pipe), every) < 1e-5
+    found = [given, every]
+    once = [
+        {"dense_steps": 1},
+        {"topk_ranges": (TopkRange(start=0.5, stop=1.0, grid_topk=full),)},
+    ]
+    for i, changes in enumerate(once):
+        found.append(latents(open_pipeline(folder, transformer=changed(exported, tmp_path / f"once{i}", **changes))))
+    for i, one in enumerate(found):
+        assert all(tiny.difference(one, other) > 1e-5 for other in found[:i])
+
+
+def test_settings_of_a_clip_are_those_trained_with(folder, exported, tmp_path):
+    assert clip_settings(open_pipeline(folder)) == ((480, 832), 81, 5.0)
+    # tokens 2 x 3 x 5 and 3 x 2 x 4
+    more = dict(grids=(GRID, (3, 2, 4)), num_tiles=(TILES, 6), grid_topk=((3, 4), (2, 2)))
+    pipe = open_pipeline(folder, transformer=changed(exported, tmp_path / "a", **more, guidance_scale=2.5))
+    assert clip_settings(pipe) == (SIZE, FRAMES, 2.5)
+    assert clip_settings(pipe, frames=9) == ((32, 64), 9, 2.5)
+    assert clip_settings(pipe, size=(32, 64)) == ((32, 64), 9, 2.5)
+    # a size of no trained grid: the reference says the rest
+    assert clip_settings(pipe, size=(64, 64), guidance=1.0) == ((64, 64), FRAMES, 1.0)
+    for size, frames, grid in ((SIZE, FRAMES, GRID), ((32, 64), 9, (3, 2, 4)), ((16, 16), 1, (1, 1, 1))):
+        assert token_grid(pipe, size, frames) == grid
+    additive = changed(exported, tmp_path / "b", guidance_scale=2.5, guidance_form="additive")
+    # cond + 2.5 (cond - uncond) is 3.5 in the form of the pipeline
+    assert clip_settings(open_pipeline(folder, transformer=additive)).guidance == 3.5
+
+
+def test_a_list_of_steps_is_refused(folder, exported, tmp_path):
+    distilled = changed(exported, tmp_path / "distilled", step_list=(1000.0, 757.0))
+    with pytest.raises(ValueError, match=r"distilled is distilled to the timesteps \[1000\.0, 757\.0\], which no"):
+        open_pipeline(folder, transformer=distilled)
+
+
+@pytest.mark.parametrize("settings", [True, False], ids=["with_settings", "without"])
+@pytest.mark.parametrize("hub", [False, True], ids=["folder", "hub"])
+def test_gates_in_the_second_transformer_are_not_dropped(hub, settings, folder, exported, tmp_path, monkeypatch):
+    pipe = WanPipeline.from_pretrained(folder)
+    two = tmp_path / "two"
+    WanPipeline(**{**pipe.components, "transformer_2": pipe.transformer}, boundary_ratio=0.5).save_pretrained(two)
+    # two dense ones are fine
+    assert open_pipeline(two).transformer_2 is not None
+    shutil.rmtree(two / "transformer_2")
+    shutil.copytree(exported, two / "transformer_2")
+    if not settings:
+        (two / "transformer_2" / "sparse_attention.json").unlink()
+    source: Any = two
+    if hub:
+        source, load = "somebody/something", WanPipeline.from_pretrained
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda hub_id, allow_patterns: str(two))
+        monkeypatch.setattr(WanPipeline, "from_pretrained", lambda name, **options: load(two, **options))
+    with pytest.raises(ValueError, match=r"transformer_2 has gates, but only the first transformer"):
+        open_pipeline(source)
+
+
 def script() -> ModuleType:
     path = Path(__file__).parents[2] / "scripts" / "sample.py"
     spec = importlib.util.spec_from_file_location("script_sample", path)
@@ -209,6 +296,26 @@ def test_sample_writes_clips_and_what_made_them(folder, exported, tmp_path):
     }
     clips = {(tmp_path / name / "000-a-red-circle-moving-left-slowly.mp4").read_bytes() for name in runs}
     assert len(clips) == len(runs)
+
+
+def test_sample_takes_what_a_sparse_transformer_was_trained_with(folder, exported, tmp_path, capsys):
+    trained = dict(flow_shift=7.0, guidance_scale=2.5, dense_steps=1, dense_layers=(1,))
+    own = changed(exported, tmp_path / "own", **trained)
+    shared = ["--pipeline", str(folder), "--transformer", str(own), "--prompt", "x", "--steps", "2", "--device", "cpu"]
+    script().main([*shared, "--out", str(tmp_path / "a")])
+    record = json.loads((tmp_path / "a" / "samples.json").read_text())
+    expected = dict(size=list(SIZE), frames=FRAMES, guidance=2.5, flow_shift=7, dense_steps=1, dense_layers=[1])
+    assert {name: record[name] for name in expected} == expected
+    assert record["attention"]["transformer"]["grid_thw"] == list(GRID)
+    assert record["attention"]["transformer"]["topk"] == [3, TILES]
+    assert "none of those trained on" not in capsys.readouterr().out
+
+    given = ["--size", "32", "64", "--frames", "9", "--guidance", "1", "--shift", "2"]
+    script().main([*shared, *given, "--out", str(tmp_path / "b")])
+    record = json.loads((tmp_path / "b" / "samples.json").read_text())
+    assert [record[name] for name in ("size", "frames", "guidance", "flow_shift")] == [[32, 64], 9, 1, 2]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
+    assert lines == ["the clip's grid of 3x2x4 tokens is none of those trained on: 2x3x5"]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def make_config(model: VideoDiT, **changes: Any) -> SparseAttentionConfig:
         block_order="nested",
         fine_gate=model.blocks[0].method.to_gate_fine is not None,
         gate_keys=tuple(name for name in model.state_dict() if "to_gate_" in name),
-        topk=(4, 3),
+        grid_topk=((4, 3),),
         num_tiles=(tiny.TILES,),
         grids=(tiny.GRID,),
     )
@@ -107,7 +107,7 @@ def test_a_base_model_of_the_caller_and_a_pipeline_folder(exported, tmp_path):
 @torch.no_grad()
 def test_budget_of_the_file_follows_step_progress_and_grid(exported):
     model, folder = exported
-    early = TopkRange(start=0.0, stop=0.5, topk=(8, 9))
+    early = TopkRange(start=0.0, stop=0.5, grid_topk=((8, 9),))
     config = dataclasses.replace(read_sparse_config(folder), dense_steps=1, topk_ranges=(early,), dense_layers=(1,))
     write_sparse_config(folder, config)
     transformer = load_sparse(folder)
@@ -173,7 +173,7 @@ def old_version(folder: Path) -> None:
         (add_gate, r"unexpected gates of .*: blocks\.2\.to_gate_compress\.bias \(1 in all\)"),
         (bend_gate, r"blocks\.1\.to_gate_compress\.bias has shape \(16,\), the transformer needs \(32,\)"),
         (change(fine_gate=False), r"the transformer lacks gates of .*blocks\.0\.to_gate_fine\.bias"),
-        (change(topk=(3,)), "has 1 layers, the transformer has 2"),
+        (change(grid_topk=((3,),)), "has 1 layers, the transformer has 2"),
         (change(method="sparge"), "method must be .* got 'sparge'"),
     ],
 )

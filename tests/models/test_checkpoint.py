@@ -24,10 +24,8 @@ from vsa.models.checkpoint import (
     gate_names,
     load_pretrained,
     open_pretrained,
-    read_transformer_config,
+    refuse_random_gates,
     sparse_settings,
-    transformer_config,
-    video_dit_arguments,
 )
 from vsa.models.sparse_config import (
     SPARSE_CONFIG,
@@ -36,8 +34,9 @@ from vsa.models.sparse_config import (
     read_sparse_config,
     write_sparse_config,
 )
+from vsa.models.transformer_config import read_transformer_config, transformer_config, video_dit_arguments
 from vsa.models.video_dit import VideoDiT
-from vsa.models.weight_files import WeightFiles
+from vsa.models.weight_files import WeightFiles, pretrained_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 
@@ -82,7 +81,13 @@ def random_sparse(attention: Any = SPARSE, kind: str = "t2v", seed: int = 5) -> 
 
 
 def config_of(model: VideoDiT, **changes: Any) -> SparseAttentionConfig:
-    values = {"topk": (4, 8), "num_tiles": (30,), "grids": ((3, 6, 10),), "flow_shift": 3.0, "guidance_scale": 5.0}
+    values = {
+        "grid_topk": ((4, 8),),
+        "num_tiles": (30,),
+        "grids": ((3, 6, 10),),
+        "flow_shift": 3.0,
+        "guidance_scale": 5.0,
+    }
     return SparseAttentionConfig(**{**sparse_settings(model), **values, **changes})
 
 
@@ -213,6 +218,25 @@ def test_gates_of_a_model_from_the_meta_device_get_their_start(tmp_path):
     assert not any(value.isnan().any() for value in values.values())
     assert torch.equal(values["blocks.0.to_gate_fine.bias"], torch.ones(48))
     assert values["blocks.0.to_gate_compress.weight"].abs().max() == 0
+
+
+def test_gates_that_would_start_at_random_are_refused(tmp_path):
+    saved(tmp_path)
+    message = "attention.gate_init=model, but a dense checkpoint needs identity"
+    with torch.device("meta"):
+        model = ours(partial(SPARSE, gate_init="model"))
+    with pytest.raises(ValueError, match=message):
+        check_pretrained(model, tmp_path, gates="initial")
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(model, tmp_path, gates="initial")
+    refuse_random_gates(ours(SPARSE))
+    refuse_random_gates(ours(FullAttention))
+    # a sparse checkpoint has its gates: their start does not matter
+    trained = random_sparse()
+    export_pretrained(trained, tmp_path / "out", sparse=config_of(trained))
+    load_pretrained(model, tmp_path / "out", gates="required")
+    assert all(torch.equal(trained.state_dict()[key], value) for key, value in model.state_dict().items())
 
 
 def test_old_image_checkpoints_hold_a_norm_nobody_uses(tmp_path):
@@ -408,6 +432,25 @@ def test_shards_that_disagree_with_their_index_are_refused(tmp_path):
         WeightFiles(tmp_path)
 
 
+def test_a_tensor_has_one_place(tmp_path):
+    saved(tmp_path, shard="60KB")
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    text = index.read_text()
+    moved = json.loads(text)
+    # the last and the first tensor change places, so both files are still named
+    last, first = moved["weight_map"]["proj_out.bias"], moved["weight_map"]["patch_embedding.bias"]
+    assert last != first
+    moved["weight_map"]["proj_out.bias"] = first
+    index.write_text(json.dumps(moved))
+    with pytest.raises(ValueError, match=rf"has proj_out\.bias in {first}, but it is in {last}"):
+        WeightFiles(tmp_path)
+    index.write_text(text)
+    tensors = load_file(tmp_path / last)
+    save_file(tensors | {"patch_embedding.bias": torch.ones(48)}, tmp_path / last)
+    with pytest.raises(ValueError, match=rf"patch_embedding\.bias is in two files, {first} and {last}"):
+        WeightFiles(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("attention", "gates", "message"),
     [
@@ -466,8 +509,8 @@ def test_exports_that_cannot_be_written_down_are_refused(tmp_path):
             r"tile_thw=\(4, 4, 4\), the model has \(2, 2, 2\)",
         ),
         (
-            lambda: export_pretrained(model, tmp_path / "a", sparse=replace(sparse, topk=(1, 2, 3))),
-            "topk of 3 layers, the model has 2",
+            lambda: export_pretrained(model, tmp_path / "a", sparse=replace(sparse, grid_topk=((1, 2, 3),))),
+            "grid_topk of 3 layers, the model has 2",
         ),
         (
             lambda: export_pretrained(ours(absolute_positions=True), tmp_path / "a", sparse=None),
@@ -492,13 +535,45 @@ def test_a_name_that_is_no_folder_is_refused(monkeypatch, tmp_path):
         read_transformer_config("nobody/nothing")
 
 
+def test_what_is_downloaded(monkeypatch, tmp_path):
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = [
+        "model_index.json",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
+        "transformer/sparse_attention.json",
+        "vae/config.json",
+    ]
+    other = [
+        "transformer_2/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+        "tokenizer/tokenizer.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    ]
+    saved(tmp_path / "hub" / "transformer")
+    asked: list[str] = []
+
+    def download(hub_id: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert pretrained_folder("somebody/something") == tmp_path / "hub" / "transformer"
+    assert list(filter_repo_objects(wanted + other, allow_patterns=asked)) == wanted
+    # a repository that is a transformer, diffusers' or Wan's own
+    top = ["config.json", "diffusion_pytorch_model.safetensors.index.json", "sparse_attention.json"]
+    top += ["diffusion_pytorch_model-00001-of-00006.safetensors", "golden.safetensors"]
+    assert list(filter_repo_objects([*top, "models_t5_umt5-xxl-enc-bf16.pth"], allow_patterns=asked)) == top
+
+
 # sparse_attention.json
 
 
 def test_sparse_config_round_trip(tmp_path):
     config = config_of(
         random_sparse(),
-        topk_ranges=(TopkRange(start=0, stop=0.25, topk=(10, 12)),),
+        topk_ranges=(TopkRange(start=0, stop=0.25, grid_topk=((10, 12),)),),
         dense_layers=(0,),
         dense_steps=2,
         step_list=(1000.0, 757.0, 522.0),
@@ -512,8 +587,8 @@ def test_sparse_config_round_trip(tmp_path):
 
 def test_topk_of_another_grid_layer_and_moment():
     model = random_sparse()
-    later = TopkRange(start=0.0, stop=0.5, topk=(15, 30))
-    config = config_of(model, topk=(3, 6), budget="fraction", topk_ranges=(later,), dense_steps=1)
+    later = TopkRange(start=0.0, stop=0.5, grid_topk=((15, 30),))
+    config = config_of(model, grid_topk=((3, 6),), budget="fraction", topk_ranges=(later,), dense_steps=1)
     assert config.layer_topk(30) == (3, 6)
     # a share is rounded up: 3 of 30 are 1.1 of 11
     assert config.layer_topk(11) == (2, 3)
@@ -525,20 +600,54 @@ def test_topk_of_another_grid_layer_and_moment():
     assert replace(config, dense_layers=(1,)).layer_topk(60) == (6, 60)
 
 
+def test_trained_grids_have_the_topk_they_were_trained_with():
+    # no rule makes these rows of each other
+    rows, tiles = ((9, 4), (7, 2), (1, 3)), (30, 12, 4)
+    grids = ((3, 6, 10), (3, 4, 6), (1, 4, 4))
+    early = TopkRange(start=0.0, stop=0.5, grid_topk=((30, 1), (12, 5), (2, 2)))
+    config = config_of(random_sparse(), grid_topk=rows, num_tiles=tiles, grids=grids, topk_ranges=(early,))
+    config = SparseAttentionConfig.from_json(config.to_json())
+    for row, other, count in zip(rows, early.grid_topk, tiles, strict=True):
+        assert config.layer_topk(count) == row
+        assert config.layer_topk(count, progress=0.2) == other
+        assert replace(config, dense_layers=(1,)).layer_topk(count) == (row[0], count)
+    # other grids follow the first one, and only by the budget
+    assert config.layer_topk(60) == (18, 8)
+    assert config.layer_topk(60, progress=0.2) == (60, 2)
+    assert replace(config, budget="count").layer_topk(60) == (9, 4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"topk": (4, 31)}, r"topk must be in 1..30, .* got 4..31"),
-        ({"topk": (0, 3)}, r"got 0..3"),
-        ({"topk": ()}, "one entry per layer"),
+        ({"grid_topk": ((4, 31),)}, r"grid_topk must be in 1..30, the tiles of grid \(3, 6, 10\), got 4..31"),
+        ({"grid_topk": ((0, 3),)}, r"got 0..3"),
+        ({"grid_topk": ((),)}, r"one entry per layer, got 0 for grid \(3, 6, 10\)"),
+        ({"grid_topk": ((4, 8), (2, 4))}, "one row per grid, got 2 rows and 1 grids"),
+        (
+            {"grid_topk": ((4, 8), (2,)), "num_tiles": (30, 12), "grids": ((3, 6, 10), (3, 4, 6))},
+            r"one entry per layer, got 1 for grid \(3, 4, 6\)",
+        ),
+        (
+            {"grid_topk": ((4, 8), (2, 13)), "num_tiles": (30, 12), "grids": ((3, 6, 10), (3, 4, 6))},
+            r"in 1..12, the tiles of grid \(3, 4, 6\), got 2..13",
+        ),
+        (
+            {"grid_topk": ((4, 8), (4, 9)), "num_tiles": (30, 30), "grids": ((3, 6, 10), (3, 10, 6))},
+            r"grid_topk has \(4, 8\) and \(4, 9\) for grids of 30 tiles",
+        ),
         ({"tile_thw": (4, 4)}, r"tile_thw must be three positive sizes, got \(4, 4\)"),
         ({"num_tiles": (30, 12)}, "one entry per grid, got 2 and 1"),
         ({"dense_layers": (2,)}, r"dense_layers must be in 0..1, got \[2\]"),
         ({"dense_steps": -1}, "must not be negative, got -1"),
+        ({"flow_shift": 0.0}, "flow_shift must be positive, got 0.0"),
         ({"budget": "half"}, "budget must be .* 'half'"),
         ({"guidance_form": "cfg"}, "got 'cfg'"),
-        ({"topk_ranges": (TopkRange(start=0.5, stop=0.5, topk=(1, 1)),)}, "got 0.5 and 0.5"),
-        ({"topk_ranges": (TopkRange(start=0, stop=1, topk=(1,)),)}, "must have 2 layers .* got 1"),
+        ({"topk_ranges": (TopkRange(start=0.5, stop=0.5, grid_topk=((1, 1),)),)}, "got 0.5 and 0.5"),
+        (
+            {"topk_ranges": (TopkRange(start=0, stop=1, grid_topk=((1,),)),)},
+            "of topk_ranges must have one entry per layer, got 1",
+        ),
         ({"golden": "golden.safetensors"}, "golden and golden_tolerance come together"),
     ],
 )
@@ -550,9 +659,9 @@ def test_sparse_config_refuses(change, message):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda v: v.pop("topk"), r"keys missing \['topk'\]"),
+        (lambda v: v.pop("grid_topk"), r"keys missing \['grid_topk'\]"),
         (lambda v: v.update(tiles=3), r"keys unknown \['tiles'\]"),
-        (lambda v: v.update(topk=3), "wrong type"),
+        (lambda v: v.update(grid_topk=3), "wrong type"),
         (lambda v: v.update(topk_ranges=[{"start": 0}]), "wrong type"),
         (lambda v: v.update(schema_version=None), "schema_version is None"),
     ],
@@ -625,3 +734,44 @@ def _one_rank(rank: int, source: Path, out: Path) -> tuple[list[int], str]:
     except ValueError as found:
         error = str(found)
     return rows, error
+
+
+def test_a_rank_that_cannot_write_does_not_stop_the_others(tmp_path):
+    source = saved(tmp_path / "dense", shard="60KB")
+    first, second = run_ranks(2, lambda rank: _full_disk(rank, source, tmp_path / "out"), seconds=60)
+    assert (first, second) == ("disk full", "went on")
+    # and nothing is left of it
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def _full_disk(rank: int, source: Path, out: Path) -> str:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from vsa.models import weight_files
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    model = ours(SPARSE)
+    fully_shard(model, mesh=mesh)
+    load_pretrained(model, source, gates="initial")
+    save, done = weight_files.save_file, []
+
+    def fails_at_the_second(*args: Any, **options: Any) -> None:
+        done.append(args)
+        if len(done) == 2:
+            raise OSError("disk full")
+        save(*args, **options)
+
+    weight_files.save_file = fails_at_the_second
+    message = "went on"
+    try:
+        export_pretrained(model, out, sparse=config_of(model), max_shard_bytes=60_000)
+    except OSError as error:
+        message = str(error)
+    # the ranks are at the same place: their sums meet
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 3
+    return message

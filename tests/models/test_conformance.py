@@ -33,7 +33,7 @@ def export(folder: Path, *, fine_gate: bool = False, partition: str = "cube", **
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
-    values: dict[str, Any] = {"topk": (4, 4, 4), "num_tiles": (12,), "grids": (GRID,)}
+    values: dict[str, Any] = {"grid_topk": ((4, 4, 4),), "num_tiles": (12,), "grids": (GRID,)}
     export_pretrained(model, folder, sparse=SparseAttentionConfig(**{**sparse_settings(model), **values, **config}))
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 
 import lightning as L
@@ -12,8 +13,10 @@ from omegaconf import OmegaConf
 
 from tests.data.tiny_wan import save_pipeline
 from vsa.attention.base import AttentionMethod
+from vsa.attention.schedule import SparsitySchedule
 from vsa.data.datamodule import PlanDataModule
 from vsa.training.config import build, check_targets, model_factory
+from vsa.training.inference import sampling_of
 from vsa.training.pretrain import PretrainModule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -111,7 +114,7 @@ def test_groups_are_those_of_the_design():
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
 def test_experiments_say_what_they_are_for(path):
-    head = path.read_text().splitlines()[:10]
+    head = list(takewhile(lambda line: line.startswith("#"), path.read_text().splitlines()))
     for word in ("Purpose:", "Command:", "Hardware:", "Expected:"):
         assert any(line.startswith(f"# {word}") for line in head), word
     assert f"experiment={path.stem}" in "\n".join(head)
@@ -126,6 +129,15 @@ def test_pretrain_120m_is_the_papers_recipe():
         model = model_factory(cfg)()
     layout = model.layout_for((16, 16, 64, 64), "cpu")
     assert (layout.num_tokens, layout.num_video_tiles, sparsity.topk(0, 256)) == (16384, 256, 32)
+
+
+@pytest.mark.parametrize(("name", "shift"), [("finetune_wan_1_3b", 3.0), ("finetune_wan_14b", 5.0)])
+def test_wan_is_sampled_as_wan_though_it_trains_without_a_shift(name, shift):
+    cfg = compose_run(f"experiment={name}")
+    assert sampling_of(cfg) == {"steps": 50, "guidance": 5.0, "flow_shift": shift}
+    assert build(cfg.task.objective.shift)(30_000) == 1
+    samples = build(cfg.callbacks.samples)
+    assert (samples.steps, samples.guidance, samples.flow_shift) == (50, 5.0, shift)
 
 
 REFUSED_TARGETS = [
@@ -156,3 +168,10 @@ def test_a_target_hidden_behind_an_interpolation_is_refused():
     cfg = compose_run("name=os.system", "callbacks.ema._target_=${name}")
     with pytest.raises(ValueError, match=r"callbacks\.ema\._target_=os\.system is not allowed"):
         check_targets(cfg)
+
+
+@pytest.mark.parametrize("sparsity", sorted(path.stem for path in (CONFIGS / "sparsity").glob("*.yaml")))
+@pytest.mark.parametrize("experiment", ["quickstart", "finetune_toy", "finetune_wan_1_3b", "finetune_wan_14b"])
+def test_every_schedule_goes_with_every_experiment(experiment, sparsity):
+    schedule = build(compose_run(f"experiment={experiment}", f"sparsity={sparsity}").sparsity)
+    assert isinstance(schedule, SparsitySchedule)

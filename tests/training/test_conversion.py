@@ -7,21 +7,24 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.convert_checkpoint import main
+from scripts.convert_checkpoint import main, open_source
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.models.checkpoint import export_pretrained, open_pretrained, sparse_settings, transformer_config
+from vsa.models.checkpoint import export_pretrained, open_pretrained, sparse_settings
 from vsa.models.key_names import diffusers_to_wan, is_gate, wan_to_diffusers
 from vsa.models.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.models.transformer_config import transformer_config
 from vsa.models.video_dit import VideoDiT
 from vsa.models.weight_files import WeightFiles
 from vsa.training.checkpointing import load_model_tensors, resolve_checkpoint, write_checkpoint
+from vsa.training.config import build
+from vsa.training.inference import LoadedRun
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
@@ -46,7 +49,7 @@ def random_model(attention: Any, kind: str = "t2v") -> VideoDiT:
 
 
 def sparse_of(model: VideoDiT) -> SparseAttentionConfig:
-    return SparseAttentionConfig(**sparse_settings(model), topk=(3, 5), num_tiles=(12,), grids=((3, 4, 6),))
+    return SparseAttentionConfig(**sparse_settings(model), grid_topk=((3, 5),), num_tiles=(12,), grids=((3, 4, 6),))
 
 
 def exported(folder: Path, attention: Any = FullAttention, kind: str = "t2v") -> VideoDiT:
@@ -218,7 +221,7 @@ def test_fastvideo_to_ours_and_back(tmp_path):
     assert same_tensors(tmp_path / "a", model)
     assert info.sparse is not None
     # 2 x 4 x 3 tiles, of which a tenth is 3
-    assert (info.sparse.num_tiles, info.sparse.topk, info.sparse.budget) == ((24,), (3, 3), "fraction")
+    assert (info.sparse.num_tiles, info.sparse.grid_topk, info.sparse.budget) == ((24,), ((3, 3),), "fraction")
     assert (info.sparse.flow_shift, info.sparse.guidance_scale, info.sparse.fine_gate) == (8, 5, False)
     assert info.sparse.golden == "golden.safetensors"
     assert sum(is_gate(key) for key in found.state_dict()) == 4
@@ -232,8 +235,10 @@ def test_fastvideo_to_ours_and_back(tmp_path):
 # our runs
 
 
-def run_folder(folder: Path, attention: str = "VideoSparseAttention") -> dict[str, torch.Tensor]:
-    """A run whose averaged and trained weights differ; returns the averaged ones."""
+def run_folder(
+    folder: Path, attention: str = "VideoSparseAttention", averaged: bool = True, **changes: Any
+) -> dict[str, torch.Tensor]:
+    """A run whose averaged and trained weights differ; returns the averaged ones. Changes are those of its state."""
     module = {"VideoSparseAttention": "video_sparse", "FullAttention": "full"}[attention]
     sparse = attention == "VideoSparseAttention"
     model = random_model(SPARSE if sparse else FullAttention)
@@ -253,7 +258,10 @@ def run_folder(folder: Path, attention: str = "VideoSparseAttention") -> dict[st
             },
         },
     }
-    write_checkpoint(folder / "checkpoints", {"model": {k: v + 1 for k, v in ema.items()}, "ema": ema}, state)
+    if "sparsity" in changes:
+        state["config"]["sparsity"] = changes.pop("sparsity")
+    groups = {"model": {k: v + 1 for k, v in ema.items()}, **({"ema": ema} if averaged else {})}
+    write_checkpoint(folder / "checkpoints", groups, state | changes)
     return ema
 
 
@@ -266,9 +274,9 @@ def test_run_to_diffusers_and_back(tmp_path):
     assert sparse is not None
     # the largest grid first: 3 x 4 x 6 tokens in 2 x 2 x 3 tiles, then 1 x 4 x 4 in 1 x 2 x 2
     assert (sparse.grids, sparse.num_tiles) == (((3, 4, 6), (1, 4, 4)), (12, 4))
-    assert (sparse.topk, sparse.dense_layers, sparse.budget) == ((12, 5), (0,), "count")
+    assert (sparse.grid_topk, sparse.dense_layers, sparse.budget) == (((12, 5), (4, 4)), (0,), "count")
     assert sparse.layer_topk(4) == (4, 4)
-    assert (sparse.flow_shift, sparse.tile_thw, sparse.fine_gate) == (3.0, (2, 2, 2), True)
+    assert (sparse.flow_shift, sparse.tile_thw, sparse.fine_gate) == (None, (2, 2, 2), True)
 
     convert(tmp_path / "a", tmp_path / "back", "--to", "run")
     checkpoint = resolve_checkpoint(tmp_path / "back")
@@ -281,6 +289,134 @@ def test_run_to_diffusers_and_back(tmp_path):
     convert(tmp_path / "back", tmp_path / "b", "--to", "diffusers")
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+# latents of 624, 300 and 12 tiles of 2 x 2 x 2 tokens
+SHAPES = ((8, 12, 32, 52), (8, 10, 24, 40), (8, 3, 8, 12))
+TILES = (624, 300, 12)
+CONSTANT = "vsa.attention.schedule.ConstantSparsity"
+ANNEALING = "vsa.attention.annealing."
+OWN = {"dense_layers": [0], "layer_topk": {"1": 9}}
+STAIRS = {"_target_": f"{ANNEALING}StaircaseSparsity", "dense_steps": 4, "interval": 3}
+LINE = {"dense_steps": 4, "total_steps": 20}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "topk": {"_target_": CONSTANT, "topk": 11},
+    "sparsity": {"_target_": CONSTANT, "sparsity": 0.9},
+    "layers": {"_target_": CONSTANT, "sparsity": 0.9, **OWN},
+    "budget_0": {"_target_": CONSTANT, "sparsity": 0.9, "budget": 0, "reference_tiles": 300},
+    "budget_half": {"_target_": CONSTANT, "topk": 30, "budget": 0.5, "reference_tiles": 300},
+    "tokens": {
+        "_target_": "vsa.attention.schedule.TokenBudgetSparsity",
+        "tokens": 80,
+        "tokens_per_tile": 8,
+        "budget": None,
+        "reference_tiles": None,
+    },
+    "stairs": {**STAIRS, "tiles": 50, "topk": 11},
+    "stairs_by_share": {**STAIRS, "fraction": 0.07, "sparsity": 0.9, **OWN},
+    "line": {"_target_": f"{ANNEALING}LinearSparsity", **LINE, "sparsity": 0.9},
+    "cosine": {"_target_": f"{ANNEALING}CosineSparsity", **LINE, "topk": 11},
+    "measured": {**STAIRS, "_target_": f"{ANNEALING}MissedMassSparsity", "tiles": 50, "topk": 11, "max_missed": 0.5},
+}
+MEASURED = {"drop_steps": [5, 9], "measured": [[5, 0.1], [9, 0.2]]}
+
+
+@pytest.fixture(scope="module")
+def run_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run_folder(folder, latent_shapes=[list(shape) for shape in SHAPES])
+    return folder / "checkpoints" / "step-00000009"
+
+
+# before the first step, at the edge of the dense steps, in the middle, at an edge of a stair, at the end
+@pytest.mark.parametrize("step", [0, 4, 9, 10, 100])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_exported_topk_is_that_of_the_last_step_trained(name, step, run_template):
+    state_path = run_template / "state.json"
+    state = json_of(state_path)
+    config = {**state["config"], "sparsity": SCHEDULES[name]}
+    measured = {"sparsity_state": MEASURED} if name == "measured" else {"sparsity_state": {}}
+    state_path.write_text(json.dumps({**state, "step": step, "config": config, **measured}))
+    sparse = open_source(str(run_template), None).sparse
+    assert sparse is not None
+    sparse = SparseAttentionConfig.from_json(sparse.to_json())
+    schedule = build(SCHEDULES[name])
+    schedule.load_state_dict(measured["sparsity_state"])
+    assert sparse.num_tiles == TILES
+    run = LoadedRun(
+        model=random_model(SPARSE),
+        codec=cast(Any, None),
+        text_encoder=cast(Any, None),
+        latent_mean=torch.zeros(8),
+        latent_std=torch.ones(8),
+        sparsity=schedule,
+        flow_shift=cast(Any, lambda tokens: 1.0),
+        latent_shapes=SHAPES,
+        step=step,
+        source="run",
+        weights="model",
+    )
+    for row, tiles, shape in zip(sparse.grid_topk, TILES, SHAPES, strict=True):
+        expected = schedule.topk_per_layer(max(step - 1, 0), tiles, 2)
+        expected = (expected,) * 2 if isinstance(expected, int) else expected
+        assert row == expected
+        assert sparse.layer_topk(tiles) == expected
+        found = run.settings(latent_shape=shape).topk
+        assert ((found,) * 2 if isinstance(found, int) else found) == expected
+    assert sparse.dense_layers == tuple(SCHEDULES[name].get("dense_layers", ()))
+    by_count = name in ("topk", "budget_0", "tokens", "stairs", "cosine", "measured")
+    assert sparse.budget == (0.5 if name == "budget_half" else "count" if by_count else "fraction")
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "rows"),
+    [
+        # 0.1 of 624 is 62.4, of 300 exactly 30: not a share of 63
+        ("sparsity", 9, ((63, 63), (30, 30), (2, 2))),
+        # a count of a layer of its own is a count everywhere
+        ("layers", 9, ((624, 9), (300, 9), (12, 9))),
+        ("budget_0", 9, ((30, 30), (30, 30), (12, 12))),
+        ("tokens", 9, ((10, 10), (10, 10), (10, 10))),
+        # the first step down is at step 4, which step 4's weights have not seen
+        ("stairs", 4, ((624, 624), (300, 300), (12, 12))),
+        ("stairs", 5, ((574, 574), (250, 250), (11, 11))),
+        # half of the way
+        ("line", 15, ((344, 344), (165, 165), (7, 7))),
+        ("measured", 9, ((574, 574), (250, 250), (11, 11))),
+        ("measured", 10, ((524, 524), (200, 200), (11, 11))),
+    ],
+)
+def test_exported_topk_by_hand(name, step, rows, tmp_path):
+    changes = {"sparsity_state": MEASURED} if name == "measured" else {}
+    shapes = [list(shape) for shape in SHAPES]
+    run_folder(tmp_path / "run", sparsity=SCHEDULES[name], step=step, latent_shapes=shapes, **changes)
+    convert(tmp_path / "run", tmp_path / "a", "--no-golden")
+    assert read_sparse_config(tmp_path / "a").grid_topk == rows
+
+
+def test_weights_that_are_asked_for_are_taken_or_refused(tmp_path):
+    ema = run_folder(tmp_path / "run", averaged=False)
+    with pytest.raises(ValueError, match="step-00000009 has no ema weights"):
+        convert(tmp_path / "run", tmp_path / "a", "--weights", "ema")
+    assert not (tmp_path / "a").exists()
+    convert(tmp_path / "run", tmp_path / "a", "--no-golden")
+    assert all(torch.equal(WeightFiles(tmp_path / "a").read(key), value + 1) for key, value in ema.items())
+    with pytest.raises(ValueError, match=r"--weights model is for runs, and .* is none"):
+        convert(tmp_path / "a", tmp_path / "b", "--weights", "model")
+
+
+def test_files_have_the_dtypes_and_sizes_of_the_source(tmp_path):
+    model = exported(tmp_path / "a", SPARSE)
+    path = tmp_path / "a/diffusion_pytorch_model.safetensors"
+    mixed = {k: v if "norm" in k else v.to(torch.bfloat16) for k, v in load_file(path).items()}
+    save_file(mixed, path, metadata={"format": "pt"})
+    total = sum(v.nbytes for v in mixed.values())
+    assert total < 0.6 * sum(p.nbytes for p in model.parameters())
+    # all of it fits into one file, and not with a byte less
+    convert(tmp_path / "a", tmp_path / "b", "--no-golden", "--max-shard-gb", total / 2**30)
+    assert path.read_bytes() == (tmp_path / "b/diffusion_pytorch_model.safetensors").read_bytes()
+    convert(tmp_path / "a", tmp_path / "c", "--no-golden", "--max-shard-gb", (total - 1) / 2**30)
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 2
 
 
 def test_trained_weights_and_dense_runs(tmp_path):
@@ -310,9 +446,11 @@ def test_dtype_and_golden_tensors_of_what_was_written(tmp_path):
 
 def test_sampling_settings_are_written_over(tmp_path):
     exported(tmp_path / "a", SPARSE)
-    convert(tmp_path / "a", tmp_path / "b", "--step-list", 1000, 757, "--guidance-form", "additive", "--no-golden")
+    given = ("--step-list", 1000, 757, "--guidance-form", "additive", "--dense-steps", 2, "--flow-shift", 6)
+    convert(tmp_path / "a", tmp_path / "b", *given, "--no-golden")
     sparse = read_sparse_config(tmp_path / "b")
-    assert (sparse.step_list, sparse.guidance_form, sparse.topk) == ((1000.0, 757.0), "additive", (3, 5))
+    assert (sparse.dense_steps, sparse.flow_shift) == (2, 6)
+    assert (sparse.step_list, sparse.guidance_form, sparse.grid_topk) == ((1000.0, 757.0), "additive", ((3, 5),))
 
 
 @pytest.mark.parametrize(
@@ -321,6 +459,8 @@ def test_sampling_settings_are_written_over(tmp_path):
         (["{tmp}/nowhere", "{tmp}/out"], "no such folder"),
         (["{tmp}/dense", "{tmp}/sparse"], "sparse already exists"),
         (["{tmp}/dense", "{tmp}/out", "--topk", "3", "--grid", "8", "8", "8"], "has no gates"),
+        (["{tmp}/dense", "{tmp}/out", "--dense-steps", "0"], "has no gates, so no .* to write dense_steps to"),
+        (["{tmp}/sparse", "{tmp}/out", "--dense-steps", "-1"], "dense_steps must not be negative, got -1"),
         (["{tmp}/sparse", "{tmp}/out", "--topk", "3"], "says its own top-k and grid"),
         (
             ["{tmp}/sparse", "{tmp}/out", "--to", "fastvideo"],

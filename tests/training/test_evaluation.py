@@ -21,6 +21,8 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 
 from vsa.data.codecs import HaarCodec
+from vsa.data.plan import split_ids
+from vsa.data.toy_videos import captions_of, clip_attributes
 from vsa.training import evaluation
 from vsa.training import run as run_module
 from vsa.training.checkpointing import read_checkpoint, write_checkpoint
@@ -122,6 +124,29 @@ def test_validation_loss_depends_on_weights_seed_and_topk(trained: Path):
     ]
     for other in others:
         assert other["val/loss"] != pytest.approx(loss, rel=1e-5)
+
+
+def test_a_run_without_prompts_and_averages_needs_no_options(training, script):
+    training("callbacks.ema=null", "callbacks.samples.steps=2", "callbacks.samples.flow_shift=4", "trainer.max_steps=2")
+    run = training.folder()
+    # as the README says it for finetune_wan_1_3b, but for the bar
+    script.main([str(run), "--follow", "--min-psnr", "1", "--device", "cpu"])
+    record = json.loads((run / "evaluation" / "step-00000002.json").read_text())
+    assert record["sampling"]["weights"] == "model"
+    assert [record["sampling"][name] for name in ("steps", "guidance", "flow_shift")] == [2, 1, 4]
+    assert record["reference_sampling"]["flow_shift"] == 4
+    prompts = record["settings"]["prompts"]
+    assert len(set(prompts)) == len(prompts) == 4
+    config = read_checkpoint(run / "checkpoints" / "step-00000002").state["config"]
+    toy = build(config["data"]["toy"])
+    _, held = split_ids([f"toy-{toy.seed}-{i:08d}" for i in range(toy.count)], config["data"]["val_fraction"])
+    captions = {captions_of(clip_attributes(toy.seed, int(name[-8:])))[0] for name in held}
+    assert set(prompts) <= captions
+    assert 4 <= len(captions) < toy.count / 2
+    # what is asked for goes before
+    script.main([str(run), "--device", "cpu", "--prompt", "a cat", "--shift", "2", "--no-val-loss"])
+    record = json.loads((run / "evaluation" / "step-00000002.json").read_text())
+    assert (record["settings"]["prompts"], record["sampling"]["flow_shift"]) == (["a cat"], 2)
 
 
 def test_clips_are_compared_with_the_same_noise_run_dense(tiny: Path, script, tmp_path: Path):
@@ -372,7 +397,10 @@ def test_following_ends_when_nothing_comes_and_ctrl_c_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--no-val-loss"], "no prompts: the run samples none, give --prompt TEXT or --prompts FILE"),
+        (
+            ["--no-val-loss"],
+            "no prompts: the run samples none and holds no captions out, give --prompt TEXT or --prompts FILE",
+        ),
         ([*QUICK, "--reference", "nowhere"], "no such checkpoint or run folder: nowhere"),
         ([*QUICK, "--reference", "none", "--min-psnr", "20"], "--min-psnr 20 needs a reference, got --reference none"),
         ([*QUICK, "--reference", "none", "--lpips", "x"], "--lpips x needs a reference, got --reference none"),
@@ -402,9 +430,14 @@ def test_runs_that_cannot_be_evaluated(write_tiny_run, trained: Path, command_li
     wanted = "has dense attention, there is no sparsity to compare: give --reference RUN_FOLDER or --reference none"
     assert wanted in error(str(dense), *QUICK, "--no-val-loss")
     plain = write_tiny_run(tmp_path / "plain", with_ema=False)
-    assert "step-00000007 has no ema weights" in error(str(plain), *QUICK, "--no-val-loss")
+    assert "step-00000007 has no ema weights" in error(str(plain), *QUICK, "--no-val-loss", "--weights", "ema")
+    # a config is checked before anything of it is built for its captions
+    config = read_checkpoint(trained / "checkpoints" / "step-00000004").state["config"]
+    owned = {**config, "data": {"_target_": "os.system", "command": f"touch {tmp_path / 'owned'}"}, "callbacks": {}}
+    change_state(plain, config=owned)
+    assert "data=os.system is not allowed" in error(str(plain)).replace("._target_", "")
+    assert not (tmp_path / "owned").exists()
     # nothing held out
     copy = shutil.copytree(trained, tmp_path / "copy")
-    config = read_checkpoint(copy / "checkpoints" / "step-00000004").state["config"]
     change_state(copy, config={**config, "data": {**config["data"], "val_fraction": 0.0}})
     assert "hold no validation samples out: use --no-val-loss" in error(str(copy), "--device", "cpu")

@@ -27,6 +27,7 @@ from vsa.training.inference import (
     generate,
     load_run,
     sample_latents,
+    sampling_of,
     settings_dict,
 )
 
@@ -58,6 +59,48 @@ def test_settings_left_out_come_from_the_run(run: LoadedRun):
     assert run.settings(sparsity=0.5).topk == 4
     assert run.settings(topk=7).topk == 7
     assert run.settings(latent_shape=[16, 1, 8, 8]).topk == 1
+
+
+def test_a_run_is_sampled_as_it_samples_itself(tiny_config, write_tiny_run, tmp_path: Path):
+    own = {"steps": 7, "guidance": 2.5, "flow_shift": 4.0, "prompts": ["x"], "seed": 3}
+    cases: list[tuple[dict | None, tuple[int, float, float]]] = [
+        (own, (7, 2.5, 4.0)),
+        # as every run wrote it before there was a flow shift; 3 is the one of the training
+        ({"steps": 7, "guidance": 2.5}, (7, 2.5, 3.0)),
+        ({**own, "flow_shift": None}, (7, 2.5, 3.0)),
+        (None, (32, 1.0, 3.0)),
+    ]
+    for i, (samples, wanted) in enumerate(cases):
+        config = {**tiny_config(), "callbacks": {"samples": samples}}
+        loaded = load_run(write_tiny_run(tmp_path / str(i), config=config), device="cpu")
+        found = loaded.settings()
+        assert (found.steps, found.guidance, found.flow_shift) == wanted
+        given = loaded.settings(steps=2, guidance=1.5, flow_shift=9.0)
+        assert (given.steps, given.guidance, given.flow_shift) == (2, 1.5, 9.0)
+    assert (sampling_of({}), sampling_of({"callbacks": None})) == ({}, {})
+
+
+def test_clips_of_a_run_in_training_have_its_flow_shift(training):
+    common = ("callbacks.samples.prompts=[a red circle]", "callbacks.samples.steps=2", "trainer.max_steps=1")
+    shifts = {}
+    for run, own in (("own", ("callbacks.samples.flow_shift=7",)), ("trained", ())):
+        training(*common, *own, f"run={run}", "task.objective.shift.value=3")
+        record = json.loads((training.folder(run) / "samples" / "step-00000001" / "samples.json").read_text())
+        settings = load_run(training.folder(run), device="cpu").settings()
+        assert (settings.steps, settings.flow_shift) == (record["steps"], record["flow_shift"])
+        shifts[run] = record["flow_shift"]
+    assert shifts == {"own": 7, "trained": 3}
+    with pytest.raises(ValueError, match="flow_shift must be positive, got 0"):
+        training(*common, "callbacks.samples.flow_shift=0", "run=refused")
+    assert not training.folder("refused").exists()
+
+
+def test_averaged_weights_are_taken_where_there_are_any(write_tiny_run, tmp_path: Path):
+    assert load_run(write_tiny_run(tmp_path / "both"), device="cpu").weights == "ema"
+    plain = write_tiny_run(tmp_path / "plain", with_ema=False)
+    assert load_run(plain, device="cpu").weights == "model"
+    with pytest.raises(ValueError, match="step-00000007 has no ema weights"):
+        load_run(plain, weights="ema")
 
 
 @pytest.mark.parametrize(
@@ -218,8 +261,6 @@ def test_load_run_refuses_what_cannot_work(tmp_path: Path, tiny_run_dir: Path, t
         load_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="weights must be ema or model, got 'best'"):
         load_run(tiny_run_dir, weights="best")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="step-00000007 has no ema weights"):
-        load_run(write_tiny_run(tmp_path / "a", with_ema=False))
     with pytest.raises(ValueError, match="no config for sparsity"):
         load_run(write_tiny_run(tmp_path / "b", config=without(tiny_config(), "sparsity")))
     config = tiny_config()

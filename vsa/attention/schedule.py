@@ -156,6 +156,20 @@ class SparsitySchedule:
         if both:
             raise ValueError(f"layers {both} are in dense_layers and in layer_topk: a layer has one top-k")
 
+    @property
+    def budget(self) -> Budget:
+        """How the end value follows the number of tiles of a grid: count, fraction or the exponent between them."""
+        if self._exponent is None:
+            return "fraction" if self._topk is None else "count"
+        if self._exponent.denominator == 1:
+            return "fraction" if self._exponent else "count"
+        return float(self._exponent)
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers that always keep all tiles, in order."""
+        return tuple(sorted(self._dense_layers))
+
     def topk(self, step: int, num_tiles: int) -> int:
         """Tiles a query tile keeps in layers without a top-k of their own, between 1 and num_tiles.
 

@@ -7,7 +7,7 @@ be on the meta device when it is checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.models.key_names import is_gate, is_unused
+from vsa.models.key_names import diffusers_to_wan, is_gate, is_unused, wan_config
 from vsa.models.sharding import fill, whole
 from vsa.models.sparse_config import (
     SPARSE_CONFIG,
@@ -27,6 +27,12 @@ from vsa.models.sparse_config import (
     has_sparse_config,
     read_sparse_config,
     write_sparse_config,
+)
+from vsa.models.transformer_config import (
+    SPARSE_FLAG,
+    read_transformer_config,
+    transformer_config,
+    video_dit_arguments,
 )
 from vsa.models.video_dit import VideoDiT
 from vsa.models.weight_files import (
@@ -39,30 +45,7 @@ from vsa.models.weight_files import (
 )
 
 Gates = Literal["required", "initial", "absent"]
-
-CLASS_NAME = "WanTransformer3DModel"
-SPARSE_FLAG = "sparse_attention"
-"""Key of an exported `config.json` that names the file the gates need."""
-
-# what a config.json that leaves a key out means (diffusers 0.42)
-_DEFAULTS: dict[str, Any] = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 40,
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "ffn_dim": 13824,
-    "num_layers": 40,
-    "cross_attn_norm": True,
-    "eps": 1e-6,
-    "image_dim": None,
-    "added_kv_proj_dim": None,
-    "rope_max_seq_len": 1024,
-}
-# keys with one value this model can compute
-_FIXED = {"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None}
+Layout = Literal["diffusers", "fastvideo", "wan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,73 +65,17 @@ class PretrainedInfo:
     ignored: tuple[str, ...]
 
 
-def read_transformer_config(source: str | Path) -> dict[str, Any]:
-    """`config.json` of a transformer, see `pretrained_folder` for what `source` may be.
-
-    Raises:
-        ValueError: nothing there, or no JSON.
-    """
-    return read_json(pretrained_folder(source) / "config.json")
-
-
-def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of the `VideoDiT` that computes what a `WanTransformer3DModel` of this config does.
-
-    Raises:
-        ValueError: another class, or a key or value this model has no counterpart for.
-    """
-    name = config.get("_class_name")
-    if name == "WanModel":
-        raise ValueError("_class_name is WanModel, Wan's original layout: scripts/convert_checkpoint.py makes it ours")
-    if name != CLASS_NAME:
-        raise ValueError(f"_class_name must be {CLASS_NAME}, got {name}")
-    for key, value in config.items():
-        if key in _FIXED and value != _FIXED[key]:
-            raise ValueError(f"{key}={value} is not supported, only {_FIXED[key]}")
-        known = key in _DEFAULTS or key in _FIXED or key == SPARSE_FLAG or key.startswith("_")
-        if not known and value is not None:
-            raise ValueError(f"config key {key}={value} is unknown: the model might compute something else")
-    arguments = {key: config.get(key, default) for key, default in _DEFAULTS.items()}
-    arguments["patch_size"] = tuple(arguments["patch_size"])
-    # as diffusers does
-    arguments["out_channels"] = arguments["out_channels"] or arguments["in_channels"]
-    return arguments
-
-
-def transformer_config(model: VideoDiT) -> dict[str, Any]:
-    """`config.json` of the `WanTransformer3DModel` that computes what a model with dense attention does.
-
-    Raises:
-        ValueError: the model has something that class cannot express.
-    """
-    if model.absolute_positions:
-        raise ValueError(f"absolute_positions=true has no counterpart in {CLASS_NAME}")
-    if model.rope_theta != 10000:
-        raise ValueError(f"rope_theta must be 10000 in {CLASS_NAME}, the model has {model.rope_theta}")
-    block: Any = model.blocks[0]
-    has_image = model.image_dim is not None
-    arguments = {
-        "patch_size": list(model.patch_size),
-        "num_attention_heads": model.num_heads,
-        "attention_head_dim": model.head_dim,
-        "in_channels": model.in_channels,
-        "out_channels": model.out_channels,
-        "text_dim": model.text_dim,
-        "freq_dim": model.condition_embedder.freq_dim,
-        "ffn_dim": block.ffn.net[0].proj.out_features,
-        "num_layers": len(model.blocks),
-        "cross_attn_norm": not isinstance(block.norm2, nn.Identity),
-        "eps": block.norm1.eps,
-        "image_dim": model.image_dim,
-        "added_kv_proj_dim": block.attn2.add_k_proj.in_features if has_image else None,
-        "rope_max_seq_len": model.rope_max_seq_len,
-    }
-    return {"_class_name": CLASS_NAME, **arguments, **_FIXED}
-
-
 def gate_names(model: VideoDiT) -> tuple[str, ...]:
     """Names of the parameters that belong to the attention methods themselves."""
     return tuple(name for name, role in model.parameter_roles().items() if role == "gate")
+
+
+def refuse_random_gates(model: VideoDiT) -> None:
+    """Raise ValueError when gates would start as random weights: a dense checkpoint needs them at their identity."""
+    for block in model.blocks:
+        start = getattr(block.method, "gate_init", "identity")
+        if start != "identity":
+            raise ValueError(f"attention.gate_init={start}, but a dense checkpoint needs identity")
 
 
 def sparse_settings(model: VideoDiT) -> dict[str, Any]:
@@ -200,6 +127,8 @@ def check_pretrained(
         )
     ours = set(gate_names(model))
     refuse_other_gates(ours, theirs, gates, str(folder))
+    if gates == "initial":
+        refuse_random_gates(model)
     if gates == "required":
         assert sparse is not None
         refuse_other_attention(model, sparse, str(folder / SPARSE_CONFIG))
@@ -226,7 +155,8 @@ def load_pretrained(
         source: see `pretrained_folder`.
         gates: required (a sparse checkpoint into a model with the same gates), initial (a dense checkpoint into a
             sparse model: the gates get their documented start, `AttentionMethod.reset_extra_parameters`), or absent
-            (a dense checkpoint into a dense model).
+            (a dense checkpoint into a dense model). Initial needs a start that is the identity, see
+            `refuse_random_gates`.
         parameters: by the names they have in the checkpoint; None: all of the model's (without adapters).
 
     Raises:
@@ -296,20 +226,24 @@ def export_pretrained(
     folder: str | Path,
     *,
     sparse: SparseAttentionConfig | None,
+    layout: Layout = "diffusers",
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
     tensors: Callable[[str], Tensor] | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write the model as a transformer folder that diffusers opens; complete under its name or not there at all.
 
     Args:
-        model: decides names and shapes; sharded parameters are gathered one at a time, so every rank has to call,
-            and rank 0 writes.
+        model: decides names, shapes and dtypes; sharded parameters are gathered one at a time, so every rank has to
+            call, and rank 0 writes. With `tensors` it may be on the meta device.
         folder: must not exist.
         sparse: how the gates are used; None exactly for a model without gates. Its settings must be the model's.
+        layout: diffusers, fastvideo (the same without our key in `config.json`) or wan (Wan's original names).
         dtype: of the written tensors; None keeps theirs.
         max_shard_bytes: of one file.
         tensors: full CPU tensors by parameter name in place of the model's own (averaged weights).
+        finish: called on rank 0 with the written folder before it gets its name, to add files to it.
 
     Raises:
         ValueError: the folder exists, the architecture or the attention cannot be written down, or `sparse` does not
@@ -322,7 +256,10 @@ def export_pretrained(
         refuse_other_attention(model, sparse, SPARSE_CONFIG)
         if sparse.golden is not None:
             raise ValueError(f"golden={sparse.golden} is set when the golden file is written, after the export")
-        config[SPARSE_FLAG] = SPARSE_CONFIG
+        if layout == "diffusers":
+            config[SPARSE_FLAG] = SPARSE_CONFIG
+    if layout == "wan":
+        config = wan_config(config)
     parameters = dict(model.named_parameters())
 
     def read(name: str) -> Tensor:
@@ -331,16 +268,34 @@ def export_pretrained(
             raise ValueError(f"{name} has shape {tuple(value.shape)}, the model {tuple(parameters[name].shape)}")
         return value.to(dtype) if dtype is not None else value
 
-    sizes = {name: p.numel() * (dtype or p.dtype).itemsize for name, p in parameters.items()}
-    final, writes = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
+    sizes = {
+        diffusers_to_wan(name) if layout == "wan" else name: p.numel() * (dtype or p.dtype).itemsize
+        for name, p in parameters.items()
+    }
+    final = Path(folder)
     refuse_existing(final)
-    with new_folder(final, writes) as temporary:
-        if writes:
-            (temporary / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-            if sparse is not None:
-                write_sparse_config(temporary, sparse)
-        write_weights(temporary, sizes, read, max_shard_bytes, writes)
+    values = map(read, parameters)
+    try:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            with new_folder(final) as temporary:
+                (temporary / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+                if sparse is not None:
+                    write_sparse_config(temporary, sparse)
+                write_weights(temporary, sizes, values, max_shard_bytes)
+                if finish is not None:
+                    finish(temporary)
+    except Exception:
+        # a full disk on rank 0 must not leave the others waiting for it in a gather
+        _exhaust(values)
+        raise
+    _exhaust(values)
     return final
+
+
+def _exhaust(values: Iterator[Tensor]) -> None:
+    """Take part in gathering what this process does not write."""
+    for _ in values:
+        pass
 
 
 def refuse_other_tensors(
@@ -367,8 +322,8 @@ def refuse_other_attention(model: VideoDiT, sparse: SparseAttentionConfig, what:
                 )
         elif theirs != value:
             raise ValueError(f"{what} has {key}={theirs}, the model has {value}")
-    if len(sparse.topk) != len(model.blocks):
-        raise ValueError(f"{what} has topk of {len(sparse.topk)} layers, the model has {len(model.blocks)}")
+    if sparse.num_layers != len(model.blocks):
+        raise ValueError(f"{what} has grid_topk of {sparse.num_layers} layers, the model has {len(model.blocks)}")
 
 
 def refuse_other_gates(ours: set[str], theirs: set[str], gates: Gates, what: str) -> None:

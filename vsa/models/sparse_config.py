@@ -25,22 +25,22 @@ class TopkRange:
     Args:
         start: denoising progress from which it holds, 0 is pure noise.
         stop: progress up to which it holds (not included), 1 is clean.
-        topk: kv tiles per query tile of each layer.
+        grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer.
     """
 
     start: float
     stop: float
-    topk: tuple[int, ...]
+    grid_topk: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "topk", tuple(self.topk))
+        object.__setattr__(self, "grid_topk", tuple(tuple(row) for row in self.grid_topk))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttentionConfig:
     """How the self-attention of a sparse checkpoint runs.
 
-    Top-k counts are those of the first trained grid; `layer_topk` turns them into the counts of another one.
+    Trained grids have the top-k they were last trained with; `layer_topk` derives that of other grids from the first.
 
     Args:
         method: file name of the method in `vsa.attention` (`video_sparse`).
@@ -49,16 +49,18 @@ class SparseAttentionConfig:
         block_order: order of the tiles; results do not depend on it beyond rounding.
         fine_gate: the fine output has a gate too.
         gate_keys: names of the gate tensors among the weights.
-        topk: kv tiles per query tile, one per layer.
-        num_tiles: video tiles of each trained grid.
+        grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer.
+        num_tiles: video tiles of each trained grid; grids of as many tiles have equal rows of top-k.
         grids: token grids trained on, the reference first.
-        budget: how top-k follows the number of tiles on other grids: count (the same number), fraction (the same
-            share) or an exponent between 0 and 1, see `vsa.attention.schedule.SparsitySchedule`.
-        topk_ranges: top-k in parts of the denoising where it differs from `topk`.
-        dense_layers: layers that keep all tiles whatever `topk` says.
+        budget: how top-k follows the number of tiles on grids that were not trained on: count (the same number),
+            fraction (the same share) or an exponent between 0 and 1, see
+            `vsa.attention.schedule.SparsitySchedule`.
+        topk_ranges: top-k in parts of the denoising where it differs from `grid_topk`.
+        dense_layers: layers that keep all tiles whatever `grid_topk` says.
         dense_steps: first denoising steps in which every layer keeps all tiles.
         step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
-        flow_shift: shift of the noise levels the model is sampled with; None when unknown.
+        flow_shift: shift of the noise levels to sample with, which need not be that of the training; None: that of
+            the pipeline.
         guidance_form: standard, `uncond + scale * (cond - uncond)`, or additive, `cond + scale * (cond - uncond)`.
         guidance_scale: recommended scale; None when unknown.
         golden: file with golden inputs and outputs; None without.
@@ -75,7 +77,7 @@ class SparseAttentionConfig:
     block_order: BlockOrder
     fine_gate: bool
     gate_keys: tuple[str, ...]
-    topk: tuple[int, ...]
+    grid_topk: tuple[tuple[int, ...], ...]
     num_tiles: tuple[int, ...]
     grids: tuple[Grid, ...]
     budget: Budget = "fraction"
@@ -91,9 +93,10 @@ class SparseAttentionConfig:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        for name in ("tile_thw", "gate_keys", "topk", "num_tiles", "topk_ranges", "dense_layers"):
+        for name in ("tile_thw", "gate_keys", "num_tiles", "topk_ranges", "dense_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "grids", tuple(tuple(grid) for grid in self.grids))
+        for name in ("grids", "grid_topk"):
+            object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
         if self.step_list is not None:
             object.__setattr__(self, "step_list", tuple(self.step_list))
         self._check()
@@ -106,30 +109,43 @@ class SparseAttentionConfig:
                 raise ValueError(f"{name} must be three positive sizes, got {triple}")
         if not self.grids or len(self.grids) != len(self.num_tiles):
             raise ValueError(f"num_tiles must have one entry per grid, got {len(self.num_tiles)} and {len(self.grids)}")
-        if not self.topk:
-            raise ValueError("topk must have one entry per layer, got none")
+        self._check_topk("grid_topk", self.grid_topk)
         for part in self.topk_ranges:
             if not 0 <= part.start < part.stop <= 1:
                 raise ValueError(f"topk_ranges must lie in [0, 1] and start < stop, got {part.start} and {part.stop}")
-            if len(part.topk) != len(self.topk):
-                raise ValueError(f"topk_ranges must have {len(self.topk)} layers as topk has, got {len(part.topk)}")
-        counts = (*self.topk, *(k for part in self.topk_ranges for k in part.topk))
-        if min(counts) < 1 or max(counts) > self.num_tiles[0]:
-            raise ValueError(
-                f"topk must be in 1..{self.num_tiles[0]}, the tiles of the first grid, got {min(counts)}..{max(counts)}"
-            )
-        if any(not 0 <= layer < len(self.topk) for layer in self.dense_layers):
-            raise ValueError(f"dense_layers must be in 0..{len(self.topk) - 1}, got {list(self.dense_layers)}")
+            self._check_topk("grid_topk of topk_ranges", part.grid_topk)
+        if any(not 0 <= layer < self.num_layers for layer in self.dense_layers):
+            raise ValueError(f"dense_layers must be in 0..{self.num_layers - 1}, got {list(self.dense_layers)}")
         if self.dense_steps < 0:
             raise ValueError(f"dense_steps must not be negative, got {self.dense_steps}")
+        if self.flow_shift is not None and not self.flow_shift > 0:
+            raise ValueError(f"flow_shift must be positive, got {self.flow_shift}")
         # refuses an unknown budget
-        self._scaled(self.topk[0], self.num_tiles[0])
+        self._scaled(self.grid_topk[0][0], self.num_tiles[0])
         if self.guidance_form not in ("standard", "additive"):
             raise ValueError(f"guidance_form must be standard or additive, got {self.guidance_form!r}")
         if (self.golden is None) != (self.golden_tolerance is None):
             raise ValueError(
                 f"golden and golden_tolerance come together, got {self.golden} and {self.golden_tolerance}"
             )
+
+    def _check_topk(self, name: str, rows: tuple[tuple[int, ...], ...]) -> None:
+        if len(rows) != len(self.grids):
+            raise ValueError(f"{name} must have one row per grid, got {len(rows)} rows and {len(self.grids)} grids")
+        by_tiles: dict[int, tuple[int, ...]] = {}
+        for row, num_tiles, grid in zip(rows, self.num_tiles, self.grids, strict=True):
+            if not row or len(row) != self.num_layers:
+                raise ValueError(f"{name} must have one entry per layer, got {len(row)} for grid {grid}")
+            if min(row) < 1 or max(row) > num_tiles:
+                raise ValueError(
+                    f"{name} must be in 1..{num_tiles}, the tiles of grid {grid}, got {min(row)}..{max(row)}"
+                )
+            if by_tiles.setdefault(num_tiles, row) != row:
+                raise ValueError(f"{name} has {by_tiles[num_tiles]} and {row} for grids of {num_tiles} tiles")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.grid_topk[0])
 
     def layer_topk(self, num_tiles: int, *, progress: float = 1.0, step: int | None = None) -> tuple[int, ...]:
         """Kv tiles per query tile of each layer on a grid of `num_tiles` tiles.
@@ -140,12 +156,13 @@ class SparseAttentionConfig:
             step: denoising step from 0; None disregards `dense_steps`.
         """
         if step is not None and step < self.dense_steps:
-            return (num_tiles,) * len(self.topk)
-        counts = next((p.topk for p in self.topk_ranges if p.start <= progress < p.stop), self.topk)
-        return tuple(
-            num_tiles if layer in self.dense_layers else self._scaled(count, num_tiles)
-            for layer, count in enumerate(counts)
-        )
+            return (num_tiles,) * self.num_layers
+        rows = next((part.grid_topk for part in self.topk_ranges if part.start <= progress < part.stop), self.grid_topk)
+        if num_tiles in self.num_tiles:
+            counts = rows[self.num_tiles.index(num_tiles)]
+        else:
+            counts = tuple(self._scaled(count, num_tiles) for count in rows[0])
+        return tuple(num_tiles if layer in self.dense_layers else count for layer, count in enumerate(counts))
 
     def _scaled(self, count: int, num_tiles: int) -> int:
         rule = ConstantSparsity(topk=count, budget=self.budget, reference_tiles=self.num_tiles[0])

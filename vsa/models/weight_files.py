@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from vsa.models.sparse_config import SPARSE_CONFIG
 
 WEIGHTS = "diffusion_pytorch_model"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -49,7 +51,9 @@ def _download(hub_id: str, subfolder: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ValueError(f"{hub_id} is no folder, and a hub id needs the package huggingface_hub") from None
-    patterns = [f"{subfolder}/*", "config.json", f"{WEIGHTS}*", "*.json", "golden.safetensors"]
+    # a transformer in a pipeline or at the top, and what says which latents it is for; `*` runs over slashes too
+    patterns = [f"{subfolder}/*", "model_index.json", "vae/config.json"]
+    patterns += ["config.json", f"{WEIGHTS}*", SPARSE_CONFIG, "golden.safetensors"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (OSError, ValueError) as error:
@@ -81,12 +85,14 @@ class WeightFiles:
         folder: holds `diffusion_pytorch_model.safetensors`, or shards with an index.
 
     Raises:
-        ValueError: no weights, or a file that is missing, damaged or does not agree with the index.
+        ValueError: no weights, a tensor in two files, or a file that is missing, damaged or does not agree with the
+            index.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._files: dict[str, Any] = {}
+        self._names: dict[str, str] = {}
         index = folder / f"{WEIGHTS}.safetensors.index.json"
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
@@ -97,6 +103,9 @@ class WeightFiles:
             if set(weight_map) != set(self._files):
                 odd = sorted(set(weight_map) ^ set(self._files))
                 raise ValueError(f"{index} and its files do not hold the same tensors: {', '.join(odd[:3])}")
+            for key, name in weight_map.items():
+                if self._names[key] != name:
+                    raise ValueError(f"{index} has {key} in {name}, but it is in {self._names[key]}")
         elif (folder / f"{WEIGHTS}.safetensors").is_file():
             self._open(folder / f"{WEIGHTS}.safetensors")
         else:
@@ -113,7 +122,9 @@ class WeightFiles:
             dtype = file.get_slice(key).get_dtype()
             if dtype not in DTYPES:
                 raise ValueError(f"{path}: {key} has dtype {dtype}, only {', '.join(DTYPES)} can be read")
-            self._files[key] = file
+            if key in self._files:
+                raise ValueError(f"{self.folder}: {key} is in two files, {self._names[key]} and {path.name}")
+            self._files[key], self._names[key] = file, path.name
 
     @property
     def keys(self) -> list[str]:
@@ -145,17 +156,9 @@ def refuse_existing(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path, write: bool = True) -> Iterator[Path]:
-    """A temporary folder that gets the name `folder` when the block ends without an error.
-
-    Args:
-        folder: the final name, see `refuse_existing`.
-        write: False leaves the disk alone (ranks that only take part in gathering).
-    """
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that gets the name `folder`, see `refuse_existing`, when the block ends without an error."""
     temporary = folder.with_name(f".writing-{folder.name}")
-    if not write:
-        yield temporary
-        return
     # litter of a write that was killed
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -170,21 +173,14 @@ def new_folder(folder: Path, write: bool = True) -> Iterator[Path]:
         raise
 
 
-def write_weights(
-    folder: Path,
-    sizes: Mapping[str, int],
-    read: Callable[[str], Tensor],
-    max_shard_bytes: int,
-    write: bool = True,
-) -> None:
+def write_weights(folder: Path, sizes: Mapping[str, int], values: Iterator[Tensor], max_shard_bytes: int) -> None:
     """Write tensors as safetensors shards with an index, or as one file when they fit; holds one shard in memory.
 
     Args:
         folder: exists.
         sizes: bytes of each tensor by name, in the order they are written.
-        read: gives a tensor by name; called once for each, in order, on every rank.
+        values: the tensors in the same order; no more are taken than are written next.
         max_shard_bytes: of one file; a larger tensor gets a file of its own.
-        write: False only calls `read`.
 
     Raises:
         ValueError: max_shard_bytes below 1.
@@ -204,15 +200,9 @@ def write_weights(
         file = (
             f"{WEIGHTS}.safetensors" if len(shards) == 1 else f"{WEIGHTS}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         )
-        tensors = {}
-        for name in names:
-            value = read(name)
-            if write:
-                tensors[name] = value.contiguous()
-            weight_map[name] = file
-        if write:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-    if write and len(shards) > 1:
+        save_file({name: next(values).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / f"{WEIGHTS}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 

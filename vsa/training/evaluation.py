@@ -57,6 +57,7 @@ class EvaluationSettings:
         seed: clip i starts from the noise of (seed, i), in the run and in its reference.
         steps: Euler steps.
         guidance: classifier-free guidance scale.
+        flow_shift: of the sampler's noise levels; None: that of the training.
         batch_size: clips and validation samples computed together; changes nothing beyond rounding.
         weights: averaged or trained weights.
         reference: what clips are compared with: "dense" is the same model with all tiles, "none" is nothing, anything
@@ -69,6 +70,7 @@ class EvaluationSettings:
     seed: int = 0
     steps: int = 32
     guidance: float = 1.0
+    flow_shift: float | None = None
     batch_size: int = 16
     weights: Literal["ema", "model"] = "ema"
     reference: str = "dense"
@@ -77,7 +79,9 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ValueError("no prompts: the run samples none, give --prompt TEXT or --prompts FILE")
+            raise ValueError(
+                "no prompts: the run samples none and holds no captions out, give --prompt TEXT or --prompts FILE"
+            )
 
     @property
     def digest(self) -> str:
@@ -132,7 +136,9 @@ class Evaluator:
             ValueError: there is nothing to compare with, or no validation data.
         """
         s = self.settings
-        ours = run.settings(seed=s.seed, steps=s.steps, guidance=s.guidance, batch_size=s.batch_size)
+        ours = run.settings(
+            seed=s.seed, steps=s.steps, guidance=s.guidance, flow_shift=s.flow_shift, batch_size=s.batch_size
+        )
         other = self._other(run, ours)
         metrics: dict[str, float] = {}
         if s.val_loss:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from vsa.data.text import TextEncoder
 from vsa.diffusion.flow_matching import FlowShift, noise_like
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
 from vsa.models.video_dit import VideoDiT
-from vsa.training.checkpointing import load_model_tensors, resolve_checkpoint
+from vsa.training.checkpointing import Checkpoint, load_model_tensors, resolve_checkpoint
 from vsa.training.config import build, check_targets, model_factory
 from vsa.training.lora import plain_tensors
 
@@ -83,6 +83,7 @@ class LoadedRun:
         source: checkpoint folder.
         weights: "ema" or "model".
         text_padding: what filled the training captions up.
+        sampling: how the run samples its own clips; see `sampling_of`.
     """
 
     model: VideoDiT
@@ -97,6 +98,7 @@ class LoadedRun:
     source: str
     weights: str
     text_padding: TextPadding = "mask"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -106,8 +108,8 @@ class LoadedRun:
         self,
         *,
         seed: int = 0,
-        steps: int = 32,
-        guidance: float = 1.0,
+        steps: int | None = None,
+        guidance: float | None = None,
         flow_shift: float | None = None,
         topk: int | tuple[int, ...] | None = None,
         sparsity: float | None = None,
@@ -115,13 +117,15 @@ class LoadedRun:
         latent_shape: Sequence[int] | None = None,
         batch_size: int = 16,
     ) -> SampleSettings:
-        """Settings with what is left out taken from the run: its largest shape, shift, and top-k at its step.
+        """Settings with what is left out taken from the run: its largest shape and its last trained top-k.
 
         Args:
+            steps: left out, with guidance and flow shift: as the run samples its own clips. Where it does not say:
+                32 steps, guidance 1 and the shift of the training.
             topk: tiles per query tile, of all layers or of each.
             sparsity: share of tiles skipped in every layer, instead of `topk`.
-            at: where to take the run's own top-k from when both are left out: the step of the weights, all tiles
-                (dense), or the end value of the schedule (target).
+            at: where to take the run's own top-k from when both are left out: the last step that the weights were
+                trained in (current), all tiles (dense), or the end value of the schedule (target).
 
         Raises:
             ValueError: both top-k and sparsity are given, top-k is above the number of tiles, or the latent shape
@@ -140,14 +144,14 @@ class LoadedRun:
         if sparsity is not None:
             topk = resolve_topk(sparsity, num_tiles)
         elif topk is None:
-            topk = self.sparsity.topk_per_layer(self.step, num_tiles, len(self.model.blocks), at)
-        if flow_shift is None:
-            flow_shift = self.flow_shift(math.prod(self.model.grid(shape)))
+            # steps count from 0: weights after S steps were last trained in step S - 1
+            last = max(self.step - 1, 0)
+            topk = self.sparsity.topk_per_layer(last, num_tiles, len(self.model.blocks), at)
+        given = {"steps": steps, "guidance": guidance, "flow_shift": flow_shift}
+        chosen = {**self.sampling, **{name: value for name, value in given.items() if value is not None}}
         return SampleSettings(
             seed=seed,
-            steps=steps,
-            guidance=guidance,
-            flow_shift=flow_shift,
+            **{"flow_shift": self.flow_shift(math.prod(self.model.grid(shape))), **chosen},
             topk=topk,
             latent_shape=shape,  # type: ignore[arg-type]
             batch_size=batch_size,
@@ -155,26 +159,45 @@ class LoadedRun:
         )
 
 
+def sampling_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps, guidance and flow shift of the clips that a run samples itself, as far as its config says."""
+    samples = (config.get("callbacks") or {}).get("samples") or {}
+    names = ("steps", "guidance", "flow_shift")
+    return {name: samples[name] for name in names if samples.get(name) is not None}
+
+
+def choose_weights(checkpoint: Checkpoint, weights: Literal["ema", "model"] | None = None) -> Literal["ema", "model"]:
+    """The weights to take from a checkpoint: those asked for, or the averaged ones where it has any.
+
+    Raises:
+        ValueError: no weights of the name asked for.
+    """
+    if weights is None:
+        return "ema" if checkpoint.has("ema") else "model"
+    if not checkpoint.has(weights):
+        raise ValueError(f"checkpoint {checkpoint.path} has no {weights} weights")
+    return weights
+
+
 def load_run(
-    path: str | Path, *, weights: Literal["ema", "model"] = "ema", device: torch.device | str | None = None
+    path: str | Path, *, weights: Literal["ema", "model"] | None = None, device: torch.device | str | None = None
 ) -> LoadedRun:
     """The model of a run, ready to sample.
 
     Args:
         path: a run folder (its newest valid checkpoint) or a checkpoint folder.
-        weights: "ema" for the averaged weights, "model" for the trained ones.
+        weights: "ema" for the averaged weights, "model" for the trained ones; None: see `choose_weights`.
         device: None takes a GPU when there is one.
 
     Raises:
         ValueError: nothing valid at `path`, no weights of that name, a config that builds something else than our
             classes, or a codec or text encoder that is not the one of the training data.
     """
-    if weights not in ("ema", "model"):
+    if weights not in (None, "ema", "model"):
         raise ValueError(f"weights must be ema or model, got {weights!r}")
     checkpoint = resolve_checkpoint(path)
     state = checkpoint.state
-    if not checkpoint.has(weights):
-        raise ValueError(f"checkpoint {checkpoint.path} has no {weights} weights")
+    weights = choose_weights(checkpoint, weights)
     config = state.get("config") or {}
     check_targets(config)
     for key in ("model", "attention", "sparsity", "data", "task"):
@@ -203,6 +226,7 @@ def load_run(
         source=str(checkpoint.path),
         weights=weights,
         text_padding=config["data"].get("text_padding", "mask"),
+        sampling=sampling_of(config),
     )
 
 

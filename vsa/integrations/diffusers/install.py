@@ -19,6 +19,7 @@ from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.integrations.diffusers.families import Family, family_of
 from vsa.integrations.diffusers.tile_attention import Budget, CurrentPass, FixedBudget, Pass, TileAttention
 from vsa.integrations.diffusers.ungated import UngatedVideoSparse
+from vsa.models.sparse_config import SparseAttentionConfig
 
 MethodFactory = Callable[..., AttentionMethod]
 """Called as `factory(dim=, num_heads=, head_dim=, layer_idx=)`, once per layer."""
@@ -52,10 +53,11 @@ class Applied:
     Args:
         family: of the transformer.
         budget: tiles kept by layer.
+        trained: settings of the sparse checkpoint that the gates are from; None without one.
     """
 
-    def __init__(self, family: Family, budget: Budget):
-        self.family, self.budget = family, budget
+    def __init__(self, family: Family, budget: Budget, trained: SparseAttentionConfig | None = None):
+        self.family, self.budget, self.trained = family, budget, trained
         self.current = CurrentPass()
         self.layers: list[Installed] = []
         self.methods: list[AttentionMethod] = []
@@ -260,16 +262,29 @@ def fixed_budget(
 
 
 def install(
-    transformer: Any, family: Family, factory: MethodFactory, budget: Budget, backend: str | None = None
+    transformer: Any,
+    family: Family,
+    factory: MethodFactory,
+    budget: Budget,
+    backend: str | None = None,
+    trained: SparseAttentionConfig | None = None,
 ) -> Applied:
     """Put the layers of a factory into a transformer; nothing changes when one of them does not fit.
+
+    Args:
+        transformer: of the family.
+        family: how it is taken apart.
+        factory: of its layers.
+        budget: see `Applied`.
+        backend: of the fine stage; None picks by device.
+        trained: see `Applied`.
 
     Raises:
         ValueError: a method is in already, a processor that is not the model's own, or a block whose names are taken.
     """
     if applied_attention(transformer) is not None:
         raise ValueError(f"{type(transformer).__name__} has an attention method already, remove() it first")
-    applied = Applied(family, budget)
+    applied = Applied(family, budget, trained)
     # everything is built and checked before the first layer changes
     for i, block in enumerate(family.blocks(transformer)):
         attn = getattr(block, family.attention)

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vsa.integrations.diffusers.install import apply
+from vsa.integrations.diffusers.install import applied_attention, apply
 from vsa.integrations.diffusers.pretrained import load_sparse
 from vsa.models.key_names import is_gate
-from vsa.models.sparse_config import has_sparse_config
+from vsa.models.sparse_config import Grid, SparseAttentionConfig, has_sparse_config, read_sparse_config
 from vsa.models.weight_files import WeightFiles, pretrained_folder, read_json
 
 PIPELINE = "WanPipeline"
+SECOND = "transformer_2"
+
+
+class ClipSettings(NamedTuple):
+    """What decides a clip besides its prompt, its noise and the scheduler.
+
+    Args:
+        size: height and width in pixels.
+        frames: of the clip.
+        guidance: `uncond + guidance * (cond - uncond)`.
+    """
+
+    size: tuple[int, int]
+    frames: int
+    guidance: float
+
+
+# what Wan 2.1 is published with
+DEFAULTS = ClipSettings(size=(480, 832), frames=81, guidance=5.0)
 
 
 def open_pipeline(
@@ -35,8 +54,8 @@ def open_pipeline(
     """A `WanPipeline` whose transformers attend as asked.
 
     A transformer with `sparse_attention.json`, in the pipeline or given, runs with its gates and its own settings;
-    sparsity or top-k then replace its budget, and the other options are not for it. Without a method, a sparsity and
-    a top-k any other transformer stays dense.
+    sparsity or top-k then replace its budget, and the other options are not for it. Its flow shift goes before that
+    of the scheduler. Without a method, a sparsity and a top-k any other transformer stays dense.
 
     Args:
         source: pipeline folder or hub id.
@@ -47,13 +66,13 @@ def open_pipeline(
         dense_layers: see `apply`.
         dense_steps: see `apply`.
         tile_thw: see `apply`.
-        flow_shift: of the scheduler; None keeps its own.
+        flow_shift: of the scheduler; None: that of the sparse transformer, else the scheduler's own.
         dtype: of transformers and text encoder; the VAE computes in float32.
         device: where the pipeline goes.
 
     Raises:
-        ValueError: no diffusers, no `WanPipeline`, options that do not go together, or what `apply` and `load_sparse`
-            refuse.
+        ValueError: no diffusers, no `WanPipeline`, options that do not go together, a transformer that is distilled
+            to a list of steps, gates in a second transformer, or what `apply` and `load_sparse` refuse.
     """
     try:
         from diffusers import WanPipeline
@@ -63,6 +82,8 @@ def open_pipeline(
     index = Path(source) / "model_index.json"
     if Path(source).exists() and (name := read_json(index).get("_class_name")) != PIPELINE:
         raise ValueError(f"{index} is a {name}, only {PIPELINE} is supported")
+    if (Path(source) / SECOND).is_dir():
+        _refuse_gates(Path(source) / SECOND)
     sparse_source = transformer
     if sparse_source is None and _is_sparse(pretrained_folder(source)):
         sparse_source = source
@@ -72,11 +93,21 @@ def open_pipeline(
         for option, value in own.items():
             if value:
                 raise ValueError(f"{option}={value}: a sparse transformer has its own, {sparse_source}")
-        loaded = load_sparse(sparse_source, dtype=dtype, sparsity=sparsity, topk=topk)
-        parts["transformer"] = loaded
+        trained = read_sparse_config(pretrained_folder(sparse_source))
+        if trained.step_list is not None:
+            raise ValueError(
+                f"{sparse_source} is distilled to the timesteps {list(trained.step_list)}, which no scheduler of "
+                f"{PIPELINE} runs"
+            )
+        if flow_shift is None:
+            flow_shift = trained.flow_shift
+        parts["transformer"] = load_sparse(sparse_source, dtype=dtype, sparsity=sparsity, topk=topk)
     types = {"default": dtype, "vae": torch.float32}
     pipe = WanPipeline.from_pretrained(source, dtype=types, **parts)
     models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
+    if pipe.transformer_2 is not None and not Path(source).exists():
+        # of the hub: it is there now
+        _refuse_gates(pretrained_folder(source, SECOND))
     if sparse_source is not None and len(models) > 1:
         raise ValueError(f"{source} has two transformers, a sparse one cannot take the place of one of them")
     if sparse_source is None and any(value for value in (*own.values(), sparsity is not None, topk is not None)):
@@ -94,6 +125,77 @@ def open_pipeline(
         _set_shift(pipe, flow_shift)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+def trained_settings(pipe: Any) -> SparseAttentionConfig | None:
+    """Settings of the sparse transformer in a pipeline from `open_pipeline`, None without one."""
+    applied = None if pipe.transformer is None else applied_attention(pipe.transformer)
+    return None if applied is None else applied.trained
+
+
+def clip_settings(
+    pipe: Any, *, size: tuple[int, int] | None = None, frames: int | None = None, guidance: float | None = None
+) -> ClipSettings:
+    """Settings of a clip with what is None taken from the sparse transformer, or from `DEFAULTS`.
+
+    Size and frames are those of the first trained grid that has what is given.
+
+    Args:
+        pipe: from `open_pipeline`.
+        size: height and width in pixels.
+        frames: of the clip.
+        guidance: see `ClipSettings`.
+    """
+    trained = trained_settings(pipe)
+    if trained is None:
+        clips, scale = [(DEFAULTS.size, DEFAULTS.frames)], None
+    else:
+        t, h, w = _token_pixels(pipe)
+        # the first latent frame is one frame, not a group of them
+        missing = pipe.vae_scale_factor_temporal - 1
+        clips = [((grid[1] * h, grid[2] * w), grid[0] * t - missing) for grid in trained.grids]
+        scale = trained.guidance_scale
+        if scale is not None and trained.guidance_form == "additive":
+            # cond + s * (cond - uncond) = uncond + (s + 1) * (cond - uncond)
+            scale += 1
+    fitting = [clip for clip in clips if size in (None, clip[0]) and frames in (None, clip[1])]
+    own_size, own_frames = (fitting or clips)[0]
+    return ClipSettings(
+        size=own_size if size is None else size,
+        frames=own_frames if frames is None else frames,
+        guidance=next(value for value in (guidance, scale, DEFAULTS.guidance) if value is not None),
+    )
+
+
+def token_grid(pipe: Any, size: tuple[int, int], frames: int) -> Grid:
+    """Tokens of a clip along time, height and width.
+
+    Args:
+        pipe: from `open_pipeline`.
+        size: height and width in pixels.
+        frames: of the clip.
+
+    Raises:
+        ValueError: a size or a number of frames that the VAE and the patches do not divide, or a count below 1.
+    """
+    for name, value in (("frames", frames), ("size", min(size))):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    t, h, w = _token_pixels(pipe)
+    for value, cell in zip(size, (h, w), strict=True):
+        if value % cell:
+            raise ValueError(f"height and width must be multiples of {cell}, got {size[0]} x {size[1]}")
+    stride = pipe.vae_scale_factor_temporal
+    if frames % stride != 1:
+        raise ValueError(f"frames must be 1 + a multiple of {stride}, got {frames}")
+    return (frames + stride - 1) // t, size[0] // h, size[1] // w
+
+
+def _token_pixels(pipe: Any) -> tuple[int, int, int]:
+    """Frames, height and width of one token, in pixels."""
+    t, h, w = (pipe.transformer or pipe.transformer_2).config.patch_size
+    space = pipe.vae_scale_factor_spatial
+    return t * pipe.vae_scale_factor_temporal, h * space, w * space
 
 
 def generate_videos(
@@ -129,17 +231,11 @@ def generate_videos(
     Raises:
         ValueError: a size or a number of frames that the VAE and the patches do not divide, or a count below 1.
     """
-    for name, value in (("steps", steps), ("batch_size", batch_size), ("frames", frames), ("size", min(size))):
+    for name, value in (("steps", steps), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    patch = (pipe.transformer or pipe.transformer_2).config.patch_size
-    for value, cell in zip(size, patch[1:], strict=True):
-        cell = cell * pipe.vae_scale_factor_spatial
-        if value % cell:
-            raise ValueError(f"height and width must be multiples of {cell}, got {size[0]} x {size[1]}")
-    if frames % pipe.vae_scale_factor_temporal != 1:
-        raise ValueError(f"frames must be 1 + a multiple of {pipe.vae_scale_factor_temporal}, got {frames}")
-
+    # refuses what the pipeline would round
+    token_grid(pipe, size, frames)
     videos = []
     for start in range(0, len(prompts), batch_size):
         part = slice(start, start + batch_size)
@@ -170,6 +266,11 @@ def generate_videos(
 def _is_sparse(folder: Path) -> bool:
     # gates without their settings count too: diffusers would leave them out with a line in its log
     return has_sparse_config(folder) or any(is_gate(key) for key in WeightFiles(folder).keys)
+
+
+def _refuse_gates(folder: Path) -> None:
+    if _is_sparse(folder):
+        raise ValueError(f"{folder} has gates, but only the first transformer of a pipeline may be a sparse one")
 
 
 def _set_shift(pipe: Any, flow_shift: float) -> None:

@@ -80,8 +80,8 @@ def load_sparse(
         transformer = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
     family = family_of(transformer)
     num_layers = len(family.blocks(transformer))
-    if len(config.topk) != num_layers:
-        raise ValueError(f"{folder / SPARSE_CONFIG} has {len(config.topk)} layers, the transformer has {num_layers}")
+    if config.num_layers != num_layers:
+        raise ValueError(f"{folder / SPARSE_CONFIG} has {config.num_layers} layers, the transformer has {num_layers}")
     budget: Budget = TrainedBudget(config)
     if sparsity is not None or topk is not None:
         budget = fixed_budget(sparsity, topk, config.dense_layers, config.dense_steps, num_layers)
@@ -93,7 +93,7 @@ def load_sparse(
         gates="coarse_and_fine" if config.fine_gate else "coarse",
         backend=backend,
     )
-    applied = install(transformer, family, factory, budget, backend)
+    applied = install(transformer, family, factory, budget, backend, config)
     try:
         _load_gates(transformer, applied, weights)
     except ValueError:

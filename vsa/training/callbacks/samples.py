@@ -34,13 +34,14 @@ class Samples(L.Callback):
         every_n_steps: optimizer steps between samples; 0 samples at the end only.
         steps: Euler steps.
         guidance: classifier-free guidance scale, 1 is one pass.
+        flow_shift: shift of the sampler's noise levels; None: that of the training.
         seed: of the sampling noise, the same at every step so that clips can be compared.
         fps: of the files.
         sparsity: where the clips are sampled: at the top-k of the step (current), with all tiles (dense), at the end
             value of the schedule (target); with more than one each set has a folder of its own, named after it.
 
     Raises:
-        ValueError: an unknown name in `sparsity`, or one twice.
+        ValueError: an unknown name in `sparsity`, or one twice; a flow shift that is not positive.
     """
 
     def __init__(
@@ -50,14 +51,17 @@ class Samples(L.Callback):
         every_n_steps: int = 0,
         steps: int = 32,
         guidance: float = 1.0,
+        flow_shift: float | None = None,
         seed: int = 0,
         fps: float = 8,
         sparsity: Sequence[SparsityPoint] = ("current",),
     ):
+        if flow_shift is not None and not flow_shift > 0:
+            raise ValueError(f"flow_shift must be positive, got {flow_shift}")
         self.run_dir = Path(run_dir)
         self.prompts = list(prompts)
-        self.every_n_steps, self.steps, self.guidance = every_n_steps, steps, guidance
-        self.seed, self.fps = seed, fps
+        self.every_n_steps, self.seed, self.fps = every_n_steps, seed, fps
+        self.steps, self.guidance, self.flow_shift = steps, guidance, flow_shift
         self.sparsity = check_points("callbacks.samples.sparsity", sparsity)
         self._sampled_step = -1
 
@@ -84,9 +88,9 @@ class Samples(L.Callback):
         averaged = ema.applied(pl_module.model) if ema is not None else nullcontext()
         with averaged, throughput.paused() if throughput is not None else nullcontext():
             run = self._live_run(trainer, pl_module, "ema" if ema is not None else "model")
+            how = {"steps": self.steps, "guidance": self.guidance, "flow_shift": self.flow_shift}
             options: dict[SparsityPoint, SampleSettings] = {
-                at: run.settings(seed=self.seed, steps=self.steps, guidance=self.guidance, at=at)
-                for at in self.sparsity
+                at: run.settings(seed=self.seed, at=at, **how) for at in self.sparsity
             }
             pl_module.model.eval()
             made: dict[int | tuple[int, ...], Tensor] = {}
