@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vsa.cli import one_line_errors
+from vsa.cli import one_line_errors, usable_device
 from vsa.models.checkpoint import open_pretrained
 from vsa.models.golden import GoldenError, attention_output, check_golden
 
@@ -41,7 +41,7 @@ def print_table(found: list[GoldenError]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(args.device)
     model, info = open_pretrained(args.folder, device=device, backend=args.backend)
     with torch.no_grad():
         found = check_golden(info.folder, partial(attention_output, model))

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-
-from vsa.cli import one_line_errors
+from vsa.cli import one_line_errors, usable_device
 from vsa.data.buckets import Bucket
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.encode import encode_folder
@@ -66,7 +64,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
 
     output = parser.add_argument_group("output")
-    output.add_argument("--dtype", default="float16", help="float16, bfloat16 or float32 latents (default %(default)s)")
+    output.add_argument("--dtype", default="float16", choices=("float16", "bfloat16", "float32"), help="of the latents")
     output.add_argument(
         "--samples-per-shard", type=int, default=256, help="also what an interruption costs (default %(default)s)"
     )
@@ -90,9 +88,7 @@ def make_encoders(args: argparse.Namespace) -> tuple[Codec, TextEncoder]:
 def main(argv: list[str] | None = None) -> None:
     """Command line entry."""
     args = parse_args(argv)
-    if args.device == "cuda":
-        # the processes of one machine share its GPUs
-        args.device = f"cuda:{args.rank % max(torch.cuda.device_count(), 1)}"
+    args.device = usable_device(args.device, rank=args.rank)
     codec, text_encoder = make_encoders(args)
     report = encode_folder(
         args.videos,

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 
-from vsa.cli import one_line_errors
+from vsa.cli import one_line_errors, usable_device
 from vsa.data.datamodule import PlanDataModule
 from vsa.training.checkpointing import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
 from vsa.training.config import build, check_targets
@@ -270,6 +270,7 @@ def _oldest_unseen(folder: Path, seen: set[tuple[str, int, int]]) -> Path | None
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    args.device = usable_device(args.device)
     bars = bars_of(args)
     folder, out = args.run / "checkpoints", args.out or args.run / "evaluation"
     if not folder.is_dir() and not (args.follow and (args.run / "config.yaml").is_file()):

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vsa.cli import one_line_errors
+from vsa.cli import one_line_errors, usable_device
 from vsa.data.batch import pad_text
 from vsa.data.codecs import Codec, WanVAE
 from vsa.data.parts import check_target, join_parts, write_parts
@@ -249,14 +249,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk; 0 is dense")
     parser.add_argument("--weights", choices=("ema", "model"), help="averaged or trained of a run (averaged if any)")
     parser.add_argument("--batch-size", type=int, default=4, help="clips sampled together (default %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    parser.add_argument("--device", help="cpu, cuda, ... (cuda when there is one, shared out by rank)")
     parser.add_argument(
         "--compute-dtype",
         default="bfloat16",
         choices=("float32", "bfloat16"),
         help="what a pipeline's networks compute in (default %(default)s)",
     )
-    parser.add_argument("--dtype", default="float16", help="float16, bfloat16 or float32 latents (default %(default)s)")
+    parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16", "float32"), help="of the latents")
     parser.add_argument(
         "--samples-per-shard", type=int, default=256, help="also what an interruption costs (default %(default)s)"
     )
@@ -274,9 +274,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if args.shift is not None and not args.shift > 0:
         raise ValueError(f"shift must be positive, got {args.shift:g}")
-    if args.device == "cuda":
-        # the processes of one machine share its GPUs
-        args.device = f"cuda:{args.rank % max(torch.cuda.device_count(), 1)}"
+    args.device = usable_device(args.device, rank=args.rank)
     check_target(args.out, overwrite=args.overwrite)
     prompts = read_prompts(args.prompts)
     teacher: Teacher = RunTeacher(args) if is_run(args.teacher) else PipelineTeacher(args)

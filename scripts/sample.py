@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vsa.cli import one_line_errors
+from vsa.cli import one_line_errors, refuse_unwritable, usable_device
 from vsa.integrations.diffusers import applied_attention
 from vsa.integrations.diffusers.pipeline import (
     ClipSettings,
@@ -32,14 +32,14 @@ from vsa.training.clips import write_clips
 from vsa.training.inference import clip_seeds, generate, load_run, settings_dict
 
 # what an option that was left out means, for a run and for a pipeline; the others have no meaning in the other mode.
-# None: what was trained with, where that is known
+# None: what the run or the export says
 BOTH = {
-    "steps": (32, 50),
-    "guidance": (1.0, None),
+    "steps": (None, 50),
+    "guidance": (None, None),
     "batch_size": (16, 1),
     "fps": (8, 16),
 }
-RUN_ONLY = {"weights": "ema", "latent_shape": None, "attention": False}
+RUN_ONLY = {"weights": None, "latent_shape": None, "attention": False}
 PIPELINE_ONLY = {
     "transformer": None,
     "method": None,
@@ -65,9 +65,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="text file with one caption per line")
     parser.add_argument("--out", type=Path, help="folder to write to (RUN/samples, or samples)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="sampler steps (run: 32, pipeline: 50)")
-    parser.add_argument("--guidance", type=float, help="uncond + G * (cond - uncond); 1 is one pass (1; as trained, 5)")
-    parser.add_argument("--shift", type=float, help="flow shift (as trained; of the export, the scheduler)")
+    parser.add_argument("--steps", type=int, help="sampler steps (run: as it samples itself, pipeline: 50)")
+    parser.add_argument(
+        "--guidance", type=float, help="uncond + G * (cond - uncond); 1: one pass (as the run samples; 5)"
+    )
+    parser.add_argument("--shift", type=float, help="flow shift (as the run samples; of the export, the scheduler)")
     parser.add_argument("--topk", type=int, help="tiles per query tile (that of the training)")
     parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
     parser.add_argument("--batch-size", type=int, help="clips computed together (16, 1)")
@@ -75,7 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu, cuda, ... (cuda when there is one)")
 
     run = parser.add_argument_group("of a run")
-    run.add_argument("--weights", choices=("ema", "model"), help="averaged (default) or trained weights")
+    run.add_argument("--weights", choices=("ema", "model"), help="averaged (where there are any) or trained weights")
     run.add_argument("--latent-shape", type=int, nargs=4, metavar=("C", "T", "H", "W"), help="shape of one clip")
     run.add_argument(
         "--attention", action="store_true", default=None, help="draw which tiles the first clip's queries attend to"
@@ -150,18 +152,18 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_prompts(args)
     if args.fps <= 0:
         raise ValueError(f"fps must be positive, got {args.fps}")
-    if args.pipeline is None:
-        out = args.out if args.out is not None else default_out(args.run)
-        sample_run(args, prompts, out)
-    else:
-        out = args.out if args.out is not None else Path("samples")
-        sample_pipeline(args, prompts, out)
+    out = args.out
+    if out is None:
+        out = Path("samples") if args.pipeline is not None else default_out(args.run)
+    # clips that cannot be written would be lost
+    refuse_unwritable(out)
+    (sample_run if args.pipeline is None else sample_pipeline)(args, prompts, out)
     print(f"{len(prompts)} clips, contact sheet and samples.json in {out}")
 
 
 def sample_run(args: argparse.Namespace, prompts: list[str], out: Path) -> None:
     """Clips of a trained run."""
-    run = load_run(args.run, weights=args.weights, device=args.device)
+    run = load_run(args.run, weights=args.weights, device=usable_device(args.device))
     settings = run.settings(
         seed=args.seed,
         steps=args.steps,
@@ -182,7 +184,7 @@ def sample_run(args: argparse.Namespace, prompts: list[str], out: Path) -> None:
 
 def sample_pipeline(args: argparse.Namespace, prompts: list[str], out: Path) -> None:
     """Clips of a diffusers pipeline."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(args.device)
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
     pipe = open_pipeline(
         args.pipeline,

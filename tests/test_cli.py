@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vsa.cli import one_line_errors, usable_device
+from vsa.cli import one_line_errors, refuse_unwritable, usable_device
 
 
 def test_a_device_that_works_is_kept():
@@ -29,3 +29,15 @@ def test_ranks_share_the_gpus(monkeypatch):
     assert [usable_device("cuda", rank=rank) for rank in (0, 3, 6)] == ["cuda:0", "cuda:3", "cuda:2"]
     assert usable_device("cuda:1", rank=3) == "cuda:1"
     assert asked == ["cuda:0", "cuda:3", "cuda:2", "cuda:1"]
+
+
+def test_folders_that_cannot_be_written_are_named(tmp_path, monkeypatch):
+    refuse_unwritable(tmp_path / "new" / "one")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write to .*file/in: .*file is no folder"):
+        refuse_unwritable(tmp_path / "file" / "in")
+    # permissions do not bind a superuser
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="cannot write to"):
+        refuse_unwritable(tmp_path)

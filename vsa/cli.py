@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -57,3 +58,10 @@ def usable_device(name: str | None, *, rank: int = 0) -> str:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"device {name!r} cannot be used: {reason}") from None
     return name
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise ValueError when nothing can be written under `folder`, which need not exist yet."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"cannot write to {folder}: {nearest} is no folder that can be written to")

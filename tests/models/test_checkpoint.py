@@ -676,6 +676,13 @@ def test_sparse_config_file_refuses(edit, message, tmp_path):
     assert str(path) in str(caught.value)
 
 
+def test_exported_files_are_as_readable_as_others(tmp_path):
+    model = random_sparse()
+    folder = export_pretrained(model, tmp_path / "out", sparse=config_of(model))
+    (tmp_path / "other").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "other").stat().st_mode}
+
+
 # several ranks
 
 

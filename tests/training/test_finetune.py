@@ -523,6 +523,7 @@ def no_memory(monkeypatch):
         (("task.objective.data=0",), "are all 0: nothing to train"),
         ((LORA[:-1] + ",targets:[to_nothing]}",), "lora.targets: no linear layer is named 'to_nothing'"),
         (("task.objective.attention=1", "task.parallel.compile=true"), "cannot be had with parallel.compile"),
+        (("sparsity.sparsity=0.9",), "sparsity=0.9 leaves less than one of 8 tiles, at most 0.875"),
         (("sparsity.topk=9", "sparsity.sparsity=null"), "topk=9 is above the number of tiles, 8"),
     ],
 )

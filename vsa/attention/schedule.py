@@ -217,7 +217,7 @@ class SparsitySchedule:
             num_layers: layers of the model; None leaves the layers unchecked.
 
         Raises:
-            ValueError: a top-k above num_tiles, or a layer that does not exist.
+            ValueError: a top-k above num_tiles, a sparsity that leaves less than a tile, a layer that does not exist.
         """
         wanted = {"topk": self._wanted(num_tiles)}
         wanted |= {f"layer_topk of layer {layer}": k for layer, k in self._layer_topk.items()}
@@ -225,6 +225,9 @@ class SparsitySchedule:
             # a grid in one tile, dense attention among them, has nothing to select
             if k > num_tiles > 1:
                 raise ValueError(f"{name}={k} is above the number of tiles, {num_tiles}")
+        if self._sparsity is not None and num_tiles > 1 and (1 - _exact_sparsity(self._sparsity)) * num_tiles < 1:
+            most = 1 - 1 / num_tiles
+            raise ValueError(f"sparsity={self._sparsity} leaves less than one of {num_tiles} tiles, at most {most:.4g}")
         if num_layers is not None:
             self._check_layers(num_layers)
 

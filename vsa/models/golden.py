@@ -17,7 +17,6 @@ from typing import cast
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vsa.attention.context import AttnContext, Recorder
@@ -27,6 +26,7 @@ from vsa.models.checkpoint import refuse_other_attention
 from vsa.models.rope import rope_tables
 from vsa.models.sparse_config import SPARSE_CONFIG, Grid, read_sparse_config, write_sparse_config
 from vsa.models.video_dit import VideoDiT
+from vsa.models.weight_files import save_tensors
 
 GOLDEN = "golden.safetensors"
 TOLERANCE = 1e-4
@@ -143,7 +143,7 @@ def write_golden(
     # one entry: the library writes several in any order, and the file should be the same each time
     header = {"golden": json.dumps({"grid_thw": grid, "num_tiles": num_tiles, "cases": cases})}
     temporary = folder / f".writing-{GOLDEN}"
-    save_file(tensors, temporary, metadata=header)
+    save_tensors(tensors, temporary, header)
     temporary.replace(folder / GOLDEN)
     write_sparse_config(folder, replace(sparse, golden=GOLDEN, golden_tolerance=tolerance))
     return folder / GOLDEN

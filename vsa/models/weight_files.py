@@ -200,11 +200,19 @@ def write_weights(folder: Path, sizes: Mapping[str, int], values: Iterator[Tenso
         file = (
             f"{WEIGHTS}.safetensors" if len(shards) == 1 else f"{WEIGHTS}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         )
-        save_file({name: next(values).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        save_tensors({name: next(values).contiguous() for name in names}, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / f"{WEIGHTS}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """The library's `save_file`, but readable by everyone whom the umask lets."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=dict(metadata))
+    path.chmod(mode)
 
 
 def _sync(path: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from vsa.attention.full import FullAttention
 from vsa.attention.schedule import SparsityPoint, SparsitySchedule
 from vsa.data.batch import VideoBatch
-from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion import flow_matching as fm
 from vsa.models.checkpoint import Gates
 from vsa.models.video_dit import VideoDiT
@@ -27,6 +26,10 @@ from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
 from vsa.training.pretrain import FlowMatchingLoss, LossTerms, PretrainModule
 from vsa.training.start import Start, resolve_start
+
+if TYPE_CHECKING:
+    # the data module loads the video libraries
+    from vsa.data.datamodule import PlanDataModule
 
 
 @dataclass(frozen=True, kw_only=True)

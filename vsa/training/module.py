@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vsa.data.datamodule import PlanDataModule
 from vsa.models.checkpoint import Gates, gate_names
 from vsa.models.key_names import is_gate
 from vsa.models.video_dit import VideoDiT
@@ -19,6 +18,10 @@ from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_opti
 from vsa.training.optim import ROLES, AdamW
 from vsa.training.parallel import ParallelPlan, build_model
 from vsa.training.start import Start
+
+if TYPE_CHECKING:
+    # the data module loads the video libraries
+    from vsa.data.datamodule import PlanDataModule
 
 
 class DiffusionModule(L.LightningModule):

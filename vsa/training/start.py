@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from vsa.data.codecs import WanVAE
-from vsa.data.datamodule import PlanDataModule
 from vsa.data.pretrained import weights_digest
 from vsa.models.checkpoint import (
     Gates,
@@ -26,6 +25,10 @@ from vsa.models.video_dit import VideoDiT
 from vsa.models.weight_files import pretrained_folder
 from vsa.training.checkpointing import Checkpoint, resolve_checkpoint
 from vsa.training.lora import own_parameters, plain_tensors
+
+if TYPE_CHECKING:
+    # the data module loads the video libraries
+    from vsa.data.datamodule import PlanDataModule
 
 
 class Start(Protocol):

@@ -12,7 +12,8 @@ from vsa.integrations.diffusers.install import Applied, fixed_budget, install, m
 from vsa.integrations.diffusers.tile_attention import Budget, Pass
 from vsa.models.key_names import is_gate
 from vsa.models.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
-from vsa.models.weight_files import WeightFiles, pretrained_folder
+from vsa.models.transformer_config import video_dit_arguments
+from vsa.models.weight_files import WeightFiles, pretrained_folder, read_json
 
 
 class TrainedBudget:
@@ -51,7 +52,7 @@ def load_sparse(
 ) -> Any:
     """A Wan transformer with the gates and the settings of an exported sparse checkpoint, ready for a pipeline.
 
-    diffusers loads the base weights and logs the gates as not used: they are loaded here, right after.
+    diffusers loads the base weights and would log the gates as not used: they are loaded here, right after.
 
     Args:
         source: folder of `export_pretrained`, a pipeline folder with such a transformer, or a hub id.
@@ -76,8 +77,16 @@ def load_sparse(
     _refuse_difference(f"the weights in {folder}", set(config.gate_keys), {key for key in weights.keys if is_gate(key)})
     if transformer is None:
         from diffusers import WanTransformer3DModel
+        from diffusers.utils import logging
 
-        transformer = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
+        # refuses Wan's original layout, which diffusers would read as another size
+        video_dit_arguments(read_json(folder / "config.json"))
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            transformer = WanTransformer3DModel.from_pretrained(folder, dtype=dtype)
+        finally:
+            logging.set_verbosity(verbosity)
     family = family_of(transformer)
     num_layers = len(family.blocks(transformer))
     if config.num_layers != num_layers:
