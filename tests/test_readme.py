@@ -43,7 +43,7 @@ def test_paths_and_links_exist():
     assert len(links) >= 3
     assert len(cells) >= 8
     for path in links + cells:
-        assert (ROOT / path).exists(), path
+        assert (ROOT / path.partition("#")[0]).exists(), path
 
 
 def test_make_targets_exist():
@@ -82,8 +82,11 @@ def test_training_commands_fit_the_ranks_they_start(command):
     job = "finetune.Finetune" if "experiment=finetune" in command else "pretrain.Pretrain"
     assert cfg.task._target_ == f"vsa.training.{job}Module"
     trainer = cfg.trainer
-    # lightning refuses torchrun's world otherwise
-    assert trainer.num_nodes == nodes if launcher[0] == "torchrun" else trainer.devices in (1, "auto")
+    if launcher[0] == "torchrun":
+        # lightning refuses its world otherwise
+        assert trainer.num_nodes == nodes
+    elif trainer.devices != "auto":
+        ranks = trainer.devices
     assert cfg.data.batch_size % (trainer.accumulate_grad_batches * ranks) == 0
     assert trainer.val_check_interval % trainer.accumulate_grad_batches == 0
 
