@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from vsa.cli import one_line_errors, usable_device
 from vsa.data.datamodule import PlanDataModule
+from vsa.data.prompts import read_prompts
 from vsa.training.checkpointing import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
 from vsa.training.config import build, check_targets
 from vsa.training.evaluation import (
@@ -156,11 +157,7 @@ def settings_of(args: argparse.Namespace, checkpoint: Checkpoint, reference: str
     samples = (config.get("callbacks") or {}).get("samples") or {}
     prompts = list(args.prompt)
     if args.prompts is not None:
-        try:
-            lines = args.prompts.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"prompt file {args.prompts} is not UTF-8 text: {error}") from None
-        prompts += [line.strip() for line in lines if line.strip()]
+        prompts += read_prompts(args.prompts)
     elif not prompts:
         prompts = samples.get("prompts") or held_out_prompts(config)
     given = {"steps": args.steps, "guidance": args.guidance, "flow_shift": args.shift}

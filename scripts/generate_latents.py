@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from vsa.data.codecs import Codec, WanVAE
 from vsa.data.parts import check_target, join_parts, write_parts
 from vsa.data.plan import hash64
 from vsa.data.pretrained import component_folder, read_config, refuse_missing, weights_digest
+from vsa.data.prompts import read_prompts
 from vsa.data.shards import ShardWriter
 from vsa.data.text import TextEncoder, UMT5Encoder
 from vsa.diffusion.flow_matching import noise_like
@@ -201,35 +201,6 @@ def latent_shape(codec: Codec, args: argparse.Namespace) -> tuple[int, int, int,
     if args.frames < 1 or codec.frames_that_fit(args.frames) != args.frames:
         raise ValueError(f"frames {args.frames} is no length that codec {codec.id} takes")
     return codec.latent_shape(args.frames, height, width)
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Prompts of a text file, one a line, or of a `.jsonl` file with lines of {"prompt": "..."}; no empty lines.
-
-    Raises:
-        ValueError: the file cannot be read, a line is malformed, or there is no prompt.
-    """
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt file {path} is not UTF-8 text: {error}") from None
-    if path.suffix != ".jsonl":
-        prompts = [line for line in lines if line]
-    else:
-        prompts = []
-        for number, line in enumerate(lines, start=1):
-            if not line:
-                continue
-            try:
-                prompt = json.loads(line)["prompt"]
-            except (ValueError, KeyError, TypeError):
-                prompt = None
-            if not isinstance(prompt, str) or not prompt.strip():
-                raise ValueError(f'prompt file {path}, line {number}: expected {{"prompt": "..."}}')
-            prompts.append(prompt.strip())
-    if not prompts:
-        raise ValueError(f"no prompts in {path}")
-    return prompts
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

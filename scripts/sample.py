@@ -18,6 +18,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vsa.cli import one_line_errors, refuse_unwritable, usable_device
+from vsa.data.prompts import read_prompts
 from vsa.integrations.diffusers import applied_attention
 from vsa.integrations.diffusers.pipeline import (
     ClipSettings,
@@ -62,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", help="run folder (newest checkpoint) or checkpoint folder")
     parser.add_argument("--prompt", action="append", default=[], help="a caption; may be repeated")
-    parser.add_argument("--prompts", type=Path, help="text file with one caption per line")
+    parser.add_argument("--prompts", type=Path, help="text file with one caption per line, or .jsonl")
     parser.add_argument("--out", type=Path, help="folder to write to (RUN/samples, or samples)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="sampler steps (run: as it samples itself, pipeline: 50)")
@@ -125,31 +126,15 @@ def fill_defaults(args: argparse.Namespace) -> None:
             setattr(args, name, defaults[mode])
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Prompts of the command line, then those of the file; empty lines are skipped.
-
-    Raises:
-        ValueError: there is none, or the file is not text.
-    """
-    prompts = list(args.prompt)
-    if args.prompts is not None:
-        try:
-            lines = args.prompts.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"prompt file {args.prompts} is not UTF-8 text: {error}") from None
-        prompts += [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError("no prompts: give --prompt TEXT or --prompts FILE with one caption per line")
-    return prompts
-
-
 def sampling_progress() -> Progress:
     return Progress(TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    prompts = read_prompts(args)
+    prompts = args.prompt + (read_prompts(args.prompts) if args.prompts is not None else [])
+    if not prompts:
+        raise ValueError("no prompts: give --prompt TEXT or --prompts FILE with one caption per line")
     if args.fps <= 0:
         raise ValueError(f"fps must be positive, got {args.fps}")
     out = args.out

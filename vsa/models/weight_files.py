@@ -165,9 +165,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         for path in temporary.iterdir():
-            _sync(path)
+            sync(path)
         os.replace(temporary, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -215,7 +215,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
     path.chmod(mode)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

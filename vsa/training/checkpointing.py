@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vsa.models.sharding import local, place, whole
+from vsa.models.weight_files import sync
 
 SCHEMA = 1
 _DTYPES = {
@@ -65,14 +66,6 @@ class Checkpoint:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def checkpoint_name(step: int) -> str:
@@ -128,14 +121,14 @@ def _write(
     for name, group in tensors.items():
         path = temporary / f"{name}.safetensors"
         digests[path.name] = save_file(path, group, wholes)
-        _sync(path)
+        sync(path)
     text = json.dumps({"schema": SCHEMA, **state, "files": digests}, indent=1)
     (temporary / "state.json").write_text(text)
-    _sync(temporary / "state.json")
+    sync(temporary / "state.json")
     if final.exists():
         remove_checkpoint(final)
     os.replace(temporary, final)
-    _sync(folder)
+    sync(folder)
 
 
 def _file_order(group: Mapping[str, Tensor]) -> list[str]:
