@@ -39,7 +39,7 @@ from vsa.models.video_dit import VideoDiT
 from vsa.models.weight_files import WeightFiles, pretrained_folder, read_json, refuse_existing
 from vsa.training.checkpointing import resolve_checkpoint, write_checkpoint
 from vsa.training.config import build, check_targets, model_factory
-from vsa.training.inference import choose_weights
+from vsa.training.inference import choose_weights, sampling_of
 from vsa.training.lora import plain_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -161,6 +161,9 @@ def _sparse_of_run(model: VideoDiT, state: Mapping[str, Any], config: Mapping[st
     # steps count from 0: weights after S steps were last trained in step S - 1
     last = max(state["step"] - 1, 0)
     rows = (schedule.topk_per_layer(last, n, layers) for n in num_tiles)
+    # a run that names its sampling shift samples as the model is meant to; the training shift is another thing
+    sampling = sampling_of(config)
+    sampling = sampling if "flow_shift" in sampling else {}
     return SparseAttentionConfig(
         **sparse_settings(model),
         grid_topk=tuple((row,) * layers if isinstance(row, int) else row for row in rows),
@@ -168,6 +171,8 @@ def _sparse_of_run(model: VideoDiT, state: Mapping[str, Any], config: Mapping[st
         grids=tuple(model.grid(shape) for shape in shapes),
         budget=schedule.budget,
         dense_layers=schedule.dense_layers,
+        flow_shift=sampling.get("flow_shift"),
+        guidance_scale=sampling.get("guidance"),
     )
 
 

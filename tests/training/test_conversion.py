@@ -265,6 +265,25 @@ def run_folder(
     return ema
 
 
+@pytest.mark.parametrize(
+    ("samples", "wanted"),
+    [
+        ({"steps": 50, "guidance": 5.0, "flow_shift": 3.0}, (3.0, 5.0)),
+        # what the clips of a run look like says nothing about the model, without a shift of their own
+        ({"steps": 32, "guidance": 1.0, "flow_shift": None}, (None, None)),
+    ],
+)
+def test_the_sampling_recipe_of_a_run_is_exported(tmp_path, samples, wanted):
+    run_folder(tmp_path / "run")
+    state_file = next((tmp_path / "run" / "checkpoints").glob("*/state.json"))
+    state = json.loads(state_file.read_text())
+    state["config"]["callbacks"] = {"samples": samples}
+    state_file.write_text(json.dumps(state))
+    convert(tmp_path / "run", tmp_path / "out", "--to", "diffusers")
+    sparse = read_sparse_config(tmp_path / "out")
+    assert (sparse.flow_shift, sparse.guidance_scale) == wanted
+
+
 def test_run_to_diffusers_and_back(tmp_path):
     ema = run_folder(tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "a", "--to", "diffusers")
