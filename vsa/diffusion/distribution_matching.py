@@ -1,0 +1,463 @@
+"""Distribution matching distillation: gradients, losses and rollouts as pure functions of tensors.
+
+Three networks. The generator makes data in a few steps. `real_score` is the frozen teacher. `fake_score`, the
+critic, follows the distribution of the generator. The difference of the two scores on noised generated data tells
+the generator where the data is denser than its own output (DMD, arXiv:2311.18828; DMD2, arXiv:2405.14867).
+
+All three predict velocities `noise - x0` (see `flow_matching`). Losses are per sample, `[B]`, to be summed with
+`flow_matching.weighted_loss`, so that they do not depend on how a global batch is cut. No function here draws from
+a global random state: everything random comes from (seed, iteration) or from the seeds of the samples.
+
+B samples; the other dimensions are free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vsa.diffusion.flow_matching import (
+    TIMESTEP_SCALE,
+    add_noise,
+    mixed_generator,
+    noise_like,
+    per_sample,
+    sample_mse,
+    sample_sigmas,
+    shift_sigma,
+    velocity_target,
+    velocity_to_x0,
+)
+from vsa.diffusion.sampler import VelocityFn, guide, sample_few_step
+
+CfgForm = Literal["standard", "additive"]
+Update = Literal["generator", "fake_score"]
+
+# a teacher that returns the generated data itself would divide by zero
+MIN_NORMALIZER = 1e-6
+
+
+def guide_score(cond: Tensor, uncond: Tensor, scale: float, cfg_form: CfgForm) -> Tensor:
+    """Classifier-free guidance of the real score, with its convention named.
+
+    `standard` is `uncond + scale * (cond - uncond)`, scale 1 is no guidance; `additive` is
+    `cond + scale * (cond - uncond)`, scale 0 is no guidance. Additive 3.5 is standard 4.5: published recipes use
+    both forms and often do not say which.
+
+    Args:
+        cond: `[B, ...]` velocity with the caption.
+        uncond: same shape, velocity with the negative embedding.
+        scale: guidance scale in the named form.
+        cfg_form: `standard` or `additive`.
+
+    Returns:
+        `[B, ...]` guided velocity. The data predicted from it is the guided data, as both are linear.
+
+    Raises:
+        ValueError: on an unknown form, see `standard_scale`, or if the shapes differ.
+    """
+    if cond.shape != uncond.shape:
+        raise ValueError(f"cond and uncond must have one shape, got {tuple(cond.shape)} and {tuple(uncond.shape)}")
+    return guide(cond, uncond, standard_scale(scale, cfg_form))
+
+
+def standard_scale(scale: float, cfg_form: CfgForm) -> float:
+    """Guidance scale in the standard form, where 1 needs no negative embedding.
+
+    Args:
+        scale: guidance scale in the named form.
+        cfg_form: `standard` or `additive`.
+
+    Raises:
+        ValueError: on an unknown form, or a scale that is not finite.
+    """
+    if cfg_form not in ("standard", "additive"):
+        raise ValueError(f"cfg_form must be standard or additive, got {cfg_form!r}")
+    if not math.isfinite(scale):
+        raise ValueError(f"guidance scale must be finite, got {scale}")
+    return scale if cfg_form == "standard" else scale + 1
+
+
+def predicted_x0(x_t: Tensor, velocity: Tensor, sigma: Tensor) -> Tensor:
+    """Data predicted by a score network, in float64.
+
+    The gradient is a difference of two such predictions, which are close to each other once the critic is good:
+    subtracted in bf16 or fp32, little of it would be left.
+
+    Args:
+        x_t: `[B, ...]` noised generated data.
+        velocity: same shape, velocity at `x_t`.
+        sigma: `[B]` noise levels in [0, 1].
+
+    Raises:
+        ValueError: if the shapes differ, or there is not one noise level per sample.
+    """
+    if x_t.shape != velocity.shape:
+        raise ValueError(f"x_t and velocity must have one shape, got {tuple(x_t.shape)} and {tuple(velocity.shape)}")
+    return velocity_to_x0(x_t.double(), velocity.double(), sigma.double())
+
+
+class DmdGradient(NamedTuple):
+    """What the two scores say about generated data.
+
+    gradient: float64 `[B, ...]`, by which the generated data should fall.
+    normalizer: float64 `[B]`, what the raw gradient was divided by.
+    raw_norm: float64 `[B]`, root mean square of the raw gradient: the gap between critic and teacher, in units of
+        the latents.
+    """
+
+    gradient: Tensor
+    normalizer: Tensor
+    raw_norm: Tensor
+
+
+@torch.no_grad()
+def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor, token_mask: Tensor | None = None) -> DmdGradient:
+    """Distribution matching gradient, `(fake_x0 - real_x0) / mean|x0 - real_x0|`, the mean taken per sample.
+
+    DMD, section 3.2, eqs. 7 and 8: the difference of the scores is `(1 - sigma) / sigma^2 * (real_x0 - fake_x0)`,
+    and the weight there cancels the factor, so it stands here in terms of predicted data. The normaliser makes
+    the size of the gradient the same at every noise level and at every scale of the data. It belongs to a sample:
+    taken over a batch, a sample at high noise would drown the others.
+
+    A nan or inf in a counted element stays: one in `x0` or `real_x0` makes the gradient of the whole sample
+    non-finite, one in `fake_x0` its element. So a check of the gradients sees it and can skip the update. (Published
+    code turns nan into 0, which hides a broken network.) A sample whose teacher returns `x0` itself is divided by
+    `MIN_NORMALIZER`.
+
+    Args:
+        x0: `[B, ...]` generated data.
+        real_x0: same shape, data predicted by the guided teacher from the noised `x0`, see `predicted_x0`.
+        fake_x0: same shape, data predicted by the critic from the same input.
+        token_mask: bool or weights, broadcastable to `x0`; elements with 0 count nowhere and get gradient 0.
+
+    Returns:
+        Gradient, normaliser and raw norm; a sample without a counted element gets 0.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    for name, value in (("real_x0", real_x0), ("fake_x0", fake_x0)):
+        if value.shape != x0.shape:
+            raise ValueError(f"x0 and {name} must have one shape, got {tuple(x0.shape)} and {tuple(value.shape)}")
+    x0, real_x0, fake_x0 = x0.double(), real_x0.double(), fake_x0.double()
+    raw, distance = fake_x0 - real_x0, (x0 - real_x0).abs()
+    if token_mask is None:
+        normalizer = distance.flatten(1).mean(1)
+    else:
+        mask = token_mask.to(x0).expand_as(x0)
+        # an excluded element may hold inf or nan, and 0 * nan is nan
+        raw, distance = (torch.where(mask == 0, torch.zeros_like(x0), v) for v in (raw, distance))
+        total = mask.flatten(1).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
+        normalizer = (mask * distance).flatten(1).sum(1) / total
+    normalizer = normalizer.clamp_min(MIN_NORMALIZER)
+    raw_norm = sample_mse(raw, torch.zeros_like(raw), token_mask).sqrt()
+    return DmdGradient(raw / per_sample(normalizer, raw), normalizer, raw_norm)
+
+
+def dmd_loss(x0: Tensor, gradient: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    """Loss whose gradient by the generated data is `gradient`, averaged over the elements of each sample.
+
+    `0.5 * mean((x0 - stop(x0 - gradient))^2)`: autograd gives `gradient / n` for the n elements of a sample
+    (`mask * gradient / sum(mask)` with a mask), and its value is half the mean square of the gradient. It says
+    nothing about progress. The difference is formed in float64, so that a gradient far smaller than `x0` survives.
+
+    Args:
+        x0: `[B, ...]` generated data, with its graph.
+        gradient: same shape, from `dmd_gradient`.
+        token_mask: as given to `dmd_gradient`.
+
+    Returns:
+        float64 `[B]`.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if x0.shape != gradient.shape:
+        raise ValueError(f"x0 and gradient must have one shape, got {tuple(x0.shape)} and {tuple(gradient.shape)}")
+    x0 = x0.double()
+    return 0.5 * sample_mse(x0, (x0 - gradient.double()).detach(), token_mask)
+
+
+def critic_loss(velocity: Tensor, x0: Tensor, noise: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    """Flow matching of the critic on generated data, without weights over timesteps.
+
+    DMD, section 3.2, eq. 6, in terms of velocities. The generated data is constant here, also if it carries a
+    graph; the noised input of the critic is the caller's and must be detached too.
+
+    Args:
+        velocity: `[B, ...]` prediction of the critic at `add_noise(x0, noise, sigma)`.
+        x0: same shape, generated data.
+        noise: same shape, the noise in that input.
+        token_mask: bool or weights, broadcastable to `velocity`.
+
+    Returns:
+        `[B]` mean squared errors, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if x0.shape != noise.shape:
+        raise ValueError(f"x0 and noise must have one shape, got {tuple(x0.shape)} and {tuple(noise.shape)}")
+    return sample_mse(velocity, velocity_target(x0, noise).detach(), token_mask)
+
+
+def velocity_matching_loss(student: Tensor, teacher: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    """Regulariser: mean squared distance of a sparse student's velocity from the dense teacher's at one input.
+
+    It holds a student near the teacher without data of the teacher's quality (TurboDiffusion trains its sparse
+    attention this way, training.md section 2). No gradient reaches the teacher.
+
+    Args:
+        student: `[B, ...]` velocity.
+        teacher: same shape, velocity of the frozen network at the same input and caption.
+        token_mask: bool or weights, broadcastable to `student`.
+
+    Returns:
+        `[B]`, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    return sample_mse(student, teacher.detach(), token_mask)
+
+
+def gan_generator_loss(fake_logits: Tensor) -> Tensor:
+    """Non-saturating GAN loss of the generator, `softplus(-logit)` (DMD2, section 4.3).
+
+    Args:
+        fake_logits: `[B, ...]` of a classifier on critic features of noised generated data, high for real; their
+            graph leads through the critic into the generator.
+
+    Returns:
+        `[B]`, the mean over the logits of each sample, fp32 (fp64 for fp64 logits).
+
+    Raises:
+        ValueError: if there is no batch dimension.
+    """
+    return _logit_mean(F.softplus(-_logits("fake_logits", fake_logits)))
+
+
+def gan_critic_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+    """GAN loss of the classifier, `softplus(-real) + softplus(fake)` (DMD2, section 4.3).
+
+    Args:
+        real_logits: `[B, ...]` on critic features of noised data.
+        fake_logits: same shape, of noised generated data, which the caller has detached.
+
+    Returns:
+        `[B]`, the mean over the logits of each sample, fp32 (fp64 for fp64 logits).
+
+    Raises:
+        ValueError: if the shapes differ or there is no batch dimension.
+    """
+    if real_logits.shape != fake_logits.shape:
+        raise ValueError(
+            "real_logits and fake_logits must have one shape, "
+            f"got {tuple(real_logits.shape)} and {tuple(fake_logits.shape)}"
+        )
+    real, fake = _logits("real_logits", real_logits), _logits("fake_logits", fake_logits)
+    return _logit_mean(F.softplus(-real) + F.softplus(fake))
+
+
+def _logits(name: str, logits: Tensor) -> Tensor:
+    if logits.ndim < 1:
+        raise ValueError(f"{name} must be [B, ...], got shape {tuple(logits.shape)}")
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _logit_mean(values: Tensor) -> Tensor:
+    return values.reshape(len(values), -1).mean(1)
+
+
+def stream_seeds(seeds: Tensor, stream: str) -> Tensor:
+    """Seeds of an independent stream of noise for the same samples.
+
+    One iteration needs several draws per sample: the rollout and the score noise of each update. The sample seeds
+    hold (seed, iteration, sample) already; a name tells the draws apart.
+
+    Args:
+        seeds: int64 `[B]` sample seeds.
+        stream: name of the draw.
+
+    Returns:
+        int64 `[B]`.
+
+    Raises:
+        ValueError: if `seeds` is not one-dimensional.
+    """
+    if seeds.ndim != 1:
+        raise ValueError(f"seeds must be [B], got shape {tuple(seeds.shape)}")
+    mixed = [mixed_generator("stream", stream, seed).initial_seed() for seed in seeds.tolist()]
+    return torch.tensor(mixed, dtype=torch.int64)
+
+
+def score_sigmas(
+    *,
+    seed: int,
+    iteration: int,
+    num_slots: int,
+    update: Update,
+    shift: float = 1.0,
+    min_ratio: float = 0.02,
+    max_ratio: float = 0.98,
+) -> Tensor:
+    """Noise levels at which the scores are compared, or the critic is trained, in one iteration.
+
+    Uniform, shifted, then clamped into the window, in this order as published: a large shift puts much weight on
+    `max_ratio` itself (14% at shift 8). At the ends the scores say little: near 0 both return their input, near 1
+    both return a mean (DMD, section 3.2, uses the same window). Stratified over the global batch and equal on all
+    ranks, see `flow_matching.sample_sigmas`; the two updates of an iteration get different levels.
+
+    Args:
+        seed: seed of the run.
+        iteration: of the distillation.
+        num_slots: samples in the global batch.
+        update: whose update it is, `generator` or `fake_score`.
+        shift: see `flow_matching.shift_sigma`.
+        min_ratio: smallest noise level, in [0, 1).
+        max_ratio: largest noise level, above `min_ratio`, at most 1.
+
+    Returns:
+        float64 `[num_slots]`, by slot, on the CPU.
+
+    Raises:
+        ValueError: on an empty window or one outside [0, 1], an unknown update, `num_slots` < 1, or a shift that
+            is not positive.
+    """
+    if not 0 <= min_ratio < max_ratio <= 1:
+        raise ValueError(
+            "timestep window must satisfy 0 <= min_ratio < max_ratio <= 1, "
+            f"got min_ratio={min_ratio}, max_ratio={max_ratio}"
+        )
+    _check_update(update)
+    sigma = sample_sigmas(
+        seed=mixed_generator("score", update, seed).initial_seed(),
+        step=iteration,
+        num_slots=num_slots,
+        distribution="uniform",
+        shift=shift,
+    )
+    return sigma.clamp(min_ratio, max_ratio)
+
+
+def step_list(timesteps: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
+    """Timesteps of a few-step generator, checked and warped by a flow shift.
+
+    Recipes write a list either as the timesteps the model reads (1000/757/522: shift 1 here) or before the
+    schedule's shift (1000/750/500/250 "warped": the schedule's shift here).
+
+    Args:
+        timesteps: strictly falling, in (0, 1000].
+        shift: see `flow_matching.shift_sigma`.
+
+    Returns:
+        Timesteps as `rollout` and `sampler.sample_few_step` read them.
+
+    Raises:
+        ValueError: on an empty list, one that does not fall strictly or leaves (0, 1000], or a shift that is not
+            positive.
+    """
+    steps = [float(t) for t in timesteps]
+    # written so that nan fails too
+    if not steps or not all(0 < t <= TIMESTEP_SCALE for t in steps) or not all(a > b for a, b in pairwise(steps)):
+        raise ValueError(f"timesteps must fall strictly and lie in (0, 1000], got {list(timesteps)}")
+    if shift == 1:
+        return tuple(steps)
+    sigmas = shift_sigma(torch.tensor(steps, dtype=torch.float64) / TIMESTEP_SCALE, shift)
+    return tuple((sigmas * TIMESTEP_SCALE).clamp(max=TIMESTEP_SCALE).tolist())
+
+
+def rollout_index(*, seed: int, iteration: int, num_steps: int, update: Update) -> int:
+    """Step of the list whose prediction is used in an iteration, uniform in 0..num_steps - 1.
+
+    A pure function of its arguments: all ranks make the same number of sharded forwards without a broadcast, and
+    a resumed run repeats the choice. One critic follows the outputs of all chosen steps, so what distribution
+    matching makes equal to the data is the mixture over the steps, not the last step by itself.
+
+    Args:
+        seed: seed of the run.
+        iteration: of the distillation.
+        num_steps: length of the step list.
+        update: whose update it is, `generator` or `fake_score`; the two choose independently.
+
+    Raises:
+        ValueError: if `num_steps` < 1 or the update is unknown.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    _check_update(update)
+    return int(torch.randint(num_steps, (), generator=mixed_generator("rollout", update, seed, iteration)))
+
+
+def _check_update(update: str) -> None:
+    if update not in ("generator", "fake_score"):
+        raise ValueError(f"update must be generator or fake_score, got {update!r}")
+
+
+def rollout(
+    velocity_fn: VelocityFn,
+    latents: Tensor,
+    seeds: Tensor,
+    timesteps: Sequence[float],
+    index: int,
+    source: Literal["simulate", "data_latent"] = "simulate",
+) -> Tensor:
+    """Data generated at one step of the list: what the generator is trained on.
+
+    `simulate` runs the sampler from pure noise up to `index`, with fresh noise between the steps, so that the
+    generator trains on its own outputs, as it is used (backward simulation, DMD2, section 4.5). It needs no data
+    and takes `index + 1` forwards. `data_latent` noises real latents to the step and takes one forward (DMD2,
+    section 4.4). The steps are those of `sampler.sample_few_step`; at the last index under `torch.no_grad` this is
+    that sampler, each sample with its own noise.
+
+    Only the last forward has a graph, and only if gradients are enabled around the call: for the critic, call
+    under `torch.no_grad`.
+
+    Args:
+        velocity_fn: generator, see the head of `sampler`.
+        latents: `[B, ...]` data for `data_latent`; `simulate` takes shape, dtype and device.
+        seeds: int64 `[B]`, of all noise; give each update its own `stream_seeds`.
+        timesteps: from `step_list`.
+        index: from `rollout_index`, in 0..len(timesteps) - 1.
+        source: `simulate` or `data_latent`.
+
+    Returns:
+        `[B, ...]` generated data, fp32 (fp64 for fp64 latents).
+
+    Raises:
+        ValueError: on a bad step list, an index outside it, an unknown source, or not one seed per sample.
+    """
+    steps = step_list(timesteps)
+    if not 0 <= index < len(steps):
+        raise ValueError(f"index must lie in 0..{len(steps) - 1}, got {index}")
+    # the state is fp32, as in the sampler, and so is the noise
+    latents = latents if latents.dtype == torch.float64 else latents.float()
+    if source == "data_latent":
+        x = _renoise(latents, seeds, steps, index)
+    elif source == "simulate":
+        # pure noise whatever the first timestep is, as the sampler starts
+        x = rollout_noise(latents, seeds, 0)
+        with torch.no_grad():
+            for i in range(index):
+                x0 = sample_few_step(velocity_fn, x, (steps[i],))
+                x = _renoise(x0, seeds, steps, i + 1)
+    else:
+        raise ValueError(f"source must be simulate or data_latent, got {source!r}")
+    return sample_few_step(velocity_fn, x, (steps[index],))
+
+
+def rollout_noise(latents: Tensor, seeds: Tensor, index: int) -> Tensor:
+    """Noise `[B, ...]` of step `index` of a rollout; index 0 is the noise it starts from."""
+    return noise_like(latents, stream_seeds(seeds, f"step {index}"))
+
+
+def _renoise(x0: Tensor, seeds: Tensor, steps: Sequence[float], index: int) -> Tensor:
+    sigma = torch.full((len(x0),), steps[index] / TIMESTEP_SCALE, dtype=torch.float64)
+    return add_noise(x0, rollout_noise(x0, seeds, index), sigma)
