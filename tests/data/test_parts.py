@@ -245,6 +245,16 @@ def test_overwriting_goes_on_after_an_interruption(videos: Path, straight: dict[
     assert len(encoded) == 7
 
 
+def test_a_smaller_data_set_leaves_nothing_of_the_old_one(
+    videos: Path, straight: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    encode_folder(videos, out, **{**OPTIONS, "samples_per_shard": 1})
+    assert len(files_of(out)) > len(straight)
+    encode_folder(videos, out, **OPTIONS, overwrite=True)
+    assert files_of(out) == straight
+
+
 def test_bad_shares_are_refused(videos: Path, tmp_path: Path) -> None:
     cases = [
         ({"rank": 2, "world_size": 2}, r"rank must be in 0\.\.1, got 2"),

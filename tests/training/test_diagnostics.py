@@ -150,6 +150,16 @@ def test_a_measured_schedule_follows_what_is_measured(training):
     assert [float(rows[step]["sparsity/topk"]) for step in range(1, 6)] == [8, 8, 5, 5, 5]
 
 
+def test_layers_with_all_tiles_do_not_hide_what_the_others_miss(training):
+    training(*LOOK, *MEASURED, "sparsity.max_missed=1.0", "sparsity.dense_layers=[0]", "trainer.max_steps=5")
+    row = training.metrics()[4]
+    dense, sparse = (float(row[f"diag/recall_layer_{layer}"]) for layer in (0, 1))
+    assert dense == pytest.approx(1, abs=1e-5)
+    assert sparse < 0.99
+    missed = dict(training.last().state["sparsity_state"]["measured"])[4]
+    assert missed == pytest.approx(1 - sparse, abs=1e-6)
+
+
 def test_a_measured_schedule_resumes_bit_for_bit(training):
     settings = (*LOOK, *MEASURED, "sparsity.max_missed=1.0")
     training(*settings, "run=whole", "trainer.max_steps=7")
