@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vsa.diffusion import distribution_matching as dm
+from vsa.diffusion import rollout as ro
 from vsa.diffusion.flow_matching import add_noise, noise_like, shift_sigma, weighted_loss
 from vsa.diffusion.sampler import sample_few_step
 
@@ -270,11 +271,11 @@ def test_velocity_matching_teaches_the_student_only():
 def test_streams_of_seeds_are_distinct_and_reproducible():
     seeds = torch.tensor([0, 1, 2**40, 2**62 + 5])
     names = ("generator", "fake_score", "step 0", "step 1")
-    drawn = [dm.stream_seeds(seeds, name) for name in names]
+    drawn = [ro.stream_seeds(seeds, name) for name in names]
     assert len({int(s) for row in [seeds, *drawn] for s in row}) == 20
     assert all((row >= 0).all() and row.dtype == torch.int64 for row in drawn)
     for name, row in zip(names, drawn, strict=True):
-        assert torch.equal(dm.stream_seeds(seeds[2:], name), row[2:])
+        assert torch.equal(ro.stream_seeds(seeds[2:], name), row[2:])
     noise = torch.stack([noise_like(torch.empty(4, 4096), row) for row in drawn])
     correlation = torch.corrcoef(noise.flatten(0, 1)) - torch.eye(16)
     # 120 pairs of 4096 draws: 5.5 standard deviations
@@ -331,7 +332,7 @@ def test_rollout_index_is_uniform_reproducible_and_independent_between_updates()
     n, count = 3, 3000
     draws = {
         update: torch.tensor(
-            [dm.rollout_index(seed=5, iteration=i, num_steps=n, update=update) for i in range(0, 5 * count, 5)]
+            [ro.rollout_index(seed=5, iteration=i, num_steps=n, update=update) for i in range(0, 5 * count, 5)]
         )
         for update in ("generator", "fake_score")
     }
@@ -344,9 +345,9 @@ def test_rollout_index_is_uniform_reproducible_and_independent_between_updates()
         assert (pairs - count / 9).abs().max() < 4.5 * math.sqrt(count / 9)
     together = (n * draws["generator"] + draws["fake_score"]).bincount(minlength=9)
     assert (together - count / 9).abs().max() < 4.5 * math.sqrt(count / 9)
-    again = dm.rollout_index(seed=5, iteration=35, num_steps=n, update="generator")
+    again = ro.rollout_index(seed=5, iteration=35, num_steps=n, update="generator")
     assert again == draws["generator"][7]
-    others = [dm.rollout_index(seed=6, iteration=i, num_steps=n, update="generator") for i in range(0, 500, 5)]
+    others = [ro.rollout_index(seed=6, iteration=i, num_steps=n, update="generator") for i in range(0, 500, 5)]
     assert others != draws["generator"][:100].tolist()
 
 
@@ -359,19 +360,19 @@ def test_rollout_index_is_uniform_reproducible_and_independent_between_updates()
 )
 @settings(max_examples=60, deadline=None)
 def test_any_falling_list_warps_to_a_falling_list(steps: list[int], shift: float):
-    assert dm.step_list(steps) == tuple(float(t) for t in steps)
-    warped = dm.step_list(steps, shift)
+    assert ro.step_list(steps) == tuple(float(t) for t in steps)
+    warped = ro.step_list(steps, shift)
     assert all(0 < t <= 1000 for t in warped)
     assert all(a > b for a, b in pairwise(warped))
     for t, w in zip(steps, warped, strict=True):
         assert w == pytest.approx(1000 * shift * t / (1000 + (shift - 1) * t))
     # warping its own result is warping once by the product
-    assert dm.step_list(warped, 2.0) == pytest.approx(dm.step_list(steps, 2 * shift))
+    assert ro.step_list(warped, 2.0) == pytest.approx(ro.step_list(steps, 2 * shift))
 
 
 def test_known_lists():
-    assert dm.step_list((1000, 757, 522)) == (1000.0, 757.0, 522.0)
-    assert dm.step_list((1000, 750, 500, 250), 5.0) == pytest.approx((1000, 937.5, 833.333333, 625))
+    assert ro.step_list((1000, 757, 522)) == (1000.0, 757.0, 522.0)
+    assert ro.step_list((1000, 750, 500, 250), 5.0) == pytest.approx((1000, 937.5, 833.333333, 625))
 
 
 STEPS = (1000.0, 757.0, 522.0)
@@ -380,20 +381,20 @@ SEEDS = torch.tensor([11, 12, 13])
 
 def unrolled(latents: Tensor, seeds: Tensor, index: int) -> Tensor:
     """Backward simulation written out: predict the data, noise it to the next level, predict again."""
-    x = dm.rollout_noise(latents, seeds, 0)
+    x = ro.rollout_noise(latents, seeds, 0)
     for i in range(index + 1):
         sigma = STEPS[i] / 1000
         x0 = x - sigma * field(x, torch.full((len(x),), STEPS[i]))
         if i < index:
             after = STEPS[i + 1] / 1000
-            x = (1 - after) * x0 + after * dm.rollout_noise(latents, seeds, i + 1)
+            x = (1 - after) * x0 + after * ro.rollout_noise(latents, seeds, i + 1)
     return x0
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_simulated_rollout_is_the_written_out_one(index: int):
     latents = torch.empty(SHAPE, dtype=torch.float64)
-    got = dm.rollout(field, latents, SEEDS, STEPS, index)
+    got = ro.rollout(field, latents, SEEDS, STEPS, index)
     torch.testing.assert_close(got, unrolled(latents, SEEDS, index), atol=1e-6, rtol=0)
     # controls: another step, another seed
     assert (unrolled(latents, SEEDS, (index + 1) % 3) - got).abs().max() > 1e-2
@@ -401,20 +402,20 @@ def test_simulated_rollout_is_the_written_out_one(index: int):
 
 
 def test_every_step_of_a_rollout_has_its_own_noise():
-    rows = torch.stack([dm.rollout_noise(torch.empty(3, 4096), SEEDS, i) for i in range(3)]).flatten(0, 1)
+    rows = torch.stack([ro.rollout_noise(torch.empty(3, 4096), SEEDS, i) for i in range(3)]).flatten(0, 1)
     # 36 pairs of 4096 draws: 5.5 standard deviations
     assert (torch.corrcoef(rows) - torch.eye(9)).abs().max() < 5.5 / 64
 
 
 def test_last_index_is_the_few_step_sampler(monkeypatch: pytest.MonkeyPatch):
     latents = torch.empty(SHAPE)
-    fresh = iter([dm.rollout_noise(latents, SEEDS, i) for i in (1, 2)])
+    fresh = iter([ro.rollout_noise(latents, SEEDS, i) for i in (1, 2)])
     # the sampler with the noise of the rollout instead of its own
     monkeypatch.setattr(torch, "randn", lambda *a, **k: next(fresh))
     expected = sample_few_step(field, noise_like_start(latents), STEPS)
     monkeypatch.undo()
     with torch.no_grad():
-        got = dm.rollout(field, latents, SEEDS, dm.step_list(STEPS), 2)
+        got = ro.rollout(field, latents, SEEDS, ro.step_list(STEPS), 2)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     other = sample_few_step(field, noise_like_start(latents), STEPS, torch.Generator().manual_seed(0))
     assert (got - other).abs().max() > 1e-2
@@ -425,7 +426,7 @@ def noise_like_start(latents: Tensor) -> Tensor:
     return START.to(latents)
 
 
-START = dm.rollout_noise(torch.empty(SHAPE), SEEDS, 0)
+START = ro.rollout_noise(torch.empty(SHAPE), SEEDS, 0)
 
 
 def test_a_sample_is_rolled_out_the_same_in_any_batch_and_dtype():
@@ -434,10 +435,10 @@ def test_a_sample_is_rolled_out_the_same_in_any_batch_and_dtype():
         return field(x, timestep)
 
     latents = torch.empty(SHAPE)
-    whole = dm.rollout(pointwise, latents, SEEDS, STEPS, 2)
+    whole = ro.rollout(pointwise, latents, SEEDS, STEPS, 2)
     for i in range(3):
-        assert torch.equal(dm.rollout(pointwise, latents[i : i + 1], SEEDS[i : i + 1], STEPS, 2)[0], whole[i])
-    assert torch.equal(dm.rollout(pointwise, latents.bfloat16(), SEEDS, STEPS, 2), whole)
+        assert torch.equal(ro.rollout(pointwise, latents[i : i + 1], SEEDS[i : i + 1], STEPS, 2)[0], whole[i])
+    assert torch.equal(ro.rollout(pointwise, latents.bfloat16(), SEEDS, STEPS, 2), whole)
     assert not torch.equal(whole[0], whole[1])
 
 
@@ -450,14 +451,14 @@ def test_data_latent_rollout_is_one_forward_from_noised_data():
         return field(x, timestep)
 
     for index, t in enumerate(STEPS):
-        x_t = (1 - t / 1000) * latents + t / 1000 * dm.rollout_noise(latents, SEEDS, index)
-        got = dm.rollout(counted, latents, SEEDS, STEPS, index, "data_latent")
+        x_t = (1 - t / 1000) * latents + t / 1000 * ro.rollout_noise(latents, SEEDS, index)
+        got = ro.rollout(counted, latents, SEEDS, STEPS, index, "data_latent")
         expected = x_t - t / 1000 * field(x_t, torch.full((3,), t))
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
     assert [c.tolist() for c in calls] == [[1000.0] * 3, [757.0] * 3, [522.0] * 3]
     # control: simulation does not look at the data, except where both start from pure noise
     apart = (
-        dm.rollout(field, latents, SEEDS, STEPS, 1) - dm.rollout(field, latents, SEEDS, STEPS, 1, "data_latent")
+        ro.rollout(field, latents, SEEDS, STEPS, 1) - ro.rollout(field, latents, SEEDS, STEPS, 1, "data_latent")
     ).abs()
     assert apart.max() > 1e-2
 
@@ -472,29 +473,29 @@ def test_only_the_last_forward_of_a_rollout_has_a_graph(source):
         return scale * field(x, timestep)
 
     latents = randn(*SHAPE, seed=4)
-    out = dm.rollout(scaled, latents, SEEDS, STEPS, 2, source)
+    out = ro.rollout(scaled, latents, SEEDS, STEPS, 2, source)
     assert modes == ([False, False, True] if source == "simulate" else [True])
     out.sum().backward()
     assert scale.grad is not None
     # x0 = x - sigma * scale * field: linear in the last scale if the earlier ones are constants
     x_t = {
         "simulate": lambda: (
-            0.478 * dm.rollout(field, latents, SEEDS, STEPS, 1) + 0.522 * dm.rollout_noise(latents, SEEDS, 2)
+            0.478 * ro.rollout(field, latents, SEEDS, STEPS, 1) + 0.522 * ro.rollout_noise(latents, SEEDS, 2)
         ),
-        "data_latent": lambda: 0.478 * latents + 0.522 * dm.rollout_noise(latents, SEEDS, 2),
+        "data_latent": lambda: 0.478 * latents + 0.522 * ro.rollout_noise(latents, SEEDS, 2),
     }[source]()
     expected = -0.522 * field(x_t, torch.full((3,), 522.0)).sum()
     torch.testing.assert_close(scale.grad, expected, atol=1e-5, rtol=0)
     with torch.no_grad():
-        assert not dm.rollout(scaled, latents, SEEDS, STEPS, 2, source).requires_grad
+        assert not ro.rollout(scaled, latents, SEEDS, STEPS, 2, source).requires_grad
     if source == "simulate":
         # control: the gradient through all steps is another one
         whole = torch.ones((), dtype=torch.float64, requires_grad=True)
-        x = dm.rollout_noise(latents, SEEDS, 0)
+        x = ro.rollout_noise(latents, SEEDS, 0)
         for i, t in enumerate(STEPS):
             x0 = x - t / 1000 * whole * field(x, torch.full((3,), t))
             if i < 2:
-                x = (1 - STEPS[i + 1] / 1000) * x0 + STEPS[i + 1] / 1000 * dm.rollout_noise(latents, SEEDS, i + 1)
+                x = (1 - STEPS[i + 1] / 1000) * x0 + STEPS[i + 1] / 1000 * ro.rollout_noise(latents, SEEDS, i + 1)
         x0.sum().backward()
         assert whole.grad is not None
         assert abs(float(whole.grad - expected)) > 1e-2
@@ -526,7 +527,7 @@ def levels(**changed: float | str) -> Tensor:
         (lambda: dm.velocity_matching_loss(ONE, TWO), r"\(2, 1\) and \(2, 2\)"),
         (lambda: dm.gan_critic_loss(ONE, TWO), r"real_logits and fake_logits .* \(2, 1\) and \(2, 2\)"),
         (lambda: dm.gan_generator_loss(torch.zeros(())), r"fake_logits must be \[B, ...\], got shape \(\)"),
-        (lambda: dm.stream_seeds(torch.zeros(1, 2), "a"), r"seeds must be \[B\], got shape \(1, 2\)"),
+        (lambda: ro.stream_seeds(torch.zeros(1, 2), "a"), r"seeds must be \[B\], got shape \(1, 2\)"),
         (lambda: levels(min_ratio=0.5, max_ratio=0.5), "min_ratio=0.5, max_ratio=0.5"),
         (lambda: levels(min_ratio=-0.1), "min_ratio=-0.1, max_ratio=0.98"),
         (lambda: levels(max_ratio=1.1), "max_ratio=1.1"),
@@ -534,20 +535,20 @@ def levels(**changed: float | str) -> Tensor:
         (lambda: levels(shift=0.0), "flow shift must be positive, got 0.0"),
         (lambda: levels(num_slots=0), "num_slots must be at least 1, got 0"),
         (lambda: levels(update="critic"), "update must be generator or fake_score, got 'critic'"),
-        (lambda: dm.rollout_index(seed=0, iteration=0, num_steps=0, update="generator"), "num_steps .* got 0"),
-        (lambda: dm.rollout_index(seed=0, iteration=0, num_steps=1, update="x"), "got 'x'"),  # type: ignore[arg-type]
-        (lambda: dm.step_list(()), r"timesteps must fall strictly .* got \[\]"),
-        (lambda: dm.step_list((1000, 500, 500)), "1000, 500, 500"),
-        (lambda: dm.step_list((500, 757)), "500, 757"),
-        (lambda: dm.step_list((1001, 500)), "1001, 500"),
-        (lambda: dm.step_list((1000, 0)), "1000, 0"),
-        (lambda: dm.step_list((math.nan,)), "nan"),
-        (lambda: dm.step_list((1000, 500), -1.0), "flow shift must be positive, got -1.0"),
-        (lambda: dm.rollout(field, ONE, SEEDS[:2], STEPS, 3), r"index must lie in 0..2, got 3"),
-        (lambda: dm.rollout(field, ONE, SEEDS[:2], STEPS, -1), r"index must lie in 0..2, got -1"),
-        (lambda: dm.rollout(field, ONE, SEEDS[:2], (522, 757), 0), "522, 757"),
-        (lambda: dm.rollout(field, ONE, SEEDS[:2], STEPS, 0, "data"), "simulate or data_latent, got 'data'"),  # type: ignore[arg-type]
-        (lambda: dm.rollout(field, ONE, SEEDS, STEPS, 0), r"\[2\], got shape \(3,\)"),
+        (lambda: ro.rollout_index(seed=0, iteration=0, num_steps=0, update="generator"), "num_steps .* got 0"),
+        (lambda: ro.rollout_index(seed=0, iteration=0, num_steps=1, update="x"), "got 'x'"),  # type: ignore[arg-type]
+        (lambda: ro.step_list(()), r"timesteps must fall strictly .* got \[\]"),
+        (lambda: ro.step_list((1000, 500, 500)), "1000, 500, 500"),
+        (lambda: ro.step_list((500, 757)), "500, 757"),
+        (lambda: ro.step_list((1001, 500)), "1001, 500"),
+        (lambda: ro.step_list((1000, 0)), "1000, 0"),
+        (lambda: ro.step_list((math.nan,)), "nan"),
+        (lambda: ro.step_list((1000, 500), -1.0), "flow shift must be positive, got -1.0"),
+        (lambda: ro.rollout(field, ONE, SEEDS[:2], STEPS, 3), r"index must lie in 0..2, got 3"),
+        (lambda: ro.rollout(field, ONE, SEEDS[:2], STEPS, -1), r"index must lie in 0..2, got -1"),
+        (lambda: ro.rollout(field, ONE, SEEDS[:2], (522, 757), 0), "522, 757"),
+        (lambda: ro.rollout(field, ONE, SEEDS[:2], STEPS, 0, "data"), "simulate or data_latent, got 'data'"),  # type: ignore[arg-type]
+        (lambda: ro.rollout(field, ONE, SEEDS, STEPS, 0), r"\[2\], got shape \(3,\)"),
     ],
 )
 def test_bad_input_is_refused_by_name_and_value(call, message: str):

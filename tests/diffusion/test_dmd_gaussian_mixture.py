@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vsa.diffusion import distribution_matching as dm
 from vsa.diffusion import flow_matching as fm
+from vsa.diffusion import rollout as ro
 
 WEIGHTS, MEANS, STD = (0.3, 0.7), (-1.2, 1.0), 0.4
 MIDDLE = sum(MEANS) / 2
@@ -101,16 +102,16 @@ def distill(
     teacher, generator, critic = Teacher(scale=scale), Generator(scale), Critic(scale)
     generator_opt = optimizer(generator.parameters(), lr=lr)
     critic_opt = ADAM(critic.parameters(), lr=4e-3)
-    timesteps, like = dm.step_list(steps, shift=scale), torch.empty(SAMPLES, POINTS, 1)
+    timesteps, like = ro.step_list(steps, shift=scale), torch.empty(SAMPLES, POINTS, 1)
     warm_up, iterations = 5, updates * critic_per_update
 
     def draw(update: dm.Update, iteration: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         generators = (fm.mixed_generator(update, seed, iteration, i) for i in range(SAMPLES))
         seeds = torch.tensor([g.initial_seed() for g in generators])
-        index = dm.rollout_index(seed=seed, iteration=iteration, num_steps=len(timesteps), update=update)
+        index = ro.rollout_index(seed=seed, iteration=iteration, num_steps=len(timesteps), update=update)
         sigma = dm.score_sigmas(seed=seed, iteration=iteration, num_slots=SAMPLES, update=update, shift=scale)
-        x0 = dm.rollout(generator, like, dm.stream_seeds(seeds, "rollout"), timesteps, index)
-        noise = fm.noise_like(x0, dm.stream_seeds(seeds, "score"))
+        x0 = ro.rollout(generator, like, ro.stream_seeds(seeds, "rollout"), timesteps, index)
+        noise = fm.noise_like(x0, ro.stream_seeds(seeds, "score"))
         return x0, noise, fm.add_noise(x0, noise, sigma).detach(), sigma
 
     for iteration in range(iterations):
@@ -138,7 +139,7 @@ def distill(
     shape = (16 // len(timesteps), 1024, 1)
     with torch.no_grad():
         rows = [
-            dm.rollout(generator, torch.empty(shape), i * 100 + torch.arange(shape[0]), timesteps, i)
+            ro.rollout(generator, torch.empty(shape), i * 100 + torch.arange(shape[0]), timesteps, i)
             for i in range(len(timesteps))
         ]
     return torch.cat(rows).double().flatten().sort().values / scale

@@ -1,4 +1,4 @@
-"""Distribution matching distillation: gradients, losses and rollouts as pure functions of tensors.
+"""Distribution matching distillation: gradients and losses as pure functions of tensors (`rollout` has the rest).
 
 Three networks. The generator makes data in a few steps. `real_score` is the frozen teacher. `fake_score`, the
 critic, follows the distribution of the generator. The difference of the two scores on noised generated data tells
@@ -14,8 +14,6 @@ B samples; the other dimensions are free.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,21 +21,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vsa.diffusion.flow_matching import (
-    TIMESTEP_SCALE,
-    add_noise,
     mixed_generator,
-    noise_like,
     per_sample,
     sample_mse,
     sample_sigmas,
-    shift_sigma,
     velocity_target,
     velocity_to_x0,
 )
-from vsa.diffusion.sampler import VelocityFn, guide, sample_few_step
+from vsa.diffusion.rollout import Update, check_update
+from vsa.diffusion.sampler import guide
 
 CfgForm = Literal["standard", "additive"]
-Update = Literal["generator", "fake_score"]
 
 # a teacher that returns the generated data itself would divide by zero
 MIN_NORMALIZER = 1e-6
@@ -276,28 +270,6 @@ def _logit_mean(values: Tensor) -> Tensor:
     return values.reshape(len(values), -1).mean(1)
 
 
-def stream_seeds(seeds: Tensor, stream: str) -> Tensor:
-    """Seeds of an independent stream of noise for the same samples.
-
-    One iteration needs several draws per sample: the rollout and the score noise of each update. The sample seeds
-    hold (seed, iteration, sample) already; a name tells the draws apart.
-
-    Args:
-        seeds: int64 `[B]` sample seeds.
-        stream: name of the draw.
-
-    Returns:
-        int64 `[B]`.
-
-    Raises:
-        ValueError: if `seeds` is not one-dimensional.
-    """
-    if seeds.ndim != 1:
-        raise ValueError(f"seeds must be [B], got shape {tuple(seeds.shape)}")
-    mixed = [mixed_generator("stream", stream, seed).initial_seed() for seed in seeds.tolist()]
-    return torch.tensor(mixed, dtype=torch.int64)
-
-
 def score_sigmas(
     *,
     seed: int,
@@ -336,7 +308,7 @@ def score_sigmas(
             "timestep window must satisfy 0 <= min_ratio < max_ratio <= 1, "
             f"got min_ratio={min_ratio}, max_ratio={max_ratio}"
         )
-    _check_update(update)
+    check_update(update)
     sigma = sample_sigmas(
         seed=mixed_generator("score", update, seed).initial_seed(),
         step=iteration,
@@ -345,119 +317,3 @@ def score_sigmas(
         shift=shift,
     )
     return sigma.clamp(min_ratio, max_ratio)
-
-
-def step_list(timesteps: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
-    """Timesteps of a few-step generator, checked and warped by a flow shift.
-
-    Recipes write a list either as the timesteps the model reads (1000/757/522: shift 1 here) or before the
-    schedule's shift (1000/750/500/250 "warped": the schedule's shift here).
-
-    Args:
-        timesteps: strictly falling, in (0, 1000].
-        shift: see `flow_matching.shift_sigma`.
-
-    Returns:
-        Timesteps as `rollout` and `sampler.sample_few_step` read them.
-
-    Raises:
-        ValueError: on an empty list, one that does not fall strictly or leaves (0, 1000], or a shift that is not
-            positive.
-    """
-    steps = [float(t) for t in timesteps]
-    # written so that nan fails too
-    if not steps or not all(0 < t <= TIMESTEP_SCALE for t in steps) or not all(a > b for a, b in pairwise(steps)):
-        raise ValueError(f"timesteps must fall strictly and lie in (0, 1000], got {list(timesteps)}")
-    if shift == 1:
-        return tuple(steps)
-    sigmas = shift_sigma(torch.tensor(steps, dtype=torch.float64) / TIMESTEP_SCALE, shift)
-    return tuple((sigmas * TIMESTEP_SCALE).clamp(max=TIMESTEP_SCALE).tolist())
-
-
-def rollout_index(*, seed: int, iteration: int, num_steps: int, update: Update) -> int:
-    """Step of the list whose prediction is used in an iteration, uniform in 0..num_steps - 1.
-
-    A pure function of its arguments: all ranks make the same number of sharded forwards without a broadcast, and
-    a resumed run repeats the choice. One critic follows the outputs of all chosen steps, so what distribution
-    matching makes equal to the data is the mixture over the steps, not the last step by itself.
-
-    Args:
-        seed: seed of the run.
-        iteration: of the distillation.
-        num_steps: length of the step list.
-        update: whose update it is, `generator` or `fake_score`; the two choose independently.
-
-    Raises:
-        ValueError: if `num_steps` < 1 or the update is unknown.
-    """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-    _check_update(update)
-    return int(torch.randint(num_steps, (), generator=mixed_generator("rollout", update, seed, iteration)))
-
-
-def _check_update(update: str) -> None:
-    if update not in ("generator", "fake_score"):
-        raise ValueError(f"update must be generator or fake_score, got {update!r}")
-
-
-def rollout(
-    velocity_fn: VelocityFn,
-    latents: Tensor,
-    seeds: Tensor,
-    timesteps: Sequence[float],
-    index: int,
-    source: Literal["simulate", "data_latent"] = "simulate",
-) -> Tensor:
-    """Data generated at one step of the list: what the generator is trained on.
-
-    `simulate` runs the sampler from pure noise up to `index`, with fresh noise between the steps, so that the
-    generator trains on its own outputs, as it is used (backward simulation, DMD2, section 4.5). It needs no data
-    and takes `index + 1` forwards. `data_latent` noises real latents to the step and takes one forward (DMD2,
-    section 4.4). The steps are those of `sampler.sample_few_step`; at the last index under `torch.no_grad` this is
-    that sampler, each sample with its own noise.
-
-    Only the last forward has a graph, and only if gradients are enabled around the call: for the critic, call
-    under `torch.no_grad`.
-
-    Args:
-        velocity_fn: generator, see the head of `sampler`.
-        latents: `[B, ...]` data for `data_latent`; `simulate` takes shape, dtype and device.
-        seeds: int64 `[B]`, of all noise; give each update its own `stream_seeds`.
-        timesteps: from `step_list`.
-        index: from `rollout_index`, in 0..len(timesteps) - 1.
-        source: `simulate` or `data_latent`.
-
-    Returns:
-        `[B, ...]` generated data, fp32 (fp64 for fp64 latents).
-
-    Raises:
-        ValueError: on a bad step list, an index outside it, an unknown source, or not one seed per sample.
-    """
-    steps = step_list(timesteps)
-    if not 0 <= index < len(steps):
-        raise ValueError(f"index must lie in 0..{len(steps) - 1}, got {index}")
-    # the state is fp32, as in the sampler, and so is the noise
-    latents = latents if latents.dtype == torch.float64 else latents.float()
-    if source == "data_latent":
-        x = _renoise(latents, seeds, steps, index)
-    elif source == "simulate":
-        # pure noise whatever the first timestep is, as the sampler starts
-        x = rollout_noise(latents, seeds, 0)
-        with torch.no_grad():
-            for i in range(index):
-                x0 = sample_few_step(velocity_fn, x, (steps[i],))
-                x = _renoise(x0, seeds, steps, i + 1)
-    else:
-        raise ValueError(f"source must be simulate or data_latent, got {source!r}")
-    return sample_few_step(velocity_fn, x, (steps[index],))
-
-
-def rollout_noise(latents: Tensor, seeds: Tensor, index: int) -> Tensor:
-    """Noise `[B, ...]` of step `index` of a rollout; index 0 is the noise it starts from."""
-    return noise_like(latents, stream_seeds(seeds, f"step {index}"))
-
-
-def _renoise(x0: Tensor, seeds: Tensor, steps: Sequence[float], index: int) -> Tensor:
-    sigma = torch.full((len(x0),), steps[index] / TIMESTEP_SCALE, dtype=torch.float64)
-    return add_noise(x0, rollout_noise(x0, seeds, index), sigma)
