@@ -25,7 +25,9 @@ from vsa.training.checkpointing import read_checkpoint
 from vsa.training.finetune import FinetuneLoss, FinetuneModule, attention_outputs
 from vsa.training.inference import load_run
 from vsa.training.lora import LoRA, merged_tensors
+from vsa.training.parallel import ParallelPlan
 from vsa.training.start import resolve_start
+from vsa.training.teacher import Teacher
 
 # a dense run of the tiny model, and what finetunes it: 8 tiles
 DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=6")
@@ -38,6 +40,10 @@ LORA = "task.lora={_target_:vsa.training.lora.LoRA,rank:2,alpha:3}"
 TINY_RUN = {"num_attention_heads": 2, "attention_head_dim": 16, "absolute_positions": "false"}
 
 
+def frozen_copy(teacher):
+    return [] if teacher is None else [p.detach().clone() for p in teacher.network.parameters()]
+
+
 class Watch(L.Callback):
     """Weights at the start and at the end, the output of the first forward, the loss parts of every step."""
 
@@ -48,7 +54,7 @@ class Watch(L.Callback):
         self.start = {n: p.detach().clone() for n, p in pl_module.model.named_parameters()}
         self.trained = {n for n, p in pl_module.model.named_parameters() if p.requires_grad}
         self.lrs = {name: group["base_lr"] for group in trainer.optimizers[0].param_groups for name in group["names"]}
-        self.teacher = [p.detach().clone() for net in pl_module._teacher for p in net.parameters()]
+        self.teacher = frozen_copy(pl_module._teacher)
 
         def keep(model, args, kwargs, output):
             if self.first is None:
@@ -58,7 +64,7 @@ class Watch(L.Callback):
 
     def on_train_end(self, trainer, pl_module):
         self.end = {n: p.detach().clone() for n, p in pl_module.model.named_parameters()}
-        self.teacher_end = [p.detach().clone() for net in pl_module._teacher for p in net.parameters()]
+        self.teacher_end = frozen_copy(pl_module._teacher)
 
     @property
     def changed(self):
@@ -620,6 +626,8 @@ def test_the_module_has_no_second_network():
     """A module that held the teacher as a submodule would save and optimise it."""
     module = FinetuneModule.__new__(FinetuneModule)
     L.LightningModule.__init__(module)
-    module._teacher = [make_net(FullAttention)]
+    module._teacher = Teacher(lambda: make_net(FullAttention), None)
+    module._teacher.build(None, ParallelPlan())
+    assert len(list(module._teacher.network.parameters())) > 0
     assert list(module.parameters()) == []
     assert SimpleNamespace(**module.state_dict()) == SimpleNamespace()

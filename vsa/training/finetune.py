@@ -23,9 +23,9 @@ from vsa.models.checkpoint import Gates
 from vsa.models.video_dit import VideoDiT
 from vsa.training.lora import LoRA
 from vsa.training.optim import AdamW
-from vsa.training.parallel import ParallelPlan, build_model
+from vsa.training.parallel import ParallelPlan
 from vsa.training.pretrain import FlowMatchingLoss, LossTerms, PretrainModule
-from vsa.training.start import Start, resolve_start
+from vsa.training.teacher import Teacher
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -196,10 +196,7 @@ class FinetuneModule(PretrainModule):
         self.gates: Literal["initial", "required"] = gates
         self.lora = lora
         self.trainable = tuple(trainable) if trainable is not None else None
-        # in a list: the teacher is no submodule, so neither checkpoints nor optimizers see it
-        self._teacher: list[VideoDiT] = []
-        self._teacher_spec = teacher
-        self._teacher_start: Start | None = None
+        self._teacher = Teacher(self._dense, teacher) if objective.needs_teacher else None
 
     def prepare_model(self, model: VideoDiT) -> None:
         """Adapters, and what is frozen."""
@@ -222,7 +219,7 @@ class FinetuneModule(PretrainModule):
 
     def _dense(self) -> VideoDiT:
         """The teacher's network: the trained one with full attention and without adapters."""
-        return self._model_factory(attention=FullAttention).eval().requires_grad_(False)
+        return self._model_factory(attention=FullAttention)
 
     def check_weights(self, data: PlanDataModule) -> None:
         if self.init_from is None and self.resume is None:
@@ -232,29 +229,8 @@ class FinetuneModule(PretrainModule):
             if (node is None) != (self.lora is None):
                 raise ValueError(f"{self.resume.path} was trained with task.lora={node}, the settings have {self.lora}")
         super().check_weights(data)
-        if self.objective.needs_teacher:
-            self._teacher_start = self._find_teacher()
-            with torch.device("meta"):
-                teacher = self._dense()
-            self._teacher_start.check(teacher, "absent")
-            self._teacher_start.check_data(data)
-
-    def _find_teacher(self) -> Start:
-        """The teacher of the settings, or on resume the one that the run began with, bit for bit."""
-        saved = self.resume.state.get("teacher") if self.resume is not None else None
-        if saved is not None:
-            start = resolve_start(saved["source"])
-            if start.digest != saved["digest"]:
-                raise ValueError(
-                    f"the teacher {saved['source']} has changed since {self.resume.path} began with it "  # type: ignore
-                    f"(digest {saved['digest'][:12]}, now {start.digest[:12]})"
-                )
-            return start
-        if self._teacher_spec is not None:
-            return resolve_start(self._teacher_spec)
-        if self.init_from is None:
-            raise ValueError("task.teacher=null, but the resumed run had no teacher: name a dense checkpoint")
-        return self.init_from
+        if self._teacher is not None:
+            self._teacher.find(self.resume, self.init_from, data)
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Those that the run it starts from was trained with, on whatever data; else as in pretraining."""
@@ -264,22 +240,18 @@ class FinetuneModule(PretrainModule):
         return super().statistics() if found is None else (torch.tensor(found[0]), torch.tensor(found[1]))
 
     def checkpoint_state(self) -> dict[str, Any]:
-        state, start = super().checkpoint_state(), self._teacher_start
-        return state if start is None else {**state, "teacher": {"source": start.source, "digest": start.digest}}
+        state = super().checkpoint_state()
+        return state if self._teacher is None else {**state, "teacher": self._teacher.state()}
 
     def configure_model(self) -> None:
         super().configure_model()
-        if self.objective.needs_teacher and not self._teacher:
-            plan = ParallelPlan(compile=self._parallel.compile)
-            with torch.random.fork_rng(devices=[]):
-                self._teacher.append(build_model(self._dense, self.device_mesh, plan, initialise=None))
+        if self._teacher is not None:
+            self._teacher.build(self.device_mesh, self._parallel)
 
     def load_frozen(self) -> None:
-        for teacher in self._teacher:
-            assert self._teacher_start is not None
-            self._teacher_start.load(teacher, "absent")
-            teacher.to(self.device)
+        if self._teacher is not None:
+            self._teacher.load(self.device)
 
     def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: int | Sequence[int]) -> LossTerms:
-        teacher = self._teacher[0] if self._teacher else None
+        teacher = None if self._teacher is None else self._teacher.network
         return self.objective.mixed(self.model, teacher, batch, latents, seed=self.seed, topk=topk)

@@ -1,21 +1,32 @@
-"""What every training job shares: networks, optimizer, clipping, step metrics, checkpoint state."""
+"""What every training job shares: networks, data, sparsity, optimizer, step metrics, checkpoint state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from vsa.attention.schedule import SparsityPoint, SparsitySchedule
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.data.batch import VideoBatch
 from vsa.models.checkpoint import Gates, gate_names
+from vsa.models.flops import FlopCount
 from vsa.models.key_names import is_gate
 from vsa.models.video_dit import VideoDiT
-from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors
-from vsa.training.optim import ROLES, AdamW
+from vsa.training.checkpointing import (
+    Checkpoint,
+    load_model_tensors,
+    load_optimizer_tensors,
+    optimizer_state,
+)
+from vsa.training.figures import loss_curve
+from vsa.training.guard import UpdateGuard
+from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
 from vsa.training.start import Start
 
@@ -33,45 +44,62 @@ class DiffusionModule(L.LightningModule):
     Args:
         model: builds the network.
         optim: recipe of the optimizer.
+        sparsity: top-k by optimizer step.
         parallel: activation checkpointing and compile.
+        latent_scale: divide latents by the standard deviation of each channel, or all by its root mean square over
+            the channels, which keeps faint detail bands of a wavelet codec faint.
         grad_clip: largest global gradient norm; 0 clips nothing.
         max_skipped: consecutive steps with non-finite gradients after which training stops.
         seed: of the initial weights, timesteps and validation noise.
     """
+
+    step_list: tuple[float, ...] | None = None
+    """Timesteps of a few-step generator; None: sampled with many steps."""
 
     def __init__(
         self,
         *,
         model: Callable[..., VideoDiT],
         optim: AdamW,
+        sparsity: SparsitySchedule,
         parallel: ParallelPlan,
+        latent_scale: Literal["channel", "shared"] = "channel",
         grad_clip: float = 1.0,
         max_skipped: int = 10,
         seed: int = 0,
     ):
         super().__init__()
+        if latent_scale not in ("channel", "shared"):
+            raise ValueError(f"latent_scale must be channel or shared, got {latent_scale!r}")
         self.model: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
+        self.sparsity = sparsity
+        self.latent_scale = latent_scale
+        self.latent_mean = self.latent_std = torch.empty(0)
         self.seed = seed
-        self.grad_clip = grad_clip
+        self.guard = UpdateGuard(clip=grad_clip, max_skipped=max_skipped)
         self.resume: Checkpoint | None = None
         self.init_from: Start | None = None
         self.config: Mapping[str, Any] = {}
         # called once nothing speaks against the run any more, before it writes anything
         self.on_ready: Callable[[], None] = lambda: None
-        self.step_skipped = False
         self.flops_total = 0.0
+        self._flops: dict[Any, FlopCount] = {}
         self._model_factory = model
         self._optim = optim
         self._parallel = parallel
-        self._max_skipped = max_skipped
-        self._skipped_in_row = 0
-        self._skipped_total = 0
 
     # set-up
 
     def setup(self, stage: str) -> None:
+        self.latent_mean, self.latent_std = self.statistics()
         with torch.device("meta"):
             self.check_start(self._model_factory())
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation `[C]` that latents are normalised with: of the data, scaled by `latent_scale`."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        std = data.latent_std
+        return data.latent_mean, std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
 
     def check_start(self, model: VideoDiT) -> None:
         """Refuse data and settings that do not fit the model, before it takes any memory.
@@ -82,6 +110,40 @@ class DiffusionModule(L.LightningModule):
         Raises:
             ValueError: names what does not fit.
         """
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        # the stream refuses a batch that cannot be divided, but it is made after the run folder is opened
+        parts = self.accumulate * self.trainer.world_size
+        if data.batch_size % parts:
+            raise ValueError(
+                f"data.batch_size={data.batch_size} is not divisible by the {parts} micro-batches of a step "
+                f"(trainer.accumulate_grad_batches={self.accumulate} times {self.trainer.world_size} ranks)"
+            )
+        if model.image_dim is not None:
+            raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
+        taken = model.in_channels - model.out_channels
+        if data.cond_channels != taken:
+            raise ValueError(
+                f"the model takes {taken} channels of image condition (model.in_channels - model.out_channels), "
+                f"the data have {data.cond_channels}"
+            )
+        shapes = list(data.buckets)
+        # a top-k that no bucket can hold is a mistake; smaller buckets clamp
+        tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
+        method: Any = model.blocks[0].method
+        if tiles == 1 and isinstance(method, VideoSparseAttention):
+            raise ValueError(
+                f"attention.tile_thw={list(method.tile_thw)} makes one tile of the largest latents, "
+                f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
+            )
+        self.sparsity.check(tiles, len(model.blocks))
+        if self.resume is not None and self.resume.state["plan_hash"] != data.plan_hash:
+            raise ValueError(
+                f"{self.resume.path} was trained on another data plan (hash {self.resume.state['plan_hash'][:12]}, "
+                f"now {data.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
+            )
+        if self.resume is not None:
+            # checkpoints of before there were measured schedules have no such state
+            self.sparsity.load_state_dict(self.resume.state.get("sparsity_state", {}))
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -128,16 +190,24 @@ class DiffusionModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
         if self.resume is not None:
-            load_model_tensors(self.model, self.resume.tensors("model"), str(self.resume.path))
-            load_optimizer_tensors(self.raw_optimizer, self.resume.tensors("optimizer"), str(self.resume.path))
-            self._skipped_total = self.resume.state["skipped_steps"]
-            self._skipped_in_row = self.resume.state["skipped_in_row"]
-            self.flops_total = self.resume.state["flops_total"]
+            self.load_checkpoint(self.resume)
             self._set_trainer_step(self.resume.step)
-        elif self.init_from is not None:
-            self.init_from.load(self.model, self.gates_of(self.model))
+        else:
+            self.load_start()
         self.load_frozen()
         self.on_ready()
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Weights, moments and counters of a run to resume."""
+        load_model_tensors(self.model, checkpoint.tensors("model"), str(checkpoint.path))
+        load_optimizer_tensors(self.raw_optimizer, checkpoint.tensors("optimizer"), str(checkpoint.path))
+        self.guard.load_state_dict(checkpoint.state)  # type: ignore[arg-type]
+        self.flops_total = checkpoint.state["flops_total"]
+
+    def load_start(self) -> None:
+        """Weights of a new run that does not start from random ones."""
+        if self.init_from is not None:
+            self.init_from.load(self.model, self.gates_of(self.model))
 
     def load_frozen(self) -> None:
         """Fill the networks that checkpoints leave out."""
@@ -164,38 +234,43 @@ class DiffusionModule(L.LightningModule):
         self._optim.set_lr(self.raw_optimizer, self.global_step)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradient norms by role, the finite check and clipping.
-
-        A non-finite gradient drops all gradients, so weights and moments keep every bit.
-        """
-        grads: dict[str, list[Tensor]] = {}
-        for group in optimizer.param_groups:
-            grads.setdefault(group["role"], []).extend(p.grad for p in group["params"] if p.grad is not None)
-        norms = {}
-        for role in filter(grads.get, grads):
-            norm = torch.nn.utils.get_total_norm(grads[role])
-            norms[role] = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-        self.step_skipped = not math.isfinite(total.item())
-        if self.step_skipped:
-            optimizer.zero_grad(set_to_none=True)
-            self._skipped_in_row += 1
-            self._skipped_total += 1
-            if self._skipped_in_row >= self._max_skipped:
-                raise FloatingPointError(
-                    f"gradients were not finite for {self._skipped_in_row} steps in a row, "
-                    f"the last one step {self.global_step}: training stopped"
-                )
-        else:
-            self._skipped_in_row = 0
-            if self.grad_clip > 0:
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.grad_clip, total)
+        norms = self.guard(optimizer, self.global_step)
         if self.logs_this_step(self.global_step + 1):
-            named = {f"grad_norm/{role}": norms[role] for role in ROLES if role in norms}
-            self.log_step(
-                {"grad_norm/total": total, **named, "skipped_steps": self._skipped_total}, self.global_step + 1
-            )
+            named = {f"grad_norm/{name}": norm for name, norm in norms.items()}
+            self.log_step({**named, "skipped_steps": self.guard.skipped_total}, self.global_step + 1)
+
+    @property
+    def model_moved(self) -> bool:
+        """Whether the step that just ended changed `model`."""
+        return not self.guard.skipped
+
+    @property
+    def model_steps(self) -> int:
+        """Optimizer steps of `model` so far."""
+        return self.global_step
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """Stored latents `[B, C, T, H, W]` to zero mean and unit variance per channel."""
+        shape = (1, -1, 1, 1, 1)
+        mean = self.latent_mean.to(latents.device).view(shape)
+        return (latents - mean) / self.latent_std.to(latents.device).view(shape)
+
+    def topk(self, latent_shape: Sequence[int], step: int, at: SparsityPoint = "current") -> int | tuple[int, ...]:
+        """Video kv tiles per query tile at an optimizer step for latents `[C, T, H, W]`: of all layers, or of each."""
+        tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
+        return self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks), at)
+
+    def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
+        """Training FLOPs of one sample in optimizer step `step` (from 0)."""
+        return self.flops_of(self.model, batch, step, training=True)
+
+    def flops_of(self, network: VideoDiT, batch: VideoBatch, step: int, *, training: bool) -> FlopCount:
+        """FLOPs of one sample in one pass of a network, forward alone or with its backward."""
+        shape = tuple(batch.latents.shape[1:])
+        key = (id(network), shape, self.topk(shape, step), batch.text.shape[1], training)
+        if key not in self._flops:
+            self._flops[key] = network.flops(*key[1:4], training=training)
+        return self._flops[key]
 
     # metrics
 
@@ -211,16 +286,31 @@ class DiffusionModule(L.LightningModule):
             for logger in self.trainer.loggers:
                 logger.log_metrics(values, step)
 
+    def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:
+        """The run's curves as a PNG."""
+        loss_curve(metrics_csv, path, title=title)
+
     # checkpoints
+
+    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The groups of tensors of a checkpoint that this module owns."""
+        return {"model": dict(self.model.named_parameters()), "optimizer": optimizer_state(self.raw_optimizer)}
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The part of `state.json` that this module owns."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         return {
             "step": self.global_step,
             "seed": self.seed,
-            "skipped_steps": self._skipped_total,
-            "skipped_in_row": self._skipped_in_row,
+            **self.guard.state_dict(),
             "flops_total": self.flops_total,
             # the resolved config: what builds the model again for sampling
             "config": self.config,
+            "plan_hash": data.plan_hash,
+            "sparsity_state": self.sparsity.state_dict(),
+            "latent_mean": self.latent_mean.tolist(),
+            "latent_std": self.latent_std.tolist(),
+            "codec": {"id": data.codec_id, "hash": data.codec_hash},
+            "text_encoder": {"id": data.text_encoder_id, "hash": data.text_encoder_hash},
+            "latent_shapes": [list(bucket) for bucket in data.buckets],
         }

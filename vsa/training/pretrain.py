@@ -5,7 +5,6 @@ B samples of a micro-batch, C T H W latent dims.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor
 
 from vsa.attention.schedule import SparsityPoint, SparsitySchedule, check_points
-from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.video_dit import VideoDiT
-from vsa.training.callbacks.diagnostics import Diagnostics
 from vsa.training.module import DiffusionModule
 from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan
@@ -148,8 +145,7 @@ class PretrainModule(DiffusionModule):
         sparsity: top-k by optimizer step.
         objective: the loss.
         parallel: activation checkpointing and compile.
-        latent_scale: divide latents by the standard deviation of each channel, or all by its root mean square over
-            the channels, which keeps faint detail bands of a wavelet codec faint.
+        latent_scale: see `DiffusionModule`.
         validate_at: where the validation loss is computed: at the current top-k (`val/loss`), with all tiles
             (`val/loss_dense`), at the end value of the schedule (`val/loss_target`); each costs a forward.
         grad_clip: largest global gradient norm.
@@ -171,83 +167,25 @@ class PretrainModule(DiffusionModule):
         max_skipped: int = 10,
         seed: int = 0,
     ):
-        if latent_scale not in ("channel", "shared"):
-            raise ValueError(f"latent_scale must be channel or shared, got {latent_scale!r}")
         points = check_points("validate_at", validate_at)
         if "current" not in points:
             raise ValueError(f"validate_at must hold current, whose loss is val/loss, got {list(validate_at)}")
         super().__init__(
-            model=model, optim=optim, parallel=parallel, grad_clip=grad_clip, max_skipped=max_skipped, seed=seed
+            model=model,
+            optim=optim,
+            sparsity=sparsity,
+            parallel=parallel,
+            latent_scale=latent_scale,
+            grad_clip=grad_clip,
+            max_skipped=max_skipped,
+            seed=seed,
         )
-        self.sparsity = sparsity
         self.objective = objective
-        self.latent_scale = latent_scale
         self.validate_at = points
-        self.latent_mean = self.latent_std = torch.empty(0)
         # mse and sigma of the samples since the last log line, read only there
         self._window: list[tuple[Tensor, Tensor]] = []
         self._step_loss: list[dict[str, Tensor]] = []
         self._validated = torch.empty(0)
-
-    def setup(self, stage: str) -> None:
-        self.latent_mean, self.latent_std = self.statistics()
-        super().setup(stage)
-
-    def statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation `[C]` that latents are normalised with: of the data, scaled by `latent_scale`."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        std = data.latent_std
-        return data.latent_mean, std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
-
-    def check_start(self, model: VideoDiT) -> None:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        # the stream refuses a batch that cannot be divided, but it is made after the run folder is opened
-        parts = self.accumulate * self.trainer.world_size
-        if data.batch_size % parts:
-            raise ValueError(
-                f"data.batch_size={data.batch_size} is not divisible by the {parts} micro-batches of a step "
-                f"(trainer.accumulate_grad_batches={self.accumulate} times {self.trainer.world_size} ranks)"
-            )
-        if model.image_dim is not None:
-            raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
-        taken = model.in_channels - model.out_channels
-        if data.cond_channels != taken:
-            raise ValueError(
-                f"the model takes {taken} channels of image condition (model.in_channels - model.out_channels), "
-                f"the data have {data.cond_channels}"
-            )
-        shapes = list(data.buckets)
-        # a top-k that no bucket can hold is a mistake; smaller buckets clamp
-        tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
-        method: Any = model.blocks[0].method
-        if tiles == 1 and isinstance(method, VideoSparseAttention):
-            raise ValueError(
-                f"attention.tile_thw={list(method.tile_thw)} makes one tile of the largest latents, "
-                f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
-            )
-        self.sparsity.check(tiles, len(model.blocks))
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        if self.sparsity.measured and not any(isinstance(c, Diagnostics) for c in callbacks):
-            raise ValueError(f"{type(self.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
-        if self.resume is not None and self.resume.state["plan_hash"] != data.plan_hash:
-            raise ValueError(
-                f"{self.resume.path} was trained on another data plan (hash {self.resume.state['plan_hash'][:12]}, "
-                f"now {data.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
-            )
-        if self.resume is not None:
-            # checkpoints of before there were measured schedules have no such state
-            self.sparsity.load_state_dict(self.resume.state.get("sparsity_state", {}))
-
-    def normalise(self, latents: Tensor) -> Tensor:
-        """Stored latents `[B, C, T, H, W]` to zero mean and unit variance per channel."""
-        shape = (1, -1, 1, 1, 1)
-        mean = self.latent_mean.to(latents.device).view(shape)
-        return (latents - mean) / self.latent_std.to(latents.device).view(shape)
-
-    def topk(self, latent_shape: Sequence[int], step: int, at: SparsityPoint = "current") -> int | tuple[int, ...]:
-        """Video kv tiles per query tile at an optimizer step for latents `[C, T, H, W]`: of all layers, or of each."""
-        tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
-        return self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks), at)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
         # overfitting repeats the first batches on purpose
@@ -320,16 +258,3 @@ class PretrainModule(DiffusionModule):
         self.log_step(metrics, self.global_step)
         # for callbacks that watch it
         self.log("val/loss", metrics["val/loss"], logger=False)
-
-    def checkpoint_state(self) -> dict[str, Any]:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        return {
-            **super().checkpoint_state(),
-            "plan_hash": data.plan_hash,
-            "sparsity_state": self.sparsity.state_dict(),
-            "latent_mean": self.latent_mean.tolist(),
-            "latent_std": self.latent_std.tolist(),
-            "codec": {"id": data.codec_id, "hash": data.codec_hash},
-            "text_encoder": {"id": data.text_encoder_id, "hash": data.text_encoder_hash},
-            "latent_shapes": [list(bucket) for bucket in data.buckets],
-        }

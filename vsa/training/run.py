@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from vsa.attention.schedule import SparsitySchedule
 from vsa.cli import one_line_errors
 from vsa.training.callbacks.checkpoint import Checkpointing
+from vsa.training.callbacks.diagnostics import Diagnostics
 from vsa.training.checkpointing import Checkpoint, list_checkpoints, resolve_checkpoint
 from vsa.training.config import build, check_targets, model_factory
 from vsa.training.metrics_csv import MetricsCSV
@@ -96,6 +97,8 @@ def train(cfg: DictConfig) -> None:
     callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
     trainer = _trainer(cfg, callbacks, loggers)
+    if module.sparsity.measured and not any(isinstance(c, Diagnostics) for c in trainer.callbacks):  # type: ignore
+        raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
     module.on_ready = partial(_open_run_folder, cfg, run_dir, loggers, datamodule.start_step)
 
     rank_zero_info(f"run folder: {run_dir}")

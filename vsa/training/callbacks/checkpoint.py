@@ -16,7 +16,6 @@ from vsa.training.callbacks.ema import find_ema
 from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.checkpointing import (
     list_checkpoints,
-    optimizer_state,
     remove_checkpoint,
     write_checkpoint,
 )
@@ -109,8 +108,7 @@ class Checkpointing(L.Callback):
             self._write(trainer, pl_module)
 
     def _write(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        model, optimizer = pl_module.model, pl_module.raw_optimizer
-        tensors = {"model": dict(model.named_parameters()), "optimizer": optimizer_state(optimizer)}
+        tensors = pl_module.checkpoint_tensors()
         ema = find_ema(trainer)
         if ema is not None:
             tensors["ema"] = dict(ema.average)

@@ -22,7 +22,7 @@ class EMA(L.Callback):
 
     Args:
         decay: of the average.
-        warmup: ramp the decay as (1 + n) / (10 + n) while that is smaller, n being the optimizer step.
+        warmup: ramp the decay as (1 + n) / (10 + n) while that is smaller, n being the optimizer step of the model.
     """
 
     def __init__(self, decay: float = 0.999, warmup: bool = True):
@@ -56,11 +56,11 @@ class EMA(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (batch_idx + 1) % pl_module.accumulate or pl_module.step_skipped:
+        if (batch_idx + 1) % pl_module.accumulate or not pl_module.model_moved:
             return
         averages = [local(a) for a in self._average.values()]
         weights = [local(p).float() for p in pl_module.model.parameters()]
-        torch._foreach_lerp_(averages, weights, 1 - self.decay_at(trainer.global_step))
+        torch._foreach_lerp_(averages, weights, 1 - self.decay_at(pl_module.model_steps))
 
     @property
     def average(self) -> Mapping[str, Tensor]:

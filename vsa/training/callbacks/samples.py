@@ -18,7 +18,6 @@ from vsa.training.callbacks.checkpoint import interrupted
 from vsa.training.callbacks.ema import find_ema
 from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.clips import write_clips
-from vsa.training.figures import loss_curve
 from vsa.training.inference import LoadedRun, SampleSettings, generate, settings_dict
 
 
@@ -77,7 +76,7 @@ class Samples(L.Callback):
         if trainer.is_global_zero and metrics.exists():
             for logger in trainer.loggers:
                 logger.save()
-            loss_curve(metrics, self.run_dir / "loss.png", title=str(self.run_dir))
+            pl_module.draw_curves(metrics, self.run_dir / "loss.png", str(self.run_dir))
 
     def _sample(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not self.prompts or trainer.global_step in (0, self._sampled_step):

@@ -12,7 +12,6 @@ import torch
 
 from vsa.attention.schedule import mean_topk
 from vsa.data.batch import VideoBatch
-from vsa.models.flops import FlopCount
 from vsa.training.module import DiffusionModule
 
 PEAK_BF16_TFLOPS = {
@@ -53,7 +52,6 @@ class Throughput(L.Callback):
         self._excluded = 0.0
         self._steps = self._tokens = 0
         self._executed = self._dense = 0.0
-        self._flops: dict[Any, FlopCount] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         self._restart()
@@ -87,14 +85,12 @@ class Throughput(L.Callback):
         step = trainer.global_step
         topk = pl_module.topk(shape, step - 1)
         layout = model.layout_for(shape)
-        key = (shape, topk, batch.text.shape[1])
-        if key not in self._flops:
-            self._flops[key] = model.flops(shape, topk, batch.text.shape[1])
+        flops = pl_module.step_flops(batch, step - 1)
         self._steps += 1
         self._tokens += layout.num_tokens * batch.num_slots
-        self._executed += self._flops[key].executed * batch.num_slots
-        self._dense += self._flops[key].dense_equivalent * batch.num_slots
-        pl_module.flops_total += self._flops[key].executed * batch.num_slots
+        self._executed += flops.executed * batch.num_slots
+        self._dense += flops.dense_equivalent * batch.num_slots
+        pl_module.flops_total += flops.executed * batch.num_slots
         if not pl_module.logs_this_step(step):
             return
         if pl_module.device.type == "cuda":
