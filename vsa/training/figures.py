@@ -101,6 +101,37 @@ def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") ->
     return _save(figure, path)
 
 
+def health_curves(metrics_csv: str | Path, path: str | Path, *, title: str = "") -> Path:
+    """Critic loss, gap between critic and teacher, and spread of the generated latents of a distillation.
+
+    Args:
+        metrics_csv: a run's metrics; what it has not is left out.
+        path: PNG to write.
+        title: above the axes.
+    """
+    figure = Figure(figsize=(7, 8), layout="constrained")
+    panels = (
+        ("loss of the critic", {"fake_score/loss": "training"}),
+        ("gap between critic and teacher (rms)", {"dmd/gap": "training", "val/gap": "validation, last step"}),
+        ("generated latents", {"generated/std": "std (data: 1)", "generated/saturation": "share saturated"}),
+    )
+    for axes, (label, columns) in zip(figure.subplots(len(panels), 1, sharex=True), panels, strict=True):
+        for column, name in columns.items():
+            try:
+                steps, values = read_metric(metrics_csv, column)
+            except ValueError:
+                continue
+            axes.plot(steps, values, ".-", linewidth=0.8, label=name)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    axes.set_xlabel("iteration")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(title)
+    return _save(figure, path)
+
+
 def contact_sheet(
     videos: Tensor, prompts: Sequence[str], path: str | Path, *, frames: int = 4, columns: int = 2
 ) -> Path:

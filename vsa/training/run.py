@@ -96,7 +96,7 @@ def train(cfg: DictConfig) -> None:
     module.config = OmegaConf.to_container(cfg, resolve=True)
     callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
-    trainer = _trainer(cfg, callbacks, loggers)
+    trainer = _trainer(cfg, module, callbacks, loggers)
     if module.sparsity.measured and not any(isinstance(c, Diagnostics) for c in trainer.callbacks):  # type: ignore
         raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
     module.on_ready = partial(_open_run_folder, cfg, run_dir, loggers, datamodule.start_step)
@@ -156,8 +156,11 @@ def _open_run_folder(cfg: DictConfig, run_dir: Path, loggers: list[Any], start_s
             logger.start(start_step)
 
 
-def _trainer(cfg: DictConfig, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
+def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
     settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+    if not module.automatic_optimization:
+        # the trainer refuses to accumulate for a module that steps its own optimizers
+        module.micro_batches = settings.pop("accumulate_grad_batches")
     if settings["strategy"] == "auto" and settings["accelerator"] != "cpu":
         settings["strategy"] = default_strategy()
     if settings["devices"] == "auto" and TorchElasticEnvironment.detect():

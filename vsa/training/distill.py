@@ -1,0 +1,457 @@
+"""Distillation of a dense teacher into a sparse few-step generator (DMD2), with three networks.
+
+B samples of a micro-batch, C T H W latent dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.full import FullAttention
+from vsa.attention.schedule import SparsitySchedule
+from vsa.data.batch import VideoBatch, pad_text
+from vsa.diffusion import flow_matching as fm
+from vsa.models.checkpoint import Gates
+from vsa.models.flops import FlopCount
+from vsa.models.sharding import local
+from vsa.models.video_dit import VideoDiT
+from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors, optimizer_state
+from vsa.training.distill_loss import DistributionMatching, NegativeText, Networks, ScoredRollout
+from vsa.training.figures import health_curves
+from vsa.training.guard import UpdateGuard
+from vsa.training.health import CollapseRule, CollapseWatch, DecileMeans, SpreadMeter
+from vsa.training.module import DiffusionModule
+from vsa.training.optim import AdamW
+from vsa.training.parallel import ParallelPlan, ShardedDataParallel, build_model
+from vsa.training.pretrain import VALIDATION_SEED
+from vsa.training.teacher import Teacher, gates_from_dense
+
+if TYPE_CHECKING:
+    # the data module loads the video libraries
+    from vsa.data.datamodule import PlanDataModule
+
+
+class DistillModule(DiffusionModule):
+    """Distil a dense teacher into a generator of few steps and sparse attention (VSA paper, section 2.3).
+
+    `model` is the generator. An iteration updates the generator when its turn has come, then the critic, on the same
+    samples with noise of their own. `global_step` counts iterations, and so does the sparsity schedule; learning rates
+    follow the updates of their own network. All choices are functions of (seed, iteration, sample).
+
+    Args:
+        model: builds a network; called with another attention for the scores.
+        optim: recipe of the generator's optimizer.
+        fake_score_optim: recipe of the critic's.
+        sparsity: top-k of the generator by iteration.
+        objective: the losses, with step list and guidance.
+        parallel: activation checkpointing, compile, sharding.
+        generator_every: iterations per update of the generator.
+        fake_score_warmup: iterations in which only the critic is trained.
+        teacher: dense checkpoint of real and fake score; None: `init_from`.
+        gates: initial (the generator's checkpoint is dense) or required (it has trained gates).
+        negative_prompt: caption of the teacher's unconditional pass; "" is the data's null embedding.
+        fake_score_attention: of the critic.
+        real_score_attention: of the teacher. Score networks of sparse attention keep as many tiles as the generator.
+        collapse: when training stops because the generator's output is broken; None: never.
+        latent_scale: see `DiffusionModule`; a run that the teacher comes from brings its statistics along.
+        grad_clip: largest global gradient norm of the generator.
+        fake_score_grad_clip: of the critic.
+        max_skipped: consecutive non-finite updates of a network after which training stops.
+        seed: of everything random.
+
+    Raises:
+        ValueError: an option out of range, or guidance without a negative caption.
+
+    Source: DMD2 (arXiv:2405.14867), sections 4.2 to 4.5.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Callable[..., VideoDiT],
+        optim: AdamW,
+        fake_score_optim: AdamW,
+        sparsity: SparsitySchedule,
+        objective: DistributionMatching,
+        parallel: ParallelPlan,
+        generator_every: int = 5,
+        fake_score_warmup: int = 0,
+        teacher: str | None = None,
+        gates: Literal["initial", "required"] = "initial",
+        negative_prompt: str | None = "",
+        fake_score_attention: Callable[..., AttentionMethod] = FullAttention,
+        real_score_attention: Callable[..., AttentionMethod] = FullAttention,
+        collapse: CollapseRule | None = None,
+        latent_scale: Literal["channel", "shared"] = "channel",
+        grad_clip: float = 1.0,
+        fake_score_grad_clip: float = 1.0,
+        max_skipped: int = 10,
+        seed: int = 0,
+    ):
+        if generator_every < 1:
+            raise ValueError(f"task.generator_every must be at least 1, got {generator_every}")
+        if fake_score_warmup < 0:
+            raise ValueError(f"task.fake_score_warmup must not be negative, got {fake_score_warmup}")
+        if gates not in ("initial", "required"):
+            raise ValueError(f"task.gates must be initial or required, got {gates!r}")
+        if objective.guided and negative_prompt is None:
+            raise ValueError(
+                f"objective.guidance={objective.guidance} ({objective.cfg_form}) needs a negative embedding, but "
+                'task.negative_prompt=null: "" is the null embedding of the data'
+            )
+        super().__init__(
+            model=model,
+            optim=optim,
+            sparsity=sparsity,
+            parallel=parallel,
+            latent_scale=latent_scale,
+            grad_clip=grad_clip,
+            max_skipped=max_skipped,
+            seed=seed,
+        )
+        self.automatic_optimization = False
+        self.objective = objective
+        self.step_list = objective.steps
+        self.generator_every, self.fake_score_warmup = generator_every, fake_score_warmup
+        self.gates: Literal["initial", "required"] = gates
+        self.negative_prompt = negative_prompt
+        self.fake_score: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
+        self.teacher = Teacher(lambda: model(attention=real_score_attention), teacher)
+        self.fake_score_guard = UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score")
+        # the trainer's own accumulation is for modules that leave their optimizer to it
+        self.micro_batches = 1
+        self._make_fake_score = lambda: model(attention=fake_score_attention)
+        self._fake_score_optim = fake_score_optim
+        self._collapse = None if collapse is None else CollapseWatch(collapse)
+        self._negative: NegativeText | None = None
+        self._batches: list[VideoBatch] = []
+        self._generator_moved = False
+        self._window = self._validation = _Measured(torch.device("cpu"))
+
+    # set-up
+
+    def check_weights(self, data: PlanDataModule) -> None:
+        self.teacher.find(self.resume, self.init_from, data)
+        if self.init_from is None and self.resume is None:
+            self.init_from = self.teacher.start
+        super().check_weights(data)
+        with torch.device("meta"):
+            critic = self._make_fake_score()
+        self.teacher.start.check(critic, gates_from_dense(critic))
+
+    def gates_of(self, model: VideoDiT) -> Gates:
+        return self.gates
+
+    def setup(self, stage: str) -> None:
+        self.trainer.accumulate_grad_batches = self.micro_batches
+        super().setup(stage)
+        found = None if self.init_from is None else self.init_from.statistics
+        ours = (self.latent_mean, self.latent_std)
+        if found is not None and not all(torch.allclose(torch.tensor(a), b) for a, b in zip(found, ours, strict=True)):
+            raise ValueError(
+                f"{self.init_from.source} was trained on latents of another scale than the teacher "  # type: ignore
+                f"{self.teacher.start.source}: their means and deviations differ"
+            )
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Those that the teacher was trained with, on whatever data; else as in pretraining."""
+        found = self.teacher.start.statistics
+        return super().statistics() if found is None else (torch.tensor(found[0]), torch.tensor(found[1]))
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        super().configure_model()
+        with torch.random.fork_rng(devices=[]):
+            self.fake_score = build_model(self._make_fake_score, self.device_mesh, self._parallel, initialise=None)
+        self.teacher.build(self.device_mesh, self._parallel)
+        refuse_shared_parameters(
+            {"generator": self.model, "fake_score": self.fake_score, "real_score": self.teacher.network}
+        )
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        critic = self._fake_score_optim.build(self.fake_score, self.fake_score.parameter_roles())
+        return [self._optim.build(self.model, self.model.parameter_roles()), critic]
+
+    def load_start(self) -> None:
+        super().load_start()
+        self.teacher.start.load(self.fake_score, gates_from_dense(self.fake_score))
+
+    def load_frozen(self) -> None:
+        self.teacher.load(self.device)
+        if self.objective.guided:
+            self._negative = self._negative_text()
+        self._window = _Measured(self.device)
+
+    def _negative_text(self) -> NegativeText:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self.negative_prompt:
+            (rows,) = data.text_encoder.encode_batch([self.negative_prompt])
+        else:
+            rows = data.store.null_text
+        text, mask = pad_text([rows], length=data.text_encoder.max_tokens, padding=data.text_padding)
+        return NegativeText(text=text.to(self.device), mask=None if mask is None else mask.to(self.device))
+
+    def _set_trainer_step(self, step: int) -> None:
+        super()._set_trainer_step(step)
+        self._count_iteration(step)
+
+    @property
+    def networks(self) -> Networks:
+        return Networks(generator=self.model, fake_score=self.fake_score, real_score=self.teacher.network)
+
+    # one iteration
+
+    def updates_generator(self, iteration: int) -> bool:
+        """Whether it is the generator's turn."""
+        since = iteration - self.fake_score_warmup
+        return since >= 0 and since % self.generator_every == 0
+
+    def generator_updates(self, iteration: int) -> int:
+        """Turns of the generator before `iteration`."""
+        return max(0, -(-(iteration - self.fake_score_warmup) // self.generator_every))
+
+    @property
+    def model_steps(self) -> int:
+        return self.generator_updates(self.global_step)
+
+    @property
+    def model_moved(self) -> bool:
+        return self._generator_moved
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.trainer.optimizers
+        self._optim.set_lr(generator, self.generator_updates(self.global_step))
+        self._fake_score_optim.set_lr(critic, self.global_step)
+
+    def training_step(self, batch: VideoBatch, batch_idx: int) -> None:
+        # overfitting repeats the first batches on purpose
+        trainer: Any = self.trainer
+        iteration = self.global_step
+        assert batch.step == iteration or trainer.overfit_batches, (batch.step, iteration)
+        self._batches.append(batch)
+        if len(self._batches) < self.accumulate:
+            return
+        # the critic learns from the generator as it is after its update, so the micro-batches are passed twice
+        generator, critic = trainer.optimizers
+        self._generator_moved = False
+        if self.updates_generator(iteration):
+            for scored in self._scored(self._generator_terms):
+                self._window.add_generator(scored)
+            self._window.norms |= _named("", self.guard(generator, iteration))
+            self._step(generator, self.guard)
+            self._generator_moved = not self.guard.skipped
+        spread = SpreadMeter()
+        for scored in self._scored(self._fake_score_terms):
+            self._window.add_fake_score(scored)
+            if scored.index == len(self.objective.timesteps) - 1:
+                spread.add(scored.x0)
+                self._window.spread.add(scored.x0)
+        self._window.norms |= _named("fake_score/", self.fake_score_guard(critic, iteration))
+        self._step(critic, self.fake_score_guard)
+        self._batches.clear()
+        self._count_iteration(iteration + 1)
+        found = spread.spread(trainer.strategy)
+        if self._collapse is not None and found is not None:
+            self._collapse.judge(found, iteration)
+
+    def _scored(self, terms: Callable[[VideoBatch, Tensor], ScoredRollout]) -> Iterator[ScoredRollout]:
+        """Gradients of every micro-batch of the iteration, summed; all ranks add theirs at the last one."""
+        for number, batch in enumerate(self._batches, 1):
+            scored = terms(batch, self.normalise(batch.latents))
+            loss = fm.weighted_loss(scored.loss, torch.ones_like(scored.loss), batch.num_slots)
+            with self._reduced_when(number == len(self._batches)):
+                # the strategy averages over ranks; the normaliser is global already
+                (loss * self.trainer.world_size).backward()
+            yield scored
+
+    def _reduced_when(self, last: bool) -> AbstractContextManager[None]:
+        strategy = self.trainer.strategy
+        return (
+            nullcontext() if last or not isinstance(strategy, ShardedDataParallel) else strategy.block_backward_sync()
+        )
+
+    def _generator_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
+        iteration = self.global_step
+        return self.objective.generator_update(
+            self.networks,
+            batch,
+            latents,
+            self._negative,
+            seed=self.seed,
+            iteration=iteration,
+            topk=self.topk(batch.latents.shape[1:], iteration),
+        )
+
+    def _fake_score_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
+        iteration = self.global_step
+        topk = self.topk(batch.latents.shape[1:], iteration)
+        return self.objective.fake_score_update(
+            self.networks, batch, latents, seed=self.seed, iteration=iteration, topk=topk
+        )
+
+    def _step(self, optimizer: torch.optim.Optimizer, guard: UpdateGuard) -> None:
+        # not through lightning, which would count every update of either network as a step
+        if not guard.skipped:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _count_iteration(self, done: int) -> None:
+        total: Any = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        total.ready = total.completed = done
+
+    def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
+        """FLOPs of one sample in an iteration: rollouts, score passes and backwards of its updates."""
+
+        def cost(network: VideoDiT, training: bool, times: int = 1) -> list[FlopCount]:
+            return [self.flops_of(network, batch, step, training=training)] * times
+
+        nets = self.networks
+
+        def rollout(update: Literal["generator", "fake_score"]) -> int:
+            index = self.objective.index(seed=self.seed, iteration=step, update=update)
+            return index if self.objective.source == "simulate" else 0
+
+        # the last pass of a rollout has a backward in the generator's update only
+        counts = cost(nets.generator, False, rollout("fake_score") + 1) + cost(nets.fake_score, True)
+        if self.updates_generator(step):
+            trained = 2 if self.objective.velocity > 0 else 1
+            counts += cost(nets.generator, False, rollout("generator")) + cost(nets.generator, True, trained)
+            counts += cost(nets.fake_score, False) + cost(nets.real_score, False, 2 if self.objective.guided else 1)
+        names = ("executed", "self_attention", "dense_equivalent")
+        return FlopCount(**{name: sum(getattr(count, name) for count in counts) for name in names})
+
+    # metrics
+
+    def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.accumulate or not self.logs_this_step(self.global_step):
+            return
+        generator, critic = self.trainer.optimizers
+        metrics = self._window.metrics(self.trainer.strategy)
+        self.log("loss", metrics["fake_score/loss"], prog_bar=True, logger=False)
+        if "dmd/gap" in metrics:
+            self.log("gap", metrics["dmd/gap"], prog_bar=True, logger=False)
+        self.log_step(
+            {
+                **metrics,
+                "lr": generator.param_groups[0]["lr"],
+                "fake_score/lr": critic.param_groups[0]["lr"],
+                "updates/generator": self.generator_updates(self.global_step) - self.guard.skipped_total,
+                "updates/fake_score": self.global_step - self.fake_score_guard.skipped_total,
+                "skipped_steps": self.guard.skipped_total,
+                "fake_score/skipped_steps": self.fake_score_guard.skipped_total,
+            },
+            self.global_step,
+        )
+        self._window = _Measured(self.device)
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation = _Measured(self.device)
+
+    def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
+        """Last-step output of the averaged generator from fixed noise, scored at fixed noise levels."""
+        scored = self.objective.generator_update(
+            self.networks,
+            batch,
+            self.normalise(batch.latents),
+            self._negative,
+            seed=self.seed + VALIDATION_SEED,
+            iteration=0,
+            topk=self.topk(batch.latents.shape[1:], self.global_step),
+            index=len(self.objective.timesteps) - 1,
+        )
+        self._validation.add_generator(scored)
+        self._validation.spread.add(scored.x0)
+
+    def on_validation_epoch_end(self) -> None:
+        found = self._validation.metrics(self.trainer.strategy)
+        metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in found.items() if "loss" not in name}
+        self.log_step(metrics, self.global_step)
+        # for callbacks that watch it
+        self.log("val/gap", metrics["val/gap"], logger=False)
+
+    def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:
+        health_curves(metrics_csv, path, title=title)
+
+    # checkpoints
+
+    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            **super().checkpoint_tensors(),
+            "fake_score": dict(self.fake_score.named_parameters()),
+            "fake_score_optimizer": optimizer_state(self.trainer.optimizers[1]),
+        }
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        return {
+            **super().checkpoint_state(),
+            "teacher": self.teacher.state(),
+            "step_list": list(self.objective.steps),
+            "fake_score": self.fake_score_guard.state_dict(),
+            "collapse": None if self._collapse is None else self._collapse.state_dict(),
+        }
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        what = str(checkpoint.path)
+        if not checkpoint.has("fake_score"):
+            raise ValueError(f"{what} has no fake_score: it is no checkpoint of a distillation, use init_from=")
+        super().load_checkpoint(checkpoint)
+        load_model_tensors(self.fake_score, checkpoint.tensors("fake_score"), f"fake_score of {what}")
+        load_optimizer_tensors(self.trainer.optimizers[1], checkpoint.tensors("fake_score_optimizer"), what)
+        self.fake_score_guard.load_state_dict(checkpoint.state["fake_score"])
+        if self._collapse is not None and checkpoint.state["collapse"] is not None:
+            self._collapse.load_state_dict(checkpoint.state["collapse"])
+
+
+class _Measured:
+    """What was measured since the last log line."""
+
+    def __init__(self, device: torch.device):
+        self.gap, self.loss, self.critic, self.normalizer = (DecileMeans(device) for _ in range(4))
+        self.spread = SpreadMeter()
+        self.norms: dict[str, Tensor] = {}
+
+    def add_generator(self, scored: ScoredRollout) -> None:
+        assert scored.raw_norm is not None
+        assert scored.normalizer is not None
+        self.gap.add(scored.raw_norm, scored.sigmas)
+        self.normalizer.add(scored.normalizer, scored.sigmas)
+        self.loss.add(scored.loss, scored.sigmas)
+
+    def add_fake_score(self, scored: ScoredRollout) -> None:
+        self.critic.add(scored.loss, scored.sigmas)
+
+    def metrics(self, strategy: Any) -> dict[str, Tensor | float]:
+        """Everything by name; a collective."""
+        spread = self.spread.spread(strategy)
+        values = {
+            **self.gap.metrics("dmd/gap", strategy),
+            **self.critic.metrics("fake_score/loss", strategy),
+        }
+        # of these the mean says all
+        for name, means in (("dmd/normalizer", self.normalizer), ("dmd/loss", self.loss)):
+            values |= {key: value for key, value in means.metrics(name, strategy).items() if key == name}
+        return {**values, **({} if spread is None else spread.metrics("generated")), **self.norms}
+
+
+def _named(prefix: str, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}grad_norm/{name}": norm for name, norm in norms.items()}
+
+
+def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError when two roles hold the same parameter, so that training one would change the other."""
+    owners: dict[int, tuple[str, str]] = {}
+    for role, network in networks.items():
+        for name, parameter in network.named_parameters():
+            place = local(parameter).untyped_storage().data_ptr()
+            # an empty shard lies nowhere
+            other, theirs = owners.setdefault(place, (role, name)) if place else (role, name)
+            if other != role:
+                raise ValueError(f"{other} and {role} share a parameter ({theirs} and {name}): each needs its own")
