@@ -88,8 +88,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lpips", type=Path, metavar="FOLDER", help="folder with torchvision's alexnet-*.pth")
     parser.add_argument("--weights", choices=("ema", "model"), help="averaged or trained weights (averaged if any)")
     parser.add_argument("--seed", type=int, help="of the noise (that of the run's samples)")
-    parser.add_argument("--steps", type=int, help="Euler steps (those of the run's samples)")
-    parser.add_argument("--guidance", type=float, help="uncond + G * (cond - uncond) (that of the run's samples)")
+    parser.add_argument("--steps", type=int, help="Euler steps (those of the run's samples; a distilled run: its own)")
+    parser.add_argument("--guidance", type=float, help="uncond + G * (cond - uncond) (as --steps; distilled: 1)")
     parser.add_argument("--shift", type=float, help="flow shift (that of the run's samples, or of its training)")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--device", help="cpu, cuda:1, ... (cuda when there is one): not the one that trains")
@@ -151,7 +151,8 @@ def held_out_prompts(config: Mapping[str, Any]) -> tuple[str, ...]:
 def settings_of(args: argparse.Namespace, checkpoint: Checkpoint, reference: str) -> EvaluationSettings:
     """Settings of the command line, what is left out taken from the clips that the run samples itself.
 
-    A run that samples none is asked for a few captions of its held-out data.
+    A run that samples none is asked for a few captions of its held-out data. A distilled run is sampled at its step
+    list: the other settings of its clips are its teacher's.
     """
     config = checkpoint.state["config"]
     samples = (config.get("callbacks") or {}).get("samples") or {}
@@ -160,11 +161,13 @@ def settings_of(args: argparse.Namespace, checkpoint: Checkpoint, reference: str
         prompts += read_prompts(args.prompts)
     elif not prompts:
         prompts = samples.get("prompts") or held_out_prompts(config)
+    distilled = checkpoint.state.get("step_list") is not None
+    own = {"steps": None, "guidance": None} if distilled else sampling_of(config)
     given = {"steps": args.steps, "guidance": args.guidance, "flow_shift": args.shift}
     return EvaluationSettings(
         prompts=tuple(prompts),
         seed=samples.get("seed", 0) if args.seed is None else args.seed,
-        **{**sampling_of(config), **{name: value for name, value in given.items() if value is not None}},
+        **{**own, **{name: value for name, value in given.items() if value is not None}},
         batch_size=args.batch_size,
         weights=choose_weights(checkpoint, args.weights),
         reference=reference,
@@ -208,12 +211,10 @@ def load_reference(args: argparse.Namespace) -> tuple[str, LoadedRun | None]:
 
 def measure(evaluator: Evaluator, run: LoadedRun, checkpoint: Checkpoint, out: Path) -> Mapping[str, Any]:
     """Evaluate a checkpoint behind a progress bar and write the result."""
-    settings = evaluator.settings
-    total = len(settings.prompts) * settings.steps * (1 if settings.reference == "none" else 2)
     columns = (TextColumn(f"step {run.step}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("sampling", total=total)
+        task = bar.add_task("sampling", total=evaluator.clip_steps(run))
         evaluation = evaluator(run, checkpoint, lambda clips: bar.advance(task, clips))
     write_evaluation(out, evaluation, checkpoint.path.name)
     return evaluation.record

@@ -35,7 +35,7 @@ from vsa.training.inference import clip_seeds, generate, load_run, settings_dict
 # what an option that was left out means, for a run and for a pipeline; the others have no meaning in the other mode.
 # None: what the run or the export says
 BOTH = {
-    "steps": (None, 50),
+    "steps": (None, None),
     "guidance": (None, None),
     "batch_size": (16, 1),
     "fps": (8, 16),
@@ -66,9 +66,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="text file with one caption per line, or .jsonl")
     parser.add_argument("--out", type=Path, help="folder to write to (RUN/samples, or samples)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="sampler steps (run: as it samples itself, pipeline: 50)")
+    parser.add_argument("--steps", type=int, help="sampler steps (as the run samples; 50; a distilled model: its own)")
     parser.add_argument(
-        "--guidance", type=float, help="uncond + G * (cond - uncond); 1: one pass (as the run samples; 5)"
+        "--guidance", type=float, help="uncond + G * (cond - uncond); 1: one pass (as the run samples; 5; distilled: 1)"
     )
     parser.add_argument("--shift", type=float, help="flow shift (as the run samples; of the export, the scheduler)")
     parser.add_argument("--topk", type=int, help="tiles per query tile (that of the training)")
@@ -185,13 +185,13 @@ def sample_pipeline(args: argparse.Namespace, prompts: list[str], out: Path) -> 
         device=device,
     )
     size = None if args.size is None else tuple(args.size)
-    clip = clip_settings(pipe, size=size, frames=args.frames, guidance=args.guidance)
+    clip = clip_settings(pipe, size=size, frames=args.frames, guidance=args.guidance, steps=args.steps)
     trained, grid = trained_settings(pipe), token_grid(pipe, clip.size, clip.frames)
     if trained is not None and grid not in trained.grids:
         known = ", ".join("x".join(map(str, other)) for other in trained.grids)
         print(f"the clip's grid of {'x'.join(map(str, grid))} tokens is none of those trained on: {known}")
     with sampling_progress() as progress:
-        task = progress.add_task("sampling", total=len(prompts) * args.steps)
+        task = progress.add_task("sampling", total=len(prompts) * clip.steps)
         videos = generate_videos(
             pipe,
             prompts,
@@ -219,7 +219,8 @@ def pipeline_record(args: argparse.Namespace, pipe: Any, clip: ClipSettings, dty
         "pipeline": str(args.pipeline),
         "transformer": args.transformer,
         "seed": args.seed,
-        "steps": args.steps,
+        "steps": clip.steps,
+        "step_list": config.get("step_list"),
         "size": list(clip.size),
         "frames": clip.frames,
         "guidance": clip.guidance,

@@ -33,11 +33,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("run", help="run folder (newest checkpoint) or checkpoint folder")
     parser.add_argument("--clips", type=int, default=96, help="clips to sample; multiples of 24 are balanced")
     parser.add_argument("--out", type=Path, help="JSON to write (RUN/score.json)")
-    parser.add_argument("--weights", choices=("ema", "model"), default="ema")
+    parser.add_argument("--weights", choices=("ema", "model"), help="averaged (where there are any) or trained weights")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--guidance", type=float, default=1.0)
-    parser.add_argument("--shift", type=float, help="flow shift (that of the training)")
+    parser.add_argument("--steps", type=int, help="Euler steps (32; a distilled run: its own)")
+    parser.add_argument("--guidance", type=float, help="uncond + G * (cond - uncond) (1)")
+    parser.add_argument("--shift", type=float, help="flow shift (as the run samples)")
     parser.add_argument("--topk", type=int, help="tiles per query tile (that of the training)")
     parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
     parser.add_argument("--batch-size", type=int, default=16)
@@ -87,8 +87,9 @@ def main(argv: list[str] | None = None) -> None:
     run = load_run(args.run, weights=args.weights, device=args.device)
     settings = run.settings(
         seed=args.seed,
-        steps=args.steps,
-        guidance=args.guidance,
+        # the same for every run, however it samples its own clips; a distilled one has no other steps than its own
+        steps=32 if args.steps is None and run.step_list is None else args.steps,
+        guidance=1.0 if args.guidance is None else args.guidance,
         flow_shift=args.shift,
         topk=args.topk,
         sparsity=args.sparsity,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -43,11 +46,42 @@ def test_few_step_equals_diffusers(timesteps):
     theirs, x = torch.Generator().manual_seed(4), noise.clone()
     for t in scheduler.timesteps:
         x = scheduler.step(field(x, t.expand(2)), t, x, generator=theirs, return_dict=False)[0]
-    ours = sample_few_step(field, noise, timesteps, torch.Generator().manual_seed(4))
+    ours = sample_few_step(field, noise, timesteps, fresh=drawn(noise, 4))
     torch.testing.assert_close(ours, x, atol=1e-5, rtol=1e-5)
     if len(timesteps) > 1:
-        other = sample_few_step(field, noise, timesteps, torch.Generator().manual_seed(5))
+        other = sample_few_step(field, noise, timesteps, fresh=drawn(noise, 5))
         assert (other - x).abs().max() > 1e-2
+
+
+def drawn(noise: Tensor, seed: int) -> Callable[[int], Tensor]:
+    """Fresh noise in the order of its steps, from one generator."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda i: torch.randn(noise.shape, generator=generator)
+
+
+def test_fresh_noise_is_asked_for_once_before_each_step_but_the_first():
+    asked: list[tuple[int, int]] = []
+    seen: list[int] = []
+
+    def fresh(i: int) -> Tensor:
+        asked.append((i, len(seen)))
+        # another dtype than the state
+        return torch.full((2, 3), float(i), dtype=torch.float64)
+
+    noise = torch.randn(2, 3).bfloat16()
+    out = sample_few_step(field, noise, (900, 600, 300), fresh=fresh, on_step=lambda i, x0: seen.append(i))
+    assert asked == [(1, 1), (2, 2)]
+    assert seen == [0, 1, 2]
+    assert out.dtype == torch.float32
+    # written out in float64
+    x = noise.double()
+    for i, (sigma, after) in enumerate(pairwise((0.9, 0.6, 0.3))):
+        x = (1 - after) * (x - sigma * field(x, torch.full((2,), 1000 * sigma))) + after * (i + 1)
+    expected = x - 0.3 * field(x, torch.full((2,), 300.0))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    # control: the noise of a step in the place of another
+    swapped = sample_few_step(field, noise, (900, 600, 300), fresh=lambda i: fresh(3 - i))
+    assert (swapped - out).abs().max() > 1e-2
 
 
 MEAN, STD = 1.5, 0.4
@@ -86,7 +120,8 @@ def test_one_euler_step_of_a_true_point_mass_is_exact():
         torch.testing.assert_close(
             sample_euler(to_point, noise, euler_sigmas(steps, 5.0)), target, atol=1e-5, rtol=1e-5
         )
-    torch.testing.assert_close(sample_few_step(to_point, noise), target, atol=1e-5, rtol=1e-5)
+    few = sample_few_step(to_point, noise, fresh=drawn(noise, 0))
+    torch.testing.assert_close(few, target, atol=1e-5, rtol=1e-5)
 
 
 def test_few_step_with_the_exact_denoiser_gives_the_posterior_mean_of_its_last_step():
@@ -95,7 +130,7 @@ def test_few_step_with_the_exact_denoiser_gives_the_posterior_mean_of_its_last_s
     torch.testing.assert_close(
         sample_few_step(gaussian_velocity, noise, (1000,)), torch.full_like(noise, MEAN), atol=1e-9, rtol=0
     )
-    many = sample_few_step(gaussian_velocity, noise, range(1000, 0, -50), torch.Generator().manual_seed(0))
+    many = sample_few_step(gaussian_velocity, noise, range(1000, 0, -50), fresh=drawn(noise, 0))
     assert float(many.mean()) == pytest.approx(MEAN, abs=0.03)
     assert 0.2 < float(many.std()) < STD + 0.03
 
@@ -140,6 +175,10 @@ def test_guidance_is_the_standard_form():
         (lambda: sample_few_step(field, torch.zeros(1, 1), (500, 900)), "must fall"),
         (lambda: sample_few_step(field, torch.zeros(1, 1), (1001, 900)), "1001"),
         (lambda: sample_few_step(field, torch.zeros(1, 1), (900, 0)), "900, 0"),
+        (
+            lambda: sample_few_step(field, torch.zeros(1, 1), (900, 500)),
+            r"timesteps \[900.0, 500.0\] need fresh noise between them, got fresh=None",
+        ),
     ],
 )
 def test_bad_schedules_are_refused(call, message: str):

@@ -54,9 +54,17 @@ def make_config(*, attention: str = "video_sparse") -> dict[str, Any]:
 
 
 def write_run(
-    folder: Path, *, attention: str = "video_sparse", with_ema: bool = True, config: dict[str, Any] | None = None
+    folder: Path,
+    *,
+    attention: str = "video_sparse",
+    with_ema: bool = True,
+    config: dict[str, Any] | None = None,
+    step_list: tuple[float, ...] | None = None,
 ) -> Path:
-    """Write a run folder with one checkpoint (step 7) whose weights are random everywhere; returns the run folder."""
+    """Write a run folder with one checkpoint (step 7) whose weights are random everywhere; returns the run folder.
+
+    With a step list the run is one of a distilled generator.
+    """
     config = make_config(attention=attention) if config is None else config
     generator = torch.Generator().manual_seed(0)
     shapes = {name: p.shape for name, p in model_factory(make_config(attention=attention))().named_parameters()}
@@ -75,6 +83,8 @@ def write_run(
         "text_encoder": {"id": text_encoder.id, "hash": text_encoder.hash},
         "latent_shapes": [[16, 1, 8, 8], list(LATENT_SHAPE)],
     }
+    if step_list is not None:
+        state["step_list"] = list(step_list)
     write_checkpoint(folder / "checkpoints", groups, state)
     return folder
 
@@ -87,7 +97,7 @@ def tiny_config() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def write_tiny_run() -> Callable[..., Path]:
-    """`write_tiny_run(folder, attention=, with_ema=, config=)` writes a tiny run."""
+    """`write_tiny_run(folder, attention=, with_ema=, config=, step_list=)` writes a tiny run."""
     return write_run
 
 
@@ -154,8 +164,8 @@ class TinyTraining:
         made: list[L.Trainer] = []
         make = run_module._trainer
 
-        def with_callbacks(cfg, configured, loggers):
-            made.append(make(cfg, [*configured, *callbacks], loggers))
+        def with_callbacks(cfg, module, configured, loggers):
+            made.append(make(cfg, module, [*configured, *callbacks], loggers))
             return made[0]
 
         with self._patch.context() as patch:

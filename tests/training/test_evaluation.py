@@ -300,6 +300,85 @@ def test_another_run_as_reference(tiny: Path, write_tiny_run, script, tmp_path: 
         Evaluator(settings, reference=replace(other, codec=HaarCodec(8)))(run, checkpoint)
 
 
+STEPS = (1000.0, 757.0, 522.0)
+PROMPTS = ["a red circle", "a blue square"]
+AT_ITS_LIST = ("--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--device", "cpu", "--no-val-loss")
+
+
+def test_a_distilled_run_is_compared_with_itself_dense_at_its_step_list(
+    write_tiny_run, tiny_config, script, tmp_path: Path
+):
+    # what the config says of clips is how the teacher's are sampled
+    samples = {"steps": 7, "guidance": 2.5, "flow_shift": 4.0, "seed": 3}
+    config = {**tiny_config(), "callbacks": {"samples": samples}}
+    few = write_tiny_run(tmp_path / "few", config=config, step_list=STEPS)
+    script.main([str(few), *AT_ITS_LIST])
+    record = json.loads((few / "evaluation" / "step-00000007.json").read_text())
+    for name in ("sampling", "reference_sampling"):
+        found = [record[name][key] for key in ("steps", "step_list", "guidance", "flow_shift", "seed")]
+        assert found == [3, list(STEPS), 1, 1, 3], name
+    assert (record["sampling"]["topk"], record["reference_sampling"]["topk"]) == (2, 8)
+    run = load_run(few, device="cpu")
+    sparse, dense = (generate(run, PROMPTS, run.settings(seed=3, topk=topk)) for topk in (2, 8))
+    assert record["metrics"]["psnr"] == pytest.approx(psnr(sparse, dense), rel=1e-6)
+    # control: Euler steps of the same weights are another clip
+    many = replace(run, step_list=None)
+    euler = generate(many, PROMPTS, many.settings(seed=3, steps=3, guidance=1.0, flow_shift=1.0))
+    assert psnr(sparse, euler) < record["metrics"]["psnr"] - 1
+    script.main([str(few), *AT_ITS_LIST, "--guidance", "2", "--out", str(tmp_path / "guided")])
+    record = json.loads((tmp_path / "guided" / "step-00000007.json").read_text())
+    assert (record["sampling"]["guidance"], record["reference_sampling"]["guidance"]) == (2, 2)
+
+
+def test_each_run_keeps_its_own_way_of_sampling_when_one_has_a_step_list(
+    write_tiny_run, tiny_config, script, tmp_path: Path
+):
+    config = {**tiny_config(), "callbacks": {"samples": {"steps": 5, "guidance": 2.0}}}
+    few = write_tiny_run(tmp_path / "few", step_list=STEPS)
+    many = write_tiny_run(tmp_path / "many", config=config)
+    ways = {"few": (3, list(STEPS), 1, 1), "many": (5, None, 2, 3)}
+    runs = {"few": load_run(few, device="cpu"), "many": load_run(many, device="cpu")}
+    clips = {name: generate(run, PROMPTS, run.settings()) for name, run in runs.items()}
+    for name, reference in (("few", many), ("many", few)):
+        script.main([str(tmp_path / name), *AT_ITS_LIST, "--reference", str(reference)])
+        record = json.loads((tmp_path / name / "evaluation" / "step-00000007.json").read_text())
+        for part, whose in (("sampling", name), ("reference_sampling", reference.name)):
+            found = tuple(record[part][key] for key in ("steps", "step_list", "guidance", "flow_shift"))
+            assert found == ways[whose], part
+        assert record["metrics"]["psnr"] == pytest.approx(psnr(clips["few"], clips["many"]), rel=1e-6)
+
+
+def test_progress_of_an_evaluation_reaches_its_total(write_tiny_run, tmp_path: Path):
+    few = load_run(write_tiny_run(tmp_path / "few", step_list=STEPS), device="cpu")
+    many = load_run(write_tiny_run(tmp_path / "many"), device="cpu")
+    for run, reference, total in ((few, None, 12), (few, many, 2 * (3 + 32)), (many, few, 2 * (2 + 3))):
+        euler = {} if run is few else {"steps": 2}
+        settings = EvaluationSettings(
+            prompts=tuple(PROMPTS),
+            **{"steps": None, "guidance": None, **euler},
+            val_loss=False,
+            reference="dense" if reference is None else "other",
+        )
+        evaluator, done = Evaluator(settings, reference=reference), []
+        assert evaluator.clip_steps(run) == total
+        evaluator(run, read_checkpoint(Path(run.source)), done.append)
+        assert sum(done) == total
+
+
+def test_what_has_no_meaning_for_a_distilled_run_is_one_line(write_tiny_run, command_line, tmp_path: Path):
+    few = write_tiny_run(tmp_path / "few", step_list=STEPS)
+    source = few / "checkpoints" / "step-00000007"
+    for option, name in (("--steps", "steps 8"), ("--shift", "flow_shift 8.0")):
+        status, _, err = command_line("scripts/evaluate.py", str(few), *AT_ITS_LIST, option, "8")
+        wanted = f"error: {name} has no meaning for {source}: it is distilled to the timesteps {list(STEPS)}\n"
+        assert (status, err) == (1, wanted)
+    # the objective of a tiny run is none of data, like that of a distillation
+    status, _, err = command_line("scripts/evaluate.py", str(few), *AT_ITS_LIST[:-1])
+    wanted = f"error: {source} was trained on dict, which has no validation loss: use --no-val-loss\n"
+    assert (status, err) == (1, wanted)
+    assert not (few / "evaluation").exists()
+
+
 # following
 
 

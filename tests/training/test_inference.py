@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from vsa.data.toy_videos import render_clip, score_clip
 from vsa.diffusion.flow_matching import noise_like
+from vsa.diffusion.rollout import rollout, rollout_noise
 from vsa.models.video_dit import VideoDiT
 from vsa.training.attention_view import draw_attention, record_attention
 from vsa.training.checkpointing import read_checkpoint
 from vsa.training.inference import (
     LoadedRun,
+    SampleSettings,
     clip_seeds,
     decode_latents,
     encode_prompts,
@@ -276,6 +278,113 @@ def test_load_run_refuses_what_cannot_work(tmp_path: Path, tiny_run_dir: Path, t
     with pytest.raises(ValueError, match=r"os\.system is not allowed"):
         load_run(write_tiny_run(tmp_path / "e", config=config))
     assert not (tmp_path / "owned").exists()
+
+
+# distilled generators
+
+STEPS = (1000.0, 757.0, 522.0)
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory: pytest.TempPathFactory, tiny_config, write_tiny_run) -> LoadedRun:
+    """A run with a step list, whose config says how the clips of its teacher are sampled."""
+    samples = {"steps": 7, "guidance": 2.5, "flow_shift": 4.0, "prompts": ["x"]}
+    config = {**tiny_config(), "callbacks": {"samples": samples}}
+    folder = write_tiny_run(tmp_path_factory.mktemp("distilled"), config=config, step_list=STEPS)
+    return load_run(folder, device="cpu")
+
+
+def test_a_distilled_run_is_sampled_at_its_step_list(distilled: LoadedRun, run: LoadedRun):
+    assert (distilled.step_list, run.step_list) == (STEPS, None)
+    found = distilled.settings()
+    assert (found.steps, found.step_list, found.guidance, found.flow_shift) == (3, STEPS, 1.0, 1.0)
+    assert distilled.settings(guidance=2.0).guidance == 2.0
+    assert distilled.settings(sparsity=0.5).topk == 4
+    record = json.loads(json.dumps(settings_dict(found, distilled)))
+    assert (record["steps"], record["step_list"]) == (3, list(STEPS))
+    assert settings_dict(run.settings(), run)["step_list"] is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_clips_of_a_distilled_run_are_the_rollouts_of_its_training(distilled: LoadedRun, count: int, guidance: float):
+    shortened = replace(distilled, step_list=STEPS[:count])
+    settings = shortened.settings(guidance=guidance)
+    seeds = clip_seeds(11, 3)
+    clips = {}
+    for size in (1, 2, 3):
+        part = seeds[:size]
+        text, mask = encode_prompts(shortened.text_encoder, PROMPTS[:size], "cpu")
+        null, null_mask = encode_prompts(shortened.text_encoder, [""] * size, "cpu")
+
+        def velocity(x: Tensor, t: Tensor, text=text, mask=mask, null=null, null_mask=null_mask) -> Tensor:
+            if guidance == 1:
+                return shortened.model(x, t, text, mask, topk=settings.topk)
+            both = torch.cat([text, null]), torch.cat([mask, null_mask])
+            cond, uncond = shortened.model(torch.cat([x, x]), torch.cat([t, t]), *both, topk=settings.topk).chunk(2)
+            return uncond + guidance * (cond - uncond)
+
+        steps: list[int] = []
+        prompts = PROMPTS[:size]
+        clips[size] = sample_latents(shortened.model, shortened.text_encoder, prompts, part, settings, steps.append)
+        trained = rollout(velocity, torch.empty(size, *LATENT_SHAPE), part, STEPS[:count], count - 1)
+        assert torch.equal(clips[size], trained)
+        assert steps == [size] * count
+    for size in (1, 2):
+        torch.testing.assert_close(clips[size], clips[3][:size], atol=1e-4, rtol=1e-4)
+    # controls: seeds, prompts and steps are looked at
+    encoder = shortened.text_encoder
+    assert (clips[3][1] - clips[3][0]).abs().max() > 0.1
+    assert (sample_latents(shortened.model, encoder, PROMPTS[:3], seeds + 1, settings) - clips[3]).abs().max() > 0.1
+    euler = replace(shortened, step_list=None).settings(steps=count, guidance=guidance)
+    if count > 1:
+        assert (sample_latents(shortened.model, encoder, PROMPTS[:3], seeds, euler) - clips[3]).abs().max() > 0.1
+
+
+def test_fresh_noise_of_a_clip_is_that_of_its_seed(distilled: LoadedRun, monkeypatch: pytest.MonkeyPatch):
+    settings, seeds = distilled.settings(), clip_seeds(3, 2)
+    clips = sample_latents(distilled.model, distilled.text_encoder, PROMPTS[:2], seeds, settings)
+    # one draw for the whole batch, which the bound on batches must not let pass
+    monkeypatch.setattr(
+        "vsa.training.inference.rollout_noise", lambda x, s, i: rollout_noise(x, s[:1].expand(len(s)), i)
+    )
+    shared = sample_latents(distilled.model, distilled.text_encoder, PROMPTS[:2], seeds, settings)
+    assert torch.equal(shared[0], clips[0])
+    assert (shared[1] - clips[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"steps": 32}, "steps 32 has no meaning for .*step-00000007: it is distilled .* [1000.0, 757.0, 522.0]"),
+        ({"steps": 3}, "steps 3 has no meaning"),
+        ({"flow_shift": 4.0}, "flow_shift 4.0 has no meaning .* [1000.0, 757.0, 522.0]"),
+    ],
+)
+def test_a_distilled_run_refuses_other_steps(distilled: LoadedRun, kwargs: dict, message: str):
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        distilled.settings(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"steps": 4}, "takes 3 steps and flow shift 1, got steps=4 and flow_shift=1.0"),
+        ({"flow_shift": 3.0}, "got steps=3 and flow_shift=3.0"),
+        ({"steps": 2, "step_list": (500.0, 757.0)}, r"must fall strictly .* \[500.0, 757.0\]"),
+        ({"steps": 0, "step_list": ()}, "steps must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_contradict_a_step_list_are_refused(distilled: LoadedRun, changed: dict, message: str):
+    settings = distilled.settings()
+    assert isinstance(replace(settings, guidance=2.0), SampleSettings)
+    with pytest.raises(ValueError, match=message):
+        replace(settings, **changed)
+
+
+def test_a_checkpoint_with_a_bad_step_list_is_refused(write_tiny_run, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"must fall strictly .* \[757.0, 1000.0\]"):
+        load_run(write_tiny_run(tmp_path, step_list=(757.0, 1000.0)))
 
 
 def test_generate_needs_a_prompt(run: LoadedRun):

@@ -58,6 +58,45 @@ def test_sample_writes_clips_and_a_record_that_reproduces_them(tiny_run_dir: Pat
         assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
 
 
+def test_sample_runs_a_distilled_run_at_its_step_list(write_tiny_run, tmp_path: Path):
+    run = write_tiny_run(tmp_path / "distilled", step_list=(1000.0, 757.0, 522.0))
+    sample = script("sample")
+    common = [str(run), "--device", "cpu", "--seed", "4"]
+    both = ["--prompt", "a red circle", "--prompt", "a blue square"]
+    sample.main([*common, *both, "--attention"])
+    record = json.loads((run / "samples" / "samples.json").read_text())
+    named = ("steps", "step_list", "guidance", "flow_shift", "topk")
+    assert [record[name] for name in named] == [3, [1000, 757, 522], 1, 1, 2]
+    # the first clip alone is the same clip, but for rounding; with another seed or step list it is another
+    other = write_tiny_run(tmp_path / "other", step_list=(1000.0, 600.0, 200.0))
+
+    def first(*arguments: str) -> torch.Tensor:
+        sample.main([*arguments, "--device", "cpu", "--prompt", "a red circle", "--out", str(tmp_path / "one")])
+        again = json.loads((tmp_path / "one" / "samples.json").read_text())
+        return read_video(tmp_path / "one" / again["clips"][0]["mp4"])[0].int()
+
+    clip = read_video(run / "samples" / record["clips"][0]["mp4"])[0].int()
+    assert (first(str(run), "--seed", "4") - clip).abs().float().mean() < 0.5
+    assert (first(str(run), "--seed", "5") - clip).abs().float().mean() > 5
+    assert (first(str(other), "--seed", "4") - clip).abs().float().mean() > 5
+
+
+@pytest.mark.parametrize("name", ["sample", "score_toy"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "8"], r"steps 8 has no meaning for .*: it is distilled to the timesteps \[1000\.0, 500\.0\]"),
+        (["--shift", "3"], r"flow_shift 3\.0 has no meaning for .*\[1000\.0, 500\.0\]"),
+    ],
+)
+def test_steps_of_a_distilled_run_cannot_be_changed(write_tiny_run, tmp_path: Path, name: str, arguments, message):
+    run = write_tiny_run(tmp_path / "run", step_list=(1000.0, 500.0))
+    prompt = ["--prompt", "x"] if name == "sample" else []
+    with pytest.raises(ValueError, match=message):
+        script(name).main([str(run), "--out", str(tmp_path / "out"), "--device", "cpu", *prompt, *arguments])
+    assert not (tmp_path / "out").exists()
+
+
 def test_sample_of_a_checkpoint_writes_beside_its_run(tiny_run_dir: Path):
     default_out = script("sample").default_out
     assert default_out(str(tiny_run_dir / "checkpoints" / "step-00000007")) == tiny_run_dir / "samples"
@@ -110,6 +149,29 @@ def test_score_toy_writes_scores_beside_chance_and_codec(tiny_run_dir: Path, tmp
     assert "25.0%" in printed
     with pytest.raises(ValueError, match=r"direction is right in .* below the required 101\.0%"):
         score_toy.main([*common, "--min-direction", "1.01"])
+
+
+def test_score_toy_samples_each_run_in_its_way(write_tiny_run, tiny_config, tmp_path: Path, monkeypatch):
+    score_toy = script("score_toy")
+    seen = []
+    generate = score_toy.generate
+
+    def watched(run, prompts, settings, progress):
+        seen.append((settings.steps, settings.step_list, settings.guidance, settings.flow_shift))
+        return generate(run, prompts, settings, progress)
+
+    monkeypatch.setattr(score_toy, "generate", watched)
+    samples = {"steps": 7, "guidance": 2.5, "flow_shift": 4.0}
+    config = {**tiny_config(), "callbacks": {"samples": samples}}
+    for name, step_list in (("many", None), ("few", (1000.0, 500.0))):
+        run = write_tiny_run(tmp_path / name, config=config, step_list=step_list, with_ema=step_list is None)
+        score_toy.main([str(run), "--clips", "1", "--device", "cpu"])
+    assert seen == [(32, None, 1.0, 4.0), (2, (1000.0, 500.0), 1.0, 1.0)]
+    settings = json.loads((tmp_path / "few" / "score.json").read_text())["settings"]
+    # a run without averages, as a merged one is
+    assert (settings["weights"], settings["step_list"]) == ("model", [1000, 500])
+    score_toy.main([str(tmp_path / "few"), "--clips", "1", "--device", "cpu", "--guidance", "3"])
+    assert seen[-1] == (2, (1000.0, 500.0), 3.0, 1.0)
 
 
 def test_score_tells_right_clips_from_wrong_ones():

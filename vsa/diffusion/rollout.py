@@ -9,14 +9,15 @@ B samples; the other dimensions are free.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import partial
+from itertools import count
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, mixed_generator, noise_like, shift_sigma
-from vsa.diffusion.sampler import VelocityFn, sample_few_step
+from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, mixed_generator, noise_like
+from vsa.diffusion.sampler import VelocityFn, sample_few_step, step_list
 
 Update = Literal["generator", "fake_score"]
 
@@ -41,33 +42,6 @@ def stream_seeds(seeds: Tensor, stream: str) -> Tensor:
         raise ValueError(f"seeds must be [B], got shape {tuple(seeds.shape)}")
     mixed = [mixed_generator("stream", stream, seed).initial_seed() for seed in seeds.tolist()]
     return torch.tensor(mixed, dtype=torch.int64)
-
-
-def step_list(timesteps: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
-    """Timesteps of a few-step generator, checked and warped by a flow shift.
-
-    Recipes write a list either as the timesteps the model reads (1000/757/522: shift 1 here) or before the
-    schedule's shift (1000/750/500/250 "warped": the schedule's shift here).
-
-    Args:
-        timesteps: strictly falling, in (0, 1000].
-        shift: see `flow_matching.shift_sigma`.
-
-    Returns:
-        Timesteps as `rollout` and `sampler.sample_few_step` read them.
-
-    Raises:
-        ValueError: on an empty list, one that does not fall strictly or leaves (0, 1000], or a shift that is not
-            positive.
-    """
-    steps = [float(t) for t in timesteps]
-    # written so that nan fails too
-    if not steps or not all(0 < t <= TIMESTEP_SCALE for t in steps) or not all(a > b for a, b in pairwise(steps)):
-        raise ValueError(f"timesteps must fall strictly and lie in (0, 1000], got {list(timesteps)}")
-    if shift == 1:
-        return tuple(steps)
-    sigmas = shift_sigma(torch.tensor(steps, dtype=torch.float64) / TIMESTEP_SCALE, shift)
-    return tuple((sigmas * TIMESTEP_SCALE).clamp(max=TIMESTEP_SCALE).tolist())
 
 
 def rollout_index(*, seed: int, iteration: int, num_steps: int, update: Update) -> int:
@@ -111,8 +85,7 @@ def rollout(
     `simulate` runs the sampler from pure noise up to `index`, with fresh noise between the steps, so that the
     generator trains on its own outputs, as it is used (backward simulation, DMD2, section 4.5). It needs no data
     and takes `index + 1` forwards. `data_latent` noises real latents to the step and takes one forward (DMD2,
-    section 4.4). The steps are those of `sampler.sample_few_step`; at the last index under `torch.no_grad` this is
-    that sampler, each sample with its own noise.
+    section 4.4). Both run `sampler.sample_few_step`; at the last index `simulate` is that sampler, bit for bit.
 
     Only the last forward has a graph, and only if gradients are enabled around the call: for the critic, call
     under `torch.no_grad`.
@@ -137,24 +110,33 @@ def rollout(
     # the state is fp32, as in the sampler, and so is the noise
     latents = latents if latents.dtype == torch.float64 else latents.float()
     if source == "data_latent":
-        x = _renoise(latents, seeds, steps, index)
-    elif source == "simulate":
-        # pure noise whatever the first timestep is, as the sampler starts
-        x = rollout_noise(latents, seeds, 0)
-        with torch.no_grad():
-            for i in range(index):
-                x0 = sample_few_step(velocity_fn, x, (steps[i],))
-                x = _renoise(x0, seeds, steps, i + 1)
-    else:
+        sigma = torch.full((len(latents),), steps[index] / TIMESTEP_SCALE, dtype=torch.float64)
+        x_t = add_noise(latents, rollout_noise(latents, seeds, index), sigma)
+        return sample_few_step(velocity_fn, x_t, (steps[index],))
+    if source != "simulate":
         raise ValueError(f"source must be simulate or data_latent, got {source!r}")
-    return sample_few_step(velocity_fn, x, (steps[index],))
+    grad, calls = torch.is_grad_enabled(), count()
+
+    def last_with_graph(x: Tensor, timestep: Tensor) -> Tensor:
+        with torch.set_grad_enabled(grad and next(calls) == index):
+            return velocity_fn(x, timestep)
+
+    # pure noise whatever the first timestep is, as the sampler starts
+    noise = rollout_noise(latents, seeds, 0)
+    fresh = partial(rollout_noise, latents, seeds)
+    return sample_few_step(last_with_graph, noise, steps[: index + 1], fresh=fresh)
 
 
 def rollout_noise(latents: Tensor, seeds: Tensor, index: int) -> Tensor:
-    """Noise `[B, ...]` of step `index` of a rollout; index 0 is the noise it starts from."""
-    return noise_like(latents, stream_seeds(seeds, f"step {index}"))
+    """Noise of one step of a few-step run, each sample from its own seed.
 
+    Args:
+        latents: `[B, ...]`, gives shape, dtype and device.
+        seeds: int64 `[B]`.
+        index: 0 is the noise that a run starts from, the same as that of an Euler run of these seeds; above 0 the
+            fresh noise put in before that step.
 
-def _renoise(x0: Tensor, seeds: Tensor, steps: Sequence[float], index: int) -> Tensor:
-    sigma = torch.full((len(x0),), steps[index] / TIMESTEP_SCALE, dtype=torch.float64)
-    return add_noise(x0, rollout_noise(x0, seeds, index), sigma)
+    Raises:
+        ValueError: if there is not one seed per sample.
+    """
+    return noise_like(latents, seeds if index == 0 else stream_seeds(seeds, f"step {index}"))

@@ -12,10 +12,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vsa.diffusion.flow_matching import TIMESTEP_SCALE, shift_sigma
+from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, shift_sigma, velocity_to_x0
 
 VelocityFn = Callable[[Tensor, Tensor], Tensor]
 StepFn = Callable[[int, Tensor], None]
+FreshFn = Callable[[int], Tensor]
+"""Noise `[B, ...]` that is put in before step i of a few-step run, i >= 1."""
 
 
 def euler_sigmas(steps: int, shift: float = 1.0) -> Tensor:
@@ -81,43 +83,72 @@ def sample_euler(velocity_fn: VelocityFn, noise: Tensor, sigmas: Tensor, on_step
     return x
 
 
+def step_list(timesteps: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
+    """Timesteps of a few-step generator, checked and warped by a flow shift.
+
+    Recipes write a list either as the timesteps the model reads (1000/757/522: shift 1 here) or before the
+    schedule's shift (1000/750/500/250 "warped": the schedule's shift here).
+
+    Args:
+        timesteps: strictly falling, in (0, 1000].
+        shift: see `flow_matching.shift_sigma`.
+
+    Returns:
+        Timesteps as `sample_few_step` and `rollout.rollout` read them.
+
+    Raises:
+        ValueError: on an empty list, one that does not fall strictly or leaves (0, 1000], or a shift that is not
+            positive.
+    """
+    steps = [float(t) for t in timesteps]
+    # written so that nan fails too
+    if not steps or not all(0 < t <= TIMESTEP_SCALE for t in steps) or not all(a > b for a, b in pairwise(steps)):
+        raise ValueError(f"timesteps must fall strictly and lie in (0, 1000], got {list(timesteps)}")
+    if shift == 1:
+        return tuple(steps)
+    sigmas = shift_sigma(torch.tensor(steps, dtype=torch.float64) / TIMESTEP_SCALE, shift)
+    return tuple((sigmas * TIMESTEP_SCALE).clamp(max=TIMESTEP_SCALE).tolist())
+
+
 def sample_few_step(
     velocity_fn: VelocityFn,
     noise: Tensor,
     timesteps: Sequence[float] = (1000, 757, 522),
-    generator: torch.Generator | None = None,
+    *,
+    fresh: FreshFn | None = None,
     on_step: StepFn | None = None,
 ) -> Tensor:
     """Few-step sampling of a distilled generator: predict the data, then noise it again with fresh noise.
 
     The procedure of consistency models and of DMD2's backward simulation (arXiv:2405.14867, section 4.5):
     `x0 = x - sigma * velocity`, then `x = (1 - sigma') * x0 + sigma' * fresh`, and the last x0 is the result.
+    `rollout.rollout` trains on this function; with the noise of `rollout.rollout_noise` a clip depends on its seed
+    only.
 
     Args:
         velocity_fn: see the head of this file.
         noise: `[B, ...]` pure noise.
-        timesteps: falling list in (0, 1000], used as they are (a shift is already inside them).
-        generator: source of the fresh noise; drawn on its device in fp32.
+        timesteps: falling list in (0, 1000], used as they are (a shift is already inside them, see `step_list`).
+        fresh: `fresh(i)` is the noise put in before step i, i >= 1; not needed for a single timestep.
         on_step: called as `on_step(i, x0)` after each prediction.
 
     Returns:
         `[B, ...]` predicted data, fp32 (fp64 for fp64 noise).
 
     Raises:
-        ValueError: if `timesteps` is empty, does not fall or leaves (0, 1000].
+        ValueError: if `timesteps` is empty, does not fall or leaves (0, 1000], or has several and no `fresh`.
     """
-    levels = [float(t) / TIMESTEP_SCALE for t in timesteps]
-    falls = all(a > b for a, b in pairwise(levels))
-    if not levels or not falls or levels[0] > 1 or levels[-1] <= 0:
-        raise ValueError(f"timesteps must fall and lie in (0, 1000], got {list(timesteps)}")
+    steps = step_list(timesteps)
+    if fresh is None and len(steps) > 1:
+        raise ValueError(f"timesteps {list(steps)} need fresh noise between them, got fresh=None")
     x = x0 = _state(noise)
-    for i, sigma in enumerate(levels):
-        timestep = torch.full((len(x),), sigma * TIMESTEP_SCALE, device=x.device, dtype=torch.float32)
-        x0 = x - sigma * velocity_fn(x, timestep).to(x.dtype)
+    for i, step in enumerate(steps):
+        sigma = torch.full((len(x),), step / TIMESTEP_SCALE, dtype=torch.float64)
+        if i > 0:
+            assert fresh is not None
+            x = add_noise(x0, fresh(i).to(x0), sigma)
+        timestep = torch.full((len(x),), step, device=x.device, dtype=torch.float32)
+        x0 = velocity_to_x0(x, velocity_fn(x, timestep).to(x.dtype), sigma)
         if on_step is not None:
             on_step(i, x0)
-        if i + 1 < len(levels):
-            draw_on = generator.device if generator is not None else x.device
-            fresh = torch.randn(x.shape, generator=generator, device=draw_on, dtype=torch.float32).to(x)
-            x = (1 - levels[i + 1]) * x0 + levels[i + 1] * fresh
     return x0

@@ -15,7 +15,8 @@ from torch import Tensor
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import distribution_matching as dm
 from vsa.diffusion import flow_matching as fm
-from vsa.diffusion.rollout import Update, rollout, rollout_index, step_list, stream_seeds
+from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
+from vsa.diffusion.sampler import step_list
 from vsa.models.video_dit import VideoDiT
 
 TopK = int | Sequence[int]

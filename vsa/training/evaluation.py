@@ -55,8 +55,8 @@ class EvaluationSettings:
     Args:
         prompts: N captions.
         seed: clip i starts from the noise of (seed, i), in the run and in its reference.
-        steps: Euler steps.
-        guidance: classifier-free guidance scale.
+        steps: Euler steps; None: as the run is sampled, which is what a run with a step list needs.
+        guidance: classifier-free guidance scale; None: as the run is sampled.
         flow_shift: of the sampler's noise levels; None: that of the training.
         batch_size: clips and validation samples computed together; changes nothing beyond rounding.
         weights: averaged or trained weights.
@@ -68,8 +68,8 @@ class EvaluationSettings:
 
     prompts: tuple[str, ...]
     seed: int = 0
-    steps: int = 32
-    guidance: float = 1.0
+    steps: int | None = 32
+    guidance: float | None = 1.0
     flow_shift: float | None = None
     batch_size: int = 16
     weights: Literal["ema", "model"] = "ema"
@@ -136,9 +136,7 @@ class Evaluator:
             ValueError: there is nothing to compare with, or no validation data.
         """
         s = self.settings
-        ours = run.settings(
-            seed=s.seed, steps=s.steps, guidance=s.guidance, flow_shift=s.flow_shift, batch_size=s.batch_size
-        )
+        ours = self._ours(run)
         other = self._other(run, ours)
         metrics: dict[str, float] = {}
         if s.val_loss:
@@ -170,8 +168,24 @@ class Evaluator:
         }
         return Evaluation(record=record, videos=videos, reference=wanted)
 
+    def clip_steps(self, run: LoadedRun) -> int:
+        """Clip-steps of one evaluation, for its progress: sampler steps of all clips and of their references."""
+        ours = self._ours(run)
+        other = self._other(run, ours)
+        return len(self.settings.prompts) * (ours.steps + (0 if other is None else other[1].steps))
+
+    def _ours(self, run: LoadedRun) -> SampleSettings:
+        s = self.settings
+        return run.settings(
+            seed=s.seed, steps=s.steps, guidance=s.guidance, flow_shift=s.flow_shift, batch_size=s.batch_size
+        )
+
     def _other(self, run: LoadedRun, ours: SampleSettings) -> tuple[LoadedRun, SampleSettings] | None:
-        """The reference of a run and how it is sampled: the same noise, steps and noise levels."""
+        """The reference of a run and how it is sampled.
+
+        From the same noise, with the same steps and noise levels; where one of the two has a step list, each is
+        sampled in its own way.
+        """
         if self.settings.reference == "none":
             return None
         if self._reference is None:
@@ -187,8 +201,10 @@ class Evaluator:
                 f"the reference {self._reference.source} has codec {self._reference.codec.id}, "
                 f"{run.source} has {run.codec.id}"
             )
-        topk = self._reference.settings(latent_shape=ours.latent_shape).topk
-        return self._reference, replace(ours, topk=topk)
+        own = self._reference.settings(seed=ours.seed, latent_shape=ours.latent_shape, batch_size=ours.batch_size)
+        if ours.step_list is not None or own.step_list is not None:
+            return self._reference, own
+        return self._reference, replace(ours, topk=own.topk)
 
     def _reference_clips(self, run: LoadedRun, settings: SampleSettings, progress: ProgressFn | None) -> Tensor:
         # those of another run are the same for every checkpoint
@@ -234,7 +250,9 @@ def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int
     """
     objective = build(state["config"]["task"]["objective"])
     if not isinstance(objective, FlowMatchingLoss):
-        raise ValueError(f"{run.source} was trained on {type(objective).__name__}: use --no-val-loss")
+        raise ValueError(
+            f"{run.source} was trained on {type(objective).__name__}, which has no validation loss: use --no-val-loss"
+        )
     data = build(state["config"]["data"])
     data.setup()
     batches = data.val_dataloader()

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,8 @@ from vsa.data.batch import TextPadding, pad_text
 from vsa.data.codecs import Codec
 from vsa.data.text import TextEncoder
 from vsa.diffusion.flow_matching import FlowShift, noise_like
-from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
+from vsa.diffusion.rollout import rollout_noise
+from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step, step_list
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint, load_model_tensors, resolve_checkpoint
 from vsa.training.config import build, check_targets, model_factory
@@ -36,13 +38,17 @@ class SampleSettings:
 
     Args:
         seed: clip i of a call starts from the noise of (seed, i).
-        steps: Euler steps.
+        steps: Euler steps, or the length of `step_list`.
         guidance: classifier-free guidance scale in the standard form; 1 leaves the second pass out.
-        flow_shift: shift of the sampler's noise levels.
+        flow_shift: shift of the Euler steps' noise levels; 1 with a step list, which has its shift inside.
         topk: video kv tiles per query tile, one for all layers or one per layer.
         latent_shape: (C, T, H, W) of one clip.
         batch_size: clips computed together; does not change them beyond rounding.
         text_padding: what fills prompts up, as in training.
+        step_list: timesteps of a distilled generator, sampled with `sample_few_step`; None: Euler steps.
+
+    Raises:
+        ValueError: a value out of range, or steps and flow shift that are not those of the step list.
     """
 
     seed: int = 0
@@ -53,6 +59,7 @@ class SampleSettings:
     latent_shape: tuple[int, int, int, int]
     batch_size: int = 16
     text_padding: TextPadding = "mask"
+    step_list: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size"):
@@ -64,6 +71,11 @@ class SampleSettings:
             raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {self.latent_shape}")
         if not self.flow_shift > 0:
             raise ValueError(f"flow shift must be positive, got {self.flow_shift}")
+        if self.step_list is not None and (self.steps, self.flow_shift) != (len(step_list(self.step_list)), 1):
+            raise ValueError(
+                f"step list {list(self.step_list)} takes {len(self.step_list)} steps and flow shift 1, got "
+                f"steps={self.steps} and flow_shift={self.flow_shift}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +95,9 @@ class LoadedRun:
         source: checkpoint folder.
         weights: "ema" or "model".
         text_padding: what filled the training captions up.
-        sampling: how the run samples its own clips; see `sampling_of`.
+        sampling: how the run samples its own clips; see `sampling_of`. Not read for a run with a step list: what its
+            config says is how its teacher is sampled.
+        step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
     """
 
     model: VideoDiT
@@ -99,6 +113,7 @@ class LoadedRun:
     weights: str
     text_padding: TextPadding = "mask"
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    step_list: tuple[float, ...] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -121,15 +136,16 @@ class LoadedRun:
 
         Args:
             steps: left out, with guidance and flow shift: as the run samples its own clips. Where it does not say:
-                32 steps, guidance 1 and the shift of the training.
+                32 steps, guidance 1 and the shift of the training. A run with a step list is sampled at that list,
+                with guidance 1 unless it is given.
             topk: tiles per query tile, of all layers or of each.
             sparsity: share of tiles skipped in every layer, instead of `topk`.
             at: where to take the run's own top-k from when both are left out: the last step that the weights were
                 trained in (current), all tiles (dense), or the end value of the schedule (target).
 
         Raises:
-            ValueError: both top-k and sparsity are given, top-k is above the number of tiles, or the latent shape
-                does not fit the model.
+            ValueError: both top-k and sparsity are given, top-k is above the number of tiles, the latent shape does
+                not fit the model, or steps or a flow shift are given for a run with a step list.
         """
         if latent_shape is None:
             latent_shape = max(self.latent_shapes, key=lambda shape: shape[1] * shape[2] * shape[3])
@@ -148,10 +164,20 @@ class LoadedRun:
             last = max(self.step - 1, 0)
             topk = self.sparsity.topk_per_layer(last, num_tiles, len(self.model.blocks), at)
         given = {"steps": steps, "guidance": guidance, "flow_shift": flow_shift}
-        chosen = {**self.sampling, **{name: value for name, value in given.items() if value is not None}}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.step_list is None:
+            own = {"flow_shift": self.flow_shift(math.prod(self.model.grid(shape))), **self.sampling}
+        else:
+            for name in ("steps", "flow_shift"):
+                if name in given:
+                    raise ValueError(
+                        f"{name} {given[name]} has no meaning for {self.source}: it is distilled to the timesteps "
+                        f"{list(self.step_list)}"
+                    )
+            own = {"steps": len(self.step_list), "step_list": self.step_list}
         return SampleSettings(
             seed=seed,
-            **{"flow_shift": self.flow_shift(math.prod(self.model.grid(shape))), **chosen},
+            **{**own, **given},
             topk=topk,
             latent_shape=shape,  # type: ignore[arg-type]
             batch_size=batch_size,
@@ -197,6 +223,7 @@ def load_run(
         raise ValueError(f"weights must be ema or model, got {weights!r}")
     checkpoint = resolve_checkpoint(path)
     state = checkpoint.state
+    timesteps = state.get("step_list")
     weights = choose_weights(checkpoint, weights)
     config = state.get("config") or {}
     check_targets(config)
@@ -227,6 +254,7 @@ def load_run(
         weights=weights,
         text_padding=config["data"].get("text_padding", "mask"),
         sampling=sampling_of(config),
+        step_list=None if timesteps is None else step_list(timesteps),
     )
 
 
@@ -277,7 +305,9 @@ def sample_latents(
     settings: SampleSettings,
     progress: ProgressFn | None = None,
 ) -> Tensor:
-    """Normalised latents of one batch of prompts, by Euler steps with classifier-free guidance.
+    """Normalised latents of one batch of prompts, by Euler steps or at a step list, with classifier-free guidance.
+
+    A clip depends on its prompt and its seed, not on its batch: the fresh noise of a step list is that of the seed too.
 
     Args:
         model: velocity model; its mode (train or eval) is left as it is.
@@ -305,7 +335,10 @@ def sample_latents(
 
     noise = noise_like(torch.empty(len(prompts), *settings.latent_shape, device=device), seeds)
     on_step = None if progress is None else (lambda i, x: progress(len(prompts)))
-    return sample_euler(velocity, noise, euler_sigmas(settings.steps, settings.flow_shift), on_step)
+    if settings.step_list is None:
+        return sample_euler(velocity, noise, euler_sigmas(settings.steps, settings.flow_shift), on_step)
+    fresh = partial(rollout_noise, noise, seeds)
+    return sample_few_step(velocity, noise, settings.step_list, fresh=fresh, on_step=on_step)
 
 
 def decode_latents(codec: Codec, latents: Tensor, latent_mean: Tensor, latent_std: Tensor) -> Tensor:
@@ -352,6 +385,7 @@ def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]
         "weights": run.weights,
         "seed": settings.seed,
         "steps": settings.steps,
+        "step_list": None if settings.step_list is None else list(settings.step_list),
         "guidance": settings.guidance,
         "flow_shift": settings.flow_shift,
         "topk": settings.topk,
