@@ -2,7 +2,8 @@
 
 The source may be a run or checkpoint folder of ours, a diffusers folder (a pipeline or its transformer) or hub id, a
 FastVideo VSA checkpoint (diffusers' names with gates) or an original Wan folder; its kind is found out. Tensors are
-copied bit for bit unless --dtype is given. A sparse result gets sparse_attention.json and golden tensors.
+copied bit for bit unless --dtype is given. A sparse result gets sparse_attention.json and golden tensors; the timesteps
+of a distilled generator go into that file, or into the state of a run.
 
 python scripts/convert_checkpoint.py outputs/finetune_wan_1_3b/default exported --to diffusers
 python scripts/convert_checkpoint.py Wan2.1-T2V-1.3B wan-diffusers --to diffusers
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from vsa.attention.schedule import SparsitySchedule, resolve_topk
 from vsa.cli import one_line_errors
+from vsa.diffusion.sampler import step_list
 from vsa.models.checkpoint import (
     attention_of,
     export_pretrained,
@@ -57,6 +59,7 @@ class Source:
         dtypes: of every tensor.
         read: gives a tensor by name.
         sparse: how its gates are used; None when it has none, or does not say.
+        step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Source:
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[str], Tensor]
     sparse: SparseAttentionConfig | None
+    step_list: tuple[float, ...] | None
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -110,13 +114,15 @@ def open_source(name: str, weights: Literal["ema", "model"] | None) -> Source:
         config = config_of_wan(config, {ours: files.shape(theirs) for ours, theirs in keys.items()})
     else:
         keys = {key: key for key in files.keys if not is_unused(key)}
+    sparse = read_sparse_config(folder) if has_sparse_config(folder) else None
     return Source(
         name=str(folder),
         config=config,
         shapes={ours: files.shape(theirs) for ours, theirs in keys.items()},
         dtypes={ours: files.dtype(theirs) for ours, theirs in keys.items()},
         read=lambda key: files.read(keys[key]),
-        sparse=read_sparse_config(folder) if has_sparse_config(folder) else None,
+        sparse=sparse,
+        step_list=None if sparse is None else sparse.step_list,
     )
 
 
@@ -141,6 +147,9 @@ def open_run(path: Path, weights: Literal["ema", "model"] | None) -> Source:
         sparse = SparseAttentionConfig.from_json(json.dumps(state["sparse_attention"]))
     else:
         sparse = _sparse_of_run(model, state, config) if any(is_gate(key) for key in tensors) else None
+    steps = None if state.get("step_list") is None else step_list(state["step_list"])
+    if sparse is not None and steps is not None:
+        sparse = distilled(sparse, steps)
     return Source(
         name=f"{checkpoint.path} ({weights} weights)",
         config=transformer_config(model),
@@ -148,7 +157,15 @@ def open_run(path: Path, weights: Literal["ema", "model"] | None) -> Source:
         dtypes={key: value.dtype for key, value in tensors.items()},
         read=tensors.__getitem__,
         sparse=sparse,
+        step_list=steps if sparse is None else sparse.step_list,
     )
+
+
+def distilled(sparse: SparseAttentionConfig, steps: tuple[float, ...]) -> SparseAttentionConfig:
+    """Settings of a generator that is sampled at `steps`: the flow shift is in them, the guidance in the weights."""
+    if sparse.step_list == steps:
+        return sparse
+    return replace(sparse, step_list=steps, flow_shift=None, guidance_form="standard", guidance_scale=1.0)
 
 
 def _sparse_of_run(model: VideoDiT, state: Mapping[str, Any], config: Mapping[str, Any]) -> SparseAttentionConfig:
@@ -180,7 +197,7 @@ def sparse_config(source: Source, args: argparse.Namespace) -> SparseAttentionCo
     """How the result's gates are used: what the source says, or the command line where it says nothing.
 
     Raises:
-        ValueError: gates without any word on their use, or words without gates.
+        ValueError: gates without any word on their use, words without gates, or a flow shift beside a list of steps.
     """
     gates = [key for key in source.shapes if is_gate(key)]
     said = args.topk is not None or args.sparsity is not None or args.grid is not None
@@ -189,12 +206,13 @@ def sparse_config(source: Source, args: argparse.Namespace) -> SparseAttentionCo
         "dense_steps": args.dense_steps,
         "guidance_scale": args.guidance,
         "guidance_form": args.guidance_form,
-        "step_list": None if args.step_list is None else tuple(args.step_list),
     }
     sampling = {key: value for key, value in sampling.items() if value is not None}
     if source.sparse is None and not gates:
         if said:
             raise ValueError(f"{source.name} has no gates, so --topk, --sparsity and --grid have no meaning")
+        if args.step_list is not None and args.to != "run":
+            sampling["step_list"] = args.step_list
         if sampling:
             raise ValueError(f"{source.name} has no gates, so no {SPARSE_CONFIG} to write {', '.join(sampling)} to")
         return None
@@ -204,6 +222,10 @@ def sparse_config(source: Source, args: argparse.Namespace) -> SparseAttentionCo
         sparse = replace(source.sparse, golden=None, golden_tolerance=None)
     else:
         sparse = _sparse_of_options(source, gates, args)
+    if args.step_list is not None:
+        sparse = distilled(sparse, step_list(args.step_list))
+    if sparse.step_list is not None and args.flow_shift is not None:
+        raise ValueError(f"--flow-shift {args.flow_shift} has no meaning beside the steps {list(sparse.step_list)}")
     return replace(sparse, **sampling)
 
 
@@ -266,7 +288,7 @@ def convert(source: Source, sparse: SparseAttentionConfig | None, args: argparse
     if args.to == "run":
         refuse_existing(args.out)
         tensors = {name: source.read(name).to(dtype or source.dtypes[name]) for name, _ in model.named_parameters()}
-        write_run(args.out, tensors, arguments, sparse)
+        write_run(args.out, tensors, arguments, sparse, result_steps(source, sparse, args))
         return
     for name, parameter in model.named_parameters():
         # the files get the dtypes of the source
@@ -288,8 +310,21 @@ def convert(source: Source, sparse: SparseAttentionConfig | None, args: argparse
     )
 
 
+def result_steps(
+    source: Source, sparse: SparseAttentionConfig | None, args: argparse.Namespace
+) -> tuple[float, ...] | None:
+    """Timesteps of the result if it is a distilled generator, sparse or dense."""
+    if sparse is not None:
+        return sparse.step_list
+    return source.step_list if args.step_list is None else step_list(args.step_list)
+
+
 def write_run(
-    out: Path, tensors: Mapping[str, Tensor], arguments: Mapping[str, Any], sparse: SparseAttentionConfig | None
+    out: Path,
+    tensors: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    sparse: SparseAttentionConfig | None,
+    steps: tuple[float, ...] | None,
 ) -> None:
     """A run folder with weights alone, for `init_from=`; its step is 0."""
     model = {**arguments, "patch_size": list(arguments["patch_size"])}
@@ -304,6 +339,8 @@ def write_run(
             "fine_gate": sparse.fine_gate,
         }
         state["sparse_attention"] = asdict(sparse)
+    if steps is not None:
+        state["step_list"] = list(steps)
     state["config"] = {"model": {"_target_": "vsa.models.video_dit.VideoDiT", **model}, "attention": attention}
     write_checkpoint(out / "checkpoints", {"model": tensors}, state)
 
@@ -318,6 +355,10 @@ def main(argv: list[str] | None = None) -> None:
     if sparse is not None:
         kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
     print(f"{len(source.shapes)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source.name} in {args.out}")
+    if sparse is None and source.step_list is not None and args.to != "run":
+        print(
+            f"no file of {args.out} has the steps {list(source.step_list)} of this dense generator, --to run keeps them"
+        )
 
 
 if __name__ == "__main__":

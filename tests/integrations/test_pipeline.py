@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,10 @@ from tests.integrations import tiny
 from tests.integrations.oracle import masked_attention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.data.video_files import read_video
+from vsa.diffusion.rollout import rollout_noise
+from vsa.diffusion.sampler import guide, sample_few_step
 from vsa.integrations.diffusers import applied_attention, apply, remove
+from vsa.integrations.diffusers.few_step import FewStepScheduler
 from vsa.integrations.diffusers.pipeline import clip_settings, generate_videos, open_pipeline, token_grid
 from vsa.models.checkpoint import export_pretrained, open_pretrained
 from vsa.models.sparse_config import SparseAttentionConfig, TopkRange, read_sparse_config, write_sparse_config
@@ -206,15 +210,15 @@ def test_dense_steps_and_ranges_of_a_sparse_transformer(folder, exported, tmp_pa
 
 
 def test_settings_of_a_clip_are_those_trained_with(folder, exported, tmp_path):
-    assert clip_settings(open_pipeline(folder)) == ((480, 832), 81, 5.0)
+    assert clip_settings(open_pipeline(folder)) == ((480, 832), 81, 5.0, 50)
     # tokens 2 x 3 x 5 and 3 x 2 x 4
     more = dict(grids=(GRID, (3, 2, 4)), num_tiles=(TILES, 6), grid_topk=((3, 4), (2, 2)))
     pipe = open_pipeline(folder, transformer=changed(exported, tmp_path / "a", **more, guidance_scale=2.5))
-    assert clip_settings(pipe) == (SIZE, FRAMES, 2.5)
-    assert clip_settings(pipe, frames=9) == ((32, 64), 9, 2.5)
-    assert clip_settings(pipe, size=(32, 64)) == ((32, 64), 9, 2.5)
+    assert clip_settings(pipe) == (SIZE, FRAMES, 2.5, 50)
+    assert clip_settings(pipe, frames=9, steps=3) == ((32, 64), 9, 2.5, 3)
+    assert clip_settings(pipe, size=(32, 64)) == ((32, 64), 9, 2.5, 50)
     # a size of no trained grid: the reference says the rest
-    assert clip_settings(pipe, size=(64, 64), guidance=1.0) == ((64, 64), FRAMES, 1.0)
+    assert clip_settings(pipe, size=(64, 64), guidance=1.0) == ((64, 64), FRAMES, 1.0, 50)
     for size, frames, grid in ((SIZE, FRAMES, GRID), ((32, 64), 9, (3, 2, 4)), ((16, 16), 1, (1, 1, 1))):
         assert token_grid(pipe, size, frames) == grid
     additive = changed(exported, tmp_path / "b", guidance_scale=2.5, guidance_form="additive")
@@ -222,10 +226,144 @@ def test_settings_of_a_clip_are_those_trained_with(folder, exported, tmp_path):
     assert clip_settings(open_pipeline(folder, transformer=additive)).guidance == 3.5
 
 
-def test_a_list_of_steps_is_refused(folder, exported, tmp_path):
-    distilled = changed(exported, tmp_path / "distilled", step_list=(1000.0, 757.0))
-    with pytest.raises(ValueError, match=r"distilled is distilled to the timesteps \[1000\.0, 757\.0\], which no"):
-        open_pipeline(folder, transformer=distilled)
+STEPS = (1000.0, 757.0, 2500 / 6)
+SEEDS = torch.tensor([1, 2**62 + 1])
+
+
+@pytest.fixture(scope="module")
+def distilled(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export that says it is sampled at `STEPS`."""
+    # the shift has no effect beside a list
+    return changed(exported, tmp_path_factory.mktemp("few") / "distilled", step_list=STEPS, flow_shift=7.0)
+
+
+def few_step_latents(pipe: Any, prompts: list[str], seeds: torch.Tensor, guidance: float = 1.0) -> torch.Tensor:
+    noise = pipe.scheduler.start(torch.empty(len(seeds), 16, 2, 6, 10), seeds)
+    clip = dict(height=SIZE[0], width=SIZE[1], num_frames=FRAMES, guidance_scale=guidance)
+    return pipe(prompt=prompts, latents=noise, output_type="latent", **clip).frames
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_pipeline_samples_a_list_of_steps_as_the_training_does(folder, distilled, guidance, dtype):
+    pipe = open_pipeline(folder, transformer=distilled, dtype=dtype)
+    found = few_step_latents(pipe, PROMPTS, SEEDS, guidance)
+    cond, uncond = pipe.encode_prompt(PROMPTS, ["", ""], max_sequence_length=512)
+
+    def velocity(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        def of(text: torch.Tensor) -> torch.Tensor:
+            return pipe.transformer(x.to(dtype), timestep, text.to(dtype), return_dict=False)[0]
+
+        return of(cond) if guidance == 1 else guide(of(cond), of(uncond), guidance)
+
+    noise = rollout_noise(found, SEEDS, 0)
+    expected = sample_few_step(velocity, noise, STEPS, fresh=partial(rollout_noise, found, SEEDS))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+    # controls: other fresh noise, the list without its last step, other weights of the passes
+    other = sample_few_step(velocity, noise, STEPS, fresh=partial(rollout_noise, found, SEEDS + 1))
+    assert tiny.difference(other, found) > 1e-2
+    shorter = sample_few_step(velocity, noise, STEPS[:2], fresh=partial(rollout_noise, found, SEEDS))
+    assert tiny.difference(shorter, found) > 1e-2
+    assert tiny.difference(few_step_latents(pipe, PROMPTS, SEEDS, 2.0), found) > 1e-3
+
+
+@pytest.mark.parametrize("steps", [(700.0,), (1000.0, 999.0, 2500 / 3, 0.5)], ids=["one", "four"])
+def test_steps_of_the_scheduler_are_those_of_the_sampler(steps):
+    noise = rollout_noise(torch.empty(2, 3, 4), SEEDS, 0)
+
+    def velocity(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return (x + timestep[:, None, None] / 300).cos().bfloat16()
+
+    scheduler = FewStepScheduler(steps)
+    x = scheduler.start(torch.empty(2, 3, 4), SEEDS)
+    scheduler.set_timesteps(50, device="cpu")
+    for t in scheduler.timesteps:
+        x = scheduler.step(velocity(x, t.expand(2)), t, x).prev_sample
+    fresh = partial(rollout_noise, noise, SEEDS)
+    assert torch.equal(x, sample_few_step(velocity, noise, steps, fresh=fresh))
+    # control: another level
+    assert not torch.equal(x, sample_few_step(velocity, noise, (*steps[:-1], steps[-1] / 2), fresh=fresh))
+
+
+@torch.no_grad()
+def test_a_few_step_clip_depends_on_its_own_seed_and_prompt(folder, distilled):
+    pipe = open_pipeline(folder, transformer=distilled)
+    both = few_step_latents(pipe, PROMPTS, SEEDS)
+    for i in range(2):
+        alone = few_step_latents(pipe, PROMPTS[i : i + 1], SEEDS[i : i + 1])
+        assert tiny.difference(alone[0], both[i]) < 1e-5
+        assert tiny.difference(alone[0], both[1 - i]) > 1e-2
+
+    passes: list[int] = []
+    pipe.transformer.register_forward_pre_hook(lambda module, args: passes.append(1))
+    steps: list[int] = []
+    common = dict(size=SIZE, frames=FRAMES, guidance=clip_settings(pipe).guidance)
+    videos = generate_videos(pipe, PROMPTS, seeds=SEEDS.tolist(), batch_size=2, progress=steps.append, **common)
+    # one pass per step, without a second one for guidance
+    assert (len(passes), sum(steps)) == (3, 6)
+    noise = pipe.scheduler.start(torch.empty(2, 16, 2, 6, 10), SEEDS)
+    clip = dict(height=SIZE[0], width=SIZE[1], num_frames=FRAMES, guidance_scale=1.0)
+    expected = pipe(prompt=PROMPTS, latents=noise, output_type="np", **clip).frames
+    assert (videos.numpy() == (expected * 255).round().astype("uint8")).all()
+    apart = generate_videos(pipe, PROMPTS, seeds=SEEDS.tolist(), batch_size=1, **common)
+    assert (videos.int() - apart.int()).abs().max() <= 1
+    swapped = generate_videos(pipe, PROMPTS, seeds=SEEDS.flip(0).tolist(), batch_size=2, **common)
+    assert (videos.int() - swapped.int()).abs().max() > 1
+
+
+def test_settings_of_a_few_step_clip(folder, distilled, exported, tmp_path):
+    # nothing is said about guidance: one pass, not the five of other models
+    assert clip_settings(open_pipeline(folder, transformer=distilled)) == (SIZE, FRAMES, 1.0, 3)
+    guided = changed(distilled, tmp_path / "guided", guidance_scale=2.0)
+    pipe = open_pipeline(folder, transformer=guided)
+    assert clip_settings(pipe) == (SIZE, FRAMES, 2.0, 3)
+    assert clip_settings(pipe, guidance=4.0).guidance == 4
+    listed = r"no meaning: the transformer is distilled to the steps \[1000\.0, 757\.0, 416\.6"
+    with pytest.raises(ValueError, match=f"steps 3 has {listed}"):
+        clip_settings(pipe, steps=3)
+    with pytest.raises(ValueError, match=f"steps 9 has {listed}"):
+        generate_videos(pipe, PROMPTS[:1], seeds=[1], size=SIZE, frames=FRAMES, steps=9, guidance=1.0)
+    with pytest.raises(ValueError, match=rf"flow shift 5\.0 has {listed}"):
+        open_pipeline(folder, transformer=distilled, flow_shift=5.0)
+    rising = changed(exported, tmp_path / "rising", step_list=(500.0, 757.0))
+    with pytest.raises(ValueError, match=r"timesteps must fall strictly .* got \[500\.0, 757\.0\]"):
+        open_pipeline(folder, transformer=rising)
+
+
+@torch.no_grad()
+def test_a_few_step_pipeline_does_not_run_without_seeds_of_its_own(folder, distilled):
+    pipe = open_pipeline(folder, transformer=distilled)
+    message = r"a few-step generator needs the seeds of its clips: scheduler\.start\(\) before each call"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            latents(pipe)
+        # seeds of one call are not those of the next
+        few_step_latents(pipe, PROMPTS[:1], SEEDS[:1])
+    for batch in (1, 2):
+        common = dict(size=SIZE, frames=FRAMES, guidance=1.0, batch_size=batch)
+        with pytest.raises(ValueError, match="2 prompts need as many seeds, got 1"):
+            generate_videos(pipe, PROMPTS, seeds=[1], **common)
+
+
+@torch.no_grad()
+def test_a_few_step_pipeline_is_saved_with_its_steps(folder, distilled, tmp_path):
+    pipe = open_pipeline(folder, transformer=distilled)
+    expected = few_step_latents(pipe, PROMPTS, SEEDS)
+    pipe.save_pretrained(tmp_path / "sparse")
+    shutil.copy(distilled / "sparse_attention.json", tmp_path / "sparse" / "transformer")
+    assert torch.equal(few_step_latents(open_pipeline(tmp_path / "sparse"), PROMPTS, SEEDS), expected)
+    # a dense generator has no other file for them
+    dense = open_pipeline(folder)
+    dense.scheduler = FewStepScheduler([1000, 500])
+    expected = few_step_latents(dense, PROMPTS, SEEDS)
+    dense.save_pretrained(tmp_path / "dense")
+    again = open_pipeline(tmp_path / "dense")
+    assert torch.equal(few_step_latents(again, PROMPTS, SEEDS), expected)
+    assert clip_settings(again)[2:] == (1.0, 2)
+    with pytest.raises(ValueError, match=r"FewStepScheduler has no flow shift to set to 5\.0"):
+        open_pipeline(tmp_path / "dense", flow_shift=5.0)
 
 
 @pytest.mark.parametrize("settings", [True, False], ids=["with_settings", "without"])
@@ -287,6 +425,7 @@ def test_sample_writes_clips_and_what_made_them(folder, exported, tmp_path):
         "flow_shift": 5,
         "dense_steps": 1,
     }
+    assert records["exported"]["step_list"] is None
     kept = {name: record["attention"].get("transformer", {}) for name, record in records.items()}
     assert {name: (found.get("topk"), found.get("num_tiles"), found.get("gates")) for name, found in kept.items()} == {
         "dense": (None, None, None),
@@ -316,6 +455,25 @@ def test_sample_takes_what_a_sparse_transformer_was_trained_with(folder, exporte
     assert [record[name] for name in ("size", "frames", "guidance", "flow_shift")] == [[32, 64], 9, 1, 2]
     lines = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
     assert lines == ["the clip's grid of 3x2x4 tokens is none of those trained on: 2x3x5"]
+
+
+def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
+    shared = ["--pipeline", str(folder), "--transformer", str(distilled), "--device", "cpu"]
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    script().main([*shared, *prompts, "--seed", "3", "--out", str(tmp_path / "a")])
+    record = json.loads((tmp_path / "a" / "samples.json").read_text())
+    expected = dict(
+        steps=3, step_list=list(STEPS), guidance=1, flow_shift=None, scheduler="FewStepScheduler", size=list(SIZE)
+    )
+    assert {name: record[name] for name in expected} == expected
+    # a clip is the same in another batch, as the file shows
+    script().main([*shared, *prompts, "--seed", "3", "--batch-size", "2", "--out", str(tmp_path / "b")])
+    one, two = (read_video(tmp_path / name / record["clips"][1]["mp4"])[0].int() for name in ("a", "b"))
+    assert (one - two).abs().max() <= 2
+    for option, value, name in (("--steps", "50", "steps 50"), ("--shift", "5", r"flow shift 5\.0")):
+        with pytest.raises(ValueError, match=rf"{name} has no meaning: .* \[1000\.0, 757\.0, 416\.6"):
+            script().main([*shared, *prompts, option, value, "--out", str(tmp_path / "c")])
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(

@@ -258,8 +258,9 @@ def run_folder(
             },
         },
     }
-    if "sparsity" in changes:
-        state["config"]["sparsity"] = changes.pop("sparsity")
+    for part in ("sparsity", "callbacks"):
+        if part in changes:
+            state["config"][part] = changes.pop(part)
     groups = {"model": {k: v + 1 for k, v in ema.items()}, **({"ema": ema} if averaged else {})}
     write_checkpoint(folder / "checkpoints", groups, state | changes)
     return ema
@@ -274,14 +275,62 @@ def run_folder(
     ],
 )
 def test_the_sampling_recipe_of_a_run_is_exported(tmp_path, samples, wanted):
-    run_folder(tmp_path / "run")
-    state_file = next((tmp_path / "run" / "checkpoints").glob("*/state.json"))
-    state = json.loads(state_file.read_text())
-    state["config"]["callbacks"] = {"samples": samples}
-    state_file.write_text(json.dumps(state))
+    run_folder(tmp_path / "run", callbacks={"samples": samples})
     convert(tmp_path / "run", tmp_path / "out", "--to", "diffusers")
     sparse = read_sparse_config(tmp_path / "out")
     assert (sparse.flow_shift, sparse.guidance_scale) == wanted
+
+
+def recipe(sparse: SparseAttentionConfig | None) -> tuple[Any, ...]:
+    assert sparse is not None
+    return sparse.step_list, sparse.flow_shift, sparse.guidance_form, sparse.guidance_scale
+
+
+def test_a_distilled_run_is_exported_with_its_steps(tmp_path, capsys):
+    steps, teacher = [1000.0, 2500 / 3], {"samples": {"steps": 50, "guidance": 5.0, "flow_shift": 3.0}}
+    run_folder(tmp_path / "run", step_list=steps, callbacks=teacher)
+    convert(tmp_path / "run", tmp_path / "a", "--no-golden")
+    # the samples of the run's config were the teacher's
+    assert recipe(read_sparse_config(tmp_path / "a")) == (tuple(steps), None, "standard", 1.0)
+    convert(tmp_path / "a", tmp_path / "back", "--to", "run")
+    assert resolve_checkpoint(tmp_path / "back").state["step_list"] == steps
+    convert(tmp_path / "back", tmp_path / "b", "--no-golden")
+    assert json_of(tmp_path / "b" / SPARSE_CONFIG) == json_of(tmp_path / "a" / SPARSE_CONFIG)
+    # a list that the state got later, as by a merge of weights, goes before that of the settings
+    state = next((tmp_path / "back" / "checkpoints").glob("*/state.json"))
+    state.write_text(json.dumps(json_of(state) | {"step_list": [900.0]}))
+    convert(tmp_path / "back", tmp_path / "c", "--no-golden")
+    assert read_sparse_config(tmp_path / "c").step_list == (900.0,)
+
+    given = ("--step-list", 900, 400, "--guidance", 2, "--no-golden")
+    convert(tmp_path / "a", tmp_path / "given", *given)
+    assert recipe(read_sparse_config(tmp_path / "given")) == ((900.0, 400.0), None, "standard", 2.0)
+    # what was given stays on the way through a run
+    convert(tmp_path / "given", tmp_path / "given_run", "--to", "run")
+    convert(tmp_path / "given_run", tmp_path / "again", "--no-golden")
+    assert recipe(read_sparse_config(tmp_path / "again")) == ((900.0, 400.0), None, "standard", 2.0)
+    assert "no file" not in capsys.readouterr().out
+
+    run_folder(tmp_path / "other", callbacks=teacher)
+    convert(tmp_path / "other", tmp_path / "d", "--to", "run")
+    assert "step_list" not in resolve_checkpoint(tmp_path / "d").state
+    assert recipe(open_source(str(tmp_path / "d"), None).sparse) == (None, 3.0, "standard", 5.0)
+    convert(tmp_path / "other", tmp_path / "e", "--step-list", 900, "--no-golden")
+    assert recipe(read_sparse_config(tmp_path / "e")) == ((900.0,), None, "standard", 1.0)
+
+
+def test_the_steps_of_a_dense_generator_stay_in_runs_and_leave_with_a_word(tmp_path, capsys):
+    run_folder(tmp_path / "run", "FullAttention", step_list=[1000.0, 757.0])
+    for to in ("diffusers", "wan"):
+        convert(tmp_path / "run", tmp_path / to, "--to", to)
+        line = f"no file of {tmp_path / to} has the steps [1000.0, 757.0] of this dense generator, --to run keeps them"
+        assert capsys.readouterr().out.splitlines()[1:] == [line]
+    convert(tmp_path / "run", tmp_path / "kept", "--to", "run")
+    convert(tmp_path / "diffusers", tmp_path / "given", "--to", "run", "--step-list", 1000, 757)
+    convert(tmp_path / "diffusers", tmp_path / "lost", "--to", "run")
+    assert "no file" not in capsys.readouterr().out
+    found = [resolve_checkpoint(tmp_path / name).state.get("step_list") for name in ("kept", "given", "lost")]
+    assert found == [[1000.0, 757.0], [1000.0, 757.0], None]
 
 
 def test_run_to_diffusers_and_back(tmp_path):
@@ -465,11 +514,11 @@ def test_dtype_and_golden_tensors_of_what_was_written(tmp_path):
 
 def test_sampling_settings_are_written_over(tmp_path):
     exported(tmp_path / "a", SPARSE)
-    given = ("--step-list", 1000, 757, "--guidance-form", "additive", "--dense-steps", 2, "--flow-shift", 6)
+    given = ("--guidance-form", "additive", "--guidance", 4, "--dense-steps", 2, "--flow-shift", 6)
     convert(tmp_path / "a", tmp_path / "b", *given, "--no-golden")
     sparse = read_sparse_config(tmp_path / "b")
-    assert (sparse.dense_steps, sparse.flow_shift) == (2, 6)
-    assert (sparse.step_list, sparse.guidance_form, sparse.grid_topk) == ((1000.0, 757.0), "additive", ((3, 5),))
+    assert (sparse.dense_steps, sparse.grid_topk) == (2, ((3, 5),))
+    assert recipe(sparse) == (None, 6, "additive", 4)
 
 
 @pytest.mark.parametrize(
@@ -479,6 +528,12 @@ def test_sampling_settings_are_written_over(tmp_path):
         (["{tmp}/dense", "{tmp}/sparse"], "sparse already exists"),
         (["{tmp}/dense", "{tmp}/out", "--topk", "3", "--grid", "8", "8", "8"], "has no gates"),
         (["{tmp}/dense", "{tmp}/out", "--dense-steps", "0"], "has no gates, so no .* to write dense_steps to"),
+        (["{tmp}/dense", "{tmp}/out", "--step-list", "9"], "has no gates, so no .* to write step_list to"),
+        (["{tmp}/sparse", "{tmp}/out", "--step-list", "5", "9"], r"timesteps must fall strictly .* got \[5\.0, 9\.0\]"),
+        (
+            ["{tmp}/sparse", "{tmp}/out", "--step-list", "9", "--flow-shift", "6"],
+            r"--flow-shift 6\.0 has no meaning beside the steps \[9\.0\]",
+        ),
         (["{tmp}/sparse", "{tmp}/out", "--dense-steps", "-1"], "dense_steps must not be negative, got -1"),
         (["{tmp}/sparse", "{tmp}/out", "--topk", "3"], "says its own top-k and grid"),
         (

@@ -20,21 +20,23 @@ SECOND = "transformer_2"
 
 
 class ClipSettings(NamedTuple):
-    """What decides a clip besides its prompt, its noise and the scheduler.
+    """What decides a clip besides its prompt, its noise and the scheduler's own settings.
 
     Args:
         size: height and width in pixels.
         frames: of the clip.
         guidance: `uncond + guidance * (cond - uncond)`.
+        steps: of the scheduler.
     """
 
     size: tuple[int, int]
     frames: int
     guidance: float
+    steps: int
 
 
 # what Wan 2.1 is published with
-DEFAULTS = ClipSettings(size=(480, 832), frames=81, guidance=5.0)
+DEFAULTS = ClipSettings(size=(480, 832), frames=81, guidance=5.0, steps=50)
 
 
 def open_pipeline(
@@ -55,7 +57,8 @@ def open_pipeline(
 
     A transformer with `sparse_attention.json`, in the pipeline or given, runs with its gates and its own settings;
     sparsity or top-k then replace its budget, and the other options are not for it. Its flow shift goes before that
-    of the scheduler. Without a method, a sparsity and a top-k any other transformer stays dense.
+    of the scheduler; with a list of steps it gets a `FewStepScheduler` in place of the pipeline's own. Without a
+    method, a sparsity and a top-k any other transformer stays dense.
 
     Args:
         source: pipeline folder or hub id.
@@ -71,13 +74,14 @@ def open_pipeline(
         device: where the pipeline goes.
 
     Raises:
-        ValueError: no diffusers, no `WanPipeline`, options that do not go together, a transformer that is distilled
-            to a list of steps, gates in a second transformer, or what `apply` and `load_sparse` refuse.
+        ValueError: no diffusers, no `WanPipeline`, options that do not go together, a flow shift for a transformer
+            with a list of steps, gates in a second transformer, or what `apply` and `load_sparse` refuse.
     """
     try:
         from diffusers import WanPipeline
     except ImportError:
         raise ValueError("pipelines need diffusers: pip install 'vsa-train[wan]'") from None
+    from vsa.integrations.diffusers.few_step import FewStepScheduler
 
     index = Path(source) / "model_index.json"
     if Path(source).exists() and (name := read_json(index).get("_class_name")) != PIPELINE:
@@ -95,11 +99,9 @@ def open_pipeline(
                 raise ValueError(f"{option}={value}: a sparse transformer has its own, {sparse_source}")
         trained = read_sparse_config(pretrained_folder(sparse_source))
         if trained.step_list is not None:
-            raise ValueError(
-                f"{sparse_source} is distilled to the timesteps {list(trained.step_list)}, which no scheduler of "
-                f"{PIPELINE} runs"
-            )
-        if flow_shift is None:
+            _refuse_for_list("flow shift", flow_shift, trained.step_list)
+            parts["scheduler"] = FewStepScheduler(trained.step_list)
+        elif flow_shift is None:
             flow_shift = trained.flow_shift
         parts["transformer"] = load_sparse(sparse_source, dtype=dtype, sparsity=sparsity, topk=topk)
     types = {"default": dtype, "vae": torch.float32}
@@ -134,17 +136,27 @@ def trained_settings(pipe: Any) -> SparseAttentionConfig | None:
 
 
 def clip_settings(
-    pipe: Any, *, size: tuple[int, int] | None = None, frames: int | None = None, guidance: float | None = None
+    pipe: Any,
+    *,
+    size: tuple[int, int] | None = None,
+    frames: int | None = None,
+    guidance: float | None = None,
+    steps: int | None = None,
 ) -> ClipSettings:
     """Settings of a clip with what is None taken from the sparse transformer, or from `DEFAULTS`.
 
-    Size and frames are those of the first trained grid that has what is given.
+    Size and frames are those of the first trained grid that has what is given. A few-step generator that says nothing
+    about guidance has it in its weights: one pass.
 
     Args:
         pipe: from `open_pipeline`.
         size: height and width in pixels.
         frames: of the clip.
         guidance: see `ClipSettings`.
+        steps: see `ClipSettings`; a few-step generator has its own.
+
+    Raises:
+        ValueError: a number of steps below 1, or any for a few-step generator.
     """
     trained = trained_settings(pipe)
     if trained is None:
@@ -158,12 +170,15 @@ def clip_settings(
         if scale is not None and trained.guidance_form == "additive":
             # cond + s * (cond - uncond) = uncond + (s + 1) * (cond - uncond)
             scale += 1
+    if scale is None:
+        scale = DEFAULTS.guidance if _step_list(pipe) is None else 1.0
     fitting = [clip for clip in clips if size in (None, clip[0]) and frames in (None, clip[1])]
     own_size, own_frames = (fitting or clips)[0]
     return ClipSettings(
         size=own_size if size is None else size,
         frames=own_frames if frames is None else frames,
-        guidance=next(value for value in (guidance, scale, DEFAULTS.guidance) if value is not None),
+        guidance=scale if guidance is None else guidance,
+        steps=_steps(pipe, steps),
     )
 
 
@@ -205,7 +220,7 @@ def generate_videos(
     seeds: Sequence[int],
     size: tuple[int, int],
     frames: int,
-    steps: int,
+    steps: int | None = None,
     guidance: float,
     negative_prompt: str = "",
     batch_size: int = 1,
@@ -219,7 +234,7 @@ def generate_videos(
         seeds: N seeds of the clips' noise.
         size: height and width in pixels.
         frames: of a clip.
-        steps: of the scheduler.
+        steps: of the scheduler; None: those of the list of a few-step generator, else 50.
         guidance: `uncond + guidance * (cond - uncond)`; 1 leaves the second pass out.
         negative_prompt: caption of the second pass.
         batch_size: clips computed together; does not change them beyond rounding.
@@ -229,11 +244,14 @@ def generate_videos(
         uint8 `[N, T, H, W, 3]`.
 
     Raises:
-        ValueError: a size or a number of frames that the VAE and the patches do not divide, or a count below 1.
+        ValueError: a size or a number of frames that the VAE and the patches do not divide, a count below 1, a
+            number of steps for a few-step generator, or not one seed per prompt.
     """
-    for name, value in (("steps", steps), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    steps = _steps(pipe, steps)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
     # refuses what the pipeline would round
     token_grid(pipe, size, frames)
     videos = []
@@ -254,13 +272,45 @@ def generate_videos(
             num_frames=frames,
             num_inference_steps=steps,
             guidance_scale=guidance,
-            generator=[torch.Generator("cpu").manual_seed(int(seed)) for seed in seeds[part]],
+            **_noise(pipe, seeds[part], size, frames),
             output_type="pt",
             callback_on_step_end=on_step,
         )
         # [B, T, 3, H, W] in 0..1
         videos.append((result.frames.float() * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).cpu())
     return torch.cat(videos)
+
+
+def _step_list(pipe: Any) -> Sequence[float] | None:
+    """Timesteps of a few-step generator; None where the number of steps is free."""
+    return pipe.scheduler.config.get("step_list")
+
+
+def _steps(pipe: Any, steps: int | None) -> int:
+    """Steps of a clip: those of a few-step generator, those asked for, or the default."""
+    listed = _step_list(pipe)
+    if listed is not None:
+        _refuse_for_list("steps", steps, listed)
+        return len(listed)
+    steps = DEFAULTS.steps if steps is None else steps
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    return steps
+
+
+def _noise(pipe: Any, seeds: Sequence[int], size: tuple[int, int], frames: int) -> dict[str, Any]:
+    """What a pipeline takes the noise of its clips from."""
+    if _step_list(pipe) is None:
+        return {"generator": [torch.Generator("cpu").manual_seed(int(seed)) for seed in seeds]}
+    t = (frames - 1) // pipe.vae_scale_factor_temporal + 1
+    h, w = (n // pipe.vae_scale_factor_spatial for n in size)
+    latents = torch.empty(len(seeds), pipe.transformer.config.in_channels, t, h, w)
+    return {"latents": pipe.scheduler.start(latents, torch.tensor(seeds, dtype=torch.int64))}
+
+
+def _refuse_for_list(name: str, value: float | None, listed: Sequence[float]) -> None:
+    if value is not None:
+        raise ValueError(f"{name} {value} has no meaning: the transformer is distilled to the steps {list(listed)}")
 
 
 def _is_sparse(folder: Path) -> bool:
