@@ -1,0 +1,364 @@
+"""Distil the toy model to a few steps in three ways, draw and print what each student is worth beside its teacher.
+
+Students: dense, sparse (both by distribution matching) and merged (the dense student's deltas added to those of a
+sparse adaptation of the teacher, scripts/merge_deltas.py). Every seed has a teacher of its own. Finished runs of as
+many steps are kept: use another folder for other settings.
+
+python scripts/compare_distill.py outputs/distill_toy --seeds 0 1 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from compare_finetune import train
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from score_toy import CHANCE, score
+from torch import Tensor
+
+from vsa.attention.full import FullAttention
+from vsa.cli import one_line_errors
+from vsa.data.atomic import atomic_file
+from vsa.data.toy_videos import caption_of, clip_attributes, evaluation_prompts, render_clip
+from vsa.training.inference import (
+    LoadedRun,
+    ProgressFn,
+    SampleSettings,
+    clip_seeds,
+    decode_latents,
+    load_run,
+    sample_latents,
+    settings_dict,
+)
+from vsa.training.latent_distance import latent_distance
+
+ROOT = Path(__file__).parent.parent
+TEACHER = ("experiment=quickstart", "attention=full")
+ARMS = {
+    "dense": ("experiment=distill_toy", "attention=full", "~attention.fine_gate", "~attention.gate_init"),
+    "sparse": ("experiment=distill_toy",),
+    # at the sparsity of distill_toy
+    "adapted": (
+        *("experiment=finetune_toy", "sparsity.sparsity=0.8"),
+        *("task.objective.data=0", "task.objective.velocity=1"),
+    ),
+}
+STUDENTS = ("dense", "sparse", "merged")
+MEASURES = ("colour", "direction", "distance")
+RECONSTRUCTIONS = "codec reconstructions"
+# rendered sets that no training uses: two for each seed
+REAL_SETS = 1_000_000
+# clips in the picture: other colours and other directions
+SHOWN = [0, 7, 14, 21]
+
+
+def finish(out: Path, seed: int, steps: Mapping[str, int], common: Sequence[str], workers: ThreadPoolExecutor) -> None:
+    """The runs of one seed."""
+    folder = (out / f"seed-{seed}").resolve()
+    teacher = folder / "teacher"
+    workers.submit(train, teacher, steps["teacher"], *TEACHER, f"seed={seed}", *common).result()
+    waiting = [
+        workers.submit(train, folder / arm, steps[arm], *overrides, f"init_from={teacher}", f"seed={seed}", *common)
+        for arm, overrides in ARMS.items()
+    ]
+    for job in waiting:
+        job.result()
+    merge(folder)
+
+
+def merge(folder: Path) -> None:
+    """The merged student of one seed; it takes seconds and is made anew, so that it always fits its sources.
+
+    Raises:
+        ValueError: it failed; names the log.
+    """
+    merged, log = folder / "merged", folder / "merged.log"
+    shutil.rmtree(merged, ignore_errors=True)
+    sources = (folder / "teacher", "--sparse", folder / "adapted", "--few-step", folder / "dense")
+    with open(log, "w") as file:
+        command = [sys.executable, "scripts/merge_deltas.py", *map(str, sources), str(merged)]
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise ValueError(f"merging {merged} ended with status {done.returncode}, see {log}")
+
+
+def load_runs(folder: Path, device: str | None) -> dict[str, LoadedRun]:
+    """Teacher and students of one seed.
+
+    Raises:
+        ValueError: a run is missing, or the students cannot be compared: other step lists, other top-k of the two
+            sparse ones, or other latent statistics than the teacher's.
+    """
+    runs = {name: load_run(folder / name, device=device) for name in ("teacher", *STUDENTS)}
+    teacher, dense = runs["teacher"], runs["dense"]
+    for name in STUDENTS:
+        run = runs[name]
+        if run.step_list is None or run.step_list != dense.step_list:
+            raise ValueError(f"step lists differ: {run.source} has {run.step_list}, {dense.source} {dense.step_list}")
+        if not torch.equal(run.latent_mean, teacher.latent_mean) or not torch.equal(run.latent_std, teacher.latent_std):
+            raise ValueError(f"latent statistics of {run.source} are not those of its teacher {teacher.source}")
+    sparse, merged = (runs[name].settings().topk for name in ("sparse", "merged"))
+    if sparse != merged:
+        raise ValueError(f"{runs['sparse'].source} has topk {sparse}, {runs['merged'].source} topk {merged}")
+    return runs
+
+
+def sampled(
+    runs: Mapping[str, LoadedRun], seed: int, steps: int, guidance: float, batch_size: int
+) -> dict[str, tuple[LoadedRun, SampleSettings]]:
+    """What is compared: a run and how it is sampled, by the name of its row."""
+    few = len(runs["dense"].step_list or ())
+    how: dict[str, tuple[LoadedRun, dict[str, Any]]] = {
+        "teacher": (runs["teacher"], {"steps": steps, "guidance": guidance}),
+        "teacher, few steps": (runs["teacher"], {"steps": few, "guidance": guidance}),
+        **{f"{name} student": (runs[name], {}) for name in STUDENTS},
+    }
+    rows = {}
+    for name, (run, given) in how.items():
+        blocks: Any = run.model.blocks
+        # full attention does not read the top-k of its schedule
+        dense = all(isinstance(block.method, FullAttention) for block in blocks)
+        rows[name] = run, run.settings(seed=seed, batch_size=batch_size, at="dense" if dense else "current", **given)
+    return rows
+
+
+def sample(run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn) -> Tensor:
+    """Normalised latents `[N, C, T, H, W]` on the CPU, clip i from the noise of (seed, i).
+
+    Raises:
+        ValueError: clips that are not finite.
+    """
+    seeds = clip_seeds(settings.seed, len(prompts))
+    batches = []
+    for start in range(0, len(prompts), settings.batch_size):
+        part = slice(start, start + settings.batch_size)
+        batches.append(
+            sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress).cpu()
+        )
+    latents = torch.cat(batches)
+    broken = int((~latents.isfinite()).flatten(1).any(1).sum())
+    if broken:
+        raise ValueError(f"{broken} of {len(prompts)} clips of {run.source} in {settings.steps} steps are not finite")
+    return latents
+
+
+def matching_clips(prompts: Sequence[str], seed: int) -> list[int]:
+    """Numbers of distinct clips of the rendered set `seed` whose captions are the prompts, in the order of these."""
+    open_places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        open_places.setdefault(prompt, []).append(place)
+    found = [0] * len(prompts)
+    index = 0
+    while open_places:
+        caption = caption_of(clip_attributes(seed, index))
+        if caption in open_places:
+            found[open_places[caption].pop(0)] = index
+            if not open_places[caption]:
+                del open_places[caption]
+        index += 1
+    return found
+
+
+def real_latents(run: LoadedRun, prompts: Sequence[str], seed: int, shape: Sequence[int]) -> Tensor:
+    """Rendered clips of the prompts as the run's training would see them: `[N, C, T, H, W]`, normalised."""
+    frames, height, width = run.codec.decode(torch.zeros(*shape)).shape[:3]
+    clips = (render_clip(seed, index, size=(frames, height, width))[0] for index in matching_clips(prompts, seed))
+    mean, std = (values.view(1, -1, 1, 1, 1) for values in (run.latent_mean, run.latent_std))
+    return (torch.stack([run.codec.encode(clip) for clip in clips]) - mean) / std
+
+
+def evaluate(
+    rows: Mapping[str, tuple[LoadedRun, SampleSettings]], prompts: Sequence[str], seed: int, progress: Progress
+) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """Measures of the rows of one seed, and of real clips that went through the codec.
+
+    Returns:
+        record of each row, and the middle frames of the clips in the picture, uint8 `[P, H, W, 3]`.
+    """
+    teacher, settings = rows["teacher"]
+    reference, other = (
+        real_latents(teacher, prompts, REAL_SETS + 2 * seed + i, settings.latent_shape) for i in range(2)
+    )
+    records: dict[str, dict[str, Any]] = {}
+    pictures: dict[str, Tensor] = {}
+
+    def measure(name: str, latents: Tensor, settings: Mapping[str, Any]) -> None:
+        videos = decode_latents(teacher.codec, latents, teacher.latent_mean, teacher.latent_std)
+        distance = latent_distance(latents, reference)
+        records[name] = {**score(videos, prompts), "distance": distance, "settings": settings}
+        pictures[name] = videos[SHOWN, videos.shape[1] // 2]
+
+    measure(RECONSTRUCTIONS, other, {})
+    for name, (run, settings) in rows.items():
+        task = progress.add_task(f"seed {seed}, {name}", total=len(prompts) * settings.steps)
+        latents = sample(run, prompts, settings, lambda clips, task=task: progress.advance(task, clips))
+        measure(name, latents, settings_dict(settings, run))
+    return records, pictures
+
+
+def summary(seeds: Sequence[int], records: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Each measure of each row: its value of every seed, their mean and their standard deviation (None of one seed)."""
+    rows: dict[str, Any] = {}
+    for name in records[0]:
+        rows[name] = {"settings": [record[name]["settings"] for record in records]}
+        for measure in MEASURES:
+            values = [record[name][measure] for record in records]
+            spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+            rows[name][measure] = {"seeds": values, "mean": float(np.mean(values)), "spread": spread}
+        if settings := rows[name]["settings"][0]:
+            rows[name]["forwards"] = settings["steps"] * (1 if settings["guidance"] == 1 else 2)
+    return {"seeds": list(seeds), "chance": CHANCE, "rows": rows}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of all runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--teacher-steps", type=int, default=3000)
+    parser.add_argument("--distill-steps", type=int, default=2000, help="of the dense and the sparse student")
+    parser.add_argument("--adapt-steps", type=int, default=800, help="of the sparse adaptation that is merged")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default %(default)s)")
+    parser.add_argument("--evaluate-only", action="store_true", help="train nothing, score the runs that are there")
+    parser.add_argument("--clips", type=int, default=192, help="of each row, 132 or more; multiples of 24 are balanced")
+    parser.add_argument("--steps", type=int, default=50, help="Euler steps of the teacher (default %(default)s)")
+    parser.add_argument("--guidance", type=float, default=3.0, help="of the teacher (default %(default)s)")
+    parser.add_argument("--sample-seed", type=int, default=1, help="noise of the clips, the same in all rows")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--device", help="of sampling: cpu, cuda, ... (cuda when there is one)")
+    parser.add_argument("overrides", nargs="*", help="settings for all runs, e.g. data.root=FOLDER data.videos=FOLDER")
+    args = parser.parse_intermixed_args(argv)
+    for name in ("teacher_steps", "distill_steps", "adapt_steps", "jobs", "clips", "steps", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    steps = {"teacher": args.teacher_steps, "adapted": args.adapt_steps}
+    steps |= {"dense": args.distill_steps, "sparse": args.distill_steps}
+    if not args.evaluate_only:
+        with ThreadPoolExecutor(args.jobs) as workers, ThreadPoolExecutor(len(args.seeds)) as by_seed:
+            waiting = [by_seed.submit(finish, args.out, seed, steps, args.overrides, workers) for seed in args.seeds]
+            for job in waiting:
+                job.result()
+    prompts = evaluation_prompts(args.clips)
+    # all seeds are looked at before the first is sampled
+    loaded = {seed: load_runs(args.out / f"seed-{seed}", args.device) for seed in args.seeds}
+    records, pictures = [], []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        for seed, runs in loaded.items():
+            rows = sampled(runs, args.sample_seed, args.steps, args.guidance, args.batch_size)
+            record, frames = evaluate(rows, prompts, seed, progress)
+            records.append(record)
+            pictures.append(frames)
+    found = summary(args.seeds, records)
+    found |= {"clips": args.clips, "overrides": args.overrides, "torch": torch.__version__}
+    with atomic_file(args.out / "compare.json") as temporary:
+        temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    draw(found, [prompts[i] for i in SHOWN], pictures[0], args.out / "compare.png")
+    show(found)
+
+
+def label(name: str, row: Mapping[str, Any]) -> str:
+    """Name of a row with what it costs."""
+    return f"{name}\n{row['forwards']} forwards" if "forwards" in row else name
+
+
+def draw(found: Mapping[str, Any], prompts: Sequence[str], pictures: Mapping[str, Tensor], path: Path) -> None:
+    """The values of all rows as bars with a point for each seed, and below the middle frames of the first seed's clips.
+
+    Args:
+        found: from `summary`.
+        prompts: P captions of the pictures.
+        pictures: uint8 `[P, H, W, 3]` by row.
+        path: PNG to write.
+    """
+    rows = found["rows"]
+    figure = Figure(figsize=(11, 4.2 + 1.7 * len(prompts)), layout="constrained")
+    panels: Any = figure.subfigures(2, 1, height_ratios=(3.6, 0.6 + 1.7 * len(prompts)))
+    titles = ("colour as the prompt says", "direction as the prompt says", "latent Fréchet distance (less is better)")
+    floor = rows[RECONSTRUCTIONS]["distance"]["mean"]
+    lines = {name: (f"dotted: chance, {value:.0%}", value) for name, value in CHANCE.items()}
+    lines["distance"] = (f"dotted: two sets of rendered clips, {floor:.3g}", floor)
+    for axes, measure, title in zip(panels[0].subplots(1, 3, sharey=True), MEASURES, titles, strict=True):
+        draw_bars(axes, {label(name, row): row[measure] for name, row in rows.items()}, share=measure != "distance")
+        meaning, value = lines[measure]
+        axes.axvline(value, color="black", linestyle=":", zorder=0)
+        axes.set_xlabel(meaning, fontsize=8)
+        axes.set_title(title, fontsize=10)
+    grid = panels[1].subplots(len(prompts), len(rows), squeeze=False)
+    for line, (prompt, axes_of_prompt) in enumerate(zip(prompts, grid, strict=True)):
+        for axes, (name, row) in zip(axes_of_prompt, rows.items(), strict=True):
+            axes.imshow(pictures[name][line].numpy())
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if line == 0:
+                axes.set_title(label(name, row), fontsize=8)
+        axes_of_prompt[0].set_ylabel("\n".join(textwrap.wrap(prompt, 18)), fontsize=8)
+    panels[1].suptitle(
+        f"middle frames, seed {found['seeds'][0]}, the same noise in all columns but the first", fontsize=9
+    )
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+
+
+def draw_bars(axes: Axes, values: Mapping[str, Mapping[str, Any]], *, share: bool) -> None:
+    """Mean of each row as a bar with its number, and the seeds as points."""
+    places = range(len(values))
+    axes.barh(places, [row["mean"] for row in values.values()], color="tab:blue", alpha=0.5)
+    for place, row in zip(places, values.values(), strict=True):
+        axes.plot(row["seeds"], [place] * len(row["seeds"]), "o", color="tab:blue", markersize=4)
+        number = f"{row['mean']:.0%}" if share else f"{row['mean']:.3g}"
+        axes.annotate(
+            number, (max(row["seeds"]), place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.set_yticks(places, list(values), fontsize=8)
+    # the first row on top
+    axes.invert_yaxis()
+    # room for the numbers
+    axes.margins(x=0.25)
+    axes.set_xlim(left=0)
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """The rows as a table that fits 80 columns, mean and standard deviation over the seeds."""
+    caption = "distance: Fréchet, on latents; the first row: between two rendered sets"
+    title = f"toy distillation, {found['clips']} clips, seeds {found['seeds']}"
+    table = Table(title=title, caption=caption, box=SIMPLE, pad_edge=False)
+    table.add_column("")
+    for heading in ("forwards", "colour %", "direction %", "distance"):
+        table.add_column(heading, justify="right")
+    for name, row in found["rows"].items():
+        cells = [f"{row['forwards']}" if "forwards" in row else ""]
+        for measure in MEASURES:
+            mean, spread = row[measure]["mean"], row[measure]["spread"]
+            if measure == "distance":
+                cells.append(f"{mean:.3g}" + ("" if spread is None else f" ± {spread:.2g}"))
+            else:
+                cells.append(f"{100 * mean:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}"))
+        table.add_row(name, *cells)
+    table.add_row("chance", "", *(f"{100 * value:.1f}" for value in CHANCE.values()), "")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,102 @@
+"""How far generated clips are from real ones as a set: a Fréchet distance on latents, without a learned network.
+
+N clips, C T H W latent channels, frames and size, F features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CELLS = 4
+"""Cells along each of time, height and width that latents are pooled to (fewer where the latents have fewer)."""
+CLIPS_PER_FEATURE = 4
+"""A covariance of as many features as clips would be mostly noise."""
+
+
+def frechet_distance(features: Tensor, reference: Tensor) -> float:
+    """Squared Fréchet distance between the Gaussians fitted to two sets: |m - n|^2 + tr(A + B - 2 (A B)^(1/2)).
+
+    m, n and A, B are means and unbiased covariances, in float64. The trace of (A B)^(1/2) is the sum of the singular
+    values of A^(1/2) B^(1/2), whose roots come from eigen-decompositions of symmetric matrices. Source: Dowson and
+    Landau, "The Fréchet distance between multivariate normal distributions" (1982); Heusel et al. (2017), equation 6.
+
+    Args:
+        features: `[N, F]`.
+        reference: `[M, F]`.
+
+    Raises:
+        ValueError: other shapes, fewer than two rows, or values that are not finite.
+    """
+    if features.ndim != 2 or reference.ndim != 2 or features.shape[1] != reference.shape[1]:
+        raise ValueError(f"features must be [N, F] and [M, F], got {list(features.shape)} and {list(reference.shape)}")
+    means, covariances, roots = [], [], []
+    for rows in (features.double(), reference.double()):
+        if len(rows) < 2:
+            raise ValueError(f"a covariance needs at least 2 rows, got {len(rows)}")
+        broken = int((~rows.isfinite()).any(1).sum())
+        if broken:
+            raise ValueError(f"features of {broken} of {len(rows)} clips are not finite")
+        mean = rows.mean(0)
+        covariance = (rows - mean).T @ (rows - mean) / (len(rows) - 1)
+        values, vectors = torch.linalg.eigh(covariance)
+        means.append(mean)
+        covariances.append(covariance)
+        # rounding makes zero eigenvalues negative
+        roots.append((vectors * values.clamp_min(0).sqrt()) @ vectors.T)
+    cross = torch.linalg.svdvals(roots[0] @ roots[1]).sum()
+    spread = covariances[0].trace() + covariances[1].trace() - 2 * cross
+    return float(((means[0] - means[1]).square().sum() + spread).clamp_min(0))
+
+
+def latent_features(latents: Tensor) -> Tensor:
+    """What `latent_distance` compares clips by: N/4 numbers of each.
+
+    Of each clip the mean and the standard deviation of every channel over time, height and width (2 C numbers: colour,
+    contrast, blur and noise), then N/4 - 2 C numbers for what is where and when: the latents averaged over the cells
+    of a grid of 4 x 4 x 4 (`CELLS`) and multiplied by a fixed matrix of orthonormal columns, the Q of a Gaussian
+    matrix drawn with seed 0.
+
+    Args:
+        latents: `[N, C, T, H, W]`, normalised.
+
+    Returns:
+        float64 `[N, F]` on the CPU, F = N/4 rounded down (less where the grid has fewer cells).
+
+    Raises:
+        ValueError: other dimensions, or too few clips to have a feature beside the channels' own.
+    """
+    if latents.ndim != 5:
+        raise ValueError(f"latents must be [N, C, T, H, W], got {list(latents.shape)}")
+    clips, channels = latents.shape[:2]
+    count = clips // CLIPS_PER_FEATURE - 2 * channels
+    if count < 1:
+        least = CLIPS_PER_FEATURE * (2 * channels + 1)
+        raise ValueError(f"a latent distance of {channels} channels needs at least {least} clips, got {clips}")
+    latents = latents.detach().cpu().double()
+    flat = latents.flatten(2)
+    frames, height, width = (min(size, CELLS) for size in latents.shape[2:])
+    coarse = F.adaptive_avg_pool3d(latents, (frames, height, width)).flatten(1)
+    if coarse.shape[1] > count:
+        gaussian = torch.randn(coarse.shape[1], count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        coarse = coarse @ torch.linalg.qr(gaussian).Q
+    return torch.cat([flat.mean(2), flat.std(2, correction=0), coarse], 1)
+
+
+def latent_distance(latents: Tensor, reference: Tensor) -> float:
+    """Squared Fréchet distance between the features of two sets of clips; see `latent_features`.
+
+    Distances of other numbers of clips or other latent shapes are other quantities. Two sets of the same distribution
+    are above 0, by sampling: compare with the distance of two independent real sets.
+
+    Args:
+        latents: `[N, C, T, H, W]`, normalised.
+        reference: the same shape, normalised with the same statistics.
+
+    Raises:
+        ValueError: the shapes differ, or see `latent_features` and `frechet_distance`.
+    """
+    if latents.shape != reference.shape:
+        raise ValueError(f"sets of latents of different shapes: {list(latents.shape)} and {list(reference.shape)}")
+    return frechet_distance(latent_features(latents), latent_features(reference))
