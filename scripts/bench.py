@@ -7,6 +7,9 @@ fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
 vsa     the whole operator
 layer   a DiT layer, dense against sparse
+step    a training step of a whole DiT
+distill an iteration of distillation with its three networks
+denoise from noise to latents: the few-step sparse generator against the model of many steps with guidance
 
 A case compares its op with fp64 first and prints no speed when that fails. Useful TFLOP/s count real token pairs of
 the listed blocks: 4 * D each forward, 14 * D forward + backward. Executed TFLOP/s count what is multiplied, padding
@@ -26,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.cases import CASES, Setup, measure_shape
+from bench.cases import CASES, NETWORK_CASES, measure_shape
 from bench.peers import PEERS
 from bench.problems import LISTS, choose_shapes
+from bench.timing import Setup
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
 
 from vsa.cli import one_line_errors
@@ -72,7 +76,7 @@ def table(report: dict[str, Any]) -> str:
         "shape": lambda r: r["name"],
         "B x H x L x D": lambda r: " x ".join(str(r[name]) for name in _SIZE),
         "block": lambda r: r["block"] if r.get("q_block", r["block"]) == r["block"] else f"{r['q_block']}x{r['block']}",
-        "sparsity": lambda r: "-" if r["op"].startswith(("dense", "free")) else f"{r['sparsity']:.1%}",
+        "sparsity": lambda r: "-" if r["op"].startswith(("dense", "free", "text", "VAE")) else f"{r['sparsity']:.1%}",
         "lists": lambda r: r.get("lists"),
         "dtype": lambda r: r["dtype"],
         "op": lambda r: r["op"],
@@ -83,6 +87,7 @@ def table(report: dict[str, Any]) -> str:
         "executed TFLOP/s": lambda r: _fixed(r.get("executed_tflops"), _tflops_digits(rows)),
         "useful TFLOP/s": lambda r: _fixed(r.get("useful_tflops"), _tflops_digits(rows)),
         "peak extra MiB": lambda r: _fixed(r.get("peak_extra_mib"), 0),
+        "peak MiB": lambda r: _fixed(r.get("peak_mib"), 0),
         "speed against dense": lambda r: _fixed(r.get("speedup"), 2, "x"),
     }
     cells = {name: [show(r) for r in rows] for name, show in columns.items()}
@@ -96,7 +101,8 @@ def table(report: dict[str, Any]) -> str:
         *("| " + " | ".join(str(v) for v in values) + " |" for values in zip(*cells.values(), strict=True)),
     ]
     skipped = [f"Not measured: {r['op']} at {r['name']}: {r['reason']}" for r in report.get("skipped", ())]
-    return "\n".join(lines + [""] * bool(skipped) + skipped)
+    notes = report.get("notes", [])
+    return "\n".join(lines + [""] * bool(skipped) + skipped + [""] * bool(notes) + notes)
 
 
 def _digits(ms: float) -> str:
@@ -142,8 +148,10 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         repeats=args.repeats,
         ahead=args.ahead,
+        modes=tuple(getattr(args, "modes", None) or (("eager", "compiled") if device.type == "cuda" else ("eager",))),
     )
-    shapes = choose_shapes(args.shapes, args.all, device)
+    usual = CASES[args.case].gpu_shapes if device.type == "cuda" and not args.all else None
+    shapes = choose_shapes(args.shapes or usual, args.all, device)
     if args.case != "fine" and args.shapes is None:
         shapes = [shape for shape in shapes if shape.group == 1]
     report: dict[str, Any] = {
@@ -155,10 +163,12 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         "checks": [line for backend in setup.backends for line in CASES[args.case].check(backend, setup)],
         "skipped": [],
         "rows": [],
+        "notes": [],
     }
     for shape in shapes:
         got = measure_shape(args.case, shape, setup)
         report["rows"] += got.rows
+        report["notes"] += got.notes
         report["skipped"] += [{"name": shape.name, "op": op, "reason": why} for op, why in got.skipped.items()]
         # after every shape: what was measured survives a later failure
         if args.out:
@@ -197,7 +207,12 @@ def main(argv: list[str]) -> None:
             )  # fmt: skip
         else:
             sub.set_defaults(against=["none"])
-        if name not in ("layer", "step"):
+        if name in ("step", "distill", "denoise"):
+            sub.add_argument(
+                "--modes", nargs="+", choices=["eager", "compiled"],
+                help="of the networks' blocks (default eager; on cuda both)",
+            )  # fmt: skip
+        if name not in NETWORK_CASES:
             sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
         sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; by time on cuda)")
         sub.add_argument(

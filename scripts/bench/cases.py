@@ -6,14 +6,11 @@ B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from vsa_kernels import RecallBuffer, block_mean_pool, block_sparse_attn, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
@@ -22,44 +19,15 @@ from vsa.attention.video_sparse import VideoSparseAttention
 
 from . import checks
 from .checks import Layer
+from .denoise import denoise
+from .distill import distill
 from .peers import add_peers
 from .problems import Problem, Shape, pair_counts, problem
-from .step import TrainingStep
-from .timing import BACKWARD, FORWARD, Op, Skipped, measure, say
+from .step import TEXT_TOKENS, TrainingStep
+from .timing import BACKWARD, FORWARD, Measured, Op, Setup, Skipped, breakdown, measure, say, with_fast_sdpa
 
 # of the scores that exist at a time, as in the operator
 _SCORE_BYTES = 64 << 20
-_TEXT_TOKENS = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What the command line asked for.
-
-    Args:
-        backends: of ours.
-        peers: to measure against.
-        lists: kind of block lists.
-        device: where to run.
-        dtype: of the tokens.
-        repeats: timed calls of an op; None: see `measure`.
-        ahead: see `measure`.
-    """
-
-    backends: list[str]
-    peers: list[str]
-    lists: str
-    device: torch.device
-    dtype: torch.dtype
-    repeats: int | None
-    ahead: bool = False
-
-
-class Measured(NamedTuple):
-    """Rows of a report, and the ops that could not be measured with the reason."""
-
-    rows: list[dict[str, Any]]
-    skipped: Skipped
 
 
 def fine(shape: Shape, setup: Setup) -> Measured:
@@ -153,14 +121,14 @@ def layer(shape: Shape, setup: Setup) -> Measured:
         else:
             method = VideoSparseAttention(**size, tile_thw=shape.tile_thw, gate_init="model", backend=backend)
         built = Layer.build(
-            method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device, text_tokens=_TEXT_TOKENS
+            method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device, text_tokens=TEXT_TOKENS
         )
         # most of its products are projections: no TFLOP/s
         for part, call in (("attention", built.attention), ("block", built.whole)):
             ops.append(
                 Op(
                     name=f"{part}, {name}",
-                    call=partial(_with_fast_sdpa, call, setup.device),
+                    call=partial(with_fast_sdpa, call, setup.device),
                     dout=built.dout,
                     inputs=(built.x, *built.block.parameters()),
                     against=(f"{part}, dense",),
@@ -175,17 +143,18 @@ def step(shape: Shape, setup: Setup) -> Measured:
     if shape.group > 1:
         return Measured([], {"step": "has query blocks of one tile"})
     rows: list[dict[str, Any]] = []
-    for compiled in (False, True) if setup.device.type == "cuda" else (False,):
-        kind, medians = "compiled training step" if compiled else "training step", dict[str, float]()
+    for mode in setup.modes:
+        compiled, medians = mode == "compiled", dict[str, float]()
+        kind = "compiled training step" if compiled else "training step"
         for name in ("dense", *setup.backends, "free"):
             # one network at a time
             call = TrainingStep(shape, name, compiled, setup.device)
-            run: Callable[[], Any] = torch.enable_grad()(partial(_with_fast_sdpa, call, setup.device))
+            run: Callable[[], Any] = torch.enable_grad()(partial(with_fast_sdpa, call, setup.device))
             (row,) = measure([Op(name=name, call=run, passes=(kind,))], setup.device, setup.repeats, setup.ahead)
             medians[name] = row["median_ms"]
             row |= {"baseline": "dense", "speedup": round(medians["dense"] / row["median_ms"], 3)}
             if setup.device.type == "cuda":
-                row["gpu_ms"] = call.breakdown()
+                row["gpu_ms"] = breakdown(run)
                 torch.cuda.empty_cache()
             rows.append(row)
             del call, run
@@ -193,31 +162,28 @@ def step(shape: Shape, setup: Setup) -> Measured:
 
 
 class Case(NamedTuple):
-    """A case of the command line: what runs, and the checks before it."""
+    """A case of the command line: what runs, the checks before it, and its shapes on a GPU (None: the usual ones)."""
 
     run: Callable[[Shape, Setup], Measured]
     check: Callable[[str, Setup], list[str]]
+    gpu_shapes: list[str] | None = None
+
+
+def _check_network(backend: str, setup: Setup) -> list[str]:
+    return [checks.check_operator(backend, setup.dtype, setup.device), checks.check_layer(backend, setup.device)]
 
 
 CASES = {
     "fine": Case(fine, lambda backend, s: [checks.check(backend, s.dtype, s.device)]),
     "coarse": Case(coarse, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
     "vsa": Case(vsa, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
-    "layer": Case(
-        layer,
-        lambda backend, s: [
-            checks.check_operator(backend, s.dtype, s.device),
-            checks.check_layer(backend, s.device),
-        ],
-    ),
-    "step": Case(
-        step,
-        lambda backend, s: [
-            checks.check_operator(backend, s.dtype, s.device),
-            checks.check_layer(backend, s.device),
-        ],
-    ),
+    "layer": Case(layer, _check_network),
+    "step": Case(step, _check_network),
+    "distill": Case(distill, _check_network, ["wan1.3b-distill"]),
+    "denoise": Case(denoise, _check_network, ["wan1.3b-distill"]),
 }
+NETWORK_CASES = ("layer", "step", "distill", "denoise")
+"""Those of whole layers and networks, which list their own blocks."""
 
 
 def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
@@ -225,9 +191,9 @@ def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     say(f"{case} {shape.name}")
     got = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
-    if case not in ("layer", "step"):
+    if case not in NETWORK_CASES:
         common["lists"] = setup.lists
-    return Measured([{**common, **row} for row in got.rows], got.skipped)
+    return Measured([{**common, **row} for row in got.rows], got.skipped, got.notes)
 
 
 def _ours(name: str, p: Problem, backend: str, call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Op:
@@ -243,16 +209,6 @@ def _self_attention(p: Problem) -> Any:
     if p.shape.group > 1:
         raise ValueError(f"shape {p.shape.name} has query blocks of its own: it is for the case fine")
     return p.case
-
-
-def _with_fast_sdpa(call: Callable[[], Any], device: torch.device) -> Any:
-    # cuDNN first, also for the cross-attention
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    chosen: AbstractContextManager[Any] = nullcontext()
-    if device.type == "cuda":
-        chosen = sdpa_kernel(order, set_priority=True)
-    with chosen:
-        return call()
 
 
 Pieces = dict[tuple[str, str], Callable[[], Any]]

@@ -42,7 +42,7 @@ def check(backend: str, dtype: torch.dtype, device: torch.device) -> str:
         fine=backend != "triton", kv_valid=True, dtype=dtype, device=device,
     )  # fmt: skip
     exact, plain = define(case), run(case, "reference")
-    _compare(f"backend {backend}", run(case, backend), run(replace(case, scale=1.0), backend), plain, exact)
+    compare(f"backend {backend}", run(case, backend), run(replace(case, scale=1.0), backend), plain, exact)
     return f"{backend} {dtype}: out, lse, dq, dk, dv within the fp64 budget; the wrong scale is noticed"
 
 
@@ -63,7 +63,7 @@ def check_operator(backend: str, dtype: torch.dtype, device: torch.device) -> st
 
     exact, plain = result("reference", torch.float64), result("reference", dtype)
     damaged = result(backend, dtype, scale=1.0)
-    _compare(f"the operator on backend {backend}", result(backend, dtype), damaged, plain, exact)
+    compare(f"the operator on backend {backend}", result(backend, dtype), damaged, plain, exact)
     return f"operator on {backend} {dtype}: lists, out and gradients within the fp64 budget; the wrong scale is noticed"
 
 
@@ -83,13 +83,19 @@ def check_layer(backend: str, device: torch.device) -> str:
 
     exact, plain = result("reference", torch.float64, 4), result("reference", torch.float32, 4)
     damaged = result(backend, torch.float32, 5)
-    _compare(f"the layer on backend {backend}", result(backend, torch.float32, 4), damaged, plain, exact)
+    compare(f"the layer on backend {backend}", result(backend, torch.float32, 4), damaged, plain, exact)
     return f"layer on {backend} float32: out and gradients within the fp64 budget; the wrong top-k is noticed"
 
 
-def _compare(
+def compare(
     what: str, got: dict[str, Tensor], damaged: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> None:
+    """Compare `got` with `exact` where `plain` shows what rounding does, and the comparison with a wrong answer.
+
+    Raises:
+        ValueError: an error above its budget, or a damaged input that the budget does not notice.
+    """
+
     def agrees(got: dict[str, Tensor]) -> None:
         for name, x in got.items():
             assert_within_budget(x, plain[name], exact[name], name)

@@ -99,6 +99,8 @@ GPU_SHAPES = (
 # measured when named, or with --all
 EXTRA_SHAPES = (
     Shape(name="wan14b-720p", grid_thw=(16, 60, 80), heads=40, head_dim=128, topk=120),
+    # 80% sparse, as distillation is published
+    Shape(name="wan1.3b-distill", grid_thw=(16, 28, 52), heads=12, head_dim=128, topk=73),
     # tries the script itself, on any device
     Shape(name="smoke", grid_thw=(3, 5, 4), tile_thw=(2, 2, 2), heads=2, head_dim=16, topk=4),
 )

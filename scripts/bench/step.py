@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor, nn
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
@@ -26,18 +25,12 @@ from vsa.training.parallel import ParallelPlan, parallelize
 
 from .problems import Shape
 
+TEXT_TOKENS = 512
+"""Of a caption, padding included."""
+
 _CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 _MODELS = {(12, 64): "dit_120m", (12, 128): "wan_1_3b", (40, 128): "wan_14b"}
 """Model config by heads and head dim."""
-
-_KINDS = {
-    "attention": ("_fwd_kernel", "_dq_kernel", "_dkv_kernel", "fmha", "flash", "sdpa", "_pool", "_topk", "_scores"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
-    "optimizer": ("multi_tensor_apply", "adam"),
-    "copies": ("memcpy", "memset", "copy", "cat"),
-}
-"""What a GPU kernel belongs to, by parts of its name, in the order of trial; others: elementwise and norms. Dense
-cross-attention counts as attention."""
 
 
 class FreeAttention(AttentionMethod):
@@ -68,29 +61,16 @@ class TrainingStep:
     """
 
     def __init__(self, shape: Shape, attention: str, compile: bool, device: torch.device):
-        name = _MODELS.get((shape.heads, shape.head_dim))
-        size: dict[str, Any] = {"num_layers": 2, "ffn_dim": 4 * shape.heads * shape.head_dim, "text_dim": 32}
-        if name is not None:
-            size = yaml.safe_load((_CONFIGS / f"{name}.yaml").read_text())
-            del size["_target_"]
-        size |= {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_dim}
-        factory: Any = {"dense": FullAttention, "free": FreeAttention}.get(attention)
-        if factory is None:
-            factory = partial(
-                VideoSparseAttention, tile_thw=shape.tile_thw, fine_gate=False, gate_init="model", backend=attention
-            )
         torch.manual_seed(0)
         self.topk = shape.topk
+        self.model = video_dit(shape, attention, device)
         with device:
-            self.model = VideoDiT(attention=factory, **size)
-            t, h, w = shape.grid_thw
             self.x_t, self.target = (
-                torch.randn(shape.batch, self.model.in_channels, t, 2 * h, 2 * w, generator=_generator(device, seed))
-                for seed in (1, 2)
+                torch.randn(latent_size(shape, self.model), generator=random_source(device, seed)) for seed in (1, 2)
             )
-            self.text = torch.randn(shape.batch, 512, self.model.text_dim, generator=_generator(device, 3))
+            self.text = torch.randn(shape.batch, TEXT_TOKENS, self.model.text_dim, generator=random_source(device, 3))
             self.timestep = torch.full((shape.batch,), 500.0)
-        mesh = _mesh() if device.type == "cuda" else None
+        mesh = one_process_mesh(device)
         parallelize(self.model, mesh, ParallelPlan(activation_checkpointing=True, compile=compile))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
 
@@ -100,27 +80,69 @@ class TrainingStep:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def breakdown(self) -> dict[str, float]:
-        """Milliseconds of GPU time of one step by kind of kernel."""
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            self()
-            torch.cuda.synchronize()
-        found = dict.fromkeys((*_KINDS, "elementwise and norms"), 0.0)
-        for event in profiled.key_averages():
-            name = event.key.lower()
-            kind = next((k for k, parts in _KINDS.items() if any(p in name for p in parts)), "elementwise and norms")
-            found[kind] += event.self_device_time_total / 1e3
-        return {kind: round(ms, 2) for kind, ms in found.items()}
+
+def named_model(shape: Shape) -> str | None:
+    """The model config that the shape's heads belong to; None: none of them."""
+    return _MODELS.get((shape.heads, shape.head_dim))
 
 
-def _generator(device: torch.device, seed: int) -> torch.Generator:
+def video_dit(shape: Shape, attention: str, device: torch.device) -> VideoDiT:
+    """A network of the shape's heads with random weights; layers of the named models, two of any other.
+
+    Args:
+        shape: heads, head dim, tile.
+        attention: `dense`, `free` or the backend of sparse attention.
+        device: where it is made.
+    """
+    name = named_model(shape)
+    size: dict[str, Any] = {"num_layers": 2, "ffn_dim": 4 * shape.heads * shape.head_dim, "text_dim": 32}
+    if name is not None:
+        size = yaml.safe_load((_CONFIGS / f"{name}.yaml").read_text())
+        del size["_target_"]
+    size |= {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_dim}
+    factory: Any = {"dense": FullAttention, "free": FreeAttention}.get(attention)
+    if factory is None:
+        factory = partial(
+            VideoSparseAttention, tile_thw=shape.tile_thw, fine_gate=False, gate_init="model", backend=attention
+        )
+    with device:
+        return VideoDiT(attention=factory, **size)
+
+
+def random_source(device: torch.device, seed: int) -> torch.Generator:
+    """A fresh source of random numbers."""
     return torch.Generator(device).manual_seed(seed)
 
 
-def _mesh() -> Any:
-    # one process, as in a run on one GPU
+def one_process_mesh(device: torch.device) -> Any:
+    """What a run on one GPU shards over; None on a CPU."""
+    if device.type != "cuda":
+        return None
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29531")
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     return torch.distributed.device_mesh.init_device_mesh("cuda", (1,))
+
+
+@torch.no_grad()
+def fill_zeros(model: nn.Module) -> None:
+    """Small random values for every parameter that starts at zero, and attention that reaches the output.
+
+    A network as it is initialised returns zeros whatever it computes, and products with zeros draw less power.
+    """
+    for name, p in model.named_parameters():
+        if not p.any():
+            p.normal_(std=0.02)
+        elif name.endswith("scale_shift_table") and p.shape[1] == 6:
+            # the residual gate of the self-attention, near its size in trained models
+            p[:, 2] += 1
+        elif name.endswith(("attn1.norm_q.weight", "attn1.norm_k.weight")):
+            # attention to some tokens and not to all alike
+            p.fill_(1.5)
+
+
+def latent_size(shape: Shape, model: VideoDiT) -> tuple[int, ...]:
+    """`[B, C, T, H, W]` of the shape's latents."""
+    t, h, w = (n * p for n, p in zip(shape.grid_thw, model.patch_size, strict=True))
+    return shape.batch, model.out_channels, t, h, w

@@ -6,21 +6,63 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 # of timed calls of one op and pass on a GPU, unless --repeats says how many; and the fewest and the most of them
 _BUDGET_MS, _FEWEST, _MOST = 300, 5, 200
 _WARM_MS = 50
+# the same of calls of seconds, those with a warm-up of their own
+_LONG_BUDGET_MS, _LONG_FEWEST, _LONG_MOST = 5_000, 2, 10
 # larger than any L2 cache
 _FLUSH_BYTES = 256 << 20
 # some milliseconds: more than the host needs to queue one call
 _AHEAD_CYCLES = 8_000_000
+
+_KINDS = {
+    "attention": (
+        *("fmha", "flash", "sdpa", "_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkv_kernel"),
+        *("_pool", "_scores", "_topk", "_combine", "_mark_kernel", "_count_kernel", "_list_kernel", "_pad_kernel"),
+    ),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
+    "optimizer": ("multi_tensor_apply", "adam"),
+    "copies": ("memcpy", "memset", "copy", "cat"),
+}
+"""What a GPU kernel belongs to, by parts of its name, in the order of trial; others: elementwise and norms. Dense
+cross-attention counts as attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the command line asked for.
+
+    Args:
+        backends: of ours.
+        peers: to measure against.
+        lists: kind of block lists.
+        device: where to run.
+        dtype: of the tokens.
+        repeats: timed calls of an op; None: see `measure`.
+        ahead: see `measure`.
+        modes: of whole networks, `eager` and `compiled`.
+    """
+
+    backends: list[str]
+    peers: list[str]
+    lists: str
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int | None
+    ahead: bool = False
+    modes: tuple[str, ...] = ("eager",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +81,7 @@ class Op:
         passes: what can be timed.
         ahead: on a GPU, let the host queue a whole call before its time starts.
         against: ops whose time this one's is compared with, the first that was measured.
+        warm_up: of a call of seconds: runs once in place of the usual warm calls, and the call is timed less often.
     """
 
     name: str
@@ -52,6 +95,7 @@ class Op:
     passes: tuple[str, ...] = (FORWARD, BOTH)
     ahead: bool = False
     against: tuple[str, ...] = ("dense-cudnn", "dense-fa2", "dense")
+    warm_up: Callable[[], Any] | None = None
 
     def step(self, kind: str) -> None:
         """One call of a pass."""
@@ -69,6 +113,14 @@ class Op:
 
 Skipped = dict[str, str]
 """Why an op was not measured, by its name."""
+
+
+class Measured(NamedTuple):
+    """Rows of a report, the ops that could not be measured with the reason, and what follows from the rows."""
+
+    rows: list[dict[str, Any]]
+    skipped: Skipped
+    notes: tuple[str, ...] = ()
 
 
 def attempt(ops: list[Op], skipped: Skipped, name: str, make: Callable[[], Op]) -> None:
@@ -98,7 +150,8 @@ def measure(ops: Sequence[Op], device: torch.device, repeats: int | None, ahead:
     Args:
         ops: what to time.
         device: where they run.
-        repeats: timed calls of each op and pass; None: 7 on a CPU, as many as take 0.3 s (5 to 200) on a GPU.
+        repeats: timed calls of each op and pass; None: 7 on a CPU, as many as take 0.3 s (5 to 200) on a GPU, and
+            5 s (2 to 10) of calls with a warm-up of their own.
         ahead: see `Op`, for all ops.
     """
     ops = [replace(op, ahead=op.ahead or ahead) for op in ops]
@@ -125,18 +178,24 @@ Samples = tuple[list[float], int | None]
 def _cuda_samples(op: Op, kind: str, repeats: int | None, flush: Tensor) -> Samples:
     """Calls queued one after the other, each with cold caches."""
     step = partial(op.step, kind)
-    step()
+    (op.warm_up or step)()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    (estimate,) = gpu_times(step, 1, flush, op.ahead)
-    for _ in range(min(20, int(_WARM_MS / estimate) + 1)):
+    if op.warm_up is not None:
+        times = gpu_times(step, 1, flush, op.ahead)
+        peak = torch.cuda.max_memory_allocated() - before
+        count = repeats or min(_LONG_MOST, max(_LONG_FEWEST, int(_LONG_BUDGET_MS / times[0])))
+        times += gpu_times(step, count - 1, flush, op.ahead)
+    else:
         step()
-    count = repeats or min(_MOST, max(_FEWEST, int(_BUDGET_MS / estimate)))
-    times = gpu_times(step, count, flush, op.ahead)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        (estimate,) = gpu_times(step, 1, flush, op.ahead)
+        for _ in range(min(20, int(_WARM_MS / estimate) + 1)):
+            step()
+        count = repeats or min(_MOST, max(_FEWEST, int(_BUDGET_MS / estimate)))
+        times = gpu_times(step, count, flush, op.ahead)
     say(f"  {op.name}, {kind}: {statistics.median(times):.3f} ms")
     return times, peak
 
@@ -167,12 +226,51 @@ def gpu_times(step: Callable[[], object], count: int, flush: Tensor, ahead: bool
     return [start.elapsed_time(end) for start, end in events]
 
 
+def with_fast_sdpa(call: Callable[[], Any], device: torch.device) -> Any:
+    """The result of `call` with cuDNN's dense attention on a GPU, also in the cross-attention."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    chosen: AbstractContextManager[Any] = nullcontext()
+    if device.type == "cuda":
+        chosen = sdpa_kernel(order, set_priority=True)
+    with chosen:
+        return call()
+
+
+def added(name: str, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
+    """The row of an op that consists of others: the sum of their times, each `weight` times."""
+    row = {key: value for key, value in parts[0][1].items() if key not in ("gpu_ms", "baseline", "speedup")}
+    row |= {key: round(sum(w * part[key] for w, part in parts), 4) for key in row if key.endswith("_ms")}
+    row |= {"op": name, "repeats": min(part["repeats"] for _, part in parts), "peak_extra_mib": None}
+    return row | {"executed_tflops": None, "useful_tflops": None, "summed": True}
+
+
+def against(row: dict[str, Any], baseline: dict[str, Any]) -> None:
+    """Write into `row` how many times faster it is than `baseline`."""
+    row |= {"baseline": baseline["op"], "speedup": round(baseline["median_ms"] / row["median_ms"], 3)}
+
+
+def breakdown(call: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of GPU time of one call by kind of kernel."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    found = dict.fromkeys((*_KINDS, "elementwise and norms"), 0.0)
+    for event in profiled.key_averages():
+        name = event.key.lower()
+        kind = next((k for k, parts in _KINDS.items() if any(p in name for p in parts)), "elementwise and norms")
+        found[kind] += event.self_device_time_total / 1e3
+    return {kind: round(ms, 2) for kind, ms in found.items()}
+
+
 def _cpu_samples(steps: Sequence[tuple[Op, str]], repeats: int) -> list[Samples]:
     """Calls taken in turns, so that a busy machine slows all ops alike."""
     times: list[list[float]] = [[] for _ in steps]
     # the first turns warm caches and the allocator up
     for turn in range(-2, repeats):
         for (op, kind), taken in zip(steps, times, strict=True):
+            if turn < 0 and op.warm_up is not None:
+                op.warm_up()
+                continue
             begin = time.perf_counter()
             op.step(kind)
             if turn >= 0:

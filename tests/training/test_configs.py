@@ -17,7 +17,7 @@ from vsa.attention.schedule import SparsitySchedule
 from vsa.data.datamodule import PlanDataModule
 from vsa.training.config import build, check_targets, model_factory
 from vsa.training.inference import sampling_of
-from vsa.training.pretrain import PretrainModule
+from vsa.training.module import DiffusionModule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CHOICES = [
@@ -38,7 +38,7 @@ def build_everything(cfg) -> L.Trainer:
     datamodule = build(cfg.data)
     assert isinstance(datamodule, PlanDataModule)
     module = build(cfg.task, model=model_factory(cfg))
-    assert isinstance(module, PretrainModule)
+    assert isinstance(module, DiffusionModule)
     with torch.device("meta"):
         model = module._model_factory()
     assert isinstance(model.blocks[0].method, AttentionMethod)

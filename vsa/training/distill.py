@@ -123,7 +123,7 @@ class DistillModule(DiffusionModule):
         self.gates: Literal["initial", "required"] = gates
         self.negative_prompt = negative_prompt
         self.fake_score: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
-        self.teacher = Teacher(lambda: model(attention=real_score_attention), teacher)
+        self.teacher = self.reference = Teacher(lambda: model(attention=real_score_attention), teacher)
         self.fake_score_guard = UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score")
         # the trainer's own accumulation is for modules that leave their optimizer to it
         self.micro_batches = 1
@@ -258,6 +258,9 @@ class DistillModule(DiffusionModule):
         self._step(critic, self.fake_score_guard)
         self._batches.clear()
         self._count_iteration(iteration + 1)
+        # here and not when the batch has ended: a checkpoint is written in between
+        if self.logs_this_step(iteration + 1):
+            self._log_window()
         found = spread.spread(trainer.strategy)
         if self._collapse is not None and found is not None:
             self._collapse.judge(found, iteration)
@@ -330,9 +333,7 @@ class DistillModule(DiffusionModule):
 
     # metrics
 
-    def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.accumulate or not self.logs_this_step(self.global_step):
-            return
+    def _log_window(self) -> None:
         generator, critic = self.trainer.optimizers
         metrics = self._window.metrics(self.trainer.strategy)
         self.log("loss", metrics["fake_score/loss"], prog_bar=True, logger=False)

@@ -149,19 +149,64 @@ def contact_sheet(
     """
     if len(videos) != len(prompts) or len(videos) == 0:
         raise ValueError(f"expected one prompt per clip, got {len(prompts)} prompts and {len(videos)} clips")
-    picked = torch.linspace(0, videos.shape[1] - 1, min(frames, videos.shape[1])).round().long()
+    shown = min(frames, videos.shape[1])
     rows = math.ceil(len(videos) / columns)
-    figure = Figure(figsize=(columns * 1.3 * len(picked), rows * 1.75), layout="constrained")
+    figure = Figure(figsize=(columns * 1.3 * shown, rows * 1.75), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
     for axes, video, prompt in zip(grid.flat, videos, prompts, strict=False):
-        strip = np.concatenate(
-            [np.pad(f, ((0, 0), (0, 2), (0, 0)), constant_values=255) for f in video[picked].numpy()], 1
-        )
-        axes.imshow(strip)
-        axes.set_title("\n".join(textwrap.wrap(prompt, 14 * len(picked))), fontsize=8)
+        axes.imshow(_strip(video, shown))
+        axes.set_title("\n".join(textwrap.wrap(prompt, 14 * shown)), fontsize=8)
     return _save(figure, path)
+
+
+def side_by_side(
+    columns: Mapping[str, Tensor], prompts: Sequence[str], path: str | Path, *, frames: int = 3, title: str = ""
+) -> Path:
+    """The same prompts sampled in several ways: a row per prompt, a column per way, a few frames in every cell.
+
+    Args:
+        columns: uint8 `[N, T, H, W, 3]` by the title of the column; all of one shape.
+        prompts: N captions.
+        path: PNG to write.
+        frames: frames shown per clip, evenly spaced from the first to the last.
+        title: above the picture.
+
+    Raises:
+        ValueError: no column or no prompt, not one clip per prompt, or columns of different shapes.
+    """
+    shapes = {name: tuple(videos.shape) for name, videos in columns.items()}
+    if not prompts or {shape[0] for shape in shapes.values()} != {len(prompts)}:
+        raise ValueError(f"expected one clip per prompt in every column, got {len(prompts)} prompts and {shapes}")
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"columns must have one shape, got {shapes}")
+    _, length, height, width, _ = next(iter(shapes.values()))
+    shown = min(frames, length)
+    # of a cell, in inches; prompts stand at the left of their row, titles above their column
+    across, down = 1.1 * shown, max(0.6, 1.1 * height / width)
+    figure = Figure(figsize=(1.5 + across * len(columns), 0.7 + 1.1 * down * len(prompts)), layout="constrained")
+    grid = figure.subplots(len(prompts), len(columns), squeeze=False)
+    for axes in grid.flat:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[:].set_visible(False)
+    for cells, (name, videos) in zip(grid.T, columns.items(), strict=True):
+        cells[0].set_title("\n".join(textwrap.wrap(name, 13 * shown)), fontsize=8)
+        for axes, video in zip(cells, videos, strict=True):
+            axes.imshow(_strip(video, shown))
+    for axes, prompt in zip(grid[:, 0], prompts, strict=True):
+        # what fits the height of a row
+        label = "\n".join(textwrap.wrap(prompt, 22, max_lines=5, placeholder=" ..."))
+        axes.set_ylabel(label, fontsize=8, rotation=0, horizontalalignment="right", verticalalignment="center")
+    figure.suptitle(title, fontsize=9)
+    return _save(figure, path)
+
+
+def _strip(video: Tensor, frames: int) -> np.ndarray:
+    """`frames` frames of `[T, H, W, 3]` beside each other, evenly spaced from the first to the last."""
+    picked = torch.linspace(0, len(video) - 1, frames).round().long()
+    return np.concatenate([np.pad(f, ((0, 0), (0, 2), (0, 0)), constant_values=255) for f in video[picked].numpy()], 1)
 
 
 def tile_map(layout: TileLayout) -> Tensor:

@@ -29,6 +29,7 @@ from vsa.training.guard import UpdateGuard
 from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
 from vsa.training.start import Start
+from vsa.training.teacher import Teacher
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -55,6 +56,8 @@ class DiffusionModule(L.LightningModule):
 
     step_list: tuple[float, ...] | None = None
     """Timesteps of a few-step generator; None: sampled with many steps."""
+    reference: Teacher | None = None
+    """Frozen network whose clips are shown beside those of `model`, sampled with many steps."""
 
     def __init__(
         self,
@@ -285,6 +288,12 @@ class DiffusionModule(L.LightningModule):
         if self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
                 logger.log_metrics(values, step)
+
+    def on_validation_end(self) -> None:
+        # a resumed run does not validate at its first step again, so a kill must not cost these metrics
+        if self.trainer.is_global_zero:
+            for logger in self.trainer.loggers:
+                logger.save()
 
     def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:
         """The run's curves as a PNG."""

@@ -185,6 +185,8 @@ class PretrainModule(DiffusionModule):
         # mse and sigma of the samples since the last log line, read only there
         self._window: list[tuple[Tensor, Tensor]] = []
         self._step_loss: list[dict[str, Tensor]] = []
+        # for the progress bar
+        self._shown_loss: Tensor | None = None
         self._validated = torch.empty(0)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
@@ -207,24 +209,30 @@ class PretrainModule(DiffusionModule):
         """What a training step minimises, of a micro-batch with normalised latents `[B, C, T, H, W]`."""
         return self.objective(self.model, batch, latents, seed=self.seed, topk=topk)
 
-    def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.accumulate:
-            return
-        if self.logs_this_step(self.global_step):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        # here and not when the batch has ended: a checkpoint is written in between
+        step = self.global_step + 1
+        if self.logs_this_step(step):
             names = list(self._step_loss[0])
             sums = torch.stack([torch.stack([losses[name] for losses in self._step_loss]).sum() for name in names])
             step_losses = dict(zip(names, self.trainer.strategy.reduce(sums, reduce_op="sum"), strict=True))
-            self.log("loss", step_losses["loss"], prog_bar=True, logger=False)
+            self._shown_loss = step_losses["loss"]
             self.log_step(
                 {
                     **{f"train/{name}": value for name, value in step_losses.items()},
                     **{f"train/loss_decile_{d}": v for d, v in self._deciles().items()},
                     "lr": self.raw_optimizer.param_groups[0]["lr"],
                 },
-                self.global_step,
+                step,
             )
             self._window.clear()
         self._step_loss.clear()
+
+    def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
+        if self._shown_loss is not None:
+            self.log("loss", self._shown_loss, prog_bar=True, logger=False)
+            self._shown_loss = None
 
     def _deciles(self) -> dict[int, float]:
         """Mean loss of this rank's samples since the last log line, by timestep decile."""

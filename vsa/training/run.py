@@ -89,6 +89,10 @@ def train(cfg: DictConfig) -> None:
         # schedules that end with the run follow
         cfg.trainer.max_steps = _steps_of_budget(cfg.flop_budget, datamodule, cfg)
     module = build(cfg.task, model=model_factory(cfg))
+    if cfg.flop_budget is not None and not module.automatic_optimization:
+        raise ValueError(
+            f"flop_budget={cfg.flop_budget} is for jobs of one network, this one ends at trainer.max_steps"
+        )
     module.resume = resume
     if cfg.init_from is not None and resume is None:
         module.init_from = resolve_start(cfg.init_from)

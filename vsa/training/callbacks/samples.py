@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from matplotlib.image import imread
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
@@ -17,15 +19,47 @@ from vsa.training.attention_view import draw_attention
 from vsa.training.callbacks.checkpoint import interrupted
 from vsa.training.callbacks.ema import find_ema
 from vsa.training.callbacks.throughput import find_throughput
-from vsa.training.clips import write_clips
+from vsa.training.clips import file_stem, write_clips
+from vsa.training.figures import side_by_side
 from vsa.training.inference import LoadedRun, SampleSettings, generate, settings_dict
+from vsa.training.teacher import Teacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSet:
+    """Clips of one network at one top-k.
+
+    Args:
+        name: tells it from the other sets of its step, `student/target`; "" where it is the only one.
+        videos: uint8 `[N, T, H, W, 3]`.
+        record: what made them, see `settings_dict`.
+    """
+
+    name: str
+    videos: Tensor
+    record: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """Name, steps, and guidance and tiles where there are such."""
+        steps, guidance, tiles = (self.record[key] for key in ("steps", "guidance", "num_tiles"))
+        kept = mean_topk(self.record["topk"], tiles)
+        parts = [*self.name.split("/"), f"{steps} step{'s' if steps > 1 else ''}"]
+        parts += [f"guidance {guidance:g}"] if guidance != 1 else []
+        parts += [f"top {kept:g} of {tiles}"] if kept < tiles else []
+        return ", ".join(parts)
 
 
 class Samples(L.Callback):
     """Samples clips with the averaged weights every `every_n_steps` and at the end, and draws the run's pictures.
 
-    Clips go to `run_dir/samples/step-N` (mp4, GIF, contact sheet, JSON), to TensorBoard as video and to wandb as
-    GIF; at the end `run_dir/loss.png` and `run_dir/attention.png` (which tiles queries attend to) are drawn.
+    Clips go to `run_dir/samples/step-N` (mp4, GIF, contact sheet, JSON), to TensorBoard and wandb as GIF; at
+    the end `run_dir/loss.png` and `run_dir/attention.png` (which tiles queries attend to) are drawn.
+
+    A distillation shows its teacher too, at the same prompts and seeds: `samples/teacher`, sampled once, and
+    `samples/step-N` with the trained weights (`student`), the averaged ones (`ema`) and a picture of all
+    (`side_by_side.png`). `steps`, `guidance` and `flow_shift` are the teacher's, which keeps all tiles; student and
+    average are sampled at the step list, at every point of `sparsity`.
 
     Args:
         run_dir: the run folder.
@@ -33,7 +67,8 @@ class Samples(L.Callback):
         every_n_steps: optimizer steps between samples; 0 samples at the end only.
         steps: Euler steps.
         guidance: classifier-free guidance scale, 1 is one pass.
-        flow_shift: shift of the sampler's noise levels; None: that of the training.
+        flow_shift: shift of the sampler's noise levels; None: that of the training (of a distillation: of the noise
+            levels at which the scores are compared).
         seed: of the sampling noise, the same at every step so that clips can be compared.
         fps: of the files.
         sparsity: where the clips are sampled: at the top-k of the step (current), with all tiles (dense), at the end
@@ -63,6 +98,7 @@ class Samples(L.Callback):
         self.steps, self.guidance, self.flow_shift = steps, guidance, flow_shift
         self.sparsity = check_points("callbacks.samples.sparsity", sparsity)
         self._sampled_step = -1
+        self._teacher: ClipSet | None = None
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         due = self.every_n_steps > 0 and trainer.global_step % self.every_n_steps == 0
@@ -79,30 +115,67 @@ class Samples(L.Callback):
             pl_module.draw_curves(metrics, self.run_dir / "loss.png", str(self.run_dir))
 
     def _sample(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Sample what is due; every rank takes part, since the forward of a sharded model is a collective."""
         if not self.prompts or trainer.global_step in (0, self._sampled_step):
             return
         self._sampled_step = trainer.global_step
-        throughput = find_throughput(trainer)
-        ema = find_ema(trainer)
-        averaged = ema.applied(pl_module.model) if ema is not None else nullcontext()
-        with averaged, throughput.paused() if throughput is not None else nullcontext():
-            run = self._live_run(trainer, pl_module, "ema" if ema is not None else "model")
-            how = {"steps": self.steps, "guidance": self.guidance, "flow_shift": self.flow_shift}
-            options: dict[SparsityPoint, SampleSettings] = {
-                at: run.settings(seed=self.seed, at=at, **how) for at in self.sparsity
-            }
+        throughput, ema = find_throughput(trainer), find_ema(trainer)
+        teacher: Teacher | None = pl_module.reference
+        best = "model" if ema is None else "ema"
+        # weights by the name of their clips
+        shown = {"": best} if teacher is None else {"student": "model"} | ({} if ema is None else {"ema": "ema"})
+        made: list[ClipSet] = []
+        found: ClipSet | None = None
+        with throughput.paused() if throughput is not None else nullcontext():
             pl_module.model.eval()
-            made: dict[int | tuple[int, ...], Tensor] = {}
-            for settings in options.values():
-                if settings.topk not in made:
-                    # every rank takes part: the forward of a sharded model is a collective
-                    made[settings.topk] = generate(run, self.prompts, settings)
-            if trainer.global_step >= trainer.max_steps:
-                self._draw_attention(trainer, run, list(options.values()))
+            for name, weights in shown.items():
+                averaged = ema.applied(pl_module.model) if ema is not None and weights == "ema" else nullcontext()
+                with averaged:
+                    run = self._live_run(trainer, pl_module, weights)
+                    options = self._options(run, self.sparsity)
+                    made += self._clips(run, options, name)
+                    if trainer.global_step >= trainer.max_steps and weights == best:
+                        self._draw_attention(trainer, run, list(options.values()))
             pl_module.model.train()
+            if teacher is not None and self._teacher is None:
+                found = self._teacher = self._teacher_clips(self._live_run(trainer, pl_module, "teacher"), teacher)
         if trainer.is_global_zero:
-            for at, settings in options.items():
-                self._show(trainer, made[settings.topk], settings_dict(settings, run), at)
+            if found is not None:
+                # they never change: not once a step
+                self._show(trainer, found, self.run_dir / "samples")
+            folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"
+            for clips in made:
+                self._show(trainer, clips, folder)
+            if self._teacher is not None:
+                self._show_side_by_side(trainer, [self._teacher, *made], folder / "side_by_side.png")
+
+    def _options(self, run: LoadedRun, points: Sequence[SparsityPoint]) -> dict[SparsityPoint, SampleSettings]:
+        # a step list leaves no choice of steps and shift, and its guidance is in the weights
+        own = run.step_list is not None
+        how = {} if own else {"steps": self.steps, "guidance": self.guidance, "flow_shift": self.flow_shift}
+        return {at: run.settings(seed=self.seed, at=at, **how) for at in points}
+
+    def _clips(self, run: LoadedRun, options: Mapping[SparsityPoint, SampleSettings], name: str) -> list[ClipSet]:
+        """A set for each point, sampled once where points agree."""
+        made: dict[int | tuple[int, ...], Tensor] = {}
+        for settings in options.values():
+            if settings.topk not in made:
+                made[settings.topk] = generate(run, self.prompts, settings)
+        return [
+            ClipSet(
+                name="/".join(part for part in (name, at if len(options) > 1 else "") if part),
+                videos=made[settings.topk],
+                record=settings_dict(settings, run),
+            )
+            for at, settings in options.items()
+        ]
+
+    def _teacher_clips(self, run: LoadedRun, teacher: Teacher) -> ClipSet:
+        run = replace(run, model=teacher.network, source=teacher.start.source, step_list=None)
+        # its weights are of a dense checkpoint
+        (clips,) = self._clips(run, self._options(run, ("dense",)), "teacher")
+        # the step is that of this run
+        return replace(clips, record={key: value for key, value in clips.record.items() if key != "step"})
 
     def _draw_attention(self, trainer: L.Trainer, run: LoadedRun, options: Sequence[SampleSettings]) -> None:
         # dense attention and a top-k of all tiles select nothing
@@ -113,19 +186,27 @@ class Samples(L.Callback):
             picture = self.run_dir / "attention.png" if trainer.is_global_zero else None
             draw_attention(run, self.prompts[0], sparse[0], picture)
 
-    def _show(self, trainer: L.Trainer, videos: Tensor, record: Mapping[str, Any], at: SparsityPoint) -> None:
-        folder, name = self.run_dir / "samples" / f"step-{trainer.global_step:08d}", "samples"
-        if len(self.sparsity) > 1:
-            folder, name = folder / at, f"samples/{at}"
-        write_clips(folder, self.prompts, videos, record, fps=self.fps)
+    def _show(self, trainer: L.Trainer, clips: ClipSet, parent: Path) -> None:
+        folder, name = parent / clips.name, "/".join(part for part in ("samples", clips.name) if part)
+        write_clips(folder, self.prompts, clips.videos, clips.record, fps=self.fps)
+        gifs = [folder / f"{file_stem(i, prompt)}.gif" for i, prompt in enumerate(self.prompts)]
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                # [N, T, C, H, W]
-                clips = videos.permute(0, 1, 4, 2, 3)
-                logger.experiment.add_video(name, clips, trainer.global_step, fps=self.fps)
+                for gif in gifs:
+                    _add_gif(logger, f"{name}/{gif.stem}", gif, clips.videos.shape[2:4], trainer.global_step)
             elif isinstance(logger, WandbLogger):
-                gifs = [str(path) for path in sorted(folder.glob("*.gif"))]
-                logger.log_video(name, gifs, step=trainer.global_step, caption=self.prompts)
+                logger.log_video(name, [str(gif) for gif in gifs], step=trainer.global_step, caption=self.prompts)
+
+    def _show_side_by_side(self, trainer: L.Trainer, columns: Sequence[ClipSet], path: Path) -> None:
+        # more rows make no picture to look at
+        rows = {clips.title: clips.videos[:16] for clips in columns}
+        side_by_side(rows, self.prompts[:16], path, title=f"{self.run_dir}, step {trainer.global_step}")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                picture = imread(path)[..., :3]
+                logger.experiment.add_image("samples/side_by_side", picture, trainer.global_step, dataformats="HWC")
+            elif isinstance(logger, WandbLogger):
+                logger.log_image("samples/side_by_side", [str(path)], step=trainer.global_step)
 
     def _live_run(self, trainer: L.Trainer, pl_module: Any, weights: str) -> LoadedRun:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -142,4 +223,15 @@ class Samples(L.Callback):
             source=str(self.run_dir),
             weights=weights,
             text_padding=data.text_padding,
+            step_list=pl_module.step_list,
         )
+
+
+def _add_gif(logger: TensorBoardLogger, tag: str, path: Path, size: Sequence[int], step: int) -> None:
+    """Send a GIF of a height and width as it is: `add_video` would need moviepy to make one."""
+    # of the optional extra
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
+
+    # RGB
+    image = Summary.Image(height=size[0], width=size[1], colorspace=3, encoded_image_string=path.read_bytes())
+    logger.experiment.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)

@@ -1,0 +1,259 @@
+"""An iteration of distillation: three networks, prepared as a training run prepares them."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+
+from vsa.data.batch import VideoBatch
+from vsa.diffusion.flow_matching import FlowShift, weighted_loss
+from vsa.diffusion.rollout import Update
+from vsa.models.sharding import local
+from vsa.models.video_dit import VideoDiT
+from vsa.training.distill_loss import DistributionMatching, NegativeText, Networks, ScoredRollout
+from vsa.training.guard import UpdateGuard
+from vsa.training.optim import AdamW, Constant
+from vsa.training.parallel import ParallelPlan, parallelize
+
+from .problems import Shape
+from .step import TEXT_TOKENS, fill_zeros, latent_size, one_process_mesh, random_source, video_dit
+from .timing import Measured, Op, Setup, added, against, breakdown, measure, with_fast_sdpa
+
+STEP_LIST = (1000.0, 757.0, 522.0)
+"""Timesteps of the published generator (FastVideo's script of the VSA paper)."""
+
+# of the same script: shift of the scores' noise levels, iterations per update of the generator
+_SCORE_SHIFT, _EVERY = 8.0, 5
+
+
+class Distillation:
+    """Three networks with their optimizers and a fixed random batch, prepared as a distillation run prepares them.
+
+    Args:
+        shape: token grid, heads, head dim, top-k, batch.
+        attention: of the generator, `dense` or the backend of sparse attention; the scores are dense.
+        compile: compile the blocks.
+        device: where it runs; on CUDA as in training: FSDP2, bf16 compute over fp32 weights.
+    """
+
+    def __init__(self, shape: Shape, attention: str, compile: bool, device: torch.device):
+        mesh = one_process_mesh(device)
+        torch.manual_seed(0)
+
+        def network(attention: str, trained: bool) -> VideoDiT:
+            made = video_dit(shape, attention, device).requires_grad_(trained)
+            fill_zeros(made)
+            parallelize(made, mesh, ParallelPlan(activation_checkpointing=trained, compile=compile))
+            return made
+
+        self.networks = Networks(
+            generator=network(attention, True), fake_score=network("dense", True), real_score=network("dense", False)
+        )
+        self.objective = DistributionMatching(shift=FlowShift(value=_SCORE_SHIFT), timesteps=STEP_LIST)
+        self.topk = shape.topk
+        generator, critic = self.networks.generator, self.networks.fake_score
+        size, text_dim = latent_size(shape, generator), generator.text_dim
+        self.latents, text, negative = (
+            torch.randn(n, generator=random_source(device, seed), device=device)
+            for seed, n in enumerate((size, (shape.batch, TEXT_TOKENS, text_dim), (1, TEXT_TOKENS, text_dim)))
+        )
+        self.negative = NegativeText(text=negative, mask=None)
+        self.batch = VideoBatch(
+            latents=self.latents,
+            text=text,
+            text_mask=None,
+            sample_ids=tuple(map(str, range(shape.batch))),
+            captions=("",) * shape.batch,
+            seeds=torch.arange(shape.batch),
+            slots=torch.arange(shape.batch),
+            num_slots=shape.batch,
+            step=0,
+        )
+        recipe = AdamW(lr=2e-6, schedule=Constant())
+        self.generator_optimizer = recipe.build(generator, generator.parameter_roles())
+        self.critic_optimizer = recipe.build(critic, critic.parameter_roles())
+        self.guard = UpdateGuard(clip=1.0, max_skipped=1)
+        self.average = [local(p).detach().clone() for p in generator.parameters()]
+
+    def generator_gradients(self, index: int) -> ScoredRollout:
+        """Gradients of the generator for the output at step `index` of its list."""
+        self.generator_optimizer.zero_grad(set_to_none=True)
+        scored = self.objective.generator_update(
+            self.networks,
+            self.batch,
+            self.latents,
+            self.negative,
+            seed=0,
+            iteration=self._iteration("generator", index),
+            topk=self.topk,
+        )
+        return self._backward(scored)
+
+    def critic_gradients(self, index: int) -> ScoredRollout:
+        """Gradients of the critic for generated data of step `index`."""
+        self.critic_optimizer.zero_grad(set_to_none=True)
+        iteration = self._iteration("fake_score", index)
+        return self._backward(
+            self.objective.fake_score_update(
+                self.networks, self.batch, self.latents, seed=0, iteration=iteration, topk=self.topk
+            )
+        )
+
+    @torch.no_grad()
+    def generator_step(self) -> None:
+        """Finite check, clipping, AdamW and the average of the generator, on the gradients that there are."""
+        self.guard(self.generator_optimizer, 0)
+        self.generator_optimizer.step()
+        weights = [local(p) for p in self.networks.generator.parameters()]
+        torch._foreach_lerp_(self.average, weights, 0.02)
+
+    def critic_step(self) -> None:
+        """Finite check, clipping and AdamW of the critic."""
+        self.guard(self.critic_optimizer, 0)
+        self.critic_optimizer.step()
+
+    def forget_gradients(self) -> None:
+        """Free all gradients."""
+        for optimizer in (self.generator_optimizer, self.critic_optimizer):
+            optimizer.zero_grad(set_to_none=True)
+
+    def iteration(self, index: int) -> None:
+        """An iteration in which both networks are updated, with rollouts to the same step."""
+        self.generator_gradients(index)
+        self.generator_step()
+        self.generator_optimizer.zero_grad(set_to_none=True)
+        self.critic_gradients(index)
+        self.critic_step()
+        self.critic_optimizer.zero_grad(set_to_none=True)
+
+    def check(self) -> None:
+        """Refuse losses and gradients that are not finite or land in a network that the update does not train.
+
+        Raises:
+            ValueError: names the update and what is wrong.
+        """
+        last = len(self.objective.timesteps) - 1
+        updates = {"generator": self.generator_gradients, "fake_score": self.critic_gradients}
+        for trained, gradients in updates.items():
+            self.forget_gradients()
+            scored = gradients(last)
+            if not (scored.loss.isfinite().all() and scored.x0.isfinite().all()):
+                raise ValueError(f"the {trained}'s update has no finite loss, no speed is printed")
+            for role in ("generator", "fake_score", "real_score"):
+                grads = [p.grad for p in getattr(self.networks, role).parameters()]
+                found = [local(g).norm() for g in grads if g is not None]
+                if role != trained and found:
+                    raise ValueError(f"the {trained}'s update reaches the {role}, no speed is printed")
+                norm = float(torch.stack(found).norm()) if found else 0.0
+                if role == trained and (len(found) < len(grads) or not 0 < norm < math.inf):
+                    raise ValueError(
+                        f"the {trained}'s update has {len(found)} of {len(grads)} gradients, their norm is {norm}, "
+                        "no speed is printed"
+                    )
+        self.forget_gradients()
+
+    def _iteration(self, update: Update, index: int) -> int:
+        # the first iteration that looks at this step
+        return next(i for i in count() if self.objective.index(seed=0, iteration=i, update=update) == index)
+
+    def _backward(self, scored: ScoredRollout) -> ScoredRollout:
+        weighted_loss(scored.loss, torch.ones_like(scored.loss), self.batch.num_slots).backward()
+        return scored
+
+
+def distill(shape: Shape, setup: Setup) -> Measured:
+    """An iteration of distillation with three networks of the shape's model: generator dense and sparse."""
+    if shape.group > 1:
+        return Measured([], {"distill": "has query blocks of one tile"})
+    rows, notes = list[dict[str, Any]](), list[str]()
+    for mode in setup.modes:
+        dense: dict[str, dict[str, Any]] = {}
+        for name in ("dense", *setup.backends):
+            torch.compiler.reset()
+            # three networks at a time: sharded ones point at each other, so that they stay until they are collected
+            gc.collect()
+            if setup.device.type == "cuda":
+                torch.cuda.empty_cache()
+            own = _iteration_rows(shape, name, mode, setup)
+            dense = dense or own
+            for part, row in own.items():
+                against(row, dense[part])
+            rows += own.values()
+            notes.append(_iteration_note(f"{mode}, {name} generator", own))
+    return Measured(rows, {}, tuple(notes))
+
+
+def _iteration_rows(shape: Shape, name: str, mode: str, setup: Setup) -> dict[str, dict[str, Any]]:
+    """Rows by what they time: the parts of an iteration, what follows from them, and a whole one."""
+    at_work = Distillation(shape, name, mode == "compiled", setup.device)
+    kind = "compiled distillation" if mode == "compiled" else "distillation"
+    steps = range(len(STEP_LIST))
+
+    def timed(calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+        runs = {part: torch.enable_grad()(partial(with_fast_sdpa, call, setup.device)) for part, call in calls.items()}
+        ops = [Op(name=f"{name}: {part}", call=run, passes=(kind,), warm_up=run) for part, run in runs.items()]
+        found = measure(ops, setup.device, setup.repeats, setup.ahead)
+        at_work.forget_gradients()
+        return dict(zip(calls, found, strict=True))
+
+    with_fast_sdpa(at_work.check, setup.device)
+    # an optimizer is timed on the gradients that the calls before it leave
+    rows = timed(
+        {f"generator update, step {i + 1}": partial(at_work.generator_gradients, i) for i in steps}
+        | {"generator optimizer and average": at_work.generator_step}
+    )
+    rows |= timed(
+        {f"critic update, step {i + 1}": partial(at_work.critic_gradients, i) for i in steps}
+        | {"critic optimizer": at_work.critic_step}
+    )
+    whole = partial(at_work.iteration, len(STEP_LIST) // 2)
+    rows |= timed({f"whole iteration, step {len(STEP_LIST) // 2 + 1}": whole})
+    if setup.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        (row,) = (row for part, row in rows.items() if part.startswith("whole"))
+        row["gpu_ms"] = breakdown(torch.enable_grad()(partial(with_fast_sdpa, whole, setup.device)))
+        row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
+
+    def total(part: str, weights: dict[str, float]) -> None:
+        rows[part] = added(f"{name}: {part}", [(weight, rows[key]) for key, weight in weights.items()])
+
+    # the step is uniform
+    for update in ("generator update", "critic update"):
+        total(f"{update}, mean", {f"{update}, step {i + 1}": 1 / len(steps) for i in steps})
+    critic = {"critic update, mean": 1.0, "critic optimizer": 1.0}
+    total("iteration without generator update", critic)
+    total(
+        "iteration with generator update",
+        {"generator update, mean": 1, "generator optimizer and average": 1, **critic},
+    )
+    total(
+        f"mean iteration, 1 in {_EVERY} with generator update",
+        {
+            "iteration with generator update": 1 / _EVERY,
+            "iteration without generator update": 1 - 1 / _EVERY,
+        },
+    )
+    return rows
+
+
+def _iteration_note(what: str, rows: dict[str, dict[str, Any]]) -> str:
+    def seconds(start: str) -> str:
+        (row,) = (row for part, row in rows.items() if part.startswith(start))
+        gain = f" ({row['speedup']:.2f}x)" if row["baseline"] != row["op"] else ""
+        return f"{row['median_ms'] / 1e3:.3f} s{gain}"
+
+    (whole,) = (row for part, row in rows.items() if part.startswith("whole"))
+    line = (
+        f"{what}: iteration with generator update {seconds('iteration with generator')}, without "
+        f"{seconds('iteration without')}, mean {seconds('mean iteration')}"
+    )
+    if "gpu_ms" in whole:
+        share = whole["gpu_ms"]["attention"] / sum(whole["gpu_ms"].values())
+        line += f"; peak {whole['peak_mib'] / 1024:.1f} GiB; attention is {share:.0%} of a whole iteration's GPU time"
+    return line

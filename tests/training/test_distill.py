@@ -1,0 +1,702 @@
+"""Distillation: the iteration against a plain loop, resumes at every phase, several ranks, guards and refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from tests.training.ranks import run_ranks
+from vsa.attention.full import FullAttention
+from vsa.data.batch import pad_text
+from vsa.diffusion.flow_matching import FlowShift, mixed_generator, noise_like
+from vsa.diffusion.rollout import rollout_index, stream_seeds
+from vsa.models.video_dit import VideoDiT
+from vsa.training.checkpointing import Checkpoint
+from vsa.training.config import build, model_factory
+from vsa.training.distill import refuse_shared_parameters
+from vsa.training.distill_loss import DistributionMatching
+from vsa.training.health import CollapseRule, CollapseWatch, LatentSpread, SpreadMeter
+from vsa.training.inference import load_run
+
+DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=4")
+# the large eps keeps Adam from turning rounding of near-zero gradients into whole steps
+DISTILL = (
+    "task=distill",
+    "attention.gate_init=identity",
+    "attention.fine_gate=false",
+    "optim.betas=[0.0,0.99]",
+    "optim.eps=0.01",
+    "optim.schedule.warmup_steps=3",
+    "task.objective.guidance=2.5",
+    "task.objective.shift.value=3",
+    "trainer.max_steps=12",
+    "callbacks.samples=null",
+    "callbacks.ema.decay=0.5",
+)
+
+
+@pytest.fixture(scope="module")
+def teacher_dir(tmp_path_factory) -> Path:
+    """Run folder of a dense tiny run whose output is not zero."""
+    from tests.training.conftest import TinyTraining
+
+    patch = pytest.MonkeyPatch()
+    training = TinyTraining(tmp_path_factory.mktemp("teacher"), patch)
+    training(*DENSE)
+    return training.folder("dense")
+
+
+@pytest.fixture
+def distill(training, teacher_dir) -> Callable[..., L.Trainer]:
+    """`distill(*overrides, callbacks=())` distils the dense tiny run."""
+
+    def run(*overrides: str, callbacks: tuple[L.Callback, ...] = ()) -> L.Trainer:
+        return training(*DISTILL, f"init_from={teacher_dir}", *overrides, callbacks=callbacks)
+
+    return run
+
+
+def everything(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint: weights and moments of generator and critic, the average."""
+    groups = [name.removesuffix(".safetensors") for name in checkpoint.state["files"]]
+    assert {"model", "optimizer", "fake_score", "fake_score_optimizer"} <= set(groups)
+    return {f"{group}/{key}": value for group in groups for key, value in checkpoint.tensors(group).items()}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert set(a) == set(b)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str]:
+    """Groups with a tensor that differs in any bit."""
+    assert set(a) == set(b)
+    return {name.partition("/")[0] for name in a if not torch.equal(a[name], b[name])}
+
+
+class At(L.Callback):
+    """Calls a function with (trainer, module) before the micro-batch of an iteration, or after it."""
+
+    def __init__(self, iteration: int, before=None, after=None):
+        self.iteration, self.before, self.after = iteration, before, after
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.before is not None and trainer.global_step == self.iteration:
+            self.before(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.after is not None and trainer.global_step == self.iteration + 1:
+            self.after(trainer, pl_module)
+
+
+class Keep(L.Callback):
+    """Batches, and the three networks as they start."""
+
+    def __init__(self):
+        self.batches, self.lrs, self.start = [], [], {}
+
+    def on_train_start(self, trainer, pl_module):
+        roles = {"generator": pl_module.model, "fake_score": pl_module.fake_score}
+        self.start = {role: copy.deepcopy(net) for role, net in roles.items()}
+        self.start["real_score"] = copy.deepcopy(pl_module.teacher.network)
+        self.negative = pl_module._negative
+        self.mean, self.std = pl_module.latent_mean, pl_module.latent_std
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append(batch)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.lrs.append(tuple(optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers))
+
+
+# the iteration
+
+
+def plain_sigmas(seed: int, iteration: int, slots: int, update: str) -> torch.Tensor:
+    """Noise levels by their definition: stratified, shifted by 3, clamped."""
+    generator = mixed_generator("sigma", mixed_generator("score", update, seed).initial_seed(), iteration)
+    strata = torch.randperm(slots, generator=generator)
+    u = (strata + torch.rand(slots, generator=generator, dtype=torch.float64)) / slots
+    return (3 * u / (1 + 2 * u)).clamp(0.02, 0.98)
+
+
+def plain_loop(kept: Keep, iterations: int, every: int, topk: int) -> dict[str, VideoDiT]:
+    """DMD2 written out sample by sample, in the order of the text book: no trainer, no shared functions of the loss."""
+    nets = kept.start
+    for role in ("generator", "fake_score"):
+        nets[role].requires_grad_(True)
+    adam = {
+        role: torch.optim.AdamW(groups(nets[role]), lr=0.01, betas=(0.0, 0.99), eps=0.01, weight_decay=0.01)
+        for role in ("generator", "fake_score")
+    }
+    updates = 0
+    for iteration, batch in enumerate(kept.batches[:iterations]):
+        latents = (batch.latents - kept.mean.view(1, -1, 1, 1, 1)) / kept.std.view(1, -1, 1, 1, 1)
+
+        def generated(update, i, grad, iteration=iteration, batch=batch, latents=latents):
+            one = slice(i, i + 1)
+            seeds = stream_seeds(batch.seeds[one], f"{update} rollout")
+            index = rollout_index(seed=0, iteration=iteration, num_steps=3, update=update)
+            x = noise_like(latents[one], seeds)
+            x0 = torch.zeros_like(x)
+            for step, level in enumerate((1.0, 0.757, 0.522)[: index + 1]):
+                if step > 0:
+                    x = (1 - level) * x0 + level * noise_like(x, stream_seeds(seeds, f"step {step}"))
+                with torch.set_grad_enabled(grad and step == index):
+                    x0 = x - level * says(nets["generator"], x, level, batch.text[one], batch.text_mask[one])
+            sigma = plain_sigmas(0, iteration, len(batch.seeds), update)[batch.slots[i]].float()
+            noise = noise_like(x0, stream_seeds(batch.seeds[one], f"{update} score"))
+            return x0, ((1 - sigma) * x0 + sigma * noise).detach(), float(sigma), noise
+
+        def says(net, x, sigma, text, mask):
+            return net(x, torch.tensor([1000 * sigma]), text, mask, topk=topk)
+
+        if iteration % every == 0:
+            for i in range(len(batch.seeds)):
+                text, mask = batch.text[i : i + 1], batch.text_mask[i : i + 1]
+                x0, x_t, sigma, _ = generated("generator", i, True)
+                with torch.no_grad():
+                    fake = x_t - sigma * says(nets["fake_score"], x_t, sigma, text, mask)
+                    cond = says(nets["real_score"], x_t, sigma, text, mask)
+                    uncond = says(nets["real_score"], x_t, sigma, kept.negative.text, kept.negative.mask)
+                    real = x_t - sigma * (uncond + 2.5 * (cond - uncond))
+                    gradient = (fake - real) / (x0 - real).abs().mean()
+                (0.5 * (x0 - (x0 - gradient).detach()).square().mean() / len(batch.seeds)).backward()
+            step(adam["generator"], nets["generator"], 0.01 * min(1, (updates + 1) / 3))
+            updates += 1
+        for i in range(len(batch.seeds)):
+            x0, x_t, sigma, noise = generated("fake_score", i, False)
+            velocity = says(nets["fake_score"], x_t, sigma, batch.text[i : i + 1], batch.text_mask[i : i + 1])
+            ((velocity - (noise - x0.detach())).square().mean() / len(batch.seeds)).backward()
+        step(adam["fake_score"], nets["fake_score"], 0.01)
+    return nets
+
+
+def groups(net: VideoDiT) -> list[dict]:
+    roles = net.parameter_roles()
+    decays = [p for n, p in net.named_parameters() if roles[n] in ("matrix", "gate", "head")]
+    others = [p for n, p in net.named_parameters() if roles[n] not in ("matrix", "gate", "head")]
+    return [{"params": decays}, {"params": others, "weight_decay": 0.0}]
+
+
+def step(optimizer: torch.optim.Optimizer, net: nn.Module, lr: float) -> None:
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_iterations_are_those_of_a_plain_loop(distill, training):
+    kept = Keep()
+    distill("task.generator_every=2", "trainer.max_steps=5", "run=module", callbacks=(kept,))
+    before = {role: {n: p.clone() for n, p in net.named_parameters()} for role, net in kept.start.items()}
+    found = training.last("module")
+    nets = plain_loop(kept, 5, every=2, topk=4)
+    for role, group in (("generator", "model"), ("fake_score", "fake_score")):
+        ours, plain = found.tensors(group), dict(nets[role].named_parameters())
+        assert largest_difference(ours, plain) < 2e-6, role
+        # control: it went somewhere, and further than the bound
+        assert largest_difference(ours, before[role]) > 1e-4, role
+    assert largest_difference(dict(nets["real_score"].named_parameters()), before["real_score"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "groups"),
+    [
+        ("task.objective.guidance=1", {"model", "fake_score"}),
+        ("task.objective.cfg_form=additive", {"model", "fake_score"}),
+        ("task.negative_prompt=a red circle", {"model", "fake_score"}),
+        ("task.objective.source=data_latent", {"model", "fake_score"}),
+        ("task.objective.velocity=1", {"model", "fake_score"}),
+        ("task.objective.timesteps=[1000,500]", {"model", "fake_score"}),
+        ("task.objective.timesteps_shift=5", {"model", "fake_score"}),
+        ("task.objective.max_ratio=0.5", {"model", "fake_score"}),
+        ("task.fake_score_optim.lr=0.02", {"model", "fake_score"}),
+        ("attention@task.fake_score_attention=video_sparse;task.fake_score_attention.gate_init=identity;task.fake_score_attention.tile_thw=[1,2,2]", {"model"}),
+        (
+            "attention@task.real_score_attention=video_sparse;task.real_score_attention.gate_init=identity;task.real_score_attention.tile_thw=[1,2,2]",
+            {"model", "fake_score"},
+        ),
+    ],
+)  # fmt: skip
+def test_every_setting_reaches_the_iteration(distill, training, change, groups):
+    short = ("task.generator_every=1", "trainer.max_steps=3", "callbacks.ema=null")
+    distill(*short, "run=as_is")
+    distill(*short, "run=changed", *change.split(";"))
+    for group in groups:
+        assert largest_difference(training.last("as_is").tensors(group), training.last("changed").tensors(group)) > 0
+
+
+def test_accumulated_micro_batches_are_one_batch(distill, training):
+    short = ("task.generator_every=2", "trainer.max_steps=4")
+    distill(*short, "run=one")
+    distill(*short, "run=four", "trainer.accumulate_grad_batches=4")
+    assert training.last("four").step == 4
+    one, four = everything(training.last("one")), everything(training.last("four"))
+    assert largest_difference(one, four) < 1e-6
+    for step, row in training.metrics("one").items():
+        for name in ("fake_score/loss", "dmd/gap", "generated/std", "grad_norm/total"):
+            other = training.metrics("four")[step][name]
+            assert (row[name] == "") == (other == "")
+            assert row[name] == "" or float(row[name]) == pytest.approx(float(other), rel=1e-5)
+
+
+def test_only_its_own_network_gets_gradients_in_an_update(distill):
+    seen = {}
+
+    def watch(trainer, module):
+        def guarded(name, guard):
+            def check(optimizer, iteration):
+                nets = {"generator": module.model, "fake_score": module.fake_score, "real": module.teacher.network}
+                seen[name] = {role for role, net in nets.items() if any(p.grad is not None for p in net.parameters())}
+                return guard(optimizer, iteration)
+
+            check.__dict__ = {"skipped": False, "skipped_total": 0, "state_dict": guard.state_dict}
+            return check
+
+        module.guard = guarded("generator", module.guard)
+        module.fake_score_guard = guarded("fake_score", module.fake_score_guard)
+
+    distill("trainer.max_steps=1", callbacks=(At(0, before=watch),))
+    assert seen == {"generator": {"generator"}, "fake_score": {"fake_score"}}
+
+
+def test_updates_schedules_and_averages_count_their_own_network(distill, training):
+    kept = Keep()
+    trainer = distill(
+        *("task.generator_every=4", "task.fake_score_warmup=3", "run=counted", "callbacks.checkpoint.every_n_steps=1"),
+        *("callbacks.checkpoint.keep=12", "task.fake_score_optim.schedule.warmup_steps=6", "sparsity=linear"),
+        *("sparsity.topk=2", "sparsity.dense_steps=2", "sparsity.total_steps=9", "~sparsity.sparsity"),
+        callbacks=(kept,),
+    )
+    assert trainer.global_step == 12
+    rows = training.metrics("counted")
+    # turns at iterations 3, 7 and 11 (from 0): steps 4, 8 and 12
+    assert [int(rows[s]["updates/generator"]) for s in sorted(rows)] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert [int(rows[s]["updates/fake_score"]) for s in sorted(rows)] == list(range(1, 13))
+    assert [bool(rows[s]["dmd/gap"]) for s in sorted(rows)] == [s in (4, 8, 12) for s in range(1, 13)]
+    generator, critic = zip(*kept.lrs, strict=True)
+    # three warm-up updates of its own
+    assert generator == pytest.approx([0.01 * n / 3 for n in (1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)])
+    assert critic == pytest.approx([0.01 * min(1, n / 6) for n in range(1, 13)])
+    # sparsity counts iterations
+    assert [int(float(rows[s]["sparsity/topk"])) for s in sorted(rows)][:2] == [8, 8]
+    assert int(float(rows[12]["sparsity/topk"])) == 2
+    path = training.folder("counted") / "checkpoints"
+    states = [everything(Checkpoint(path=p, state=training_state(p))) for p in sorted(path.glob("step-*"))]
+    always, turn = {"fake_score", "fake_score_optimizer"}, {"model", "optimizer", "ema"}
+    # the generator has no moments before its first update, in step 4
+    assert {len(state) for state in states[:3]} < {len(state) for state in states}
+    for step, (before, after) in enumerate(pairwise(states), 2):
+        if step != 4:
+            assert different(before, after) == (always | turn if step in (8, 12) else always), step
+
+
+def training_state(path: Path) -> dict:
+    import json
+
+    return json.loads((path / "state.json").read_text())
+
+
+def test_flops_of_an_iteration_are_those_of_its_passes(distill, training, teacher_dir):
+    found = {}
+
+    def count(trainer, module):
+        (batch,) = kept.batches[-1:]
+        shape, text = tuple(batch.latents.shape[1:]), batch.text.shape[1]
+
+        def flops(net, training):
+            return net.flops(shape, 4, text, training=training).executed
+
+        critic = rollout_index(seed=0, iteration=trainer.global_step - 1, num_steps=3, update="fake_score")
+        own = rollout_index(seed=0, iteration=trainer.global_step - 1, num_steps=3, update="generator")
+        generator, dense = module.model, module.teacher.network
+        total = (critic + 1) * flops(generator, False) + flops(dense, True)
+        if trainer.global_step == 1:
+            # the generator's rollout, the critic, the teacher twice
+            total += own * flops(generator, False) + flops(generator, True) + 3 * flops(dense, False)
+        found[trainer.global_step] = (module.step_flops(batch, trainer.global_step - 1).executed, total)
+
+    kept = Keep()
+    distill("trainer.max_steps=3", callbacks=(kept, *(At(i, after=count) for i in range(3))))
+    assert len(found) == 3
+    for ours, plain in found.values():
+        assert ours == pytest.approx(plain)
+
+
+def test_critic_and_teacher_start_from_the_teacher_and_gates_at_identity(distill, teacher_dir, training):
+    kept = Keep()
+    distill("trainer.max_steps=1", callbacks=(kept,))
+    ema = Checkpoint(path=teacher_dir / "checkpoints" / "step-00000004", state={"files": {}}).tensors("ema")
+    for role in ("fake_score", "real_score"):
+        assert largest_difference(dict(kept.start[role].named_parameters()), ema) == 0
+    generator = dict(kept.start["generator"].named_parameters())
+    gates = {name for name in generator if "to_gate" in name}
+    assert gates
+    assert all(not generator[name].any() for name in gates)
+    assert largest_difference({n: p for n, p in generator.items() if n not in gates}, ema) == 0
+
+
+def test_a_sparse_checkpoint_keeps_its_gates(distill, training, teacher_dir):
+    training(
+        *("task=finetune", "attention.gate_init=identity", "attention.fine_gate=false", f"init_from={teacher_dir}"),
+        *("run=sparse", "trainer.max_steps=3"),
+    )
+    kept = Keep()
+    training(
+        *(*DISTILL, f"init_from={training.folder('sparse')}", f"task.teacher={teacher_dir}", "task.gates=required"),
+        *("trainer.max_steps=1", "run=gated"),
+        callbacks=(kept,),
+    )
+    ema = training.last("sparse").tensors("ema")
+    assert any(value.any() for name, value in ema.items() if "to_gate" in name)
+    assert largest_difference(dict(kept.start["generator"].named_parameters()), ema) == 0
+
+
+# resume
+
+
+@pytest.mark.parametrize("phase", range(5))
+def test_a_run_killed_at_any_phase_resumes_bit_for_bit(distill, training, phase, tmp_path_factory):
+    common = (
+        *("task.generator_every=5", "callbacks.checkpoint.every_n_steps=1", "trainer.accumulate_grad_batches=2"),
+        *("sparsity=linear", "sparsity.topk=2", "sparsity.dense_steps=1", "sparsity.total_steps=10"),
+        *("~sparsity.sparsity", "task.fake_score_warmup=1", "trainer.val_check_interval=8"),
+    )
+    distill(*common, "run=straight")
+    iteration = 5 + phase
+
+    def killed() -> None:
+        def kill(trainer, module):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        distill(*common, "run=killed", callbacks=(At(iteration, before=kill),))
+
+    child = multiprocessing.get_context("fork").Process(target=killed)
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    assert training.last("killed").step == iteration
+    half = everything(training.last("killed"))
+    distill(*common, "run=killed", "ckpt_path=last")
+    end = everything(training.last("straight"))
+    assert different(everything(training.last("killed")), end) == set()
+    assert different(half, end) == {"model", "ema", "optimizer", "fake_score", "fake_score_optimizer"}
+    straight, resumed = training.metrics("straight"), training.metrics("killed")
+    assert set(straight) == set(resumed)
+    timed = ("throughput/step_seconds", "throughput/tokens_per_second", "throughput/tflops")
+    for step, row in straight.items():
+        ours, theirs = ({k: v for k, v in r.items() if v and not k.startswith(timed)} for r in (row, resumed[step]))
+        assert ours == theirs, step
+    states = [
+        {k: v for k, v in training.last(run).state.items() if k not in ("config", "files")}
+        for run in ("straight", "killed")
+    ]
+    assert states[0] == states[1]
+
+
+def test_what_a_checkpoint_leaves_out_would_be_missed(distill, training):
+    """The control of the resume: each group and counter that is changed changes the run."""
+    common = ("task.generator_every=2", "trainer.max_steps=6", "callbacks.ema=null")
+    distill(*common, "run=straight")
+    end = everything(training.last("straight"))
+    stop = At(3, before=lambda trainer, module: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        distill(*common, "run=half", callbacks=(stop,))
+    for group in ("model", "optimizer", "fake_score", "fake_score_optimizer"):
+        shutil.copytree(training.folder("half"), training.folder(group))
+
+        def scale(trainer, module, group=group):
+            tensors = module.checkpoint_tensors()[group]
+            with torch.no_grad():
+                for value in tensors.values():
+                    value.mul_(1.01)
+
+        distill(*common, f"run={group}", "ckpt_path=last", callbacks=(At(4, before=scale),))
+        assert different(everything(training.last(group)), end)
+
+
+def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, training, teacher_dir, tmp_path):
+    own = tmp_path / "teacher"
+    shutil.copytree(teacher_dir, own)
+    distill(f"init_from={own}", "trainer.max_steps=2", "run=pinned")
+    state = training.last("pinned").state
+    assert Path(state["teacher"]["source"]).is_relative_to(own)
+    assert {name.removesuffix(".safetensors") for name in state["files"]} == {
+        "model", "ema", "optimizer", "fake_score", "fake_score_optimizer",
+    }  # fmt: skip
+    # the start is gone, the teacher is found where it was; another one in its place is refused
+    distill(f"init_from={own}", "trainer.max_steps=3", "run=pinned", "ckpt_path=last")
+    assert training.last("pinned").step == 3
+    shutil.rmtree(own)
+    training(*DENSE, "seed=1", "run=other", "overwrite=true")
+    shutil.copytree(training.folder("other"), own)
+    with pytest.raises(ValueError, match=r"has changed since .*pinned.* began with it"):
+        distill(f"init_from={own}", "trainer.max_steps=4", "run=pinned", "ckpt_path=last")
+
+
+# several ranks
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "ddp"])
+def test_two_ranks_are_one(distill, training, trainer):
+    common = ("task.generator_every=5", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_steps=6")
+    distill(*common, "run=one")
+    spread = (
+        f"trainer={trainer}",
+        "trainer.accelerator=cpu",
+        "trainer.accumulate_grad_batches=2",
+        "trainer.val_check_interval=12",
+    )
+
+    def on_rank(rank: int) -> None:
+        distill(*common, *spread, "run=two")
+        source = training.folder("one") / "checkpoints" / "step-00000006"
+        distill(*common, *spread, "run=resumed", f"ckpt_path={source}")
+
+    run_ranks(2, on_rank)
+    one = everything(training.last("one"))
+    assert largest_difference(one, everything(training.last("two"))) < 1e-6
+    assert largest_difference(one, everything(training.last("resumed"))) < 1e-6
+    rows, others = training.metrics("one"), training.metrics("two")
+    for step, row in rows.items():
+        for name in ("fake_score/loss", "dmd/gap", "generated/std", "fake_score/grad_norm/total", "val/gap", "val/std"):
+            assert (row[name] == "") == (others[step][name] == "")
+            assert row[name] == "" or float(row[name]) == pytest.approx(float(others[step][name]), rel=1e-5), name
+    assert {step for step, row in rows.items() if row["val/gap"]} == {6, 12}
+    # control: the second half moved everything by more
+    half = everything(Checkpoint(path=training.folder("one") / "checkpoints" / "step-00000006", state=training_state(
+        training.folder("one") / "checkpoints" / "step-00000006")))  # fmt: skip
+    assert largest_difference(half, one) > 1e-3
+
+
+# guards
+
+
+@pytest.mark.parametrize(("network", "other"), [("model", "fake_score"), ("fake_score", "model")])
+def test_a_non_finite_gradient_skips_the_update_of_its_network(distill, training, network, other):
+    bad = network
+
+    def poison(trainer, module):
+        guard_name = "guard" if bad == "model" else "fake_score_guard"
+        guard = getattr(module, guard_name)
+        call = type(guard).__call__
+
+        class Poisoned(type(guard)):
+            def __call__(self, optimizer, iteration):
+                if iteration == 2:
+                    optimizer.param_groups[0]["params"][0].grad.fill_(math.nan)
+                return call(self, optimizer, iteration)
+
+        guard.__class__ = Poisoned
+
+    common = ("task.generator_every=1", "callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=9")
+    distill(*common, "trainer.max_steps=4", "run=poisoned", callbacks=(At(0, before=poison),))
+    folder = training.folder("poisoned") / "checkpoints"
+    states = [everything(Checkpoint(path=p, state=training_state(p))) for p in sorted(folder.glob("step-*"))]
+    optimizers = {"model": {"model", "optimizer", "ema"}, "fake_score": {"fake_score", "fake_score_optimizer"}}
+    assert different(states[1], states[2]) == optimizers[other]
+    assert different(states[2], states[3]) == optimizers["model"] | optimizers["fake_score"]
+    names = {"model": "skipped_steps", "fake_score": "fake_score/skipped_steps"}
+    last = training.metrics("poisoned")[4]
+    assert (last[names[network]], last[names[other]]) == ("1", "0")
+    assert last["updates/generator"] == ("3" if network == "model" else "4")
+
+
+def test_networks_that_stay_non_finite_stop_the_run(distill):
+    def poison(trainer, module):
+        with torch.no_grad():
+            next(module.fake_score.parameters()).fill_(math.nan)
+
+    with pytest.raises(FloatingPointError, match="gradients of fake_score were not finite for 3 steps in a row"):
+        distill("task.max_skipped=3", "task.generator_every=100", "task.fake_score_warmup=1",
+                callbacks=(At(1, before=poison),))  # fmt: skip
+
+
+def test_a_collapsed_generator_stops_the_run_and_the_count_is_resumed(distill, training):
+    def blank(trainer, module):
+        # velocity = x / sigma would be zero data; a huge head is blown up data
+        with torch.no_grad():
+            module.model.proj_out.weight.mul_(1e4)
+
+    common = ("task.generator_every=100", "task.fake_score_warmup=50", "task.collapse.patience=3", "run=collapsed",
+              "trainer.max_steps=40", "callbacks.checkpoint.every_n_steps=1")  # fmt: skip
+    message = "the generator has collapsed: .*3 batches in a row had latents of standard deviation"
+    with pytest.raises(FloatingPointError, match=message):
+        distill(*common, callbacks=(At(1, before=blank),))
+    stopped = training.last("collapsed")
+    assert stopped.state["collapse"] == {"collapsed_in_row": 2}
+    # the next last-step rollout is the third also in a resumed run
+    with pytest.raises(FloatingPointError, match=message):
+        distill(*common, "ckpt_path=last")
+    assert training.last("collapsed").state["collapse"] == {"collapsed_in_row": 2}
+    # without the rule it goes on
+    distill(*common, "task.collapse=null", "trainer.max_steps=22", "run=careless", callbacks=(At(1, before=blank),))
+
+
+def test_spread_is_that_of_all_latents_together():
+    class Alone:
+        def reduce(self, tensor, reduce_op):
+            return tensor
+
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        torch.randn(3, 4, 2, 5, 6, generator=generator) * 2 + torch.arange(4).view(1, 4, 1, 1, 1) for _ in range(3)
+    ]
+    parts[0][0, 0, 0, 0, :3] = 50
+    meter = SpreadMeter()
+    assert meter.spread(Alone()) is None
+    for part in parts:
+        meter.add(part)
+    found, whole = meter.spread(Alone()), torch.cat(parts).double()
+    channels = whole.transpose(0, 1).flatten(1)
+    assert found is not None
+    assert found.std == pytest.approx(float(channels.var(1, correction=0).mean().sqrt()))
+    assert found.mean == pytest.approx(float(channels.mean(1).square().mean().sqrt()))
+    assert found.saturation == pytest.approx(float((whole.abs() > 5).double().mean()))
+    assert found.saturation > 0
+
+
+def test_rule_counts_in_a_row_only():
+    rule = CollapseRule(min_std=0.2, max_std=3, max_saturation=0.1, patience=2)
+    good, blank = LatentSpread(std=1, mean=0, saturation=0.01), LatentSpread(std=0.1, mean=0, saturation=0)
+    wild = LatentSpread(std=4, mean=0, saturation=0)
+    bright, broken = (
+        LatentSpread(std=1, mean=0, saturation=0.2),
+        LatentSpread(std=math.nan, mean=math.nan, saturation=0),
+    )
+    assert not rule.breaks(good)
+    assert all(map(rule.breaks, (blank, wild, bright, broken)))
+    watch = CollapseWatch(rule)
+    for spread in (blank, good, wild, good, bright):
+        watch.judge(spread, 1)
+    with pytest.raises(FloatingPointError, match="up to iteration 7"):
+        watch.judge(broken, 7)
+
+
+# what comes out
+
+
+def test_a_distilled_run_is_sampled_at_its_list(distill, training):
+    distill(
+        "trainer.max_steps=1", "task.objective.timesteps=[1000,600]", "task.objective.timesteps_shift=2", "run=short"
+    )
+    run = load_run(training.folder("short"))
+    assert run.step_list == pytest.approx((1000, 750))
+    assert run.settings().steps == 2
+    assert run.settings().guidance == 1
+
+
+def test_curves_are_drawn(distill, training):
+    distill("trainer.max_steps=3", "trainer.val_check_interval=2", "run=drawn")
+    module = build(training.config(*DISTILL).task, model=model_factory(training.config(*DISTILL)))
+    module.draw_curves(training.folder("drawn") / "metrics.csv", training.folder("drawn") / "loss.png", "drawn")
+    assert (training.folder("drawn") / "loss.png").stat().st_size > 10_000
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("task.objective.timesteps=[1000,757,757]",), r"timesteps must fall strictly .* got \[1000, 757, 757\]"),
+        (("task.objective.timesteps=[757,522]",), r"must start at 1000, which is pure noise, got \[757, 522\]"),
+        (("task.objective.timesteps=[1000,0]",), r"lie in \(0, 1000\]"),
+        (("task.objective.timesteps=[]",), "timesteps must fall strictly"),
+        (("task.negative_prompt=null",), r"guidance=2.5 \(standard\) needs a negative embedding.*negative_prompt=null"),
+        (("task.objective.cfg_form=other",), "cfg_form must be standard or additive, got 'other'"),
+        (("task.objective.source=magic",), "source must be simulate or data_latent, got 'magic'"),
+        (("task.objective.min_ratio=0.9", "task.objective.max_ratio=0.5"), "min_ratio=0.9, max_ratio=0.5"),
+        (("task.objective.velocity=-1",), "velocity must be at least 0, got -1"),
+        (("task.generator_every=0",), "generator_every must be at least 1, got 0"),
+        (("task.fake_score_warmup=-1",), "fake_score_warmup must not be negative, got -1"),
+        (("task.gates=maybe",), "task.gates must be initial or required, got 'maybe'"),
+        (("task.gates=required",), "lacks 4 gate tensors"),
+        (("task.collapse.min_std=2",), "min_std < 1 < max_std, got 2"),
+        (("model.num_attention_heads=2",), r"has model.num_attention_heads=1, the model has 2"),
+        (("model.ffn_dim=36",), r"\(24, 12\)"),
+        (("init_from=null",), "task.teacher=null and init_from=null: name a dense checkpoint"),
+        (("task.teacher=nowhere",), "no such folder: nowhere"),
+        (("data.batch_size=6", "trainer.accumulate_grad_batches=4"), "data.batch_size=6 is not divisible by the 4"),
+        (("flop_budget=1e12",), "flop_budget"),
+    ],
+)  # fmt: skip
+def test_refused_with_one_line_before_anything_is_written(distill, training, overrides, message):
+    with pytest.raises(ValueError, match=message) as error:
+        distill("run=refused", *overrides)
+    assert "\n" not in str(error.value)
+    assert not training.folder("refused").exists()
+
+
+def test_a_teacher_of_other_latents_is_refused(distill, training, teacher_dir):
+    training(*DENSE, "run=scaled", "task.latent_scale=shared", "overwrite=true")
+    with pytest.raises(ValueError, match="latents of another scale than the teacher"):
+        distill(f"task.teacher={training.folder('scaled')}", "run=refused")
+
+
+def test_a_checkpoint_of_another_task_is_no_distillation(distill, training, teacher_dir):
+    with pytest.raises(ValueError, match="has no fake_score: it is no checkpoint of a distillation"):
+        distill("init_from=null", f"task.teacher={teacher_dir}", f"ckpt_path={teacher_dir}", "run=wrong")
+
+
+def test_roles_that_share_a_parameter_are_refused():
+    torch.manual_seed(0)
+    a, b = nn.Linear(3, 2), nn.Linear(3, 2)
+    refuse_shared_parameters({"generator": a, "fake_score": b})
+    b.weight = a.weight
+    with pytest.raises(ValueError, match=r"generator and fake_score share a parameter \(weight and weight\)"):
+        refuse_shared_parameters({"generator": a, "fake_score": b})
+    # also where only the memory is the same
+    b.weight = nn.Parameter(a.weight.detach())
+    with pytest.raises(ValueError, match="generator and fake_score share"):
+        refuse_shared_parameters({"generator": a, "fake_score": b})
+
+
+def test_a_shared_network_is_refused_at_the_start(distill, monkeypatch):
+    import vsa.training.distill as file
+
+    made = []
+
+    def same(make, *arguments, **keywords):
+        if not made:
+            made.append(make())
+        return made[0]
+
+    def shared(self):
+        file.DiffusionModule.configure_model(self)
+        self.fake_score = self.model
+        self.teacher.build(None, self._parallel)
+        refuse_shared_parameters({"generator": self.model, "fake_score": self.fake_score})
+
+    monkeypatch.setattr(file.DistillModule, "configure_model", shared)
+    with pytest.raises(ValueError, match="generator and fake_score share a parameter"):
+        distill()
+
+
+def test_objective_names_what_it_needs():
+    shift = FlowShift()
+    assert not DistributionMatching(shift=shift, guidance=1).guided
+    assert not DistributionMatching(shift=shift, guidance=0, cfg_form="additive").guided
+    assert DistributionMatching(shift=shift, guidance=3.5, cfg_form="additive").guided
+    assert DistributionMatching(shift=shift, timesteps=(1000, 500), timesteps_shift=8).steps == pytest.approx(
+        (1000, 8000 / 9)
+    )
+    rows = [torch.ones(3, 4)]
+    text, mask = pad_text(rows, length=5)
+    assert text.shape == (1, 5, 4)
+    assert mask is not None
+    assert FullAttention is not None
