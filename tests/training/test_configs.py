@@ -15,6 +15,7 @@ from tests.data.tiny_wan import save_pipeline
 from vsa.attention.base import AttentionMethod
 from vsa.attention.schedule import SparsitySchedule
 from vsa.data.datamodule import PlanDataModule
+from vsa.diffusion.distribution_matching import standard_scale
 from vsa.training.config import build, check_targets, model_factory
 from vsa.training.inference import sampling_of
 from vsa.training.module import DiffusionModule
@@ -140,6 +141,24 @@ def test_wan_is_sampled_as_wan_though_it_trains_without_a_shift(name, shift):
     assert (samples.steps, samples.guidance, samples.flow_shift) == (50, 5.0, shift)
 
 
+def test_wan_is_distilled_as_published():
+    # from reference/training.md 1e, not from the config
+    cfg = compose_run("experiment=distill_wan_1_3b")
+    module = build(cfg.task, model=model_factory(cfg))
+    assert module.step_list == (1000, 757, 522)
+    assert standard_scale(module.objective.guidance, module.objective.cfg_form) == 4.5
+    assert module.objective.shift(23_296) == 8
+    assert (module.objective.min_ratio, module.objective.max_ratio) == (0.02, 0.98)
+    assert [module.updates_generator(n) for n in range(6)] == [True, False, False, False, False, True]
+    assert module.generator_updates(cfg.trainer.max_steps) == 800
+    assert module.sparsity.topk(0, 364) == 73
+    for recipe in (module._optim, module._fake_score_optim):
+        assert (recipe.lr, recipe.weight_decay, [recipe.schedule(n) for n in (0, 3999)]) == (2e-6, 0.01, [1, 1])
+    large = compose_run("experiment=distill_wan_14b")
+    assert build(large.sparsity).topk(0, 1200) == 120
+    assert build(large.task.objective.shift)(1) == 3
+
+
 REFUSED_TARGETS = [
     "os.system",
     "vsa.training.run.os.system",
@@ -171,7 +190,18 @@ def test_a_target_hidden_behind_an_interpolation_is_refused():
 
 
 @pytest.mark.parametrize("sparsity", sorted(path.stem for path in (CONFIGS / "sparsity").glob("*.yaml")))
-@pytest.mark.parametrize("experiment", ["quickstart", "finetune_toy", "finetune_wan_1_3b", "finetune_wan_14b"])
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        "quickstart",
+        "finetune_toy",
+        "finetune_wan_1_3b",
+        "finetune_wan_14b",
+        "distill_toy",
+        "distill_wan_1_3b",
+        "distill_wan_14b",
+    ],
+)
 def test_every_schedule_goes_with_every_experiment(experiment, sparsity):
     schedule = build(compose_run(f"experiment={experiment}", f"sparsity={sparsity}").sparsity)
     assert isinstance(schedule, SparsitySchedule)
