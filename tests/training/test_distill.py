@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from vsa.training.checkpointing import Checkpoint
 from vsa.training.config import build, model_factory
 from vsa.training.distill import refuse_shared_parameters
 from vsa.training.distill_loss import DistributionMatching
+from vsa.training.gan import Gan
 from vsa.training.health import CollapseRule, CollapseWatch, LatentSpread, SpreadMeter
 from vsa.training.inference import load_run
 
@@ -45,6 +47,8 @@ DISTILL = (
     "callbacks.samples=null",
     "callbacks.ema.decay=0.5",
 )
+
+GAN = "task.objective.gan={_target_:vsa.training.gan.Gan,layers:[0,1],generator_weight:0.5,critic_weight:0.5}"
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +217,13 @@ def test_iterations_are_those_of_a_plain_loop(distill, training):
     assert largest_difference(dict(nets["real_score"].named_parameters()), before["real_score"]) == 0
 
 
+# a Hydra choice and settings of it
+SPARSE_SCORE = ";".join(
+    ("attention@task.{0}_attention=video_sparse", "task.{0}_attention.gate_init=identity",
+     "task.{0}_attention.tile_thw=[1,2,2]")
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "groups"),
     [
@@ -225,11 +236,8 @@ def test_iterations_are_those_of_a_plain_loop(distill, training):
         ("task.objective.timesteps_shift=5", {"model", "fake_score"}),
         ("task.objective.max_ratio=0.5", {"model", "fake_score"}),
         ("task.fake_score_optim.lr=0.02", {"model", "fake_score"}),
-        ("attention@task.fake_score_attention=video_sparse;task.fake_score_attention.gate_init=identity;task.fake_score_attention.tile_thw=[1,2,2]", {"model"}),
-        (
-            "attention@task.real_score_attention=video_sparse;task.real_score_attention.gate_init=identity;task.real_score_attention.tile_thw=[1,2,2]",
-            {"model", "fake_score"},
-        ),
+        (SPARSE_SCORE.format("fake_score"), {"model"}),
+        (SPARSE_SCORE.format("real_score"), {"model", "fake_score"}),
     ],
 )  # fmt: skip
 def test_every_setting_reaches_the_iteration(distill, training, change, groups):
@@ -451,9 +459,9 @@ def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, tra
 # several ranks
 
 
-@pytest.mark.parametrize("trainer", ["fsdp", "ddp"])
-def test_two_ranks_are_one(distill, training, trainer):
-    common = ("task.generator_every=5", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_steps=6")
+@pytest.mark.parametrize(("trainer", "term"), [("fsdp", ()), ("fsdp", (GAN,)), ("ddp", ())])
+def test_two_ranks_are_one(distill, training, trainer, term):
+    common = (*term, "task.generator_every=5", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_steps=6")
     distill(*common, "run=one")
     spread = (
         f"trainer={trainer}",
@@ -481,6 +489,79 @@ def test_two_ranks_are_one(distill, training, trainer):
     half = everything(Checkpoint(path=training.folder("one") / "checkpoints" / "step-00000006", state=training_state(
         training.folder("one") / "checkpoints" / "step-00000006")))  # fmt: skip
     assert largest_difference(half, one) > 1e-3
+
+
+# the GAN term
+
+
+def test_gan_term_trains_classifier_and_generator_and_resumes(distill, training):
+    short = ("task.generator_every=2", "trainer.max_steps=6", "callbacks.checkpoint.every_n_steps=3")
+    distill(*short, "run=without")
+    distill(*short, GAN, "run=with", "trainer.accumulate_grad_batches=2")
+    found = training.last("with")
+    start = torch.manual_seed(0) and Gan(layers=(0, 1)).build(12, 2, seed=0, mesh=None)
+    assert largest_difference(found.tensors("discriminator"), dict(start.named_parameters())) > 1e-3
+    for group in ("model", "fake_score"):
+        assert largest_difference(found.tensors(group), training.last("without").tensors(group)) > 1e-5
+    row = training.metrics("with")[5]
+    assert all(row[name] for name in ("generator/loss_gan", "fake_score/loss_gan", "fake_score/loss_flow"))
+    # logits near zero: softplus(0), once and twice
+    assert float(row["generator/loss_gan"]) == pytest.approx(math.log(2), rel=0.5)
+    assert float(row["fake_score/loss_gan"]) == pytest.approx(2 * math.log(2), rel=0.5)
+    half = training.folder("with") / "checkpoints" / "step-00000003"
+    distill(*short, GAN, "run=resumed", "trainer.accumulate_grad_batches=2", f"ckpt_path={half}")
+    assert different(everything(training.last("resumed")), everything(found)) == set()
+    for run, overrides in (("with", ()), ("without", (GAN,))):
+        with pytest.raises(ValueError, match=rf"was trained {run} objective\.gan"):
+            distill(*short, "trainer.max_steps=9", f"run={run}", "ckpt_path=last", *overrides)
+
+
+def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
+    """By finite differences of the classifier's loss along the gradient that reaches the generator."""
+    found = {}
+
+    def look(trainer, module):
+        batch = kept.batches[-1]
+        objective = replace(module.objective, gan=replace(module.objective.gan, generator_weight=1.0))
+        networks = module.networks
+
+        def loss():
+            scored = objective.generator_update(
+                networks, batch, module.normalise(batch.latents), module._negative, seed=0, iteration=0, topk=4, index=0
+            )
+            return scored.parts["gan"].double().sum()
+
+        weight = module.model.proj_out.weight
+        with torch.no_grad():
+            for head in module.discriminator.heads:
+                head.weight.mul_(20)
+        (gradient,) = torch.autograd.grad(loss(), weight)
+        with torch.no_grad():
+            direction = gradient / gradient.norm()
+            values = []
+            for sign in (1, -1):
+                weight.add_(sign * 1e-2 * direction)
+                values.append(loss())
+                weight.sub_(sign * 1e-2 * direction)
+        found["slope"], found["norm"] = float(values[0] - values[1]) / 2e-2, float(gradient.norm())
+
+    kept = Keep()
+    distill(GAN, "trainer.max_steps=1", callbacks=(kept, At(0, after=look)))
+    assert found["norm"] > 1e-4
+    assert found["slope"] == pytest.approx(found["norm"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("[2]", r"gan.layers has \[2\], but the critic's layers are 0 to 1"),
+        ("[]", "each once, got"),
+        ("[0,0]", "each once"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(distill, layers, message):
+    with pytest.raises(ValueError, match=message):
+        distill(f"task.objective.gan={{_target_:vsa.training.gan.Gan,layers:{layers}}}")
 
 
 # guards

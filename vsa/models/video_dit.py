@@ -32,6 +32,9 @@ from vsa.models.rope import axis_dims, rope_tables, sincos_table
 Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 TopK = int | Sequence[int] | None
 
+RECOMPILE_LIMIT = 64
+"""Graphs of one compiled block; torch's own limit is 8."""
+
 
 class AttentionFactory(Protocol):
     """Builds the attention method of one layer."""
@@ -273,6 +276,11 @@ class VideoDiT(nn.Module):
             backend: of `torch.compile`.
             mode: of `torch.compile`.
         """
+        # a second to import, and needed here only
+        from torch._dynamo import config as dynamo
+
+        # graphs are counted by function, which all networks of a process share: three roles, batch sizes, top-k
+        dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
         run = torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, mode=mode)
         for index in range(len(self.blocks)):
             self._block(index).run = run

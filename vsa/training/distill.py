@@ -25,6 +25,7 @@ from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors, optimizer_state
 from vsa.training.distill_loss import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.training.figures import health_curves
+from vsa.training.gan import Discriminator
 from vsa.training.guard import UpdateGuard
 from vsa.training.health import CollapseRule, CollapseWatch, DecileMeans, SpreadMeter
 from vsa.training.module import DiffusionModule
@@ -123,6 +124,7 @@ class DistillModule(DiffusionModule):
         self.gates: Literal["initial", "required"] = gates
         self.negative_prompt = negative_prompt
         self.fake_score: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
+        self.discriminator: Discriminator | None = None
         self.teacher = self.reference = Teacher(lambda: model(attention=real_score_attention), teacher)
         self.fake_score_guard = UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score")
         # the trainer's own accumulation is for modules that leave their optimizer to it
@@ -175,9 +177,26 @@ class DistillModule(DiffusionModule):
         refuse_shared_parameters(
             {"generator": self.model, "fake_score": self.fake_score, "real_score": self.teacher.network}
         )
+        if self.objective.gan is not None:
+            critic = self.fake_score
+            self.discriminator = self.objective.gan.build(
+                critic.dim, len(critic.blocks), seed=self.seed, mesh=self.device_mesh
+            )
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
-        critic = self._fake_score_optim.build(self.fake_score, self.fake_score.parameter_roles())
+        recipe = self._fake_score_optim
+        critic = recipe.build(self.fake_score, self.fake_score.parameter_roles())
+        if self.discriminator is not None:
+            parameters = {f"discriminator.{name}": p for name, p in self.discriminator.named_parameters()}
+            critic.add_param_group(
+                {
+                    "params": list(parameters.values()),
+                    "names": list(parameters),
+                    "role": "head",
+                    "base_lr": recipe.lr,
+                    "weight_decay": 0.0,
+                }
+            )
         return [self._optim.build(self.model, self.model.parameter_roles()), critic]
 
     def load_start(self) -> None:
@@ -205,7 +224,12 @@ class DistillModule(DiffusionModule):
 
     @property
     def networks(self) -> Networks:
-        return Networks(generator=self.model, fake_score=self.fake_score, real_score=self.teacher.network)
+        return Networks(
+            generator=self.model,
+            fake_score=self.fake_score,
+            real_score=self.teacher.network,
+            discriminator=self.discriminator,
+        )
 
     # one iteration
 
@@ -248,6 +272,8 @@ class DistillModule(DiffusionModule):
             self._window.norms |= _named("", self.guard(generator, iteration))
             self._step(generator, self.guard)
             self._generator_moved = not self.guard.skipped
+            # a GAN term's way to the generator leads through the critic
+            critic.zero_grad(set_to_none=True)
         spread = SpreadMeter()
         for scored in self._scored(self._fake_score_terms):
             self._window.add_fake_score(scored)
@@ -323,11 +349,13 @@ class DistillModule(DiffusionModule):
             return index if self.objective.source == "simulate" else 0
 
         # the last pass of a rollout has a backward in the generator's update only
-        counts = cost(nets.generator, False, rollout("fake_score") + 1) + cost(nets.fake_score, True)
+        judged = 0 if self.objective.gan is None else 1
+        counts = cost(nets.generator, False, rollout("fake_score") + 1) + cost(nets.fake_score, True, 1 + judged)
         if self.updates_generator(step):
             trained = 2 if self.objective.velocity > 0 else 1
             counts += cost(nets.generator, False, rollout("generator")) + cost(nets.generator, True, trained)
-            counts += cost(nets.fake_score, False) + cost(nets.real_score, False, 2 if self.objective.guided else 1)
+            counts += cost(nets.fake_score, False) + cost(nets.fake_score, True, judged)
+            counts += cost(nets.real_score, False, 2 if self.objective.guided else 1)
         names = ("executed", "self_attention", "dense_equivalent")
         return FlopCount(**{name: sum(getattr(count, name) for count in counts) for name in names})
 
@@ -384,11 +412,14 @@ class DistillModule(DiffusionModule):
     # checkpoints
 
     def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {
+        tensors = {
             **super().checkpoint_tensors(),
             "fake_score": dict(self.fake_score.named_parameters()),
             "fake_score_optimizer": optimizer_state(self.trainer.optimizers[1]),
         }
+        if self.discriminator is not None:
+            tensors["discriminator"] = dict(self.discriminator.named_parameters())
+        return tensors
 
     def checkpoint_state(self) -> dict[str, Any]:
         return {
@@ -403,9 +434,13 @@ class DistillModule(DiffusionModule):
         what = str(checkpoint.path)
         if not checkpoint.has("fake_score"):
             raise ValueError(f"{what} has no fake_score: it is no checkpoint of a distillation, use init_from=")
+        if (self.discriminator is None) == checkpoint.has("discriminator"):
+            raise ValueError(f"{what} was trained {'without' if self.discriminator else 'with'} objective.gan")
         super().load_checkpoint(checkpoint)
         load_model_tensors(self.fake_score, checkpoint.tensors("fake_score"), f"fake_score of {what}")
         load_optimizer_tensors(self.trainer.optimizers[1], checkpoint.tensors("fake_score_optimizer"), what)
+        if self.discriminator is not None:
+            load_model_tensors(self.discriminator, checkpoint.tensors("discriminator"), f"discriminator of {what}")
         self.fake_score_guard.load_state_dict(checkpoint.state["fake_score"])
         if self._collapse is not None and checkpoint.state["collapse"] is not None:
             self._collapse.load_state_dict(checkpoint.state["collapse"])
@@ -414,31 +449,38 @@ class DistillModule(DiffusionModule):
 class _Measured:
     """What was measured since the last log line."""
 
+    # of the others the mean says all
+    BY_DECILE = ("dmd/gap", "fake_score/loss")
+
     def __init__(self, device: torch.device):
-        self.gap, self.loss, self.critic, self.normalizer = (DecileMeans(device) for _ in range(4))
+        self._device = device
+        self._means: dict[str, DecileMeans] = {}
         self.spread = SpreadMeter()
         self.norms: dict[str, Tensor] = {}
+
+    def _add(self, name: str, values: Tensor, sigmas: Tensor) -> None:
+        self._means.setdefault(name, DecileMeans(self._device)).add(values, sigmas)
 
     def add_generator(self, scored: ScoredRollout) -> None:
         assert scored.raw_norm is not None
         assert scored.normalizer is not None
-        self.gap.add(scored.raw_norm, scored.sigmas)
-        self.normalizer.add(scored.normalizer, scored.sigmas)
-        self.loss.add(scored.loss, scored.sigmas)
+        self._add("dmd/gap", scored.raw_norm, scored.sigmas)
+        self._add("dmd/normalizer", scored.normalizer, scored.sigmas)
+        for name, part in scored.parts.items():
+            self._add(f"generator/loss_{name}", part, scored.sigmas)
 
     def add_fake_score(self, scored: ScoredRollout) -> None:
-        self.critic.add(scored.loss, scored.sigmas)
+        self._add("fake_score/loss", scored.loss, scored.sigmas)
+        for name, part in scored.parts.items():
+            self._add(f"fake_score/loss_{name}", part, scored.sigmas)
 
     def metrics(self, strategy: Any) -> dict[str, Tensor | float]:
         """Everything by name; a collective."""
+        values: dict[str, Tensor | float] = {}
+        for name, means in self._means.items():
+            found = means.metrics(name, strategy)
+            values |= found if name in self.BY_DECILE else {name: found[name]}
         spread = self.spread.spread(strategy)
-        values = {
-            **self.gap.metrics("dmd/gap", strategy),
-            **self.critic.metrics("fake_score/loss", strategy),
-        }
-        # of these the mean says all
-        for name, means in (("dmd/normalizer", self.normalizer), ("dmd/loss", self.loss)):
-            values |= {key: value for key, value in means.metrics(name, strategy).items() if key == name}
         return {**values, **({} if spread is None else spread.metrics("generated")), **self.norms}
 
 

@@ -18,6 +18,7 @@ from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
 from vsa.diffusion.sampler import step_list
 from vsa.models.video_dit import VideoDiT
+from vsa.training.gan import Discriminator, Gan, block_outputs
 
 TopK = int | Sequence[int]
 
@@ -30,11 +31,13 @@ class Networks:
         generator: makes data in a few steps.
         fake_score: the critic, follows the distribution of the generator.
         real_score: the frozen teacher.
+        discriminator: classifier on features of the critic, None without a GAN term.
     """
 
     generator: VideoDiT
     fake_score: VideoDiT
     real_score: VideoDiT
+    discriminator: Discriminator | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,7 @@ class DistributionMatching:
         max_ratio: largest noise level of the scores.
         velocity: weight of the velocity-matching regulariser: the generator's velocity at the scored input against
             that of the guided teacher; costs a pass of the generator.
+        gan: a GAN term against the data's latents, see `Gan`; costs a pass of the critic in either update.
 
     Raises:
         ValueError: a list that does not fit the schedule, or another value out of range.
@@ -102,6 +106,7 @@ class DistributionMatching:
     min_ratio: float = 0.02
     max_ratio: float = 0.98
     velocity: float = 0.0
+    gan: Gan | None = None
 
     def __post_init__(self):
         # both refuse what they do not know: at the start, not at the first step
@@ -166,7 +171,7 @@ class DistributionMatching:
         if index is None:
             index = self.index(seed=seed, iteration=iteration, update="generator")
         x0 = self.generate(networks.generator, batch, latents, update="generator", index=index, topk=topk)
-        sigmas, x_t, _ = self._noised(networks, batch, x0, seed=seed, iteration=iteration, update="generator")
+        sigmas, x_t, noise = self._noised(networks, batch, x0, seed=seed, iteration=iteration, update="generator")
         with torch.no_grad():
             timestep = fm.to_timestep(sigmas).to(x_t.device)
             fake = _conditioned(networks.fake_score, batch, topk)(x_t, timestep)
@@ -179,6 +184,11 @@ class DistributionMatching:
             own = _conditioned(networks.generator, batch, topk)(x_t, timestep)
             parts["velocity"] = dm.velocity_matching_loss(own, real)
             loss = loss + self.velocity * parts["velocity"]
+        if self.gan is not None:
+            # another pass of the critic, this one with a graph down to the generator
+            noised = fm.add_noise(x0, noise, sigmas)
+            parts["gan"] = dm.gan_generator_loss(self._logits(networks, batch, noised, timestep, topk)[0])
+            loss = loss + self.gan.generator_weight * parts["gan"]
         return ScoredRollout(
             x0=x0,
             index=index,
@@ -197,8 +207,28 @@ class DistributionMatching:
         with torch.no_grad():
             x0 = self.generate(networks.generator, batch, latents, update="fake_score", index=index, topk=topk)
         sigmas, x_t, noise = self._noised(networks, batch, x0, seed=seed, iteration=iteration, update="fake_score")
-        velocity = _conditioned(networks.fake_score, batch, topk)(x_t, fm.to_timestep(sigmas).to(x_t.device))
-        return ScoredRollout(x0=x0, index=index, loss=dm.critic_loss(velocity, x0, noise), sigmas=sigmas)
+        timestep = fm.to_timestep(sigmas).to(x_t.device)
+        if self.gan is None:
+            velocity = _conditioned(networks.fake_score, batch, topk)(x_t, timestep)
+            return ScoredRollout(x0=x0, index=index, loss=dm.critic_loss(velocity, x0, noise), sigmas=sigmas)
+        fake, velocity = self._logits(networks, batch, x_t, timestep, topk)
+        # data at the same noise levels, with the same noise
+        real, _ = self._logits(networks, batch, fm.add_noise(latents.to(x_t), noise, sigmas), timestep, topk)
+        parts = {"flow": dm.critic_loss(velocity, x0, noise), "gan": dm.gan_critic_loss(real, fake)}
+        loss = parts["flow"] + self.gan.critic_weight * parts["gan"]
+        return ScoredRollout(x0=x0, index=index, loss=loss, sigmas=sigmas, parts=parts)
+
+    def _logits(
+        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """Logits `[B, layers]` of the critic's features, and its velocity."""
+        assert self.gan is not None
+        assert networks.discriminator is not None
+        with block_outputs(networks.fake_score, self.gan.layers) as features:
+            velocity = _conditioned(networks.fake_score, batch, topk)(x_t, timestep)
+        logits = networks.discriminator(features)
+        # a sharded critic gathers its outer weights for a backward that comes through its output only
+        return logits + 0 * velocity.float().flatten(1).mean(1, keepdim=True), velocity
 
     def _noised(
         self, networks: Networks, batch: VideoBatch, x0: Tensor, *, seed: int, iteration: int, update: Update

@@ -1,0 +1,101 @@
+"""The optional GAN term of distillation: a classifier on the features of the critic (DMD2, section 4.3).
+
+B samples, L tokens, C model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from vsa.models.video_dit import VideoDiT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gan:
+    """Weights and place of the GAN term.
+
+    Args:
+        layers: blocks of the critic whose outputs are classified.
+        generator_weight: of the generator's loss.
+        critic_weight: of the classifier's loss, which trains the critic's features too.
+
+    Raises:
+        ValueError: no layer, or a weight that is not positive.
+
+    Source: the weights are those of the published code (reference/training.md 2).
+    """
+
+    layers: tuple[int, ...]
+    generator_weight: float = 5e-3
+    critic_weight: float = 1e-2
+
+    def __post_init__(self):
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"gan.layers must name blocks of the critic, each once, got {list(self.layers)}")
+        for name in ("generator_weight", "critic_weight"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"gan.{name} must be positive, got {getattr(self, name)}")
+
+    def build(self, dim: int, num_layers: int, *, seed: int, mesh: DeviceMesh | None) -> Discriminator:
+        """The classifier on features of width `dim`, its shards over `mesh`.
+
+        Raises:
+            ValueError: the critic has no such layer.
+        """
+        outside = [layer for layer in self.layers if not 0 <= layer < num_layers]
+        if outside:
+            raise ValueError(f"gan.layers has {outside}, but the critic's layers are 0 to {num_layers - 1}")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = Discriminator(dim, self.layers)
+        if mesh is not None:
+            # small, and computed in fp32 whatever the critic computes in
+            fully_shard(made.to(mesh.device_type), mesh=mesh)
+        return made
+
+
+class Discriminator(nn.Module):
+    """Logits of real against generated, one a layer: linear in the normalised features, averaged over the tokens.
+
+    Args:
+        dim: C.
+        layers: blocks it reads.
+    """
+
+    def __init__(self, dim: int, layers: tuple[int, ...]):
+        super().__init__()
+        self.layers = layers
+        self.norm = nn.LayerNorm(dim, elementwise_affine=False)
+        self.heads = nn.ModuleList(nn.Linear(dim, 1) for _ in layers)
+
+    def forward(self, features: Mapping[int, Tensor]) -> Tensor:
+        """Logits `[B, layers]` of features `[B, L, C]` by layer, high for real."""
+        rows = zip(self.layers, self.heads, strict=True)
+        return torch.cat([head(self.norm(features[layer].float()).mean(1)) for layer, head in rows], 1)
+
+
+@contextmanager
+def block_outputs(model: VideoDiT, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """Collects the outputs `[B, L, C]` of some blocks of the forward run inside."""
+    found: dict[int, Tensor] = {}
+
+    def keep(index: int, module: Any, inputs: Any, output: Tensor) -> None:
+        found[index] = output
+
+    blocks: Any = model.blocks
+    handles = [blocks[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
