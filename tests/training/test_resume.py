@@ -137,6 +137,26 @@ def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, monkeypat
     assert not [p for p in (training.folder() / "checkpoints").iterdir() if p.name.startswith(".")]
 
 
+def test_a_kill_right_after_a_save_loses_no_metric(training):
+    common = ("trainer.max_steps=5", "callbacks.checkpoint.every_n_steps=1", "trainer.val_check_interval=3")
+    training(*common, "run=straight")
+
+    def killed() -> None:
+        training(*common, callbacks=(SignalAt(3, signal.SIGKILL),))
+
+    child = multiprocessing.get_context("fork").Process(target=killed)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    assert training.last().step == 3
+    training(*common, "ckpt_path=last")
+    found, straight = training.metrics(), training.metrics("straight")
+    assert straight[3]["val/loss"]
+    for step, row in straight.items():
+        names = {name for name in row if row[name] and not name.startswith("throughput/")}
+        assert {name: found[step][name] for name in names} == {name: row[name] for name in names}
+
+
 def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_resumed(training, capsys):
     training("trainer.max_steps=6", "run=straight")
     training("trainer.max_steps=4")

@@ -27,7 +27,7 @@ from vsa.training.distill_loss import DistributionMatching, NegativeText, Networ
 from vsa.training.figures import health_curves
 from vsa.training.gan import Discriminator
 from vsa.training.guard import UpdateGuard
-from vsa.training.health import CollapseRule, CollapseWatch, DecileMeans, SpreadMeter
+from vsa.training.health import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.module import DiffusionModule
 from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan, ShardedDataParallel, build_model
@@ -135,7 +135,7 @@ class DistillModule(DiffusionModule):
         self._negative: NegativeText | None = None
         self._batches: list[VideoBatch] = []
         self._generator_moved = False
-        self._window = self._validation = _Measured(torch.device("cpu"))
+        self._window = self._validation = IterationMetrics(torch.device("cpu"))
 
     # set-up
 
@@ -207,7 +207,7 @@ class DistillModule(DiffusionModule):
         self.teacher.load(self.device)
         if self.objective.guided:
             self._negative = self._negative_text()
-        self._window = _Measured(self.device)
+        self._window = IterationMetrics(self.device)
 
     def _negative_text(self) -> NegativeText:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -269,7 +269,7 @@ class DistillModule(DiffusionModule):
         if self.updates_generator(iteration):
             for scored in self._scored(self._generator_terms):
                 self._window.add_generator(scored)
-            self._window.norms |= _named("", self.guard(generator, iteration))
+            self._window.add_norms(self.guard(generator, iteration))
             self._step(generator, self.guard)
             self._generator_moved = not self.guard.skipped
             # a GAN term's way to the generator leads through the critic
@@ -280,7 +280,7 @@ class DistillModule(DiffusionModule):
             if scored.index == len(self.objective.timesteps) - 1:
                 spread.add(scored.x0)
                 self._window.spread.add(scored.x0)
-        self._window.norms |= _named("fake_score/", self.fake_score_guard(critic, iteration))
+        self._window.add_norms(self.fake_score_guard(critic, iteration), "fake_score/")
         self._step(critic, self.fake_score_guard)
         self._batches.clear()
         self._count_iteration(iteration + 1)
@@ -379,10 +379,10 @@ class DistillModule(DiffusionModule):
             },
             self.global_step,
         )
-        self._window = _Measured(self.device)
+        self._window = IterationMetrics(self.device)
 
     def on_validation_epoch_start(self) -> None:
-        self._validation = _Measured(self.device)
+        self._validation = IterationMetrics(self.device)
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
         """Last-step output of the averaged generator from fixed noise, scored at fixed noise levels."""
@@ -444,48 +444,6 @@ class DistillModule(DiffusionModule):
         self.fake_score_guard.load_state_dict(checkpoint.state["fake_score"])
         if self._collapse is not None and checkpoint.state["collapse"] is not None:
             self._collapse.load_state_dict(checkpoint.state["collapse"])
-
-
-class _Measured:
-    """What was measured since the last log line."""
-
-    # of the others the mean says all
-    BY_DECILE = ("dmd/gap", "fake_score/loss")
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._means: dict[str, DecileMeans] = {}
-        self.spread = SpreadMeter()
-        self.norms: dict[str, Tensor] = {}
-
-    def _add(self, name: str, values: Tensor, sigmas: Tensor) -> None:
-        self._means.setdefault(name, DecileMeans(self._device)).add(values, sigmas)
-
-    def add_generator(self, scored: ScoredRollout) -> None:
-        assert scored.raw_norm is not None
-        assert scored.normalizer is not None
-        self._add("dmd/gap", scored.raw_norm, scored.sigmas)
-        self._add("dmd/normalizer", scored.normalizer, scored.sigmas)
-        for name, part in scored.parts.items():
-            self._add(f"generator/loss_{name}", part, scored.sigmas)
-
-    def add_fake_score(self, scored: ScoredRollout) -> None:
-        self._add("fake_score/loss", scored.loss, scored.sigmas)
-        for name, part in scored.parts.items():
-            self._add(f"fake_score/loss_{name}", part, scored.sigmas)
-
-    def metrics(self, strategy: Any) -> dict[str, Tensor | float]:
-        """Everything by name; a collective."""
-        values: dict[str, Tensor | float] = {}
-        for name, means in self._means.items():
-            found = means.metrics(name, strategy)
-            values |= found if name in self.BY_DECILE else {name: found[name]}
-        spread = self.spread.spread(strategy)
-        return {**values, **({} if spread is None else spread.metrics("generated")), **self.norms}
-
-
-def _named(prefix: str, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}grad_norm/{name}": norm for name, norm in norms.items()}
 
 
 def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:

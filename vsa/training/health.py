@@ -1,4 +1,4 @@
-"""Signs of health of a generator in training: the spread of its latents, and when to stop."""
+"""Signs of health of a distillation: what is measured in its iterations, and when to stop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vsa.diffusion import flow_matching as fm
+from vsa.training.distill_loss import ScoredRollout
 
 SATURATED = 5.0
 """Latents beyond so many standard deviations of the data count as saturated."""
@@ -158,3 +159,51 @@ class CollapseWatch:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Put back what `state_dict` gave."""
         self._in_row = state["collapsed_in_row"]
+
+
+class IterationMetrics:
+    """What iterations measured, to be logged together.
+
+    Args:
+        device: where the sums lie.
+    """
+
+    # of the others the mean says all
+    BY_DECILE = ("dmd/gap", "fake_score/loss")
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._means: dict[str, DecileMeans] = {}
+        self.spread = SpreadMeter()
+        self._norms: dict[str, Tensor] = {}
+
+    def _add(self, name: str, values: Tensor, sigmas: Tensor) -> None:
+        self._means.setdefault(name, DecileMeans(self._device)).add(values, sigmas)
+
+    def add_generator(self, scored: ScoredRollout) -> None:
+        """A micro-batch of the generator's update."""
+        assert scored.raw_norm is not None
+        assert scored.normalizer is not None
+        self._add("dmd/gap", scored.raw_norm, scored.sigmas)
+        self._add("dmd/normalizer", scored.normalizer, scored.sigmas)
+        for name, part in scored.parts.items():
+            self._add(f"generator/loss_{name}", part, scored.sigmas)
+
+    def add_fake_score(self, scored: ScoredRollout) -> None:
+        """A micro-batch of the critic's update."""
+        self._add("fake_score/loss", scored.loss, scored.sigmas)
+        for name, part in scored.parts.items():
+            self._add(f"fake_score/loss_{name}", part, scored.sigmas)
+
+    def add_norms(self, norms: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Gradient norms of an update, by name; those of the last one count."""
+        self._norms |= {f"{prefix}grad_norm/{name}": norm for name, norm in norms.items()}
+
+    def metrics(self, strategy: Any) -> dict[str, Tensor | float]:
+        """Everything by name; a collective."""
+        values: dict[str, Tensor | float] = {}
+        for name, means in self._means.items():
+            found = means.metrics(name, strategy)
+            values |= found if name in self.BY_DECILE else {name: found[name]}
+        spread = self.spread.spread(strategy)
+        return {**values, **({} if spread is None else spread.metrics("generated")), **self._norms}
