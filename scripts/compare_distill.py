@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -74,12 +75,26 @@ def finish(out: Path, seed: int, steps: Mapping[str, int], common: Sequence[str]
     teacher = folder / "teacher"
     workers.submit(train, teacher, steps["teacher"], *TEACHER, f"seed={seed}", *common).result()
     waiting = [
-        workers.submit(train, folder / arm, steps[arm], *overrides, f"init_from={teacher}", f"seed={seed}", *common)
+        workers.submit(
+            train,
+            folder / arm,
+            steps[arm],
+            *overrides,
+            f"init_from={teacher}",
+            f"seed={seed}",
+            *decay(arm, steps[arm]),
+            *common,
+        )
         for arm, overrides in ARMS.items()
     ]
     for job in waiting:
         job.result()
     merge(folder)
+
+
+def decay(arm: str, steps: int) -> tuple[str, ...]:
+    """The generator's learning rate ends with the run: its schedule counts its own updates, one in five iterations."""
+    return (f"optim.schedule.total_steps={math.ceil(steps / 5)}",) if arm in ("dense", "sparse") else ()
 
 
 def merge(folder: Path) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vsa.cli import one_line_errors
-from vsa.training.figures import loss_curve, read_metric
+from vsa.training.figures import health_curves, loss_curve, read_metric
 
 
 def last_value(metrics: Path, column: str) -> float | None:
@@ -35,9 +35,12 @@ def main(argv: list[str] | None = None) -> None:
         metrics = run / "metrics.csv"
         if not metrics.is_file():
             raise ValueError(f"{run} is no run folder: it has no metrics.csv")
-        steps = read_metric(metrics, "train/loss")[0]
-        figure = loss_curve(metrics, run / "loss.png", title=str(run))
-        shown = [last_value(metrics, name) for name in ("train/loss", "val/loss", "throughput/tokens_per_second")]
+        # of a distillation: the critic's loss, and the gap between critic and teacher
+        distilled = last_value(metrics, "train/loss") is None
+        loss, val = ("fake_score/loss", "val/gap") if distilled else ("train/loss", "val/loss")
+        steps = read_metric(metrics, loss)[0]
+        figure = (health_curves if distilled else loss_curve)(metrics, run / "loss.png", title=str(run))
+        shown = [last_value(metrics, name) for name in (loss, val, "throughput/tokens_per_second")]
         cells = ["-" if value is None else f"{value:.4g}" for value in shown]
         table.add_row(str(run), str(steps[-1]) if len(steps) else "0", *cells, str(figure))
     Console().print(table)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 from collections.abc import Callable
@@ -16,11 +18,11 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from safetensors.torch import load_file as library_load
+from safetensors.torch import save_file as library_save
 from torch import nn
 
 from tests.training.ranks import run_ranks
-from vsa.attention.full import FullAttention
-from vsa.data.batch import pad_text
 from vsa.diffusion.flow_matching import FlowShift, mixed_generator, noise_like
 from vsa.diffusion.rollout import rollout_index, stream_seeds
 from vsa.models.video_dit import VideoDiT
@@ -29,8 +31,9 @@ from vsa.training.config import build, model_factory
 from vsa.training.distill import refuse_shared_parameters
 from vsa.training.distill_loss import DistributionMatching
 from vsa.training.gan import Gan
-from vsa.training.health import CollapseRule, CollapseWatch, LatentSpread, SpreadMeter
+from vsa.training.health import CollapseRule, CollapseWatch, DecileMeans, LatentSpread, SpreadMeter
 from vsa.training.inference import load_run
+from vsa.training.parallel import build_model
 
 DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=4")
 # the large eps keeps Adam from turning rounding of near-zero gradients into whole steps
@@ -44,10 +47,10 @@ DISTILL = (
     "task.objective.guidance=2.5",
     "task.objective.shift.value=3",
     "trainer.max_steps=12",
-    "callbacks.samples=null",
     "callbacks.ema.decay=0.5",
 )
 
+ROOT = Path(__file__).parents[2]
 GAN = "task.objective.gan={_target_:vsa.training.gan.Gan,layers:[0,1],generator_weight:0.5,critic_weight:0.5}"
 
 
@@ -235,6 +238,10 @@ SPARSE_SCORE = ";".join(
         ("task.objective.timesteps=[1000,500]", {"model", "fake_score"}),
         ("task.objective.timesteps_shift=5", {"model", "fake_score"}),
         ("task.objective.max_ratio=0.5", {"model", "fake_score"}),
+        ("task.objective.min_ratio=0.5", {"model", "fake_score"}),
+        ("task.objective.shift.value=9", {"model", "fake_score"}),
+        ("task.fake_score_warmup=1", {"model", "fake_score"}),
+        ("task.generator_every=2", {"model", "fake_score"}),
         ("task.fake_score_optim.lr=0.02", {"model", "fake_score"}),
         (SPARSE_SCORE.format("fake_score"), {"model"}),
         (SPARSE_SCORE.format("real_score"), {"model", "fake_score"}),
@@ -314,8 +321,6 @@ def test_updates_schedules_and_averages_count_their_own_network(distill, trainin
 
 
 def training_state(path: Path) -> dict:
-    import json
-
     return json.loads((path / "state.json").read_text())
 
 
@@ -417,7 +422,7 @@ def test_a_run_killed_at_any_phase_resumes_bit_for_bit(distill, training, phase,
 
 
 def test_what_a_checkpoint_leaves_out_would_be_missed(distill, training):
-    """The control of the resume: each group and counter that is changed changes the run."""
+    """The control of the resume: each group that is changed changes the run."""
     common = ("task.generator_every=2", "trainer.max_steps=6", "callbacks.ema=null")
     distill(*common, "run=straight")
     end = everything(training.last("straight"))
@@ -435,6 +440,62 @@ def test_what_a_checkpoint_leaves_out_would_be_missed(distill, training):
 
         distill(*common, f"run={group}", "ckpt_path=last", callbacks=(At(4, before=scale),))
         assert different(everything(training.last(group)), end)
+
+
+def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, teacher_dir):
+    distill("task.generator_every=2", "trainer.max_steps=3", "run=cycle")
+    same = ("trainer.max_steps=5", "run=cycle", "ckpt_path=last")
+    for overrides, message in (
+        (("task.generator_every=1",), "was trained with task.generator_every=2, the settings have 1"),
+        (("task.generator_every=2", "task.fake_score_warmup=4"), "task.fake_score_warmup=0, the settings have 4"),
+        (("task.generator_every=2", "task.objective.timesteps=[1000,300]"), r"timesteps \[1000.0, 757.0, 522.0\]"),
+        (("task.generator_every=2", "task.teacher=elsewhere"), "task.teacher=elsewhere, but .* began with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distill(*same, *overrides)
+    sparse = ("attention.gate_init=identity", "attention.fine_gate=false", f"init_from={teacher_dir}")
+    with pytest.raises(ValueError, match=r"is a checkpoint of vsa\.training\.distill\.DistillModule"):
+        training("task=finetune", *sparse, *same)
+    path = training.last("cycle").path / "state.json"
+    state = json.loads(path.read_text())
+    for key in ("collapse", "fake_score", "step_list", "teacher"):
+        path.write_text(json.dumps({name: value for name, value in state.items() if name != key}))
+        with pytest.raises(ValueError, match=f"no whole checkpoint of a distillation: it lacks {key}"):
+            distill(*same, "task.generator_every=2", f"ckpt_path={path.parent}")
+    path.write_text(json.dumps(state))
+    # what may change: learning rates, guidance, the rule
+    distill(*same, "task.generator_every=2", "optim.lr=0.02", "task.objective.guidance=1", "task.collapse=null")
+    assert training.last("cycle").step == 5
+
+
+def test_a_folder_as_teacher_is_pinned_by_what_it_was(distill, training, tmp_path):
+    """Weights in diffusers' layout are read once: what becomes of their folder meanwhile changes nothing."""
+    folder = tmp_path / "dense"
+    convert = runpy.run_path(str(ROOT / "scripts" / "convert_checkpoint.py"))["main"]
+    # diffusers has no absolute positions
+    plain = "model.absolute_positions=false"
+    training(*DENSE, plain, "run=plain", "trainer.max_steps=2")
+    convert([str(training.folder("plain")), str(folder), "--to", "diffusers"])
+    own = (plain, "task.latent_scale=shared", f"task.teacher={folder}", f"init_from={folder}", "task.generator_every=1")
+    gone = At(1, before=lambda trainer, module: folder.rename(tmp_path / "away"))
+    distill(*own, "trainer.max_steps=3", "run=moved", "callbacks.checkpoint.every_n_steps=1", callbacks=(gone,))
+    shutil.copytree(tmp_path / "away", folder)
+    distill(*own, "trainer.max_steps=4", "run=moved", "ckpt_path=last")
+    digest = training.last("moved").state["teacher"]["digest"]
+    assert digest
+    weights = next(folder.glob("*.safetensors"))
+    library_save({name: value * 1.01 for name, value in library_load(weights).items()}, weights)
+    with pytest.raises(ValueError, match=r"has changed since .* began with it"):
+        distill(*own, "trainer.max_steps=5", "run=moved", "ckpt_path=last")
+
+
+def test_a_distilled_model_is_no_teacher(distill, training, teacher_dir):
+    dense = [o for o in DISTILL if not o.startswith("attention.")]
+    training(
+        *dense, "attention=full", "~attention.tile_thw", f"init_from={teacher_dir}", "run=few", "trainer.max_steps=1"
+    )
+    with pytest.raises(ValueError, match=r"is distilled already, to the timesteps \[1000.0, 757.0, 522.0\]"):
+        distill(f"init_from={training.folder('few')}", "run=again")
 
 
 def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, training, teacher_dir, tmp_path):
@@ -504,7 +565,7 @@ def test_gan_term_trains_classifier_and_generator_and_resumes(distill, training)
     for group in ("model", "fake_score"):
         assert largest_difference(found.tensors(group), training.last("without").tensors(group)) > 1e-5
     row = training.metrics("with")[5]
-    assert all(row[name] for name in ("generator/loss_gan", "fake_score/loss_gan", "fake_score/loss_flow"))
+    assert all(row[name] for name in ("generator/loss_gan", "fake_score/loss_gan", "fake_score/loss"))
     # logits near zero: softplus(0), once and twice
     assert float(row["generator/loss_gan"]) == pytest.approx(math.log(2), rel=0.5)
     assert float(row["fake_score/loss_gan"]) == pytest.approx(2 * math.log(2), rel=0.5)
@@ -659,8 +720,9 @@ def test_rule_counts_in_a_row_only():
         LatentSpread(std=1, mean=0, saturation=0.2),
         LatentSpread(std=math.nan, mean=math.nan, saturation=0),
     )
+    tinted = LatentSpread(std=1, mean=1.5, saturation=0)
     assert not rule.breaks(good)
-    assert all(map(rule.breaks, (blank, wild, bright, broken)))
+    assert all(map(rule.breaks, (blank, wild, bright, broken, tinted)))
     watch = CollapseWatch(rule)
     for spread in (blank, good, wild, good, bright):
         watch.judge(spread, 1)
@@ -669,6 +731,23 @@ def test_rule_counts_in_a_row_only():
 
 
 # what comes out
+
+
+def test_a_learning_rate_that_ends_before_the_run_is_refused(distill):
+    wsd = ("optim=adamw_wsd", "optim.lr=0.01", "optim.schedule.total_steps=2", "task.generator_every=5")
+    with pytest.raises(ValueError, match=r"total_steps=2, but the generator has 3 updates in trainer.max_steps=12"):
+        distill(*wsd)
+    distill(*wsd, "trainer.max_steps=10")
+
+
+def test_what_is_not_finite_is_left_out_of_the_metrics():
+    class Alone:
+        def reduce(self, tensor, reduce_op):
+            return tensor
+
+    means = DecileMeans(torch.device("cpu"))
+    means.add(torch.tensor([1.0, math.nan, 3.0, math.inf]), torch.tensor([0.1, 0.1, 0.5, 0.9]))
+    assert means.metrics("x", Alone()) == {"x": 2, "x_decile_1": 1, "x_decile_5": 3}
 
 
 def test_a_distilled_run_is_sampled_at_its_list(distill, training):
@@ -714,6 +793,7 @@ def test_curves_are_drawn(distill, training):
         (("task.teacher=nowhere",), "no such folder: nowhere"),
         (("data.batch_size=6", "trainer.accumulate_grad_batches=4"), "data.batch_size=6 is not divisible by the 4"),
         (("flop_budget=1e12",), "flop_budget"),
+        (("callbacks.samples.prompts=[a]",), "callbacks.samples.flow_shift=null"),
     ],
 )  # fmt: skip
 def test_refused_with_one_line_before_anything_is_written(distill, training, overrides, message):
@@ -730,7 +810,7 @@ def test_a_teacher_of_other_latents_is_refused(distill, training, teacher_dir):
 
 
 def test_a_checkpoint_of_another_task_is_no_distillation(distill, training, teacher_dir):
-    with pytest.raises(ValueError, match="has no fake_score: it is no checkpoint of a distillation"):
+    with pytest.raises(ValueError, match=r"is a checkpoint of vsa.training.pretrain.PretrainModule, the settings have"):
         distill("init_from=null", f"task.teacher={teacher_dir}", f"ckpt_path={teacher_dir}", "run=wrong")
 
 
@@ -748,22 +828,14 @@ def test_roles_that_share_a_parameter_are_refused():
 
 
 def test_a_shared_network_is_refused_at_the_start(distill, monkeypatch):
-    import vsa.training.distill as file
-
     made = []
 
-    def same(make, *arguments, **keywords):
-        if not made:
-            made.append(make())
-        return made[0]
+    def keep(*arguments, **keywords):
+        made.append(build_model(*arguments, **keywords))
+        return made[-1]
 
-    def shared(self):
-        file.DiffusionModule.configure_model(self)
-        self.fake_score = self.model
-        self.teacher.build(None, self._parallel)
-        refuse_shared_parameters({"generator": self.model, "fake_score": self.fake_score})
-
-    monkeypatch.setattr(file.DistillModule, "configure_model", shared)
+    monkeypatch.setattr("vsa.training.module.build_model", keep)
+    monkeypatch.setattr("vsa.training.distill.build_model", lambda *arguments, **keywords: made[0])
     with pytest.raises(ValueError, match="generator and fake_score share a parameter"):
         distill()
 
@@ -773,11 +845,5 @@ def test_objective_names_what_it_needs():
     assert not DistributionMatching(shift=shift, guidance=1).guided
     assert not DistributionMatching(shift=shift, guidance=0, cfg_form="additive").guided
     assert DistributionMatching(shift=shift, guidance=3.5, cfg_form="additive").guided
-    assert DistributionMatching(shift=shift, timesteps=(1000, 500), timesteps_shift=8).steps == pytest.approx(
-        (1000, 8000 / 9)
-    )
-    rows = [torch.ones(3, 4)]
-    text, mask = pad_text(rows, length=5)
-    assert text.shape == (1, 5, 4)
-    assert mask is not None
-    assert FullAttention is not None
+    warped = DistributionMatching(shift=shift, timesteps=(1000, 500), timesteps_shift=8)
+    assert warped.step_list == pytest.approx((1000, 8000 / 9))

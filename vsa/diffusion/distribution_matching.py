@@ -82,7 +82,7 @@ def predicted_x0(x_t: Tensor, velocity: Tensor, sigma: Tensor) -> Tensor:
     """Data predicted by a score network, in float64.
 
     The gradient is a difference of two such predictions, which are close to each other once the critic is good:
-    subtracted in bf16 or fp32, little of it would be left.
+    subtracted in bf16 or fp32, little of it would be left. (What a network rounds its output to stays rounded.)
 
     Args:
         x_t: `[B, ...]` noised generated data.

@@ -5,8 +5,10 @@ B samples of a micro-batch, C T H W latent dims.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,7 +46,8 @@ class DistillModule(DiffusionModule):
 
     `model` is the generator. An iteration updates the generator when its turn has come, then the critic, on the same
     samples with noise of their own. `global_step` counts iterations, and so does the sparsity schedule; learning rates
-    follow the updates of their own network. All choices are functions of (seed, iteration, sample).
+    follow the updates of their own network. All choices are functions of (seed, iteration, sample). Metrics are means
+    since the last log line; after a resume the first line has those since the resume.
 
     Args:
         model: builds a network; called with another attention for the scores.
@@ -119,13 +122,13 @@ class DistillModule(DiffusionModule):
         )
         self.automatic_optimization = False
         self.objective = objective
-        self.step_list = objective.steps
+        self.step_list = objective.step_list
         self.generator_every, self.fake_score_warmup = generator_every, fake_score_warmup
         self.gates: Literal["initial", "required"] = gates
         self.negative_prompt = negative_prompt
         self.fake_score: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
         self.discriminator: Discriminator | None = None
-        self.teacher = self.reference = Teacher(lambda: model(attention=real_score_attention), teacher)
+        self.teacher = Teacher(lambda: model(attention=real_score_attention), teacher)
         self.fake_score_guard = UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score")
         # the trainer's own accumulation is for modules that leave their optimizer to it
         self.micro_batches = 1
@@ -140,6 +143,12 @@ class DistillModule(DiffusionModule):
     # set-up
 
     def check_weights(self, data: PlanDataModule) -> None:
+        if self.resume is not None:
+            missing = {"teacher", "step_list", "fake_score", "collapse"} - set(self.resume.state)
+            if missing:
+                lacks = ", ".join(sorted(missing))
+                raise ValueError(f"{self.resume.path} is no whole checkpoint of a distillation: it lacks {lacks}")
+            self._refuse_other_cycle(self.resume)
         self.teacher.find(self.resume, self.init_from, data)
         if self.init_from is None and self.resume is None:
             self.init_from = self.teacher.start
@@ -148,8 +157,38 @@ class DistillModule(DiffusionModule):
             critic = self._make_fake_score()
         self.teacher.start.check(critic, gates_from_dense(critic))
 
+    def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
+        """The generator's own updates are counted from iterations, and its weights belong to its steps."""
+        before = checkpoint.state["config"]["task"]
+        for name in ("generator_every", "fake_score_warmup"):
+            if before[name] != getattr(self, name):
+                raise ValueError(
+                    f"{checkpoint.path} was trained with task.{name}={before[name]}, the settings have "
+                    f"{getattr(self, name)}: use init_from="
+                )
+        steps = checkpoint.state["step_list"]
+        if tuple(steps) != self.objective.step_list:
+            raise ValueError(
+                f"{checkpoint.path} was trained at the timesteps {steps}, the settings have "
+                f"{list(self.objective.step_list)}: use init_from="
+            )
+
+    def check_start(self, model: VideoDiT) -> None:
+        super().check_start(model)
+        turns = self.generator_updates(self.trainer.max_steps)
+        total = getattr(self._optim.schedule, "total_steps", turns)
+        if total < turns:
+            raise ValueError(
+                f"optim.schedule.total_steps={total}, but the generator has {turns} updates in "
+                f"trainer.max_steps={self.trainer.max_steps}: its learning rate would end before the run"
+            )
+
     def gates_of(self, model: VideoDiT) -> Gates:
         return self.gates
+
+    @property
+    def reference(self) -> Teacher:
+        return self.teacher
 
     def setup(self, stage: str) -> None:
         self.trainer.accumulate_grad_batches = self.micro_batches
@@ -364,9 +403,10 @@ class DistillModule(DiffusionModule):
     def _log_window(self) -> None:
         generator, critic = self.trainer.optimizers
         metrics = self._window.metrics(self.trainer.strategy)
-        self.log("loss", metrics["fake_score/loss"], prog_bar=True, logger=False)
-        if "dmd/gap" in metrics:
-            self.log("gap", metrics["dmd/gap"], prog_bar=True, logger=False)
+        for shown, name in (("loss", "fake_score/loss"), ("gap", "dmd/gap")):
+            # the generator may have had no turn, and what was not finite is left out
+            if name in metrics:
+                self.log(shown, metrics[name], prog_bar=True, logger=False)
         self.log_step(
             {
                 **metrics,
@@ -386,7 +426,8 @@ class DistillModule(DiffusionModule):
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
         """Last-step output of the averaged generator from fixed noise, scored at fixed noise levels."""
-        scored = self.objective.generator_update(
+        # no classifier: its verdict is not looked at
+        scored = replace(self.objective, gan=None).generator_update(
             self.networks,
             batch,
             self.normalise(batch.latents),
@@ -404,7 +445,7 @@ class DistillModule(DiffusionModule):
         metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in found.items() if "loss" not in name}
         self.log_step(metrics, self.global_step)
         # for callbacks that watch it
-        self.log("val/gap", metrics["val/gap"], logger=False)
+        self.log("val/gap", metrics.get("val/gap", math.nan), logger=False)
 
     def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:
         health_curves(metrics_csv, path, title=title)
@@ -425,15 +466,13 @@ class DistillModule(DiffusionModule):
         return {
             **super().checkpoint_state(),
             "teacher": self.teacher.state(),
-            "step_list": list(self.objective.steps),
+            "step_list": list(self.objective.step_list),
             "fake_score": self.fake_score_guard.state_dict(),
             "collapse": None if self._collapse is None else self._collapse.state_dict(),
         }
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         what = str(checkpoint.path)
-        if not checkpoint.has("fake_score"):
-            raise ValueError(f"{what} has no fake_score: it is no checkpoint of a distillation, use init_from=")
         if (self.discriminator is None) == checkpoint.has("discriminator"):
             raise ValueError(f"{what} was trained {'without' if self.discriminator else 'with'} objective.gan")
         super().load_checkpoint(checkpoint)

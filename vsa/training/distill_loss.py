@@ -15,8 +15,8 @@ from torch import Tensor
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import distribution_matching as dm
 from vsa.diffusion import flow_matching as fm
+from vsa.diffusion import sampler
 from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
-from vsa.diffusion.sampler import step_list
 from vsa.models.video_dit import VideoDiT
 from vsa.training.gan import Discriminator, Gan, block_outputs
 
@@ -110,7 +110,7 @@ class DistributionMatching:
 
     def __post_init__(self):
         # both refuse what they do not know: at the start, not at the first step
-        steps = self.steps
+        steps = self.step_list
         dm.score_sigmas(
             seed=0, iteration=0, num_slots=1, update="generator", min_ratio=self.min_ratio, max_ratio=self.max_ratio
         )
@@ -123,9 +123,9 @@ class DistributionMatching:
         dm.standard_scale(self.guidance, self.cfg_form)
 
     @property
-    def steps(self) -> tuple[float, ...]:
+    def step_list(self) -> tuple[float, ...]:
         """The step list as the generator reads it."""
-        return step_list(self.timesteps, self.timesteps_shift)
+        return sampler.step_list(self.timesteps, self.timesteps_shift)
 
     @property
     def guided(self) -> bool:
@@ -142,7 +142,7 @@ class DistributionMatching:
         """Data of the generator `[B, C, T, H, W]` at step `index` of its list, from noise of the update's own."""
         velocity = _conditioned(generator, batch, topk)
         seeds = stream_seeds(batch.seeds, f"{update} rollout")
-        return rollout(velocity, latents, seeds, self.steps, index, self.source)
+        return rollout(velocity, latents, seeds, self.step_list, index, self.source)
 
     def generator_update(
         self,
@@ -210,7 +210,8 @@ class DistributionMatching:
         timestep = fm.to_timestep(sigmas).to(x_t.device)
         if self.gan is None:
             velocity = _conditioned(networks.fake_score, batch, topk)(x_t, timestep)
-            return ScoredRollout(x0=x0, index=index, loss=dm.critic_loss(velocity, x0, noise), sigmas=sigmas)
+            loss = dm.critic_loss(velocity, x0, noise)
+            return ScoredRollout(x0=x0, index=index, loss=loss, sigmas=sigmas, parts={"flow": loss})
         fake, velocity = self._logits(networks, batch, x_t, timestep, topk)
         # data at the same noise levels, with the same noise
         real, _ = self._logits(networks, batch, fm.add_noise(latents.to(x_t), noise, sigmas), timestep, topk)

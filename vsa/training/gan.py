@@ -28,6 +28,9 @@ class Gan:
         generator_weight: of the generator's loss.
         critic_weight: of the classifier's loss, which trains the critic's features too.
 
+    The generator's update passes through the critic and leaves gradients there that are dropped: while it lasts, the
+    memory of one more network's gradients is taken.
+
     Raises:
         ValueError: no layer, or a weight that is not positive.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +28,12 @@ class DecileMeans:
         self._table = torch.zeros(2, 10, dtype=torch.float64, device=device)
 
     def add(self, values: Tensor, sigmas: Tensor) -> None:
-        """Add values `[B]` at noise levels `[B]`."""
+        """Add values `[B]` at noise levels `[B]`; one that is not finite does not count, its update is skipped."""
         values = values.detach().double()
         decile = fm.decile(sigmas).to(values.device)
+        finite = values.isfinite()
         for row, addend in zip(self._table, (values, torch.ones_like(values)), strict=True):
-            row.index_add_(0, decile, addend)
+            row.index_add_(0, decile, torch.where(finite, addend, 0))
 
     def metrics(self, name: str, strategy: Any) -> dict[str, float]:
         """`name`, the mean of all, and `name_decile_D`, over all ranks (a collective); nothing when nothing came."""
@@ -94,12 +94,15 @@ class SpreadMeter:
 
 @dataclass(frozen=True, kw_only=True)
 class CollapseRule:
-    """When the output of a generator counts as collapsed: blank, blown up, or far from the data.
+    """When the output of a generator counts as collapsed: blank, blown up, or of one colour.
+
+    Samples that are all alike are not noticed: their latents spread as those of a single clip do.
 
     Args:
         min_std: smallest standard deviation, that of the data is 1.
         max_std: largest standard deviation.
         max_saturation: largest share of saturated values.
+        max_mean: largest root mean square of the channels' means; a cast of colour raises it.
         patience: judged batches in a row after which training stops.
 
     Raises:
@@ -109,6 +112,7 @@ class CollapseRule:
     min_std: float = 0.1
     max_std: float = 5.0
     max_saturation: float = 0.2
+    max_mean: float = 1.0
     patience: int = 20
 
     def __post_init__(self):
@@ -116,13 +120,15 @@ class CollapseRule:
             raise ValueError(f"collapse must satisfy 0 <= min_std < 1 < max_std, got {self.min_std} and {self.max_std}")
         if not 0 < self.max_saturation <= 1:
             raise ValueError(f"collapse.max_saturation must be in (0, 1], got {self.max_saturation}")
+        if not self.max_mean > 0:
+            raise ValueError(f"collapse.max_mean must be positive, got {self.max_mean}")
         if self.patience < 1:
             raise ValueError(f"collapse.patience must be at least 1, got {self.patience}")
 
     def breaks(self, spread: LatentSpread) -> bool:
         """Whether a batch counts as collapsed; nan does."""
-        healthy = self.min_std <= spread.std <= self.max_std and spread.saturation <= self.max_saturation
-        return not (healthy and math.isfinite(spread.mean))
+        within = self.min_std <= spread.std <= self.max_std and spread.mean <= self.max_mean
+        return not (within and spread.saturation <= self.max_saturation)
 
 
 class CollapseWatch:
@@ -148,8 +154,9 @@ class CollapseWatch:
             raise FloatingPointError(
                 f"the generator has collapsed: up to iteration {iteration}, {self._in_row} batches in a row had "
                 f"latents of standard deviation {spread.std:.3g} (data 1, allowed {rule.min_std} to {rule.max_std}), "
-                f"{spread.saturation:.1%} of them beyond {SATURATED:g} (allowed {rule.max_saturation:.1%}): training "
-                "stopped, resume from an earlier checkpoint with a lower optim.lr or a smaller objective.guidance"
+                f"mean {spread.mean:.3g} (data 0, allowed {rule.max_mean}) and {spread.saturation:.1%} beyond "
+                f"{SATURATED:g} (allowed {rule.max_saturation:.1%}): training stopped, resume from an earlier "
+                "checkpoint with a lower optim.lr or a smaller objective.guidance"
             )
 
     def state_dict(self) -> dict[str, int]:
@@ -191,9 +198,9 @@ class IterationMetrics:
 
     def add_fake_score(self, scored: ScoredRollout) -> None:
         """A micro-batch of the critic's update."""
-        self._add("fake_score/loss", scored.loss, scored.sigmas)
         for name, part in scored.parts.items():
-            self._add(f"fake_score/loss_{name}", part, scored.sigmas)
+            # flow matching is what all critics have
+            self._add("fake_score/loss" if name == "flow" else f"fake_score/loss_{name}", part, scored.sigmas)
 
     def add_norms(self, norms: Mapping[str, Tensor], prefix: str = "") -> None:
         """Gradient norms of an update, by name; those of the last one count."""
@@ -204,6 +211,6 @@ class IterationMetrics:
         values: dict[str, Tensor | float] = {}
         for name, means in self._means.items():
             found = means.metrics(name, strategy)
-            values |= found if name in self.BY_DECILE else {name: found[name]}
+            values |= {key: value for key, value in found.items() if key == name or name in self.BY_DECILE}
         spread = self.spread.spread(strategy)
         return {**values, **({} if spread is None else spread.metrics("generated")), **self._norms}

@@ -56,8 +56,11 @@ class DiffusionModule(L.LightningModule):
 
     step_list: tuple[float, ...] | None = None
     """Timesteps of a few-step generator; None: sampled with many steps."""
-    reference: Teacher | None = None
-    """Frozen network whose clips are shown beside those of `model`, sampled with many steps."""
+
+    @property
+    def reference(self) -> Teacher | None:
+        """Frozen network whose clips are shown beside those of `model`, sampled with many steps."""
+        return None
 
     def __init__(
         self,
@@ -139,9 +142,10 @@ class DiffusionModule(L.LightningModule):
                 f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
             )
         self.sparsity.check(tiles, len(model.blocks))
-        if self.resume is not None and self.resume.state["plan_hash"] != data.plan_hash:
+        before = None if self.resume is None else str(self.resume.state.get("plan_hash"))
+        if self.resume is not None and before != data.plan_hash:
             raise ValueError(
-                f"{self.resume.path} was trained on another data plan (hash {self.resume.state['plan_hash'][:12]}, "
+                f"{self.resume.path} was trained on another data plan (hash {before[:12]}, "
                 f"now {data.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
             )
         if self.resume is not None:

@@ -189,9 +189,11 @@ class ShardedDataParallel(ModelParallelStrategy):
         sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)] if not self._reduce_each else []
         for module in sharded:
             module.set_requires_gradient_sync(False, recurse=False)
-        yield
-        for module in sharded:
-            module.set_requires_gradient_sync(True, recurse=False)
+        try:
+            yield
+        finally:
+            for module in sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
 
     def on_exception(self, exception: BaseException) -> None:
         """End the processes this one started: they fail for the same reason or wait for this one for ever."""

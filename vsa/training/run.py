@@ -120,6 +120,12 @@ def train(cfg: DictConfig) -> None:
 def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
     if cfg.ckpt_path is not None:
         found = resolve_checkpoint(cfg.ckpt_path, run_dir)
+        before = found.state.get("config", {}).get("task", {}).get("_target_")
+        if before != cfg.task._target_:
+            raise ValueError(
+                f"{found.path} is a checkpoint of {before}, the settings have task._target_={cfg.task._target_}: "
+                "to start from its weights use init_from="
+            )
         began = found.state.get("config", {}).get("init_from")
         if cfg.init_from not in (None, began):
             raise ValueError(f"init_from={cfg.init_from}, but the run of ckpt_path={cfg.ckpt_path} began from {began}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -37,6 +38,7 @@ class Start(Protocol):
     Attributes:
         source: what names them again: a checkpoint folder of a run, a folder or a hub id.
         statistics: mean and standard deviation `[C]` of the latents they were trained on, as lists; None if unknown.
+        step_list: timesteps of a few-step generator; None for a model of all noise levels.
     """
 
     @property
@@ -44,6 +46,9 @@ class Start(Protocol):
 
     @property
     def statistics(self) -> tuple[list[float], list[float]] | None: ...
+
+    @property
+    def step_list(self) -> Sequence[float] | None: ...
 
     @property
     def digest(self) -> str:
@@ -105,6 +110,10 @@ class RunStart:
     def statistics(self) -> tuple[list[float], list[float]] | None:
         state = self.checkpoint.state
         return (state["latent_mean"], state["latent_std"]) if "latent_mean" in state else None
+
+    @property
+    def step_list(self) -> list[float] | None:
+        return self.checkpoint.state.get("step_list")
 
     @property
     def digest(self) -> str:
@@ -174,6 +183,7 @@ class PretrainedStart:
     source: str
     folder: Path
     statistics: None = None
+    step_list: None = None
 
     @property
     def digest(self) -> str:

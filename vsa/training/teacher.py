@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ class Teacher:
     def __init__(self, make: Callable[[], VideoDiT], spec: str | None):
         self._make, self._spec = make, spec
         self._start: Start | None = None
+        self._digest = ""
         # no attribute that is a module: the LightningModule that holds this must not find it
         self._network: list[VideoDiT] = []
 
@@ -56,6 +58,13 @@ class Teacher:
             ValueError: there are none, they changed since, or what differs.
         """
         self._start = self._found(resume, init_from)
+        # once: its folder may be another one, or gone, when a checkpoint is written
+        self._digest = self.start.digest
+        if self.start.step_list is not None:
+            raise ValueError(
+                f"the teacher {self.start.source} is distilled already, to the timesteps "
+                f"{list(self.start.step_list)}: it is no teacher for other noise levels, name a dense one"
+            )
         with torch.device("meta"):
             network = self._make()
         self.start.check(network, gates_from_dense(network))
@@ -64,6 +73,9 @@ class Teacher:
     def _found(self, resume: Checkpoint | None, init_from: Start | None) -> Start:
         saved = resume.state.get("teacher") if resume is not None else None
         if saved is not None:
+            began = resume.state.get("config", {}).get("task", {}).get("teacher")  # type: ignore[union-attr]
+            if self._spec not in (None, began):
+                raise ValueError(f"task.teacher={self._spec}, but {resume.path} began with {saved['source']}")  # type: ignore[union-attr]
             start = resolve_start(saved["source"])
             if start.digest != saved["digest"]:
                 raise ValueError(
@@ -94,5 +106,6 @@ class Teacher:
         self.network.to(device)
 
     def state(self) -> dict[str, Any]:
-        """What finds these weights again, for `state.json`."""
-        return {"source": self.start.source, "digest": self.start.digest}
+        """What finds these weights again, from any folder, for `state.json`."""
+        path = Path(self.start.source)
+        return {"source": str(path.resolve()) if path.exists() else self.start.source, "digest": self._digest}

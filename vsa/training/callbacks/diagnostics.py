@@ -86,6 +86,9 @@ class Diagnostics(L.Callback):
         self._batch: VideoBatch | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if pl_module.step_list is not None:
+            # a few-step generator knows no other noise levels
+            self.timesteps = tuple(step / 1000 for step in reversed(pl_module.step_list))
         num_layers = len(pl_module.model.blocks)
         bad = [layer for layer in self.layers or () if not 0 <= layer < num_layers]
         if bad:

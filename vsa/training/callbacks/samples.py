@@ -59,7 +59,7 @@ class Samples(L.Callback):
     A distillation shows its teacher too, at the same prompts and seeds: `samples/teacher`, sampled once, and
     `samples/step-N` with the trained weights (`student`), the averaged ones (`ema`) and a picture of all
     (`side_by_side.png`). `steps`, `guidance` and `flow_shift` are the teacher's, which keeps all tiles; student and
-    average are sampled at the step list, at every point of `sparsity`.
+    average are sampled at the step list, at every point of `sparsity`. Guided clips use the caption "".
 
     Args:
         run_dir: the run folder.
@@ -67,8 +67,8 @@ class Samples(L.Callback):
         every_n_steps: optimizer steps between samples; 0 samples at the end only.
         steps: Euler steps.
         guidance: classifier-free guidance scale, 1 is one pass.
-        flow_shift: shift of the sampler's noise levels; None: that of the training (of a distillation: of the noise
-            levels at which the scores are compared).
+        flow_shift: shift of the sampler's noise levels; None: that of the training. A distillation has to name its
+            teacher's.
         seed: of the sampling noise, the same at every step so that clips can be compared.
         fps: of the files.
         sparsity: where the clips are sampled: at the top-k of the step (current), with all tiles (dense), at the end
@@ -99,6 +99,12 @@ class Samples(L.Callback):
         self.sparsity = check_points("callbacks.samples.sparsity", sparsity)
         self._sampled_step = -1
         self._teacher: ClipSet | None = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if pl_module.reference is not None and self.prompts and self.flow_shift is None:
+            raise ValueError(
+                "callbacks.samples.flow_shift=null, but the teacher's clips need a number: its sampling shift"
+            )
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         due = self.every_n_steps > 0 and trainer.global_step % self.every_n_steps == 0
