@@ -149,7 +149,7 @@ def open_run(path: Path, weights: Literal["ema", "model"] | None) -> Source:
         sparse = _sparse_of_run(model, state, config) if any(is_gate(key) for key in tensors) else None
     steps = None if state.get("step_list") is None else step_list(state["step_list"])
     if sparse is not None and steps is not None:
-        sparse = distilled(sparse, steps)
+        sparse = sparse.sampled_at(steps)
     return Source(
         name=f"{checkpoint.path} ({weights} weights)",
         config=transformer_config(model),
@@ -159,13 +159,6 @@ def open_run(path: Path, weights: Literal["ema", "model"] | None) -> Source:
         sparse=sparse,
         step_list=steps if sparse is None else sparse.step_list,
     )
-
-
-def distilled(sparse: SparseAttentionConfig, steps: tuple[float, ...]) -> SparseAttentionConfig:
-    """Settings of a generator that is sampled at `steps`: the flow shift is in them, the guidance in the weights."""
-    if sparse.step_list == steps:
-        return sparse
-    return replace(sparse, step_list=steps, flow_shift=None, guidance_form="standard", guidance_scale=1.0)
 
 
 def _sparse_of_run(model: VideoDiT, state: Mapping[str, Any], config: Mapping[str, Any]) -> SparseAttentionConfig:
@@ -223,7 +216,7 @@ def sparse_config(source: Source, args: argparse.Namespace) -> SparseAttentionCo
     else:
         sparse = _sparse_of_options(source, gates, args)
     if args.step_list is not None:
-        sparse = distilled(sparse, step_list(args.step_list))
+        sparse = sparse.sampled_at(step_list(args.step_list))
     if sparse.step_list is not None and args.flow_shift is not None:
         raise ValueError(f"--flow-shift {args.flow_shift} has no meaning beside the steps {list(sparse.step_list)}")
     return replace(sparse, **sampling)

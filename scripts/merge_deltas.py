@@ -269,20 +269,6 @@ def merged_state(sparse: Source, steps: tuple[float, ...], merged_from: Mapping[
     return {**state, "step_list": list(steps), "merged_from": dict(merged_from)}
 
 
-def few_step_config(config: SparseAttentionConfig, steps: tuple[float, ...]) -> SparseAttentionConfig:
-    """`config` of weights that are now sampled at `steps`, in one pass without guidance."""
-    return replace(
-        config,
-        step_list=steps,
-        flow_shift=None,
-        guidance_scale=1.0,
-        guidance_form="standard",
-        # of other weights
-        golden=None,
-        golden_tolerance=None,
-    )
-
-
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     refuse_existing(args.out)
@@ -301,7 +287,9 @@ def main(argv: list[str] | None = None) -> None:
             # the files get the dtypes of the sparse source
             parameter.data = parameter.data.to(sparse.tensors[name].dtype)
         config = read_sparse_config(sparse.start.folder)
-        export_pretrained(model, args.out, sparse=few_step_config(config, steps), tensors=merged.__getitem__)
+        # golden tensors are of other weights
+        own = replace(config.sampled_at(steps), golden=None, golden_tolerance=None)
+        export_pretrained(model, args.out, sparse=own, tensors=merged.__getitem__)
     else:
         named = {"base": base, "sparse": sparse, "few_step": few_step}
         merged_from = {key: {"source": s.name, "digest": s.start.digest} for key, s in named.items()}

@@ -28,7 +28,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 CLIPS = 132
 STEP_LIST = (1000.0, 757.0, 522.0)
 ROWS = ["codec reconstructions", "teacher", "teacher, few steps", "dense student", "sparse student", "merged student"]
-COMMON = ["--clips", str(CLIPS), "--steps", "4", "--batch-size", "66", "--device", "cpu"]
+COMMON = ["--guidance", "3", "--clips", str(CLIPS), "--steps", "4", "--batch-size", "66", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")

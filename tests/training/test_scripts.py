@@ -192,5 +192,13 @@ def test_report_draws_the_loss_of_each_run(tmp_path: Path, capsys):
     assert (tmp_path / "a" / "loss.png").is_file()
     assert (tmp_path / "b" / "loss.png").is_file()
     assert "0.25" in capsys.readouterr().out
+    # a distillation has other columns
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "metrics.csv").write_text("step,fake_score/loss,val/gap\n10,1.5,\n20,0.75,0.125\n")
+    script("report").main([str(tmp_path / "d")])
+    shown = capsys.readouterr().out
+    assert "0.75" in shown
+    assert "0.125" in shown
+    assert (tmp_path / "d" / "loss.png").is_file()
     with pytest.raises(ValueError, match=r"c is no run folder: it has no metrics\.csv"):
         script("report").main([str(tmp_path / "c")])

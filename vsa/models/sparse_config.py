@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -167,6 +167,12 @@ class SparseAttentionConfig:
     def _scaled(self, count: int, num_tiles: int) -> int:
         rule = ConstantSparsity(topk=count, budget=self.budget, reference_tiles=self.num_tiles[0])
         return rule.target_topk(num_tiles)
+
+    def sampled_at(self, steps: tuple[float, ...]) -> SparseAttentionConfig:
+        """The same weights' settings as a generator of these steps: flow shift and guidance are in the weights."""
+        if self.step_list == steps:
+            return self
+        return replace(self, step_list=steps, flow_shift=None, guidance_form="standard", guidance_scale=1.0)
 
     def to_json(self) -> str:
         """The file's text."""

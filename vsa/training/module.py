@@ -142,8 +142,7 @@ class DiffusionModule(L.LightningModule):
                 f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
             )
         self.sparsity.check(tiles, len(model.blocks))
-        before = None if self.resume is None else str(self.resume.state.get("plan_hash"))
-        if self.resume is not None and before != data.plan_hash:
+        if self.resume is not None and (before := str(self.resume.state.get("plan_hash"))) != data.plan_hash:
             raise ValueError(
                 f"{self.resume.path} was trained on another data plan (hash {before[:12]}, "
                 f"now {data.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
