@@ -79,8 +79,8 @@ def test_training_commands_fit_the_ranks_they_start(command):
     nodes, ranks = started.get("--nnodes", 1), started.get("--nnodes", 1) * started.get("--nproc-per-node", 1)
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("train", overrides=overrides)
-    job = "finetune.Finetune" if "experiment=finetune" in command else "pretrain.Pretrain"
-    assert cfg.task._target_ == f"vsa.training.{job}Module"
+    job = next((job for job in ("finetune", "distill") if f"experiment={job}" in command), "pretrain")
+    assert cfg.task._target_ == f"vsa.training.{job}.{job.title()}Module"
     trainer = cfg.trainer
     if launcher[0] == "torchrun":
         # lightning refuses its world otherwise
