@@ -18,7 +18,8 @@ from vsa.diffusion import flow_matching as fm
 from vsa.diffusion import sampler
 from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
 from vsa.models.video_dit import VideoDiT
-from vsa.training.gan import Discriminator, Gan, block_outputs
+from vsa.training.gan import Discriminator, Gan
+from vsa.training.hooks import outputs_of
 
 TopK = int | Sequence[int]
 
@@ -225,7 +226,7 @@ class DistributionMatching:
         """Logits `[B, layers]` of the critic's features, and its velocity."""
         assert self.gan is not None
         assert networks.discriminator is not None
-        with block_outputs(networks.fake_score, self.gan.layers) as features:
+        with outputs_of({layer: networks.fake_score.blocks[layer] for layer in self.gan.layers}) as features:
             velocity = _conditioned(networks.fake_score, batch, topk)(x_t, timestep)
         logits = networks.discriminator(features)
         # a sharded critic gathers its outer weights for a backward that comes through its output only

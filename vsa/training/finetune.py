@@ -5,11 +5,10 @@ B samples of a micro-batch, C T H W latent dims, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.checkpoint import Gates
 from vsa.models.video_dit import VideoDiT
+from vsa.training.hooks import outputs_of
 from vsa.training.lora import LoRA
 from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan
@@ -108,27 +108,10 @@ def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
     return (found - wanted).square().mean(1) / wanted.square().mean(1).clamp(min=1e-12)
 
 
-@contextmanager
-def attention_outputs(model: VideoDiT, wanted: bool) -> Iterator[dict[int, Tensor]]:
-    """Collects the projected self-attention output `[B, L, C]` of every layer of the forward run inside.
-
-    What activation checkpointing recomputes afterwards is not collected again.
-    """
-    found: dict[int, Tensor] = {}
-    if not wanted:
-        yield found
-        return
-
-    def keep(index: int, module: Any, inputs: Any, output: Tensor) -> None:
-        found[index] = output
-
+def attention_outputs(model: VideoDiT, wanted: bool) -> AbstractContextManager[dict[int, Tensor]]:
+    """Collects the projected self-attention output `[B, L, C]` of every layer of the forward run inside."""
     blocks: Any = model.blocks
-    handles = [block.attn1.to_out[0].register_forward_hook(partial(keep, i)) for i, block in enumerate(blocks)]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    return outputs_of({i: block.attn1.to_out[0] for i, block in enumerate(blocks)} if wanted else {})
 
 
 class FinetuneModule(PretrainModule):

@@ -5,18 +5,13 @@ B samples, L tokens, C model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-
-from vsa.models.video_dit import VideoDiT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +80,3 @@ class Discriminator(nn.Module):
         """Logits `[B, layers]` of features `[B, L, C]` by layer, high for real."""
         rows = zip(self.layers, self.heads, strict=True)
         return torch.cat([head(self.norm(features[layer].float()).mean(1)) for layer, head in rows], 1)
-
-
-@contextmanager
-def block_outputs(model: VideoDiT, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Collects the outputs `[B, L, C]` of some blocks of the forward run inside."""
-    found: dict[int, Tensor] = {}
-
-    def keep(index: int, module: Any, inputs: Any, output: Tensor) -> None:
-        found[index] = output
-
-    blocks: Any = model.blocks
-    handles = [blocks[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()

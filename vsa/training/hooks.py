@@ -1,0 +1,29 @@
+"""Looking at what modules inside a network put out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
+    """Collects the outputs of some modules in the forward run inside, by their keys.
+
+    What activation checkpointing recomputes afterwards is not collected again.
+    """
+    found: dict[int, Tensor] = {}
+
+    def keep(key: int, module: Any, inputs: Any, output: Tensor) -> None:
+        found[key] = output
+
+    handles = [module.register_forward_hook(partial(keep, key)) for key, module in modules.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
