@@ -222,7 +222,7 @@ def test_gates_of_a_model_from_the_meta_device_get_their_start(tmp_path):
 
 def test_gates_that_would_start_at_random_are_refused(tmp_path):
     saved(tmp_path)
-    message = "attention.gate_init=model, but a dense checkpoint needs identity"
+    message = "gate_init=model of its attention, but a dense checkpoint needs gate_init=identity"
     with torch.device("meta"):
         model = ours(partial(SPARSE, gate_init="model"))
     with pytest.raises(ValueError, match=message):

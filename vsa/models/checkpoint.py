@@ -75,7 +75,7 @@ def refuse_random_gates(model: VideoDiT) -> None:
     for block in model.blocks:
         start = getattr(block.method, "gate_init", "identity")
         if start != "identity":
-            raise ValueError(f"attention.gate_init={start}, but a dense checkpoint needs identity")
+            raise ValueError(f"gate_init={start} of its attention, but a dense checkpoint needs gate_init=identity")
 
 
 def sparse_settings(model: VideoDiT) -> dict[str, Any]:
@@ -336,7 +336,8 @@ def refuse_other_gates(ours: set[str], theirs: set[str], gates: Gates, what: str
         if left := theirs - ours:
             raise ValueError(f"{what} has {len(left)} gate tensors the model has no place for: {_some(left)}")
     elif theirs:
-        raise ValueError(f"gates={gates} takes a dense checkpoint, but {what} has gates: {_some(theirs)}")
+        remedy = "; go on with them by task.gates=required" if gates == "initial" else ""
+        raise ValueError(f"gates={gates} takes a dense checkpoint, but {what} has gates: {_some(theirs)}{remedy}")
     elif gates == "absent" and ours:
         raise ValueError(f"gates=absent, but the model has gates: {_some(ours)}")
 

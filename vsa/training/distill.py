@@ -110,6 +110,11 @@ class DistillModule(DiffusionModule):
                 f"objective.guidance={objective.guidance} ({objective.cfg_form}) needs a negative embedding, but "
                 'task.negative_prompt=null: "" is the null embedding of the data'
             )
+        if not objective.guided and negative_prompt:
+            raise ValueError(
+                f"task.negative_prompt={negative_prompt!r} has no effect: objective.guidance={objective.guidance} "
+                f"({objective.cfg_form}) is no guidance"
+            )
         super().__init__(
             model=model,
             optim=optim,
@@ -155,7 +160,10 @@ class DistillModule(DiffusionModule):
         super().check_weights(data)
         with torch.device("meta"):
             critic = self._make_fake_score()
-        self.teacher.start.check(critic, gates_from_dense(critic))
+        try:
+            self.teacher.start.check(critic, gates_from_dense(critic))
+        except ValueError as error:
+            raise ValueError(f"as fake_score (task.fake_score_attention): {error}") from None
 
     def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
         """The generator's own updates are counted from iterations, and its weights belong to its steps."""
@@ -165,6 +173,12 @@ class DistillModule(DiffusionModule):
                 raise ValueError(
                     f"{checkpoint.path} was trained with task.{name}={before[name]}, the settings have "
                     f"{getattr(self, name)}: use init_from="
+                )
+        for name in ("source", "cfg_form"):
+            if before["objective"][name] != getattr(self.objective, name):
+                raise ValueError(
+                    f"{checkpoint.path} was trained with objective.{name}={before['objective'][name]}, the settings "
+                    f"have {getattr(self.objective, name)}: use init_from="
                 )
         steps = checkpoint.state["step_list"]
         if tuple(steps) != self.objective.step_list:
@@ -324,11 +338,12 @@ class DistillModule(DiffusionModule):
         self._batches.clear()
         self._count_iteration(iteration + 1)
         # here and not when the batch has ended: a checkpoint is written in between
-        if self.logs_this_step(iteration + 1):
-            self._log_window()
         found = spread.spread(trainer.strategy)
-        if self._collapse is not None and found is not None:
-            self._collapse.judge(found, iteration)
+        stop = self._collapse is not None and found is not None and self._collapse.judge(found)
+        if stop or self.logs_this_step(iteration + 1):
+            self._log_window()
+        if stop:
+            raise FloatingPointError(f"iteration {iteration}: {self._collapse.report(found)}")  # type: ignore
 
     def _scored(self, terms: Callable[[VideoBatch, Tensor], ScoredRollout]) -> Iterator[ScoredRollout]:
         """Gradients of every micro-batch of the iteration, summed; all ranks add theirs at the last one."""

@@ -142,22 +142,21 @@ class CollapseWatch:
         self._rule = rule
         self._in_row = 0
 
-    def judge(self, spread: LatentSpread, iteration: int) -> None:
-        """Look at the last-step output of one iteration.
-
-        Raises:
-            FloatingPointError: too many in a row were collapsed.
-        """
+    def judge(self, spread: LatentSpread) -> bool:
+        """Look at the last-step output of one iteration: whether too many in a row were collapsed."""
         self._in_row = self._in_row + 1 if self._rule.breaks(spread) else 0
-        if self._in_row >= self._rule.patience:
-            rule = self._rule
-            raise FloatingPointError(
-                f"the generator has collapsed: up to iteration {iteration}, {self._in_row} batches in a row had "
-                f"latents of standard deviation {spread.std:.3g} (data 1, allowed {rule.min_std} to {rule.max_std}), "
-                f"mean {spread.mean:.3g} (data 0, allowed {rule.max_mean}) and {spread.saturation:.1%} beyond "
-                f"{SATURATED:g} (allowed {rule.max_saturation:.1%}): training stopped, resume from an earlier "
-                "checkpoint with a lower optim.lr or a smaller objective.guidance"
-            )
+        return self._in_row >= self._rule.patience
+
+    def report(self, spread: LatentSpread) -> str:
+        """What was seen last, and what it should have been."""
+        rule = self._rule
+        return (
+            f"the generator has collapsed: {self._in_row} batches in a row had latents of standard deviation "
+            f"{spread.std:.3g} (data 1, allowed {rule.min_std} to {rule.max_std}), mean {spread.mean:.3g} (data 0, "
+            f"allowed {rule.max_mean}) and {spread.saturation:.1%} beyond {SATURATED:g} (allowed "
+            f"{rule.max_saturation:.1%}): training stopped; go on from an earlier checkpoint, if there is one, with a "
+            "lower optim.lr or a smaller task.objective.guidance"
+        )
 
     def state_dict(self) -> dict[str, int]:
         """For `state.json`."""

@@ -67,19 +67,27 @@ class Teacher:
             )
         with torch.device("meta"):
             network = self._make()
-        self.start.check(network, gates_from_dense(network))
+        try:
+            self.start.check(network, gates_from_dense(network))
+        except ValueError as error:
+            # the settings may name no teacher at all
+            raise ValueError(f"as teacher (task.teacher, else init_from): {error}") from None
         self.start.check_data(data)
 
     def _found(self, resume: Checkpoint | None, init_from: Start | None) -> Start:
         saved = resume.state.get("teacher") if resume is not None else None
-        if saved is not None:
-            began = resume.state.get("config", {}).get("task", {}).get("teacher")  # type: ignore[union-attr]
-            if self._spec not in (None, began):
-                raise ValueError(f"task.teacher={self._spec}, but {resume.path} began with {saved['source']}")  # type: ignore[union-attr]
-            start = resolve_start(saved["source"])
+        if resume is not None and saved is not None:
+            began = resume.state.get("config", {}).get("task", {}).get("teacher")
+            # it may stand elsewhere by now; what it is, its digest says
+            source = saved["source"] if self._spec in (None, began) else self._spec
+            try:
+                start = resolve_start(source)
+            except (ValueError, OSError) as error:
+                where = "if it was moved, say where to with task.teacher="
+                raise ValueError(f"the teacher of {resume.path} is not to be found ({error}): {where}") from None
             if start.digest != saved["digest"]:
                 raise ValueError(
-                    f"the teacher {saved['source']} has changed since {resume.path} began with it "  # type: ignore
+                    f"the teacher {source} is not what {resume.path} began with, or has changed since "
                     f"(digest {saved['digest'][:12]}, now {start.digest[:12]})"
                 )
             return start
