@@ -349,9 +349,7 @@ def test_a_teacher_of_its_own_lets_a_sparse_model_go_on(training, dense):
     averaged = read_checkpoint(training_checkpoint(dense)).tensors("ema")
     assert_same_values(watch.teacher, averaged.values())
     assert_equal(watch.start, training.last("first").tensors("ema"))
-    with pytest.raises(
-        ValueError, match=r"as teacher .*: gates=absent takes a dense checkpoint"
-    ):
+    with pytest.raises(ValueError, match=r"as teacher .*: gates=absent takes a dense checkpoint"):
         training(*FINETUNE, *second, "overwrite=true")
 
 
