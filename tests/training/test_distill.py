@@ -527,7 +527,14 @@ def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, tra
 # several ranks
 
 
-@pytest.mark.parametrize(("trainer", "term"), [("fsdp", ()), ("fsdp", (GAN,)), ("ddp", ())])
+@pytest.mark.parametrize(
+    ("trainer", "term"),
+    [
+        ("fsdp", ()),
+        pytest.param("fsdp", (GAN,), marks=pytest.mark.slow),
+        pytest.param("ddp", (), marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_are_one(distill, training, trainer, term):
     common = (*term, "task.generator_every=5", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_steps=6")
     distill(*common, "run=one")
