@@ -246,7 +246,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="folder of all runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--teacher-steps", type=int, default=5000)
-    parser.add_argument("--distill-steps", type=int, default=1500, help="of the dense and the sparse student")
+    parser.add_argument("--distill-steps", type=int, default=1000, help="of the dense and the sparse student")
     parser.add_argument("--adapt-steps", type=int, default=800, help="of the sparse adaptation that is merged")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default %(default)s)")
     parser.add_argument("--evaluate-only", action="store_true", help="train nothing, score the runs that are there")

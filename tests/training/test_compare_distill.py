@@ -76,7 +76,7 @@ def rewrite_state(run: Path, **changes: Any) -> None:
 
 
 def test_arms_end_at_one_sparsity(script: ModuleType):
-    steps = {"dense": 1500, "sparse": 1500, "adapted": 800}
+    steps = {"dense": 1000, "sparse": 1000, "adapted": 800}
     topk, methods = {}, {}
     with initialize_config_dir(version_base="1.3", config_dir=str(SCRIPTS.parent / "configs")):
         for arm, overrides in script.ARMS.items():
