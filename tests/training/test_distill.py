@@ -31,6 +31,7 @@ from vsa.training.config import build, model_factory
 from vsa.training.distill import refuse_shared_parameters
 from vsa.training.distill_loss import DistributionMatching
 from vsa.training.gan import Gan
+from vsa.training.guard import UpdateGuard
 from vsa.training.health import CollapseRule, CollapseWatch, DecileMeans, LatentSpread, SpreadMeter
 from vsa.training.inference import load_run
 from vsa.training.parallel import build_model
@@ -589,6 +590,29 @@ def test_gan_term_trains_classifier_and_generator_and_resumes(distill, training)
     for run, overrides in (("with", ()), ("without", (GAN,))):
         with pytest.raises(ValueError, match=rf"was trained {run} objective\.gan"):
             distill(*short, "trainer.max_steps=9", f"run={run}", "ckpt_path=last", *overrides)
+
+
+def test_the_critic_steps_on_its_own_update_alone(distill):
+    """A GAN term's way to the generator leads through the critic, whose gradients from there must be gone."""
+    errors = []
+
+    def watch(trainer, module):
+        class Watched(UpdateGuard):
+            def __call__(self, optimizer, iteration):
+                (batch,) = module._batches
+                scored = module.objective.fake_score_update(
+                    module.networks, batch, module.normalise(batch.latents), seed=0, iteration=iteration, topk=4
+                )
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                wanted = torch.autograd.grad(scored.loss.mean(), parameters)
+                errors.append(max(float((p.grad - g).abs().max()) for p, g in zip(parameters, wanted, strict=True)))
+                return super().__call__(optimizer, iteration)
+
+        module.fake_score_guard.__class__ = Watched
+
+    distill(GAN, "task.generator_every=1", "trainer.max_steps=2", callbacks=(At(0, before=watch),))
+    assert len(errors) == 2
+    assert max(errors) < 1e-6
 
 
 def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
