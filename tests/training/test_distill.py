@@ -28,13 +28,12 @@ from vsa.diffusion.rollout import rollout_index, stream_seeds
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint
 from vsa.training.config import build, model_factory
-from vsa.training.distill import refuse_shared_parameters
 from vsa.training.distill_loss import DistributionMatching
 from vsa.training.gan import Gan
 from vsa.training.guard import UpdateGuard
 from vsa.training.health import CollapseRule, CollapseWatch, DecileMeans, LatentSpread, SpreadMeter
 from vsa.training.inference import load_run
-from vsa.training.parallel import build_model
+from vsa.training.parallel import build_model, refuse_shared_parameters
 
 DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=4")
 # the large eps keeps Adam from turning rounding of near-zero gradients into whole steps
@@ -449,9 +448,9 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
     for overrides, message in (
         (("task.generator_every=1",), "was trained with task.generator_every=2, the settings have 1"),
         (("task.generator_every=2", "task.fake_score_warmup=4"), "task.fake_score_warmup=0, the settings have 4"),
-        (("task.generator_every=2", "task.objective.timesteps=[1000,300]"), r"timesteps \[1000.0, 757.0, 522.0\]"),
+        (("task.generator_every=2", "task.objective.timesteps=[1000,300]"), r"the timesteps=\[1000.0, 757.0, 522.0\]"),
         (("task.generator_every=2", "task.teacher=elsewhere"), r"is not to be found \(no such folder: elsewhere"),
-        (("task.generator_every=2", "task.objective.source=data_latent"), "with objective.source=simulate, the"),
+        (("task.generator_every=2", "task.objective.source=data_latent"), "with task.objective.source=simulate, the"),
     ):
         with pytest.raises(ValueError, match=message):
             distill(*same, *overrides)

@@ -6,14 +6,14 @@ B samples of a micro-batch, C T H W latent dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
@@ -22,7 +22,6 @@ from vsa.data.batch import VideoBatch, pad_text
 from vsa.diffusion import flow_matching as fm
 from vsa.models.checkpoint import Gates
 from vsa.models.flops import FlopCount
-from vsa.models.sharding import local
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors, optimizer_state
 from vsa.training.distill_loss import DistributionMatching, NegativeText, Networks, ScoredRollout
@@ -32,7 +31,7 @@ from vsa.training.guard import UpdateGuard
 from vsa.training.health import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.module import DiffusionModule
 from vsa.training.optim import AdamW
-from vsa.training.parallel import ParallelPlan, ShardedDataParallel, build_model
+from vsa.training.parallel import ParallelPlan, ShardedDataParallel, build_model, refuse_shared_parameters
 from vsa.training.pretrain import VALIDATION_SEED
 from vsa.training.teacher import Teacher, gates_from_dense
 
@@ -167,25 +166,14 @@ class DistillModule(DiffusionModule):
 
     def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
         """The generator's own updates are counted from iterations, and its weights belong to its steps."""
-        before = checkpoint.state["config"]["task"]
-        for name in ("generator_every", "fake_score_warmup"):
-            if before[name] != getattr(self, name):
-                raise ValueError(
-                    f"{checkpoint.path} was trained with task.{name}={before[name]}, the settings have "
-                    f"{getattr(self, name)}: use init_from="
-                )
+        task = checkpoint.state["config"]["task"]
+        pairs = {f"task.{name}": (task[name], getattr(self, name)) for name in ("generator_every", "fake_score_warmup")}
         for name in ("source", "cfg_form"):
-            if before["objective"][name] != getattr(self.objective, name):
-                raise ValueError(
-                    f"{checkpoint.path} was trained with objective.{name}={before['objective'][name]}, the settings "
-                    f"have {getattr(self.objective, name)}: use init_from="
-                )
-        steps = checkpoint.state["step_list"]
-        if tuple(steps) != self.objective.step_list:
-            raise ValueError(
-                f"{checkpoint.path} was trained at the timesteps {steps}, the settings have "
-                f"{list(self.objective.step_list)}: use init_from="
-            )
+            pairs[f"task.objective.{name}"] = task["objective"][name], getattr(self.objective, name)
+        pairs["the timesteps"] = checkpoint.state["step_list"], list(self.objective.step_list)
+        for name, (before, now) in pairs.items():
+            if before != now:
+                raise ValueError(f"{checkpoint.path} was trained with {name}={before}, the settings have {now}")
 
     def check_start(self, model: VideoDiT) -> None:
         super().check_start(model)
@@ -498,15 +486,3 @@ class DistillModule(DiffusionModule):
         self.fake_score_guard.load_state_dict(checkpoint.state["fake_score"])
         if self._collapse is not None and checkpoint.state["collapse"] is not None:
             self._collapse.load_state_dict(checkpoint.state["collapse"])
-
-
-def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError when two roles hold the same parameter, so that training one would change the other."""
-    owners: dict[int, tuple[str, str]] = {}
-    for role, network in networks.items():
-        for name, parameter in network.named_parameters():
-            place = local(parameter).untyped_storage().data_ptr()
-            # an empty shard lies nowhere
-            other, theirs = owners.setdefault(place, (role, name)) if place else (role, name)
-            if other != role:
-                raise ValueError(f"{other} and {role} share a parameter ({theirs} and {name}): each needs its own")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -137,6 +137,18 @@ class _Fills(TorchDispatchMode):
         tensor, fill_again = self._last[parameter.untyped_storage()._cdata]
         assert tensor.shape == parameter.shape, name
         return fill_again
+
+
+def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError when two roles hold the same parameter, so that training one would change the other."""
+    owners: dict[int, tuple[str, str]] = {}
+    for role, network in networks.items():
+        for name, parameter in network.named_parameters():
+            place = local(parameter).untyped_storage().data_ptr()
+            # an empty shard lies nowhere
+            other, theirs = owners.setdefault(place, (role, name)) if place else (role, name)
+            if other != role:
+                raise ValueError(f"{other} and {role} share a parameter ({theirs} and {name}): each needs its own")
 
 
 class ShardedDataParallel(ModelParallelStrategy):
