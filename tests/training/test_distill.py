@@ -115,7 +115,7 @@ class Keep(L.Callback):
         self.batches, self.lrs, self.start = [], [], {}
 
     def on_train_start(self, trainer, pl_module):
-        roles = {"generator": pl_module.model, "fake_score": pl_module.fake_score}
+        roles = {"generator": pl_module.model, "fake_score": pl_module.fake_score.network}
         self.start = {role: copy.deepcopy(net) for role, net in roles.items()}
         self.start["real_score"] = copy.deepcopy(pl_module.teacher.network)
         self.negative = pl_module._negative
@@ -275,7 +275,11 @@ def test_only_its_own_network_gets_gradients_in_an_update(distill):
     def watch(trainer, module):
         def guarded(name, guard):
             def check(optimizer, iteration):
-                nets = {"generator": module.model, "fake_score": module.fake_score, "real": module.teacher.network}
+                nets = {
+                    "generator": module.model,
+                    "fake_score": module.fake_score.network,
+                    "real": module.teacher.network,
+                }
                 seen[name] = {role for role, net in nets.items() if any(p.grad is not None for p in net.parameters())}
                 return guard(optimizer, iteration)
 
@@ -283,7 +287,7 @@ def test_only_its_own_network_gets_gradients_in_an_update(distill):
             return check
 
         module.guard = guarded("generator", module.guard)
-        module.fake_score_guard = guarded("fake_score", module.fake_score_guard)
+        module.fake_score.guard = guarded("fake_score", module.fake_score.guard)
 
     distill("trainer.max_steps=1", callbacks=(At(0, before=watch),))
     assert seen == {"generator": {"generator"}, "fake_score": {"fake_score"}}
@@ -607,7 +611,7 @@ def test_the_critic_steps_on_its_own_update_alone(distill):
                 errors.append(max(float((p.grad - g).abs().max()) for p, g in zip(parameters, wanted, strict=True)))
                 return super().__call__(optimizer, iteration)
 
-        module.fake_score_guard.__class__ = Watched
+        module.fake_score.guard.__class__ = Watched
 
     distill(GAN, "task.generator_every=1", "trainer.max_steps=2", callbacks=(At(0, before=watch),))
     assert len(errors) == 2
@@ -631,7 +635,7 @@ def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
 
         weight = module.model.proj_out.weight
         with torch.no_grad():
-            for head in module.discriminator.heads:
+            for head in module.fake_score.discriminator.heads:
                 head.weight.mul_(20)
         (gradient,) = torch.autograd.grad(loss(), weight)
         with torch.no_grad():
@@ -670,8 +674,7 @@ def test_a_non_finite_gradient_skips_the_update_of_its_network(distill, training
     bad = network
 
     def poison(trainer, module):
-        guard_name = "guard" if bad == "model" else "fake_score_guard"
-        guard = getattr(module, guard_name)
+        guard = module.guard if bad == "model" else module.fake_score.guard
         call = type(guard).__call__
 
         class Poisoned(type(guard)):
@@ -698,7 +701,7 @@ def test_a_non_finite_gradient_skips_the_update_of_its_network(distill, training
 def test_networks_that_stay_non_finite_stop_the_run(distill):
     def poison(trainer, module):
         with torch.no_grad():
-            next(module.fake_score.parameters()).fill_(math.nan)
+            next(module.fake_score.network.parameters()).fill_(math.nan)
 
     with pytest.raises(FloatingPointError, match="gradients of fake_score were not finite for 3 steps in a row"):
         distill("task.max_skipped=3", "task.generator_every=100", "task.fake_score_warmup=1",
@@ -873,7 +876,7 @@ def test_a_shared_network_is_refused_at_the_start(distill, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr("vsa.training.module.build_model", keep)
-    monkeypatch.setattr("vsa.training.distill.build_model", lambda *arguments, **keywords: made[0])
+    monkeypatch.setattr("vsa.training.fake_score.build_model", lambda *arguments, **keywords: made[0])
     with pytest.raises(ValueError, match="generator and fake_score share a parameter"):
         distill()
 

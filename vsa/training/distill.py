@@ -23,17 +23,17 @@ from vsa.diffusion import flow_matching as fm
 from vsa.models.checkpoint import Gates
 from vsa.models.flops import FlopCount
 from vsa.models.video_dit import VideoDiT
-from vsa.training.checkpointing import Checkpoint, load_model_tensors, load_optimizer_tensors, optimizer_state
+from vsa.training.checkpointing import Checkpoint
 from vsa.training.distill_loss import DistributionMatching, NegativeText, Networks, ScoredRollout
+from vsa.training.fake_score import FakeScore
 from vsa.training.figures import health_curves
-from vsa.training.gan import Discriminator
 from vsa.training.guard import UpdateGuard
 from vsa.training.health import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.module import DiffusionModule
 from vsa.training.optim import AdamW
-from vsa.training.parallel import ParallelPlan, ShardedDataParallel, build_model, refuse_shared_parameters
+from vsa.training.parallel import ParallelPlan, ShardedDataParallel, refuse_shared_parameters
 from vsa.training.pretrain import VALIDATION_SEED
-from vsa.training.teacher import Teacher, gates_from_dense
+from vsa.training.teacher import Teacher
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -130,14 +130,15 @@ class DistillModule(DiffusionModule):
         self.generator_every, self.fake_score_warmup = generator_every, fake_score_warmup
         self.gates: Literal["initial", "required"] = gates
         self.negative_prompt = negative_prompt
-        self.fake_score: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
-        self.discriminator: Discriminator | None = None
         self.teacher = Teacher(lambda: model(attention=real_score_attention), teacher)
-        self.fake_score_guard = UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score")
+        self.fake_score = FakeScore(
+            lambda: model(attention=fake_score_attention),
+            recipe=fake_score_optim,
+            guard=UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score"),
+            gan=objective.gan,
+        )
         # the trainer's own accumulation is for modules that leave their optimizer to it
         self.micro_batches = 1
-        self._make_fake_score = lambda: model(attention=fake_score_attention)
-        self._fake_score_optim = fake_score_optim
         self._collapse = None if collapse is None else CollapseWatch(collapse)
         self._negative: NegativeText | None = None
         self._batches: list[VideoBatch] = []
@@ -157,12 +158,7 @@ class DistillModule(DiffusionModule):
         if self.init_from is None and self.resume is None:
             self.init_from = self.teacher.start
         super().check_weights(data)
-        with torch.device("meta"):
-            critic = self._make_fake_score()
-        try:
-            self.teacher.start.check(critic, gates_from_dense(critic))
-        except ValueError as error:
-            raise ValueError(f"as fake_score (task.fake_score_attention): {error}") from None
+        self.fake_score.check(self.teacher.start)
 
     def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
         """The generator's own updates are counted from iterations, and its weights belong to its steps."""
@@ -212,37 +208,18 @@ class DistillModule(DiffusionModule):
         if self.model is not None:
             return
         super().configure_model()
-        with torch.random.fork_rng(devices=[]):
-            self.fake_score = build_model(self._make_fake_score, self.device_mesh, self._parallel, initialise=None)
+        self.fake_score.build(self.device_mesh, self._parallel, seed=self.seed)
         self.teacher.build(self.device_mesh, self._parallel)
         refuse_shared_parameters(
-            {"generator": self.model, "fake_score": self.fake_score, "real_score": self.teacher.network}
+            {"generator": self.model, "fake_score": self.fake_score.network, "real_score": self.teacher.network}
         )
-        if self.objective.gan is not None:
-            critic = self.fake_score
-            self.discriminator = self.objective.gan.build(
-                critic.dim, len(critic.blocks), seed=self.seed, mesh=self.device_mesh
-            )
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
-        recipe = self._fake_score_optim
-        critic = recipe.build(self.fake_score, self.fake_score.parameter_roles())
-        if self.discriminator is not None:
-            parameters = {f"discriminator.{name}": p for name, p in self.discriminator.named_parameters()}
-            critic.add_param_group(
-                {
-                    "params": list(parameters.values()),
-                    "names": list(parameters),
-                    "role": "head",
-                    "base_lr": recipe.lr,
-                    "weight_decay": 0.0,
-                }
-            )
-        return [self._optim.build(self.model, self.model.parameter_roles()), critic]
+        return [self._optim.build(self.model, self.model.parameter_roles()), self.fake_score.optimizer()]
 
     def load_start(self) -> None:
         super().load_start()
-        self.teacher.start.load(self.fake_score, gates_from_dense(self.fake_score))
+        self.fake_score.load_start(self.teacher.start)
 
     def load_frozen(self) -> None:
         self.teacher.load(self.device)
@@ -267,9 +244,9 @@ class DistillModule(DiffusionModule):
     def networks(self) -> Networks:
         return Networks(
             generator=self.model,
-            fake_score=self.fake_score,
+            fake_score=self.fake_score.network,
             real_score=self.teacher.network,
-            discriminator=self.discriminator,
+            discriminator=self.fake_score.discriminator,
         )
 
     # one iteration
@@ -294,7 +271,7 @@ class DistillModule(DiffusionModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         generator, critic = self.trainer.optimizers
         self._optim.set_lr(generator, self.generator_updates(self.global_step))
-        self._fake_score_optim.set_lr(critic, self.global_step)
+        self.fake_score.recipe.set_lr(critic, self.global_step)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> None:
         # overfitting repeats the first batches on purpose
@@ -321,8 +298,8 @@ class DistillModule(DiffusionModule):
             if scored.index == len(self.objective.timesteps) - 1:
                 spread.add(scored.x0)
                 self._window.spread.add(scored.x0)
-        self._window.add_norms(self.fake_score_guard(critic, iteration), "fake_score/")
-        self._step(critic, self.fake_score_guard)
+        self._window.add_norms(self.fake_score.guard(critic, iteration), "fake_score/")
+        self._step(critic, self.fake_score.guard)
         self._batches.clear()
         self._count_iteration(iteration + 1)
         # here and not when the batch has ended: a checkpoint is written in between
@@ -416,9 +393,9 @@ class DistillModule(DiffusionModule):
                 "lr": generator.param_groups[0]["lr"],
                 "fake_score/lr": critic.param_groups[0]["lr"],
                 "updates/generator": self.generator_updates(self.global_step) - self.guard.skipped_total,
-                "updates/fake_score": self.global_step - self.fake_score_guard.skipped_total,
+                "updates/fake_score": self.global_step - self.fake_score.guard.skipped_total,
                 "skipped_steps": self.guard.skipped_total,
-                "fake_score/skipped_steps": self.fake_score_guard.skipped_total,
+                "fake_score/skipped_steps": self.fake_score.guard.skipped_total,
             },
             self.global_step,
         )
@@ -456,33 +433,19 @@ class DistillModule(DiffusionModule):
     # checkpoints
 
     def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
-        tensors = {
-            **super().checkpoint_tensors(),
-            "fake_score": dict(self.fake_score.named_parameters()),
-            "fake_score_optimizer": optimizer_state(self.trainer.optimizers[1]),
-        }
-        if self.discriminator is not None:
-            tensors["discriminator"] = dict(self.discriminator.named_parameters())
-        return tensors
+        return {**super().checkpoint_tensors(), **self.fake_score.checkpoint_tensors(self.trainer.optimizers[1])}
 
     def checkpoint_state(self) -> dict[str, Any]:
         return {
             **super().checkpoint_state(),
             "teacher": self.teacher.state(),
             "step_list": list(self.objective.step_list),
-            "fake_score": self.fake_score_guard.state_dict(),
+            **self.fake_score.checkpoint_state(),
             "collapse": None if self._collapse is None else self._collapse.state_dict(),
         }
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        what = str(checkpoint.path)
-        if (self.discriminator is None) == checkpoint.has("discriminator"):
-            raise ValueError(f"{what} was trained {'without' if self.discriminator else 'with'} objective.gan")
         super().load_checkpoint(checkpoint)
-        load_model_tensors(self.fake_score, checkpoint.tensors("fake_score"), f"fake_score of {what}")
-        load_optimizer_tensors(self.trainer.optimizers[1], checkpoint.tensors("fake_score_optimizer"), what)
-        if self.discriminator is not None:
-            load_model_tensors(self.discriminator, checkpoint.tensors("discriminator"), f"discriminator of {what}")
-        self.fake_score_guard.load_state_dict(checkpoint.state["fake_score"])
+        self.fake_score.load(checkpoint, self.trainer.optimizers[1])
         if self._collapse is not None and checkpoint.state["collapse"] is not None:
             self._collapse.load_state_dict(checkpoint.state["collapse"])
