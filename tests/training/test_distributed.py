@@ -440,6 +440,7 @@ def test_ctrl_c_saves_once_and_ends_all_ranks(training, tiny_overrides, tmp_path
             started.wait()
     text = (tmp_path / "err").read_text()
     assert text.count("SIGINT: saving after this step") == 1
+    assert text.count("SIGINT: saved ") == 1
     assert "Traceback" not in text
     # the losses of all steps, the last with the checkpoint
     assert sorted(training.losses()) == list(range(1, training.last().step + 1))

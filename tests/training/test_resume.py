@@ -272,8 +272,10 @@ def test_sigterm_of_the_real_process(training, tiny_overrides, tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert "SIGTERM: saving after this step" in (tmp_path / "err").read_text()
     step = training.last().step
+    told = (tmp_path / "err").read_text()
+    assert "SIGTERM: saving after this step" in told
+    assert f"SIGTERM: saved {training.folder()}/checkpoints/step-{step:08d}, go on with ckpt_path=last" in told
     assert step > 2
     losses = training.losses()
     assert sorted(losses) == list(range(1, step + 1))

@@ -114,6 +114,11 @@ def train(cfg: DictConfig) -> None:
         if isinstance(stop.__context__, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
         raise
+    except Exception:
+        # the message must not end up in the line of the progress bar
+        if trainer.progress_bar_callback is not None and trainer.is_global_zero:
+            print(flush=True)
+        raise
     _exit_as_signalled(callbacks)
 
 
@@ -232,5 +237,7 @@ def _save_config(cfg: DictConfig, run_dir: Path) -> None:
 def _exit_as_signalled(callbacks: list[L.Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, Checkpointing) and callback.received is not None:
+            name, saved = signal.Signals(callback.received).name, list_checkpoints(callback.folder)[-1]
+            rank_zero_info(f"{name}: saved {saved}, go on with ckpt_path=last")
             # rank 0 tells for all: launchers kill every rank once one has failed, also what is about to end well
             sys.exit(128 + callback.received if rank_zero_only.rank == 0 else 0)
