@@ -52,7 +52,7 @@ from vsa.training.latent_distance import latent_distance
 ROOT = Path(__file__).parent.parent
 TEACHER = ("experiment=quickstart", "attention=full")
 ARMS = {
-    "dense": ("experiment=distill_toy", "attention=full", "~attention.fine_gate", "~attention.gate_init"),
+    "dense": ("experiment=distill_toy", "attention=full"),
     "sparse": ("experiment=distill_toy",),
     # at the sparsity of distill_toy
     "adapted": (

@@ -30,7 +30,7 @@ from vsa.training.figures import read_metric
 ROOT = Path(__file__).parent.parent
 AT_ONCE = ("sparsity=constant",)
 ARMS = {
-    "dense": ("attention=full", "~attention.fine_gate", "~attention.gate_init", *AT_ONCE),
+    "dense": ("attention=full", *AT_ONCE),
     "annealed": (),
     "at once": AT_ONCE,
     "velocity": ("task.objective.data=0", "task.objective.velocity=1"),

@@ -66,7 +66,7 @@ def test_the_script_compares_the_arms_and_keeps_finished_runs(
     out = tmp_path / "compare"
     # 4 tiles; annealing takes its first stair in step 51
     command = [str(out), "--seeds", "3", "--pretrain-steps", "6", "--steps", "52", "--jobs", "2"]
-    command += [*tiny, "trainer.val_check_interval=2"]
+    command += [*tiny, "sparsity.sparsity=0.75", "trainer.val_check_interval=2"]
     script.main(command)
     found = json.loads((out / "compare.json").read_text())
     arms = ["dense", "annealed", "at once", "velocity"]

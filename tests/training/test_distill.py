@@ -39,8 +39,7 @@ DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_step
 # the large eps keeps Adam from turning rounding of near-zero gradients into whole steps
 DISTILL = (
     "task=distill",
-    "attention.gate_init=identity",
-    "attention.fine_gate=false",
+    "attention=video_sparse_from_dense",
     "optim.betas=[0.0,0.99]",
     "optim.eps=0.01",
     "optim.schedule.warmup_steps=3",
@@ -221,10 +220,7 @@ def test_iterations_are_those_of_a_plain_loop(distill, training):
 
 
 # a Hydra choice and settings of it
-SPARSE_SCORE = ";".join(
-    ("attention@task.{0}_attention=video_sparse", "task.{0}_attention.gate_init=identity",
-     "task.{0}_attention.tile_thw=[1,2,2]")
-)  # fmt: skip
+SPARSE_SCORE = ";".join(("attention@task.{0}_attention=video_sparse_from_dense", "task.{0}_attention.tile_thw=[1,2,2]"))
 
 
 @pytest.mark.parametrize(
@@ -369,7 +365,7 @@ def test_critic_and_teacher_start_from_the_teacher_and_gates_at_identity(distill
 
 def test_a_sparse_checkpoint_keeps_its_gates(distill, training, teacher_dir):
     training(
-        *("task=finetune", "attention.gate_init=identity", "attention.fine_gate=false", f"init_from={teacher_dir}"),
+        *("task=finetune", "attention=video_sparse_from_dense", f"init_from={teacher_dir}"),
         *("run=sparse", "trainer.max_steps=3"),
     )
     kept = Keep()
@@ -458,7 +454,7 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
     ):
         with pytest.raises(ValueError, match=message):
             distill(*same, *overrides)
-    sparse = ("attention.gate_init=identity", "attention.fine_gate=false", f"init_from={teacher_dir}")
+    sparse = ("attention=video_sparse_from_dense", f"init_from={teacher_dir}")
     with pytest.raises(ValueError, match=r"is a checkpoint of vsa\.training\.distill\.DistillModule"):
         training("task=finetune", *sparse, *same)
     path = training.last("cycle").path / "state.json"

@@ -31,7 +31,7 @@ from vsa.training.teacher import Teacher
 
 # a dense run of the tiny model, and what finetunes it: 8 tiles
 DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=6")
-FINETUNE = ("task=finetune", "task.latent_scale=shared", "attention.tile_thw=[1,2,2]")
+FINETUNE = ("task=finetune", "task.latent_scale=shared", "attention.gate_init=identity", "attention.tile_thw=[1,2,2]")
 ALL_TILES = ("sparsity.sparsity=0",)
 LORA = "task.lora={_target_:vsa.training.lora.LoRA,rank:2,alpha:3}"
 
