@@ -13,7 +13,9 @@ from omegaconf import OmegaConf
 
 from tests.data.tiny_wan import save_pipeline
 from vsa.attention.base import AttentionMethod
+from vsa.attention.full import FullAttention
 from vsa.attention.schedule import SparsitySchedule
+from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion.distribution_matching import standard_scale
 from vsa.training.config import build, check_targets, model_factory
@@ -119,6 +121,16 @@ def test_experiments_say_what_they_are_for(path):
     for word in ("Purpose:", "Command:", "Hardware:", "Expected:"):
         assert any(line.startswith(f"# {word}") for line in head), word
     assert f"experiment={path.stem}" in "\n".join(head)
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_experiment_runs_dense_by_one_word(path):
+    sparse, dense = (
+        build(compose_run(f"experiment={path.stem}", *overrides).attention)(dim=64, num_heads=2, head_dim=32)
+        for overrides in ((), ("attention=full",))
+    )
+    assert isinstance(sparse, VideoSparseAttention)
+    assert isinstance(dense, FullAttention)
 
 
 def test_pretrain_120m_is_the_papers_recipe():
