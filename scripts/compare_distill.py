@@ -71,7 +71,7 @@ SHOWN = [0, 7, 14, 21]
 
 def finish(out: Path, seed: int, steps: Mapping[str, int], common: Sequence[str], workers: ThreadPoolExecutor) -> None:
     """The runs of one seed."""
-    folder = (out / f"seed-{seed}").resolve()
+    folder = out / f"seed-{seed}"
     teacher = folder / "teacher"
     workers.submit(train, teacher, steps["teacher"], *TEACHER, f"seed={seed}", *common).result()
     waiting = [
@@ -199,7 +199,11 @@ def real_latents(run: LoadedRun, prompts: Sequence[str], seed: int, shape: Seque
 
 
 def evaluate(
-    rows: Mapping[str, tuple[LoadedRun, SampleSettings]], prompts: Sequence[str], seed: int, progress: Progress
+    rows: Mapping[str, tuple[LoadedRun, SampleSettings]],
+    prompts: Sequence[str],
+    seed: int,
+    out: Path,
+    progress: Progress,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     """Measures of the rows of one seed, and of real clips that went through the codec.
 
@@ -223,7 +227,9 @@ def evaluate(
     for name, (run, settings) in rows.items():
         task = progress.add_task(f"seed {seed}, {name}", total=len(prompts) * settings.steps)
         latents = sample(run, prompts, settings, lambda clips, task=task: progress.advance(task, clips))
-        measure(name, latents, settings_dict(settings, run))
+        # the folder of all runs is one machine's
+        place = Path(run.source).relative_to(out)
+        measure(name, latents, {**settings_dict(settings, run), "checkpoint": str(place)})
     return records, pictures
 
 
@@ -266,29 +272,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    out = args.out.resolve()
     steps = {"teacher": args.teacher_steps, "adapted": args.adapt_steps}
     steps |= {"dense": args.distill_steps, "sparse": args.distill_steps}
     if not args.evaluate_only:
         with ThreadPoolExecutor(args.jobs) as workers, ThreadPoolExecutor(len(args.seeds)) as by_seed:
-            waiting = [by_seed.submit(finish, args.out, seed, steps, args.overrides, workers) for seed in args.seeds]
+            waiting = [by_seed.submit(finish, out, seed, steps, args.overrides, workers) for seed in args.seeds]
             for job in waiting:
                 job.result()
     prompts = evaluation_prompts(args.clips)
     # all seeds are looked at before the first is sampled
-    loaded = {seed: load_runs(args.out / f"seed-{seed}", args.device) for seed in args.seeds}
+    loaded = {seed: load_runs(out / f"seed-{seed}", args.device) for seed in args.seeds}
     records, pictures = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         for seed, runs in loaded.items():
             rows = sampled(runs, args.sample_seed, args.steps, args.guidance, args.batch_size)
-            record, frames = evaluate(rows, prompts, seed, progress)
+            record, frames = evaluate(rows, prompts, seed, out, progress)
             records.append(record)
             pictures.append(frames)
     found = summary(args.seeds, records)
     found |= {"clips": args.clips, "overrides": args.overrides, "torch": torch.__version__}
-    with atomic_file(args.out / "compare.json") as temporary:
+    with atomic_file(out / "compare.json") as temporary:
         temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    draw(found, [prompts[i] for i in SHOWN], pictures[0], args.out / "compare.png")
+    draw(found, [prompts[i] for i in SHOWN], pictures[0], out / "compare.png")
     show(found)
 
 

@@ -103,6 +103,8 @@ def test_rows_measure_what_they_name(evaluated: Path):
     ]:
         settings = rows[name]["settings"][0]
         assert [settings[key] for key in ("steps", "guidance", "sparsity", "seed")] == [steps, guidance, sparsity, 1]
+        # where the comparison lies is no part of it
+        assert Path(settings["checkpoint"]).parts[0] == "seed-3"
         assert settings["step_list"] == (list(STEP_LIST) if "student" in name else None)
     for row in rows.values():
         for measure in ("colour", "direction", "distance"):

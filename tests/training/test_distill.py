@@ -52,6 +52,8 @@ DISTILL = (
 ROOT = Path(__file__).parents[2]
 GAN = "task.objective.gan={_target_:vsa.training.gan.Gan,layers:[0,1],generator_weight:0.5,critic_weight:0.5}"
 
+TOLD = "task.objective.step_aware=true"
+
 
 @pytest.fixture(scope="module")
 def teacher_dir(tmp_path_factory) -> Path:
@@ -531,7 +533,7 @@ def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, tra
     ("trainer", "term"),
     [
         ("fsdp", ()),
-        pytest.param("fsdp", (GAN,), marks=pytest.mark.slow),
+        pytest.param("fsdp", (GAN, TOLD), marks=pytest.mark.slow),
         pytest.param("ddp", (), marks=pytest.mark.slow),
     ],
 )
@@ -660,6 +662,58 @@ def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
 def test_layers_that_are_not_there_are_refused(distill, layers, message):
     with pytest.raises(ValueError, match=message):
         distill(f"task.objective.gan={{_target_:vsa.training.gan.Gan,layers:{layers}}}")
+
+
+# a critic that is told the step
+
+
+def test_a_critic_is_told_the_step_by_a_bias_of_its_time_embedding(distill):
+    def look(trainer, module):
+        networks, batch = module.networks, kept.batches[-1]
+        latents = module.normalise(batch.latents)
+        bias, rows = networks.fake_score.condition_embedder.time_embedder.linear_2.bias, networks.fake_steps.weight
+
+        def gradient(told: bool, index: int) -> float:
+            asked = networks if told else replace(networks, fake_steps=None)
+            scored = module.objective.generator_update(
+                asked, batch, latents, module._negative, seed=0, iteration=0, topk=4, index=index
+            )
+            return float(scored.raw_norm.sum())
+
+        with torch.no_grad():
+            rows.zero_()
+            plain = [gradient(False, index) for index in range(3)]
+            assert [gradient(True, index) for index in range(3)] == plain
+            rows[1] = torch.linspace(-1, 1, rows.shape[1])
+            told = [gradient(True, index) for index in range(3)]
+            bias += rows[1]
+            by_bias = gradient(False, 1)
+            bias -= rows[1]
+        assert told[0] == plain[0]
+        assert told[2] == plain[2]
+        assert told[1] == pytest.approx(by_bias, rel=1e-5)
+        # control
+        assert abs(told[1] / plain[1] - 1) > 1e-3
+
+    kept = Keep()
+    distill(TOLD, "trainer.max_steps=1", callbacks=(kept, At(0, after=look)))
+
+
+def test_a_told_critic_learns_the_steps_apart_and_resumes(distill, training):
+    short = ("trainer.max_steps=2", "callbacks.checkpoint.every_n_steps=1")
+    distill(*short, TOLD, "run=told")
+    distill(*short, "run=mixture")
+    found = training.last("told")
+    rows = found.tensors("fake_steps")["weight"]
+    seen = {rollout_index(seed=0, iteration=i, num_steps=3, update="fake_score") for i in range(2)}
+    # a row whose step was not drawn would not show that they are told apart
+    assert {index for index in range(3) if rows[index].any()} == seen < {0, 1, 2}
+    half = training.folder("told") / "checkpoints" / "step-00000001"
+    distill(*short, TOLD, "run=resumed", f"ckpt_path={half}")
+    assert different(everything(training.last("resumed")), everything(found)) == set()
+    for run, overrides, word in (("told", (), "with"), ("mixture", (TOLD,), "without")):
+        with pytest.raises(ValueError, match=rf"was trained {word} objective\.step_aware"):
+            distill(*short, "trainer.max_steps=3", f"run={run}", "ckpt_path=last", *overrides)
 
 
 # guards

@@ -136,6 +136,7 @@ class DistillModule(DiffusionModule):
             recipe=fake_score_optim,
             guard=UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score"),
             gan=objective.gan,
+            num_steps=len(objective.timesteps) if objective.step_aware else None,
         )
         # the trainer's own accumulation is for modules that leave their optimizer to it
         self.micro_batches = 1
@@ -247,6 +248,7 @@ class DistillModule(DiffusionModule):
             fake_score=self.fake_score.network,
             real_score=self.teacher.network,
             discriminator=self.fake_score.discriminator,
+            fake_steps=self.fake_score.steps,
         )
 
     # one iteration

@@ -19,7 +19,8 @@ from vsa.diffusion import sampler
 from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
 from vsa.models.video_dit import VideoDiT
 from vsa.training.gan import Discriminator, Gan
-from vsa.training.hooks import outputs_of
+from vsa.training.hooks import added_to, outputs_of
+from vsa.training.step_embedding import StepEmbedding
 
 TopK = int | Sequence[int]
 
@@ -33,12 +34,14 @@ class Networks:
         fake_score: the critic, follows the distribution of the generator.
         real_score: the frozen teacher.
         discriminator: classifier on features of the critic, None without a GAN term.
+        fake_steps: tells the critic which step made its input, None where it is not told.
     """
 
     generator: VideoDiT
     fake_score: VideoDiT
     real_score: VideoDiT
     discriminator: Discriminator | None = None
+    fake_steps: StepEmbedding | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,9 @@ class DistributionMatching:
         velocity: weight of the velocity-matching regulariser: the generator's velocity at the scored input against
             that of the guided teacher; costs a pass of the generator.
         gan: a GAN term against the data's latents, see `Gan`; costs a pass of the critic in either update.
+        step_aware: the critic is told which step made its input (`StepEmbedding`), so that every step's output is
+            matched with the teacher's distribution. Without (DMD2) the mixture of all steps' outputs is, in which
+            the steps may be off in opposite directions.
 
     Raises:
         ValueError: a list that does not fit the schedule, or another value out of range.
@@ -108,6 +114,7 @@ class DistributionMatching:
     max_ratio: float = 0.98
     velocity: float = 0.0
     gan: Gan | None = None
+    step_aware: bool = False
 
     def __post_init__(self):
         # both refuse what they do not know: at the start, not at the first step
@@ -175,7 +182,7 @@ class DistributionMatching:
         sigmas, x_t, noise = self._noised(networks, batch, x0, seed=seed, iteration=iteration, update="generator")
         with torch.no_grad():
             timestep = fm.to_timestep(sigmas).to(x_t.device)
-            fake = _conditioned(networks.fake_score, batch, topk)(x_t, timestep)
+            fake = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
             real = self._guided_velocity(networks.real_score, batch, negative, x_t, timestep, topk)
             fake_x0, real_x0 = (dm.predicted_x0(x_t, v.to(x_t.dtype), sigmas) for v in (fake, real))
         gradient = dm.dmd_gradient(x0, real_x0, fake_x0)
@@ -188,7 +195,7 @@ class DistributionMatching:
         if self.gan is not None:
             # another pass of the critic, this one with a graph down to the generator
             noised = fm.add_noise(x0, noise, sigmas)
-            parts["gan"] = dm.gan_generator_loss(self._logits(networks, batch, noised, timestep, topk)[0])
+            parts["gan"] = dm.gan_generator_loss(self._logits(networks, batch, noised, timestep, topk, index)[0])
             loss = loss + self.gan.generator_weight * parts["gan"]
         return ScoredRollout(
             x0=x0,
@@ -210,24 +217,34 @@ class DistributionMatching:
         sigmas, x_t, noise = self._noised(networks, batch, x0, seed=seed, iteration=iteration, update="fake_score")
         timestep = fm.to_timestep(sigmas).to(x_t.device)
         if self.gan is None:
-            velocity = _conditioned(networks.fake_score, batch, topk)(x_t, timestep)
+            velocity = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
             loss = dm.critic_loss(velocity, x0, noise)
             return ScoredRollout(x0=x0, index=index, loss=loss, sigmas=sigmas, parts={"flow": loss})
-        fake, velocity = self._logits(networks, batch, x_t, timestep, topk)
+        fake, velocity = self._logits(networks, batch, x_t, timestep, topk, index)
         # data at the same noise levels, with the same noise
-        real, _ = self._logits(networks, batch, fm.add_noise(latents.to(x_t), noise, sigmas), timestep, topk)
+        real, _ = self._logits(networks, batch, fm.add_noise(latents.to(x_t), noise, sigmas), timestep, topk, index)
         parts = {"flow": dm.critic_loss(velocity, x0, noise), "gan": dm.gan_critic_loss(real, fake)}
         loss = parts["flow"] + self.gan.critic_weight * parts["gan"]
         return ScoredRollout(x0=x0, index=index, loss=loss, sigmas=sigmas, parts=parts)
 
+    def _fake_velocity(
+        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
+    ) -> Tensor:
+        """The critic's velocity for data that step `index` of the list made."""
+        velocity = _conditioned(networks.fake_score, batch, topk)
+        if networks.fake_steps is None:
+            return velocity(x_t, timestep)
+        with added_to(networks.fake_score.condition_embedder.time_embedder, networks.fake_steps(index)):
+            return velocity(x_t, timestep)
+
     def _logits(
-        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK
+        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
     ) -> tuple[Tensor, Tensor]:
         """Logits `[B, layers]` of the critic's features, and its velocity."""
         assert self.gan is not None
         assert networks.discriminator is not None
         with outputs_of({layer: networks.fake_score.blocks[layer] for layer in self.gan.layers}) as features:
-            velocity = _conditioned(networks.fake_score, batch, topk)(x_t, timestep)
+            velocity = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
         logits = networks.discriminator(features)
         # a sharded critic gathers its outer weights for a backward that comes through its output only
         return logits + 0 * velocity.float().flatten(1).mean(1, keepdim=True), velocity

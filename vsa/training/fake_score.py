@@ -16,31 +16,44 @@ from vsa.training.guard import UpdateGuard
 from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
 from vsa.training.start import Start
+from vsa.training.step_embedding import StepEmbedding
 from vsa.training.teacher import gates_from_dense
 
 
 class FakeScore(nn.Module):
-    """The network that follows the generator's distribution, with the classifier of a GAN term where there is one.
+    """The network that follows the generator's distribution, with what is trained beside it.
 
     Args:
         make: builds the network.
         recipe: of the optimizer.
         guard: of its updates.
         gan: the GAN term; None without.
+        num_steps: of the generator's list, which the network is told apart; None: it is not told.
 
     Attributes:
         network: once `build` has made it.
         discriminator: the same, None without a GAN term.
+        steps: the same, None where the step is not told.
     """
 
-    def __init__(self, make: Callable[[], VideoDiT], *, recipe: AdamW, guard: UpdateGuard, gan: Gan | None):
+    def __init__(
+        self,
+        make: Callable[[], VideoDiT],
+        *,
+        recipe: AdamW,
+        guard: UpdateGuard,
+        gan: Gan | None,
+        num_steps: int | None = None,
+    ):
         super().__init__()
         self.network: VideoDiT = None  # type: ignore[assignment] (made in build)
         self.discriminator: Discriminator | None = None
+        self.steps: StepEmbedding | None = None
         self.guard = guard
         self.recipe = recipe
         self._make = make
         self._gan = gan
+        self._num_steps = num_steps
 
     def check(self, start: Start) -> None:
         """Refuse weights to start from that do not fit the network; no memory is taken.
@@ -56,17 +69,25 @@ class FakeScore(nn.Module):
             raise ValueError(f"as fake_score (task.fake_score_attention): {error}") from None
 
     def build(self, mesh: DeviceMesh | None, plan: ParallelPlan, *, seed: int) -> None:
-        """Make network and classifier; the network's weights come with `load_start` or `load`."""
+        """Make the networks; the critic's weights come with `load_start` or `load`."""
         with torch.random.fork_rng(devices=[]):
             self.network = build_model(self._make, mesh, plan, initialise=None)
         if self._gan is not None:
             self.discriminator = self._gan.build(self.network.dim, len(self.network.blocks), seed=seed, mesh=mesh)
+        if self._num_steps is not None:
+            self.steps = StepEmbedding.build(self._num_steps, self.network.dim, mesh)
+
+    @property
+    def _beside(self) -> dict[str, nn.Module]:
+        """What is trained beside the network, by the name of its tensors in a checkpoint."""
+        found = {"discriminator": self.discriminator, "fake_steps": self.steps}
+        return {name: module for name, module in found.items() if module is not None}
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of both."""
+        """The optimizer of all."""
         made = self.recipe.build(self.network, self.network.parameter_roles())
-        if self.discriminator is not None:
-            parameters = {f"discriminator.{name}": p for name, p in self.discriminator.named_parameters()}
+        for module_name, module in self._beside.items():
+            parameters = {f"{module_name}.{name}": p for name, p in module.named_parameters()}
             made.add_param_group(
                 {
                     "params": list(parameters.values()),
@@ -88,8 +109,7 @@ class FakeScore(nn.Module):
             "fake_score": dict(self.network.named_parameters()),
             "fake_score_optimizer": optimizer_state(optimizer),
         }
-        if self.discriminator is not None:
-            tensors["discriminator"] = dict(self.discriminator.named_parameters())
+        tensors |= {name: dict(module.named_parameters()) for name, module in self._beside.items()}
         return tensors
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -100,13 +120,16 @@ class FakeScore(nn.Module):
         """Put back what a checkpoint holds.
 
         Raises:
-            ValueError: it was trained with a GAN term and this is not, or the other way round; what does not fit.
+            ValueError: it was trained with a GAN term or told the steps and this is not, or the other way round; what
+                does not fit.
         """
         what = str(checkpoint.path)
-        if (self.discriminator is None) == checkpoint.has("discriminator"):
-            raise ValueError(f"{what} was trained {'without' if self.discriminator else 'with'} objective.gan")
+        for name, setting in (("discriminator", "gan"), ("fake_steps", "step_aware")):
+            here = name in self._beside
+            if here != checkpoint.has(name):
+                raise ValueError(f"{what} was trained {'without' if here else 'with'} objective.{setting}")
         load_model_tensors(self.network, checkpoint.tensors("fake_score"), f"fake_score of {what}")
         load_optimizer_tensors(optimizer, checkpoint.tensors("fake_score_optimizer"), what)
-        if self.discriminator is not None:
-            load_model_tensors(self.discriminator, checkpoint.tensors("discriminator"), f"discriminator of {what}")
+        for name, module in self._beside.items():
+            load_model_tensors(module, checkpoint.tensors(name), f"{name} of {what}")
         self.guard.load_state_dict(checkpoint.state["fake_score"])

@@ -1,4 +1,4 @@
-"""Looking at what modules inside a network put out."""
+"""Looking at, and adding to, what modules inside a network put out."""
 
 from __future__ import annotations
 
@@ -27,3 +27,17 @@ def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def added_to(module: nn.Module, term: Tensor) -> Iterator[None]:
+    """Adds `term` to the module's output in the forward run inside."""
+
+    def add(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return output + term
+
+    handle = module.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,40 @@
+"""Telling the critic of a distillation which step of the list made its input."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+
+class StepEmbedding(nn.Module):
+    """A vector for every step of the generator's list, added to the critic's time embedding.
+
+    All are zero at first: the critic begins as the teacher.
+
+    One critic for all steps follows the mixture of their outputs, and the generator can bring that mixture to the
+    teacher's distribution with steps that are off in opposite directions; only the last step's output is ever looked
+    at. Sampling-step-aware objectives serve the same end (Luo et al., "Trajectory Distribution Matching",
+    arXiv:2503.06674).
+
+    Args:
+        num_steps: length of the step list.
+        dim: width of the critic.
+    """
+
+    def __init__(self, num_steps: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_steps, dim))
+
+    @classmethod
+    def build(cls, num_steps: int, dim: int, mesh: DeviceMesh | None) -> StepEmbedding:
+        """The table, its rows sharded over `mesh`."""
+        made = cls(num_steps, dim)
+        if mesh is not None:
+            fully_shard(made.to(mesh.device_type), mesh=mesh)
+        return made
+
+    def forward(self, index: int) -> Tensor:
+        """`[dim]`, fp32."""
+        return self.weight[index]
