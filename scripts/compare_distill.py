@@ -37,6 +37,7 @@ from vsa.attention.full import FullAttention
 from vsa.cli import one_line_errors
 from vsa.data.atomic import atomic_file
 from vsa.data.toy_videos import caption_of, clip_attributes, evaluation_prompts, render_clip
+from vsa.training.checkpointing import resolve_checkpoint
 from vsa.training.inference import (
     LoadedRun,
     ProgressFn,
@@ -117,8 +118,8 @@ def load_runs(folder: Path, device: str | None) -> dict[str, LoadedRun]:
     """Teacher and students of one seed.
 
     Raises:
-        ValueError: a run is missing, or the students cannot be compared: other step lists, other top-k of the two
-            sparse ones, or other latent statistics than the teacher's.
+        ValueError: a run is missing, or the students cannot be compared: other step lists, other losses, other top-k
+            of the two sparse ones, or other latent statistics than the teacher's.
     """
     runs = {name: load_run(folder / name, device=device) for name in ("teacher", *STUDENTS)}
     teacher, dense = runs["teacher"], runs["dense"]
@@ -128,10 +129,33 @@ def load_runs(folder: Path, device: str | None) -> dict[str, LoadedRun]:
             raise ValueError(f"step lists differ: {run.source} has {run.step_list}, {dense.source} {dense.step_list}")
         if not torch.equal(run.latent_mean, teacher.latent_mean) or not torch.equal(run.latent_std, teacher.latent_std):
             raise ValueError(f"latent statistics of {run.source} are not those of its teacher {teacher.source}")
+    refuse_other_objectives([dense, runs["sparse"]])
     sparse, merged = (runs[name].settings().topk for name in ("sparse", "merged"))
     if sparse != merged:
         raise ValueError(f"{runs['sparse'].source} has topk {sparse}, {runs['merged'].source} topk {merged}")
     return runs
+
+
+def objective(run: LoadedRun) -> Mapping[str, Any]:
+    """Settings of the losses that a run was trained with."""
+    return resolve_checkpoint(run.source).state["config"]["task"]["objective"]
+
+
+def refuse_other_objectives(runs: Sequence[LoadedRun]) -> None:
+    """Refuse runs of other losses: finished ones are kept, whatever settings they were trained with.
+
+    Raises:
+        ValueError: names the first setting that differs.
+    """
+    first = objective(runs[0])
+    for run in runs[1:]:
+        found = objective(run)
+        for key in sorted(first.keys() | found.keys()):
+            if first.get(key) != found.get(key):
+                raise ValueError(
+                    f"{run.source} was trained with objective.{key}={found.get(key)}, {runs[0].source} with "
+                    f"{first.get(key)}: use another folder"
+                )
 
 
 def sampled(
@@ -283,6 +307,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = evaluation_prompts(args.clips)
     # all seeds are looked at before the first is sampled
     loaded = {seed: load_runs(out / f"seed-{seed}", args.device) for seed in args.seeds}
+    refuse_other_objectives([runs["dense"] for runs in loaded.values()])
     records, pictures = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
@@ -292,6 +317,7 @@ def main(argv: list[str] | None = None) -> None:
             records.append(record)
             pictures.append(frames)
     found = summary(args.seeds, records)
+    found["objective"] = objective(loaded[args.seeds[0]]["dense"])
     found |= {"clips": args.clips, "overrides": args.overrides, "torch": torch.__version__}
     with atomic_file(out / "compare.json") as temporary:
         temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")

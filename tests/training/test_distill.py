@@ -673,30 +673,56 @@ def test_a_critic_is_told_the_step_by_a_bias_of_its_time_embedding(distill):
         latents = module.normalise(batch.latents)
         bias, rows = networks.fake_score.condition_embedder.time_embedder.linear_2.bias, networks.fake_steps.weight
 
-        def gradient(told: bool, index: int) -> float:
+        def losses(told: bool, index: int, iteration: int) -> list[float]:
+            """Of both updates, with the row of a step: what each pass of the critic goes into."""
+            objective = replace(module.objective, step_aware=told)
             asked = networks if told else replace(networks, fake_steps=None)
-            scored = module.objective.generator_update(
-                asked, batch, latents, module._negative, seed=0, iteration=0, topk=4, index=index
-            )
-            return float(scored.raw_norm.sum())
+            common = {"seed": 0, "iteration": iteration, "topk": 4}
+            ours = objective.generator_update(asked, batch, latents, module._negative, **common, index=index)
+            critic = objective.fake_score_update(asked, batch, latents, **common)
+            assert critic.index == index
+            values = (ours.raw_norm, ours.parts["gan"], critic.parts["flow"], critic.parts["gan"])
+            return [float(value.sum()) for value in values]
 
+        # an iteration whose critic sees the step
+        iterations = [
+            next(i for i in range(99) if rollout_index(seed=0, iteration=i, num_steps=3, update="fake_score") == index)
+            for index in range(3)
+        ]
         with torch.no_grad():
+            for head in networks.discriminator.heads:
+                head.weight.mul_(20)
             rows.zero_()
-            plain = [gradient(False, index) for index in range(3)]
-            assert [gradient(True, index) for index in range(3)] == plain
+            plain = [losses(False, index, i) for index, i in enumerate(iterations)]
+            assert [losses(True, index, i) for index, i in enumerate(iterations)] == plain
             rows[1] = torch.linspace(-1, 1, rows.shape[1])
-            told = [gradient(True, index) for index in range(3)]
+            told = [losses(True, index, i) for index, i in enumerate(iterations)]
             bias += rows[1]
-            by_bias = gradient(False, 1)
+            by_bias = losses(False, 1, iterations[1])
             bias -= rows[1]
         assert told[0] == plain[0]
         assert told[2] == plain[2]
         assert told[1] == pytest.approx(by_bias, rel=1e-5)
-        # control
-        assert abs(told[1] / plain[1] - 1) > 1e-3
+        # control: in each of the passes
+        assert all(abs(a / b - 1) > 1e-4 for a, b in zip(told[1], plain[1], strict=True))
 
     kept = Keep()
-    distill(TOLD, "trainer.max_steps=1", callbacks=(kept, At(0, after=look)))
+    distill(TOLD, GAN, "trainer.max_steps=1", callbacks=(kept, At(0, after=look)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("task.objective.step_aware=off",), "objective.step_aware must be true or false, got 'off'"),
+        (
+            (TOLD, "task.objective.timesteps=[1000]"),
+            r"step_aware has no effect: objective.timesteps=\[1000\] is one step",
+        ),
+    ],
+)
+def test_what_tells_no_step_apart_is_refused(distill, settings, message):
+    with pytest.raises(ValueError, match=message):
+        distill(*settings)
 
 
 def test_a_told_critic_learns_the_steps_apart_and_resumes(distill, training):

@@ -75,7 +75,10 @@ def refuse_random_gates(model: VideoDiT) -> None:
     for block in model.blocks:
         start = getattr(block.method, "gate_init", "identity")
         if start != "identity":
-            raise ValueError(f"gate_init={start} of its attention, but a dense checkpoint needs gate_init=identity")
+            raise ValueError(
+                f"gate_init={start} of its attention, but a dense checkpoint needs gate_init=identity "
+                "(attention=video_sparse_from_dense)"
+            )
 
 
 def sparse_settings(model: VideoDiT) -> dict[str, Any]:

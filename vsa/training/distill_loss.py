@@ -128,6 +128,12 @@ class DistributionMatching:
             raise ValueError(f"objective.source must be simulate or data_latent, got {self.source!r}")
         if not self.velocity >= 0:
             raise ValueError(f"objective.velocity must be at least 0, got {self.velocity}")
+        if not isinstance(self.step_aware, bool):
+            raise ValueError(f"objective.step_aware must be true or false, got {self.step_aware!r}")
+        if self.step_aware and len(steps) == 1:
+            raise ValueError(
+                f"objective.step_aware has no effect: objective.timesteps={list(self.timesteps)} is one step"
+            )
         dm.standard_scale(self.guidance, self.cfg_form)
 
     @property
@@ -231,6 +237,7 @@ class DistributionMatching:
         self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
     ) -> Tensor:
         """The critic's velocity for data that step `index` of the list made."""
+        assert self.step_aware == (networks.fake_steps is not None)
         velocity = _conditioned(networks.fake_score, batch, topk)
         if networks.fake_steps is None:
             return velocity(x_t, timestep)

@@ -84,7 +84,7 @@ class FakeScore(nn.Module):
         return {name: module for name, module in found.items() if module is not None}
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of all."""
+        """The optimizer of all; what is beside the network has its learning rate, without factors."""
         made = self.recipe.build(self.network, self.network.parameter_roles())
         for module_name, module in self._beside.items():
             parameters = {f"{module_name}.{name}": p for name, p in module.named_parameters()}

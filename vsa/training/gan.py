@@ -58,7 +58,7 @@ class Gan:
             made = Discriminator(dim, self.layers)
         if mesh is not None:
             # small, and computed in fp32 whatever the critic computes in
-            fully_shard(made.to(mesh.device_type), mesh=mesh)
+            fully_shard(made.to(mesh.device_type), mesh=mesh, reshard_after_forward=True)
         return made
 
 

@@ -14,9 +14,8 @@ class StepEmbedding(nn.Module):
     All are zero at first: the critic begins as the teacher.
 
     One critic for all steps follows the mixture of their outputs, and the generator can bring that mixture to the
-    teacher's distribution with steps that are off in opposite directions; only the last step's output is ever looked
-    at. Sampling-step-aware objectives serve the same end (Luo et al., "Trajectory Distribution Matching",
-    arXiv:2503.06674).
+    teacher's distribution with steps that are off in opposite directions, while only the last step's output is looked
+    at (benchmarks/README.md has a case).
 
     Args:
         num_steps: length of the step list.
@@ -32,9 +31,11 @@ class StepEmbedding(nn.Module):
         """The table, its rows sharded over `mesh`."""
         made = cls(num_steps, dim)
         if mesh is not None:
-            fully_shard(made.to(mesh.device_type), mesh=mesh)
+            # also after a forward without backward, so that checkpoints read shards at any time
+            fully_shard(made.to(mesh.device_type), mesh=mesh, reshard_after_forward=True)
         return made
 
     def forward(self, index: int) -> Tensor:
         """`[dim]`, fp32."""
-        return self.weight[index]
+        # a view of it would not outlast the gathered table
+        return self.weight[index].clone()
