@@ -164,7 +164,7 @@ def test_wan_is_distilled_as_published():
     assert [module.updates_generator(n) for n in range(6)] == [True, False, False, False, False, True]
     assert module.generator_updates(cfg.trainer.max_steps) == 800
     assert module.sparsity.topk(0, 364) == 73
-    for recipe in (module._optim, module._fake_score_optim):
+    for recipe in (module._optim, module.fake_score.recipe):
         assert (recipe.lr, recipe.weight_decay, [recipe.schedule(n) for n in (0, 3999)]) == (2e-6, 0.01, [1, 1])
     large = compose_run("experiment=distill_wan_14b")
     assert build(large.sparsity).topk(0, 1200) == 120

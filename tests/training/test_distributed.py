@@ -163,7 +163,14 @@ def test_finetuning_on_two_ranks_is_one(training, start, extra):
         source = export_pretrained(
             model_factory(training.config(*full))(), training.output / "folder", sparse=None, tensors=dense.__getitem__
         )
-    common = (*small, "task=finetune", f"init_from={source}", "task.objective.velocity=0.5", "optim.lr=0.1")
+    common = (
+        *small,
+        "task=finetune",
+        "attention=video_sparse_from_dense",
+        f"init_from={source}",
+        "task.objective.velocity=0.5",
+        "optim.lr=0.1",
+    )
     common += ("trainer.max_steps=6", "callbacks.checkpoint.every_n_steps=3", *extra)
     fsdp = ("trainer=fsdp", "trainer.accelerator=cpu")
     training(*common, "run=one")
