@@ -252,6 +252,12 @@ def test_runs_that_cannot_be_compared_are_refused(script: ModuleType, write_seed
 
     script.load_runs(write_seed(tmp_path / "whole"), "cpu")
     refused(write_seed(tmp_path / "missing", without=("merged",)), "merged")
+    # finished runs are kept whatever they were trained with
+    mixed = write_seed(tmp_path / "mixed")
+    config = resolve_checkpoint(mixed / "sparse").state["config"]
+    config["task"]["objective"]["step_aware"] = True
+    rewrite_state(mixed / "sparse", config=config)
+    refused(mixed, r"mixed/sparse.* was trained with objective.step_aware=True, .*mixed/dense.* with None: use another")
     undistilled = write_seed(tmp_path / "undistilled")
     rewrite_state(undistilled / "sparse", step_list=None)
     refused(undistilled, r"step lists differ: .*sparse.* has None, .*dense.* \(1000.0, 757.0, 522.0\)")
