@@ -15,7 +15,6 @@ import math
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,12 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 from compare_finetune import train
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich.box import SIMPLE
-from rich.console import Console
+from report_distill import MEASURES, RECONSTRUCTIONS, draw, show
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from score_toy import CHANCE, score
 from torch import Tensor
 
@@ -62,8 +57,6 @@ ARMS = {
     ),
 }
 STUDENTS = ("dense", "sparse", "merged")
-MEASURES = ("colour", "direction", "distance")
-RECONSTRUCTIONS = "codec reconstructions"
 # rendered sets that no training uses: two for each seed
 REAL_SETS = 1_000_000
 # clips in the picture: other colours and other directions
@@ -323,88 +316,6 @@ def main(argv: list[str] | None = None) -> None:
         temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
     draw(found, [prompts[i] for i in SHOWN], pictures[0], out / "compare.png")
     show(found)
-
-
-def label(name: str, row: Mapping[str, Any]) -> str:
-    """Name of a row with what it costs."""
-    return f"{name}\n{row['forwards']} forwards" if "forwards" in row else name
-
-
-def draw(found: Mapping[str, Any], prompts: Sequence[str], pictures: Mapping[str, Tensor], path: Path) -> None:
-    """The values of all rows as bars with a point for each seed, and below the middle frames of the first seed's clips.
-
-    Args:
-        found: from `summary`.
-        prompts: P captions of the pictures.
-        pictures: uint8 `[P, H, W, 3]` by row.
-        path: PNG to write.
-    """
-    rows = found["rows"]
-    figure = Figure(figsize=(11, 4.2 + 1.7 * len(prompts)), layout="constrained")
-    panels: Any = figure.subfigures(2, 1, height_ratios=(3.6, 0.6 + 1.7 * len(prompts)))
-    titles = ("colour as the prompt says", "direction as the prompt says", "latent Fréchet distance (less is better)")
-    floor = rows[RECONSTRUCTIONS]["distance"]["mean"]
-    lines = {name: (f"dotted: chance, {value:.0%}", value) for name, value in CHANCE.items()}
-    lines["distance"] = (f"dotted: two sets of rendered clips, {floor:.3g}", floor)
-    for axes, measure, title in zip(panels[0].subplots(1, 3, sharey=True), MEASURES, titles, strict=True):
-        draw_bars(axes, {label(name, row): row[measure] for name, row in rows.items()}, share=measure != "distance")
-        meaning, value = lines[measure]
-        axes.axvline(value, color="black", linestyle=":", zorder=0)
-        axes.set_xlabel(meaning, fontsize=8)
-        axes.set_title(title, fontsize=10)
-    grid = panels[1].subplots(len(prompts), len(rows), squeeze=False)
-    for line, (prompt, axes_of_prompt) in enumerate(zip(prompts, grid, strict=True)):
-        for axes, (name, row) in zip(axes_of_prompt, rows.items(), strict=True):
-            axes.imshow(pictures[name][line].numpy())
-            axes.set_xticks([])
-            axes.set_yticks([])
-            if line == 0:
-                axes.set_title(label(name, row), fontsize=8)
-        axes_of_prompt[0].set_ylabel("\n".join(textwrap.wrap(prompt, 18)), fontsize=8)
-    panels[1].suptitle(
-        f"middle frames, seed {found['seeds'][0]}, the same noise in all columns but the first", fontsize=9
-    )
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=110)
-
-
-def draw_bars(axes: Axes, values: Mapping[str, Mapping[str, Any]], *, share: bool) -> None:
-    """Mean of each row as a bar with its number, and the seeds as points."""
-    places = range(len(values))
-    axes.barh(places, [row["mean"] for row in values.values()], color="tab:blue", alpha=0.5)
-    for place, row in zip(places, values.values(), strict=True):
-        axes.plot(row["seeds"], [place] * len(row["seeds"]), "o", color="tab:blue", markersize=4)
-        number = f"{row['mean']:.0%}" if share else f"{row['mean']:.3g}"
-        axes.annotate(
-            number, (max(row["seeds"]), place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
-        )
-    axes.set_yticks(places, list(values), fontsize=8)
-    # the first row on top
-    axes.invert_yaxis()
-    # room for the numbers
-    axes.margins(x=0.25)
-    axes.set_xlim(left=0)
-
-
-def show(found: Mapping[str, Any]) -> None:
-    """The rows as a table that fits 80 columns, mean and standard deviation over the seeds."""
-    caption = "distance: Fréchet, on latents; the first row: between two rendered sets"
-    title = f"toy distillation, {found['clips']} clips, seeds {found['seeds']}"
-    table = Table(title=title, caption=caption, box=SIMPLE, pad_edge=False)
-    table.add_column("")
-    for heading in ("forwards", "colour %", "direction %", "distance"):
-        table.add_column(heading, justify="right")
-    for name, row in found["rows"].items():
-        cells = [f"{row['forwards']}" if "forwards" in row else ""]
-        for measure in MEASURES:
-            mean, spread = row[measure]["mean"], row[measure]["spread"]
-            if measure == "distance":
-                cells.append(f"{mean:.3g}" + ("" if spread is None else f" ± {spread:.2g}"))
-            else:
-                cells.append(f"{100 * mean:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}"))
-        table.add_row(name, *cells)
-    table.add_row("chance", "", *(f"{100 * value:.1f}" for value in CHANCE.values()), "")
-    Console().print(table)
 
 
 if __name__ == "__main__":

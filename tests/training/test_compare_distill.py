@@ -37,7 +37,7 @@ def script() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))
         yield importlib.import_module("compare_distill")
-        for name in ("compare_distill", "compare_finetune", "score_toy"):
+        for name in ("compare_distill", "compare_finetune", "report_distill", "score_toy"):
             sys.modules.pop(name)
 
 
