@@ -57,12 +57,18 @@ def problem(seed: int, at: torch.device) -> str:
     scores = torch.randn(batch, heads, q_blocks.num, kv_blocks.num, device=at)
     marks = torch.rand(2, q_blocks.num, kv_blocks.num, device=at) < 0.4
     rows = torch.randint(1, kv_blocks.num + 1, (q_blocks.num,), device=at, dtype=torch.int32)
+    listed = BlockIndex.from_dense(marks[:1, None])
     indices = [
         select_topk(scores, topk, backend="triton"),
         select_topk(scores, topk, candidates=marks[0], backend="triton"),
         select_topk(scores, rows, candidates=marks[0], always=marks[1], backend="triton"),
         # lists without spare entries, broadcast over batch and heads, some empty
-        BlockIndex.from_dense(marks[:1, None]),
+        listed,
+        # every other entry of wider tensors
+        BlockIndex(
+            kv_indices=listed.kv_indices.repeat_interleave(2, -1)[..., ::2],
+            kv_num_blocks=listed.kv_num_blocks.repeat_interleave(2, -1)[..., ::2],
+        ),
     ]
     for index in indices:
         valid = None

@@ -7,16 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def packed(x: Tensor) -> Tensor:
+    """x itself where the entries of its last dim are neighbours in memory, as kernels address them, else such a copy.
+
+    A dim before the last may have any stride; one that an `expand` made (stride 0) stays so in the copy.
+    """
+    if x.stride(-1) == 1 or x.shape[-1] <= 1:
+        return x
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-1])]
+    return once.contiguous().expand(x.shape)
+
+
+def pack(values: Any, *names: str) -> None:
+    """Packs tensors of a frozen dataclass while it is made, which every call and every op does: most need nothing."""
+    for name in names:
+        x = getattr(values, name)
+        if x.stride(-1) != 1:
+            object.__setattr__(values, name, packed(x))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
     """Partition of a sequence into contiguous blocks (`cu_seqlens` style).
 
-    The extreme sizes stand beside the offsets as plain ints so that no kernel has to ask the device.
+    The extreme sizes stand beside the offsets as plain ints so that no kernel has to ask the device. Offsets that are
+    a strided view are copied.
 
     Args:
         offsets: int32 `[N + 1]`, ascending from 0 to the sequence length; block n holds tokens
@@ -28,6 +49,9 @@ class Blocks:
     offsets: Tensor
     max_size: int
     min_size: int
+
+    def __post_init__(self):
+        pack(self, "offsets")
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int], device: torch.device | str | None = None) -> Blocks:
@@ -51,7 +75,8 @@ class Blocks:
 class BlockIndex:
     """Which kv blocks each query block attends to.
 
-    Dims of size 1 broadcast over batch or heads. Counts and capacity are run-time values.
+    Dims of size 1 broadcast over batch or heads. Counts and capacity are run-time values. Tensors that are strided
+    views in their last dim are copied.
 
     Args:
         kv_indices: int32 `[B|1, H|1, Nq, Kmax]`; the first `kv_num_blocks` entries of a row are distinct and
@@ -73,6 +98,11 @@ class BlockIndex:
     mask_bits: Tensor | None = None
     max_blocks: int | None = None
     min_blocks: int | None = None
+
+    def __post_init__(self):
+        pack(self, "kv_indices", "kv_num_blocks")
+        if self.kv_num_full_blocks is not None and self.mask_ids is not None and self.mask_bits is not None:
+            pack(self, "kv_num_full_blocks", "mask_ids", "mask_bits")
 
     @classmethod
     def from_dense(cls, mask: Tensor) -> BlockIndex:

@@ -22,8 +22,10 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+def config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The pinned configuration of a kernel: its tile sizes as constexprs, `num_warps` and `num_stages`.
+
+    All configurations of one kernel have the same keys; a `maxnreg` of None leaves the registers to the compiler.
 
     Falls back from the exact architecture to the newest older one, and from the head dim to the next larger tuned
     one, so that every supported case has a configuration.
@@ -39,7 +41,7 @@ def config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device)
 
 
 @functools.cache
-def _config(kernel: str, head_dim: int, bits: int, arch: int) -> dict[str, int]:
+def _config(kernel: str, head_dim: int, bits: int, arch: int) -> dict[str, Any]:
     table: dict[str, dict[str, dict[str, Any]]] = _table()[kernel]
     known = sorted(int(name) for name in table)
     by_dtype = table[str(max([name for name in known if name <= arch], default=known[0]))][str(max(bits, 16))]
@@ -73,7 +75,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, **constants)
-    key = (kernel.fn, device, *map(_kind, args), *constants.values())
+    # constants by name, since two calls may write them in another order; plain integers, most of the arguments, are
+    # spared a call of `_kind`
+    key = (kernel.fn, device, *[x if type(x) is int else _kind(x) for x in args], frozenset(constants.items()))
     known = _compiled.get(key)
     if known is None:
         compiled = kernel[grid](*args, **constants)

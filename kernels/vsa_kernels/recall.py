@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import Blocks
+from vsa_kernels.checks import check_device
 from vsa_kernels.selection.api import list_capacity
 
 
@@ -108,5 +109,14 @@ class RecallBuffer:
                 f"recall must hold [{B}, {H}, {num_q}] rows of at least {capacity} blocks, "
                 f"got {list(record.shape[:3])} of {record.shape[3] - 1}"
             )
-        if record.device != q.device:
-            raise ValueError(f"recall must be on {q.device} like q, got {record.device}")
+        expected = {"record": torch.float32, "probe": torch.int32, "seed": torch.int64}
+        for name, dtype in expected.items():
+            x = getattr(self, name)
+            if x.dtype != dtype:
+                raise ValueError(f"recall.{name} must be {dtype}, got {x.dtype}")
+            check_device(f"recall.{name}", x, "q", q)
+        if self.probe.shape != record.shape[:3] or self.seed.numel() != 1:
+            raise ValueError(
+                f"recall.probe and recall.seed must be {list(record.shape[:3])} and one number, "
+                f"got {list(self.probe.shape)} and {list(self.seed.shape)}"
+            )

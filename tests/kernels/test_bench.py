@@ -516,7 +516,7 @@ def test_tuned_configurations_are_written_as_they_are_read(script, tmp_path):
     assert tune.dump(json.loads(text)) == text
     path = tmp_path / "configs.json"
     path.write_text(text)
-    config = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
+    config = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1, "DESC": 0, "maxnreg": None}
     tune.write(path, "fwd", 100, 16, 96, config)
     table, before = json.loads(path.read_text()), json.loads(text)
     assert list(table["fwd"]) == ["80", "90", "100"]
@@ -528,16 +528,18 @@ def test_tuned_configurations_are_written_as_they_are_read(script, tmp_path):
 
 def test_candidates_hold_the_pinned_one_and_what_the_grid_does_not_know(script):
     tune = script("tune")
-    pinned = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "DESC": 1, "DP_FIRST": 0, "NEW": 3}
+    pinned = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "DESC": 1, "maxnreg": None}
+    pinned |= {"DP_FIRST": 0, "NEW": 3}
     found = tune.candidates("dkv", torch.bfloat16, 90, pinned)
     assert found[0] == pinned
     assert found.count(pinned) == 1
     assert all(config["NEW"] == 3 and config["DP_FIRST"] in (0, 1) for config in found)
-    assert not any("DESC" in config for config in tune.candidates("fwd", torch.float16, 80, {})[1:])
+    assert all(config.keys() == pinned.keys() for config in found)
+    assert all(config["DESC"] == 0 for config in tune.candidates("fwd", torch.float16, 80, {})[1:])
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_candidates_are_checked(script):
+def test_candidates_are_checked_in_the_interpreter(script):
     tune = script("tune")
     for kernel in tune.KERNELS:
         config = launch.config(kernel, 16, torch.float32, CPU)

@@ -31,3 +31,23 @@ def test_index_and_dense_mask_are_inverse(seed):
     for row, count in zip(index.kv_indices.view(-1, 7), index.kv_num_blocks.view(-1), strict=True):
         kept = row[: int(count)]
         assert torch.equal(kept, kept.sort().values)
+
+
+def test_a_tensor_with_neighbouring_entries_is_not_copied():
+    lists = torch.arange(24, dtype=torch.int32).view(2, 1, 3, 4)
+    for x in (lists, lists.expand(2, 5, 3, 4), lists[..., 1:], lists[:, :, ::2], lists[..., :1], lists[..., :0]):
+        index = BlockIndex(kv_indices=x, kv_num_blocks=x.sum(-1, dtype=torch.int32))
+        assert index.kv_indices is x
+    offsets = torch.arange(5, dtype=torch.int32)
+    assert Blocks(offsets=offsets, max_size=1, min_size=1).offsets is offsets
+
+
+def test_a_view_is_copied_once_however_often_it_is_expanded():
+    x = torch.arange(24, dtype=torch.int32).view(1, 1, 4, 6)
+    for strided in (x[..., ::2], x.transpose(2, 3)):
+        wide = strided.expand(2, 5, -1, -1)
+        index = BlockIndex(kv_indices=wide, kv_num_blocks=wide[..., 0])
+        assert torch.equal(index.kv_indices, wide)
+        assert index.kv_indices.stride()[:2] == (0, 0)
+        assert index.kv_indices.stride(3) == index.kv_num_blocks.stride(2) == 1
+        assert torch.equal(index.kv_num_blocks, wide[..., 0])

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vsa_kernels import BlockIndex, Blocks, block_sparse_attn
 from vsa_kernels.block_sparse import gather, reference
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.testing import Case, assert_within_budget, define, expand_mask, make_case, run
+from vsa_kernels.block_sparse.op import block_sparse_bwd, block_sparse_fwd
+from vsa_kernels.testing import Case, assert_within_budget, define, expand_mask, make_case, run, summed_terms
 
 BACKENDS = ("reference", "gather")
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -189,6 +190,66 @@ def test_large_logits(backend, device):
     torch.testing.assert_close(got["out"].double(), exact["out"], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(got["lse"].double(), exact["lse"], rtol=1e-5, atol=1e-2)
     assert all(got[name].isfinite().all() for name in ("dq", "dk", "dv"))
+
+
+def _wrong_gradients(case: Case, backend: str) -> dict[str, dict[str, torch.Tensor]]:
+    """What backwards give that round the logits or their lse to half precision: large ones lose whole units there."""
+    dim = case.q.shape[-1]
+    mask = BlockMask(index=case.index, q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, kv_valid=None)
+    args = (case.q, case.k, case.v, *mask.flatten(), dim**-0.5, backend)
+    out, lse = block_sparse_fwd(*args)
+    rounded = block_sparse_bwd(case.dout, case.dlse, out, lse.to(torch.bfloat16).float(), *args)
+    # the scale multiplied into q, as a kernel may be tempted to
+    factor = 1.44 * dim**-0.5
+    scaled = run(replace(case, q=(case.q * factor).to(torch.bfloat16).to(case.q.dtype), scale=1 / 1.44), backend)
+    scaled["dq"] = scaled["dq"] * factor
+    names = ("dq", "dk", "dv")
+    return {"lse": dict(zip(names, rounded, strict=True)), "scale": {name: scaled[name] for name in names}}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_backward_of_large_activations(head_dim, device):
+    """q and k of 30 standard deviations, logits of some thousands, in bf16 against fp64."""
+    sides = {"heads": 2, "kv_heads": 1, "head_dim": head_dim, "density": 0.8, "dtype": torch.bfloat16}
+    case = make_case([64, 40, 64], [64, 64, 21], **sides, device=device)
+    case = replace(case, q=case.q * 30, k=case.k * 30)
+    exact, plain, got, terms = define(case), run(case, "reference"), run(case, "gather"), summed_terms(case)
+    assert exact["lse"].abs().max() > 2000
+    eps = torch.finfo(torch.bfloat16).eps
+    for name in NAMES:
+        assert_within_budget(got[name], plain[name], exact[name], name, terms[name])
+        if name != "lse":
+            # the reference has no other to compare with: what it sums is rounded once before and once after
+            assert (plain[name] - exact[name]).abs().max() <= eps * terms[name], name
+    for wrong in _wrong_gradients(case, "gather").values():
+        for name, x in wrong.items():
+            with pytest.raises(AssertionError, match=name):
+                assert_within_budget(x, plain[name], exact[name], name, terms[name])
+    for name, x in _wrong_gradients(case, "reference")["lse"].items():
+        assert (x - exact[name]).abs().max() > eps * terms[name], name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_reference_rounds_the_gradient_of_the_logits(dtype):
+    """To the inputs' dtype, as a fused kernel does before its second products: all budgets are multiples of that error.
+
+    Two queries and two keys without a common direction: all logits 0, and with an lse of 0 all p are 1, so that the
+    gradient of a logit is dout v - delta. With u = 2^-10 these are 1 - 3u and 1 + 5u for the first query, which bf16
+    rounds to 1 - 4u and 1 + 8u, and 1 and 1 + 8u for the second; what is summed up from them is exact.
+    """
+    u = 2.0**-10
+    q, k = (torch.tensor(x, dtype=dtype).view(1, 2, 1, 2) for x in ([0, 1, 0, -1], [-1, 0, 1, 0]))
+    v, dout = (torch.tensor(x, dtype=dtype).view(1, 2, 1, 2) for x in ([1, 0, 1 + 8 * u, 0], [1, 0, 1, 0]))
+    delta = torch.tensor([3 * u, 0]).view(1, 1, 2)
+    blocks = Blocks.from_sizes([2])
+    index = BlockIndex.from_dense(torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    mask = BlockMask(index=index, q_blocks=blocks, kv_blocks=blocks, kv_valid=None)
+    dq, dk, dv = reference.backward(dout, delta, torch.zeros(1, 1, 2), q, k, v, mask, 1.0)
+    rounded = dtype == torch.bfloat16
+    # its gradients' difference, and that to the other query's
+    assert dq.flatten().tolist() == [12 * u if rounded else 8 * u, 0, 8 * u, 0]
+    assert dk.flatten().tolist() == [0, -4 * u if rounded else -3 * u, 0, 0 if rounded else -3 * u]
+    assert dv.flatten().tolist() == [2, 0, 2, 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

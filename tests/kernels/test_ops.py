@@ -77,6 +77,18 @@ def test_compiles_whole_and_topk_recompiles_once(sizes):
     assert graphs[-1] == 2, f"compiled graphs after each topk: {graphs}"
 
 
+def test_layouts_of_any_size_share_a_graph():
+    """The checks of a call compare sizes, and must not tie the graph to those of one layout."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fine_stage, backend=counter, fullgraph=True, dynamic=True)
+    for sizes in ([2] * 70, [3] * 40, [5, 3] * 30, [7, 6, 2] * 20, [8] * 34):
+        q, k, v = (torch.randn(1, sum(sizes), 2, 4) for _ in range(3))
+        blocks = Blocks.from_sizes(sizes)
+        torch.testing.assert_close(compiled(q, k, v, blocks, 3), fine_stage(q, k, v, blocks, 3))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.slow
 def test_inductor():
     torch._dynamo.reset()

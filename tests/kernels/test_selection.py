@@ -94,7 +94,7 @@ def test_gradients_do_not_flow(device):
     ("arguments", "message"),
     [
         ({"topk": 0}, "topk must be at least 1, got 0"),
-        ({"topk": torch.ones(4, dtype=torch.int32)}, r"topk must be an int or an int tensor \[3\]"),
+        ({"topk": torch.ones(4, dtype=torch.int32)}, r"topk must be an int or an int32 tensor \[3\]"),
         ({"topk": 1, "candidates": torch.ones(3, 3, dtype=torch.bool)}, r"candidates must be bool \[3, 5\]"),
         ({"topk": 1, "always": torch.ones(3, 5)}, r"always must be bool \[3, 5\]"),
     ],

@@ -8,10 +8,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks
-from vsa_kernels.block_sparse.checks import check_devices, check_index, check_mask_values, check_qkv, named_tensors
+from vsa_kernels.block_sparse.checks import check_mask, check_mask_values
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.op import block_sparse_fwd
+from vsa_kernels.checks import check_blocks, check_qkv
 from vsa_kernels.dispatch import resolve_backend
+from vsa_kernels.modes import lowered, refuse_forward_mode
 
 
 def block_sparse_attn(
@@ -31,7 +33,7 @@ def block_sparse_attn(
 
     out = softmax(scale * q k^T + M) v with M = 0 on the selected pairs and -inf elsewhere, and
     lse = log sum exp of the same logits. Both outputs are differentiable in q, k and v, so partial results over
-    disjoint kv sets can be merged by their lse.
+    disjoint kv sets can be merged by their lse. Under `torch.autocast` q, k and v go to its dtype.
 
     Args:
         q: `[B, L, H, D]` queries.
@@ -51,17 +53,19 @@ def block_sparse_attn(
         query without any kv token has out 0 and lse -inf.
 
     Raises:
-        ValueError: shapes, dtypes, devices or the backend do not fit; with `check_values` also values.
+        ValueError: shapes, dtypes, devices or the backend do not fit, the blocks do not cover the tokens, or a tangent
+            of forward-mode AD comes in; with `check_values` also values.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (fine stage).
     """
+    q, k, v = lowered(q, k, v)
     check_qkv(q, k, v)
-    check_index(q, index, q_blocks, kv_blocks)
-    chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1], fine_mask=index.mask_bits is not None)
-    if kv_valid is not None and kv_valid.shape != (q.shape[0], kv_blocks.num):
-        raise ValueError(f"kv_valid must be {[q.shape[0], kv_blocks.num]}, got {list(kv_valid.shape)}")
+    check_blocks("q_blocks", q_blocks, "q", q)
+    check_blocks("kv_blocks", kv_blocks, "k", k)
     mask = BlockMask(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=kv_valid)
-    check_devices(q, k=k, v=v, **named_tensors(mask))
+    check_mask(q, mask)
+    refuse_forward_mode(q, k, v)
+    chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1], fine_mask=index.mask_bits is not None)
     if check_values:
         check_mask_values(mask, q.shape[1], k.shape[1])
     factor = q.shape[-1] ** -0.5 if scale is None else scale

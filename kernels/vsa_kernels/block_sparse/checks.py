@@ -1,4 +1,4 @@
-"""What is refused before any launch, in one line that names the argument, its value and what is allowed."""
+"""What `block_sparse_attn` refuses of an index and its values; shapes of tokens and blocks: `vsa_kernels.checks`."""
 
 from __future__ import annotations
 
@@ -7,40 +7,35 @@ import itertools
 import torch
 from torch import Tensor
 
-from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.checks import check_device
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes and dtypes of q `[B, L, H, D]`, k and v `[B, S, Hkv, D]`."""
-    if q.ndim != 4 or k.ndim != 4:
-        raise ValueError(f"q and k must be [B, tokens, heads, D], got {list(q.shape)} and {list(k.shape)}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
-    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise ValueError(f"q and k must agree in batch and head dim, got {list(q.shape)} and {list(k.shape)}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"query heads must be a multiple of kv heads, got {q.shape[2]} and {k.shape[2]}")
-    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must share one float dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-
-
-def check_index(q: Tensor, index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> None:
-    """Shapes and dtypes of an index for q `[B, L, H, D]`."""
-    shape = index.kv_indices.shape
+def check_mask(q: Tensor, mask: BlockMask) -> None:
+    """Shapes, dtypes and devices of a mask for q `[B, L, H, D]`; its partitions are `check_blocks`'s."""
+    index, valid = mask.index, mask.kv_valid
+    shape, counts = index.kv_indices.shape, index.kv_num_blocks
+    full, ids, bits = index.kv_num_full_blocks, index.mask_ids, index.mask_bits
     if len(shape) != 4 or shape[0] not in (1, q.shape[0]) or shape[1] not in (1, q.shape[2]):
         raise ValueError(f"kv_indices must be [B|1, H|1, Nq, Kmax] for q {list(q.shape)}, got {list(shape)}")
-    if shape[2] != q_blocks.num:
-        raise ValueError(f"kv_indices must have {q_blocks.num} rows, one per query block, got {shape[2]}")
-    for name, x in (("kv_indices", index.kv_indices), ("kv_num_blocks", index.kv_num_blocks)):
-        if x.dtype != torch.int32:
+    if shape[2] != mask.q_blocks.num:
+        raise ValueError(f"kv_indices must have {mask.q_blocks.num} rows, one per query block, got {shape[2]}")
+    if counts.shape != shape[:3]:
+        raise ValueError(f"kv_num_blocks must be {list(shape[:3])}, got {list(counts.shape)}")
+    if valid is not None and valid.shape != (q.shape[0], mask.kv_blocks.num):
+        raise ValueError(f"kv_valid must be {[q.shape[0], mask.kv_blocks.num]}, got {list(valid.shape)}")
+    for name, x in (
+        ("kv_indices", index.kv_indices),
+        ("kv_num_blocks", counts),
+        ("kv_valid", valid),
+        ("kv_num_full_blocks", full),
+        ("mask_ids", ids),
+    ):
+        if x is not None and x.dtype != torch.int32:
             raise ValueError(f"{name} must be int32, got {x.dtype}")
-    if index.kv_num_blocks.shape != shape[:3]:
-        raise ValueError(f"kv_num_blocks must be {list(shape[:3])}, got {list(index.kv_num_blocks.shape)}")
-    fine = (index.kv_num_full_blocks, index.mask_ids, index.mask_bits)
-    if all(part is None for part in fine):
+        check_device(name, x, "q", q)
+    if full is None and ids is None and bits is None:
         return
-    full, ids, bits = fine
     if full is None or ids is None or bits is None:
         raise ValueError("a fine mask needs kv_num_full_blocks, mask_ids and mask_bits together")
     if full.shape != shape[:3] or ids.shape != shape:
@@ -48,30 +43,10 @@ def check_index(q: Tensor, index: BlockIndex, q_blocks: Blocks, kv_blocks: Block
             f"kv_num_full_blocks and mask_ids must be {list(shape[:3])} and {list(shape)}, "
             f"got {list(full.shape)} and {list(ids.shape)}"
         )
-    if tuple(bits.shape[1:]) != (q_blocks.max_size, kv_blocks.max_size):
-        raise ValueError(f"mask_bits must be [M, {q_blocks.max_size}, {kv_blocks.max_size}], got {list(bits.shape)}")
-
-
-def named_tensors(mask: BlockMask) -> dict[str, Tensor | None]:
-    """The tensors of a mask by the names a caller knows."""
-    index = mask.index
-    return {
-        "kv_indices": index.kv_indices,
-        "kv_num_blocks": index.kv_num_blocks,
-        "kv_num_full_blocks": index.kv_num_full_blocks,
-        "mask_ids": index.mask_ids,
-        "mask_bits": index.mask_bits,
-        "q_blocks.offsets": mask.q_blocks.offsets,
-        "kv_blocks.offsets": mask.kv_blocks.offsets,
-        "kv_valid": mask.kv_valid,
-    }
-
-
-def check_devices(q: Tensor, **others: Tensor | None) -> None:
-    """Every tensor lives where q does."""
-    for name, x in others.items():
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
+    tile = (mask.q_blocks.max_size, mask.kv_blocks.max_size)
+    if bits.dtype != torch.bool or tuple(bits.shape[1:]) != tile:
+        raise ValueError(f"mask_bits must be bool [M, {tile[0]}, {tile[1]}], got {bits.dtype} {list(bits.shape)}")
+    check_device("mask_bits", bits, "q", q)
 
 
 def check_mask_values(mask: BlockMask, num_q: int, num_kv: int) -> None:

@@ -28,6 +28,11 @@ class BlockMask:
     kv_blocks: Blocks
     kv_valid: Tensor | None
 
+    def __post_init__(self):
+        # its rows have no stride of their own in the kernels
+        if self.kv_valid is not None:
+            object.__setattr__(self, "kv_valid", self.kv_valid.contiguous())
+
     def flatten(self) -> tuple[Any, ...]:
         """The mask as the flat arguments of a registered op."""
         i, q, kv = self.index, self.q_blocks, self.kv_blocks

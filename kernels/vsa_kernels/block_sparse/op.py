@@ -13,6 +13,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from vsa_kernels.block_sparse import gather, reference
 from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.modes import without_autocast
+
+# backends of plain tensor code, which torch.autocast would reach into
+_PLAIN = {"reference": reference, "gather": gather}
 
 
 def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,19 +47,22 @@ def block_sparse_fwd(
 ) -> tuple[Tensor, Tensor]:
     flat = (kv_indices, kv_num_blocks, kv_num_full_blocks, mask_ids, mask_bits, max_blocks, min_blocks)
     mask = BlockMask.unflatten((*flat, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, kv_valid))
+    if not q.shape[0]:
+        return _outputs_like(q)
     if backend == "triton":
         from vsa_kernels.block_sparse import triton_fwd
 
         return triton_fwd.forward(q, k, v, mask, scale)
-    if backend == "reference":
-        return reference.forward(q, k, v, mask, scale)
-    return gather.forward(q, k, v, mask, scale)
+    with without_autocast(q.device):
+        return _PLAIN[backend].forward(q, k, v, mask, scale)
 
 
-@block_sparse_fwd.register_fake
-def _(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
+def _outputs_like(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
     B, L, H, D = q.shape
     return q.new_empty((B, L, H, D)), q.new_empty((B, H, L), dtype=_lse_dtype(q.dtype))
+
+
+block_sparse_fwd.register_fake(_outputs_like)
 
 
 @torch.library.custom_op("vsa_kernels::block_sparse_bwd", mutates_args=())
@@ -86,6 +93,8 @@ def block_sparse_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     flat = (kv_indices, kv_num_blocks, kv_num_full_blocks, mask_ids, mask_bits, max_blocks, min_blocks)
     mask = BlockMask.unflatten((*flat, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, kv_valid))
+    if not q.shape[0]:
+        return _gradients_like(dout, dlse, out, lse, q, k, v)
     if backend == "triton":
         from vsa_kernels.block_sparse import triton_bwd
 
@@ -94,16 +103,17 @@ def block_sparse_bwd(
     # delta of a query without kv tokens is set to 0: its dlse may be anything and must not reach others
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2) - dlse
     delta = delta.masked_fill(lse == -torch.inf, 0)
-    if backend == "reference":
-        return reference.backward(dout, delta, lse, q, k, v, mask, scale)
-    return gather.backward(dout, delta, lse, q, k, v, mask, scale)
+    with without_autocast(q.device):
+        return _PLAIN[backend].backward(dout, delta, lse, q, k, v, mask, scale)
 
 
-@block_sparse_bwd.register_fake
-def _(
+def _gradients_like(
     _dout: Tensor, _dlse: Tensor, _out: Tensor, _lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(tuple(q.shape)), k.new_empty(tuple(k.shape)), v.new_empty(tuple(v.shape))
+
+
+block_sparse_bwd.register_fake(_gradients_like)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks
-from vsa_kernels.block_sparse.checks import check_devices, check_qkv
+from vsa_kernels.checks import check_blocks, check_device, check_qkv
 from vsa_kernels.coarse_fine import reference
 from vsa_kernels.coarse_fine.op import coarse_fine_fwd
 from vsa_kernels.coarse_fine.reference import CoarseFineOutput
 from vsa_kernels.dispatch import resolve_backend
+from vsa_kernels.modes import lowered, refuse_forward_mode
 from vsa_kernels.recall import RecallBuffer
 from vsa_kernels.selection.api import list_capacity
 
@@ -42,7 +43,8 @@ def coarse_fine_attn(
 
     Differentiable in q, k, v and both gates; the selection is a constant to the gradient. `triton` runs as one
     registered op (`torch.ops.vsa_kernels.coarse_fine_fwd`), so a checkpoint policy that saves it saves the selection
-    together with out and lse; the other backends compose the single ops.
+    together with out and lse; the other backends compose the single ops. Under `torch.autocast` q, k, v and the gates
+    go to its dtype.
 
     Args:
         q: `[B, L, H, D]` queries, tokens in block order.
@@ -58,16 +60,20 @@ def coarse_fine_attn(
         recall: filled by the backward of this call, one buffer per call; needs backend triton. None: off.
 
     Raises:
-        ValueError: topk below 1; shapes, dtypes, the backend or the recall buffer do not fit.
+        ValueError: topk below 1; shapes, dtypes, devices, the backend or the recall buffer do not fit, the blocks do
+            not cover the tokens, or a tangent of forward-mode AD comes in.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", sections 2.2 and 2.3.
     """
+    q, k, v, gate_coarse, gate_fine = lowered(q, k, v, gate_coarse, gate_fine)
     check_qkv(q, k, v)
-    offsets = {"q_blocks.offsets": q_blocks.offsets, "kv_blocks.offsets": kv_blocks.offsets}
-    check_devices(q, k=k, v=v, gate_coarse=gate_coarse, gate_fine=gate_fine, **offsets)
+    check_blocks("q_blocks", q_blocks, "q", q)
+    check_blocks("kv_blocks", kv_blocks, "k", k)
+    refuse_forward_mode(q, k, v, gate_coarse, gate_fine)
     for name, gate in (("gate_coarse", gate_coarse), ("gate_fine", gate_fine)):
         if gate is not None and (gate.shape != q.shape or gate.dtype != q.dtype):
             raise ValueError(f"{name} must be {q.dtype} {list(q.shape)} like q, got {gate.dtype} {list(gate.shape)}")
+        check_device(name, gate, "q", q)
     if topk < 1:
         raise ValueError(f"topk must be at least 1, got {topk}")
     chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1])

@@ -43,7 +43,27 @@ def coarse_fine_fwd(
 
     q_blocks = Blocks(offsets=q_offsets, max_size=q_max, min_size=q_min)
     kv_blocks = Blocks(offsets=kv_offsets, max_size=kv_max, min_size=kv_min)
+    if not q.shape[0]:
+        return _outputs_like(q, k, q_blocks.num, kv_blocks.num, capacity)
     return triton_op.forward(q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, capacity, scale)
+
+
+def _outputs_like(
+    q: Tensor, k: Tensor, Nq: int, Nkv: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (B, L, H, D), Hkv = q.shape, k.shape[2]
+
+    def fp32(*shape: int) -> Tensor:
+        return q.new_empty(shape, dtype=torch.float32)
+
+    def int32(*shape: int) -> Tensor:
+        return q.new_empty(shape, dtype=torch.int32)
+
+    out, fine, lse = q.new_empty((B, L, H, D)), q.new_empty((B, L, H, D)), fp32(B, H, L)
+    coarse, coarse_lse = fp32(B, Nq, H, D), fp32(B, H, Nq)
+    indices, counts = int32(B, H, Nq, capacity), int32(B, H, Nq)
+    q_mean, k_mean, v_mean = fp32(B, Nq, H, D), fp32(B, Nkv, Hkv, D), fp32(B, Nkv, Hkv, D)
+    return out, fine, lse, coarse, coarse_lse, indices, counts, q_mean, k_mean, v_mean
 
 
 @coarse_fine_fwd.register_fake
@@ -64,20 +84,7 @@ def _(
     scale: float,
     *_: Any,
 ) -> tuple[Tensor, ...]:
-    B, L, H, D = q.shape
-    Nq, Nkv, Hkv = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1, k.shape[2]
-
-    def fp32(*shape: int) -> Tensor:
-        return q.new_empty(shape, dtype=torch.float32)
-
-    def int32(*shape: int) -> Tensor:
-        return q.new_empty(shape, dtype=torch.int32)
-
-    return (
-        *(q.new_empty((B, L, H, D)), q.new_empty((B, L, H, D)), fp32(B, H, L)),
-        *(fp32(B, Nq, H, D), fp32(B, H, Nq), int32(B, H, Nq, capacity), int32(B, H, Nq)),
-        *(fp32(B, Nq, H, D), fp32(B, Nkv, Hkv, D), fp32(B, Nkv, Hkv, D)),
-    )
+    return _outputs_like(q, k, q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1, capacity)
 
 
 @torch.library.custom_op("vsa_kernels::coarse_fine_bwd", mutates_args=())
@@ -120,6 +127,9 @@ def coarse_fine_bwd(
     q_blocks = Blocks(offsets=q_offsets, max_size=q_max, min_size=q_min)
     kv_blocks = Blocks(offsets=kv_offsets, max_size=kv_max, min_size=kv_min)
     given = (dout, saved, q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, scale)
+    if not q.shape[0]:
+        grads = _gradients_like(q, k, v, gate_coarse, gate_fine)
+        return grads if seed is None else [*grads, *_recall_like(kv_num_blocks, slots)]
     if seed is None:
         return triton_op.backward(*given)
     # outputs, not mutated arguments: without a recall the op has to stay free of side effects
@@ -131,6 +141,10 @@ def coarse_fine_bwd(
 def _recall_like(counts: Tensor, slots: int) -> list[Tensor]:
     shape = tuple(counts.shape)
     return [counts.new_empty((*shape, slots), dtype=torch.float32), counts.new_empty(shape)]
+
+
+def _gradients_like(*inputs: Tensor | None) -> list[Tensor]:
+    return [x.new_empty(tuple(x.shape)) for x in inputs if x is not None]
 
 
 @coarse_fine_bwd.register_fake
@@ -161,8 +175,7 @@ def _(
     seed: Tensor | None = None,
     slots: int = 0,
 ) -> list[Tensor]:
-    inputs = [q, k, v, gate_coarse] + ([] if gate_fine is None else [gate_fine])
-    grads = [x.new_empty(tuple(x.shape)) for x in inputs]
+    grads = _gradients_like(q, k, v, gate_coarse, gate_fine)
     return grads if seed is None else [*grads, *_recall_like(kv_num_blocks, slots)]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.block_sparse.mask import token_places
+from vsa_kernels.modes import lowered, without_autocast
 from vsa_kernels.pooling import block_mean_pool
 from vsa_kernels.selection import select_topk
 
@@ -58,7 +59,7 @@ def coarse_attn(
     candidates: Tensor | None = None,
     scale: float | None = None,
 ) -> CoarseOutput:
-    """Softmax attention between block means.
+    """Softmax attention between block means. Under `torch.autocast` q, k and v go to its dtype.
 
     Args:
         q: `[B, L, H, D]` queries, tokens in block order.
@@ -71,16 +72,19 @@ def coarse_attn(
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2.2.
     """
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    q, k, v = lowered(q, k, v)
     q_mean, k_mean, v_mean = (
         block_mean_pool(x, blocks).transpose(1, 2) for x, blocks in ((q, q_blocks), (k, kv_blocks), (v, kv_blocks))
     )
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if (group := q.shape[2] // k.shape[2]) > 1:
         k_mean, v_mean = k_mean.repeat_interleave(group, dim=1), v_mean.repeat_interleave(group, dim=1)
-    scores = (q_mean * scale) @ k_mean.transpose(-1, -2)
-    if candidates is not None:
-        scores = scores.masked_fill(~candidates, -math.inf)
-    coarse = scores.softmax(dim=-1) @ v_mean
+    # the means are fp32 whatever the tokens are, and so are the scores that rank the blocks
+    with without_autocast(q.device):
+        scores = (q_mean * scale) @ k_mean.transpose(-1, -2)
+        if candidates is not None:
+            scores = scores.masked_fill(~candidates, -math.inf)
+        coarse = scores.softmax(dim=-1) @ v_mean
     return CoarseOutput(coarse.transpose(1, 2).to(q.dtype), scores)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from vsa_kernels.block_index import Blocks
+from vsa_kernels.checks import check_blocks, check_tokens
 from vsa_kernels.dispatch import resolve_backend
+from vsa_kernels.modes import refuse_forward_mode
 from vsa_kernels.pooling.op import block_mean_pool_fwd
 
 
@@ -21,12 +23,14 @@ def block_mean_pool(x: Tensor, blocks: Blocks, backend: str | None = None) -> Te
         `[B, N, H, D]`, fp32 for half-precision x, otherwise x's dtype; differentiable.
 
     Raises:
-        ValueError: x is not a 4-dim float tensor, or the backend is unknown or cannot take it.
+        ValueError: x is not a 4-dim float tensor, the blocks do not cover its tokens, the backend is unknown or cannot
+            take it, or a tangent of forward-mode AD comes in.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (coarse stage).
     """
-    if x.ndim != 4 or not x.is_floating_point():
-        raise ValueError(f"x must be a float [B, L, H, D], got {x.dtype} {list(x.shape)}")
+    check_tokens("x", x)
+    check_blocks("blocks", blocks, "x", x)
+    refuse_forward_mode(x)
     if backend not in (None, "reference", "triton"):
         raise ValueError(f"backend must be reference, triton or None (automatic), got {backend!r}")
     chosen = "triton" if resolve_backend(backend, x.device, x.dtype, x.shape[3]) == "triton" else "reference"

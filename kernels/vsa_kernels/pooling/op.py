@@ -13,18 +13,23 @@ from vsa_kernels.pooling import reference
 
 @torch.library.custom_op("vsa_kernels::block_mean_pool_fwd", mutates_args=())
 def block_mean_pool_fwd(x: Tensor, offsets: Tensor, max_size: int, min_size: int, backend: str = "reference") -> Tensor:
+    blocks = Blocks(offsets=offsets, max_size=max_size, min_size=min_size)
+    if not x.shape[0]:
+        return _means_like(x, offsets)
     if backend == "triton":
         from vsa_kernels.pooling import triton_pool
 
-        return triton_pool.forward((x,), offsets, max_size, min_size)[0]
-    return reference.forward(x, Blocks(offsets=offsets, max_size=max_size, min_size=min_size))
+        return triton_pool.forward((x,), blocks.offsets, max_size, min_size)[0]
+    return reference.forward(x, blocks)
 
 
-@block_mean_pool_fwd.register_fake
-def _(x: Tensor, offsets: Tensor, max_size: int, min_size: int, backend: str = "reference") -> Tensor:
+def _means_like(x: Tensor, offsets: Tensor, *_args: Any) -> Tensor:
     B, _, H, D = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty((B, offsets.shape[0] - 1, H, D), dtype=dtype)
+
+
+block_mean_pool_fwd.register_fake(_means_like)
 
 
 @torch.library.custom_op("vsa_kernels::block_mean_pool_bwd", mutates_args=())
@@ -37,26 +42,30 @@ def block_mean_pool_bwd(
     dtype: torch.dtype,
     backend: str = "reference",
 ) -> Tensor:
+    blocks = Blocks(offsets=offsets, max_size=max_size, min_size=min_size)
+    if not grad.shape[0]:
+        return _gradient_like(grad, offsets, max_size, min_size, num_tokens, dtype)
     if backend == "triton":
         from vsa_kernels.pooling import triton_pool
 
-        return triton_pool.backward(grad, offsets, max_size, min_size, num_tokens, dtype)
-    blocks = Blocks(offsets=offsets, max_size=max_size, min_size=min_size)
+        return triton_pool.backward(grad, blocks.offsets, max_size, min_size, num_tokens, dtype)
     return reference.backward(grad, blocks, num_tokens, dtype)
 
 
-@block_mean_pool_bwd.register_fake
-def _(
+def _gradient_like(
     grad: Tensor,
-    offsets: Tensor,
-    max_size: int,
-    min_size: int,
+    _offsets: Tensor,
+    _max_size: int,
+    _min_size: int,
     num_tokens: int,
     dtype: torch.dtype,
-    backend: str = "reference",
+    _backend: str = "reference",
 ) -> Tensor:
     B, _, H, D = grad.shape
     return grad.new_empty((B, num_tokens, H, D), dtype=dtype)
+
+
+block_mean_pool_bwd.register_fake(_gradient_like)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

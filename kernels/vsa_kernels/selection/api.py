@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex
+from vsa_kernels.checks import check_device
 from vsa_kernels.dispatch import resolve_backend
 from vsa_kernels.selection.op import select_topk_op, unsupported
 
@@ -38,21 +39,25 @@ def select_topk(
         tensor or `always` is given, so that capacity never depends on values on the device).
 
     Raises:
-        ValueError: `topk` below 1 (ints only: a tensor is not read), shapes that do not fit, or a backend that is
-            unknown or cannot take the scores.
+        ValueError: `topk` below 1 (ints only: a tensor is not read), shapes, dtypes or devices that do not fit, or a
+            backend that is unknown or cannot take the scores.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (top-k).
     """
     if scores.ndim != 4 or not scores.is_floating_point():
         raise ValueError(f"scores must be a float [B, H, Nq, Nkv], got {scores.dtype} {list(scores.shape)}")
+    if 0 in scores.shape[1:]:
+        raise ValueError(f"scores must have at least one head, query block and kv block, got {list(scores.shape)}")
     num_q, num_kv = scores.shape[2], scores.shape[3]
     for name, allowed in (("candidates", candidates), ("always", always)):
         if allowed is not None and (allowed.dtype != torch.bool or allowed.shape != (num_q, num_kv)):
             raise ValueError(f"{name} must be bool {[num_q, num_kv]}, got {allowed.dtype} {list(allowed.shape)}")
+        check_device(name, allowed, "scores", scores)
     chosen = _resolve(backend, scores)
     if isinstance(topk, Tensor):
-        if topk.shape != (num_q,) or topk.is_floating_point():
-            raise ValueError(f"topk must be an int or an int tensor {[num_q]}, got {topk.dtype} {list(topk.shape)}")
+        if topk.shape != (num_q,) or topk.dtype != torch.int32:
+            raise ValueError(f"topk must be an int or an int32 tensor {[num_q]}, got {topk.dtype} {list(topk.shape)}")
+        check_device("topk", topk, "scores", scores)
         indices, counts = select_topk_op(scores.detach(), None, topk, candidates, always, num_kv, chosen)
         return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
     if topk < 1:

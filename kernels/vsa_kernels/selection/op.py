@@ -46,6 +46,8 @@ def select_topk_op(
     capacity: int,
     backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
+    if not scores.shape[0]:
+        return _lists_like(scores, topk, topk_per_row, candidates, always, capacity)
     if backend == "triton":
         from vsa_kernels.selection import triton_topk
 
@@ -53,18 +55,20 @@ def select_topk_op(
     return select_reference(scores, topk, topk_per_row, candidates, always, capacity)
 
 
-@select_topk_op.register_fake
-def _(
+def _lists_like(
     scores: Tensor,
-    topk: int | None,
-    topk_per_row: Tensor | None,
-    candidates: Tensor | None,
-    always: Tensor | None,
+    _topk: int | None,
+    _topk_per_row: Tensor | None,
+    _candidates: Tensor | None,
+    _always: Tensor | None,
     capacity: int,
-    backend: str = "reference",
+    _backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
     B, H, Nq, _ = scores.shape
     return (
         scores.new_empty((B, H, Nq, capacity), dtype=torch.int32),
         scores.new_empty((B, H, Nq), dtype=torch.int32),
     )
+
+
+select_topk_op.register_fake(_lists_like)

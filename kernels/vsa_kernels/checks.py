@@ -1,0 +1,58 @@
+"""What every op refuses before any launch, in one line that names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vsa_kernels.block_index import Blocks
+
+
+def check_tokens(name: str, x: Tensor) -> None:
+    """Tokens `[B, L, H, D]` of a float dtype; only the batch may be empty."""
+    shape = x.shape
+    if len(shape) != 4 or not x.is_floating_point():
+        raise ValueError(f"{name} must be a float [B, tokens, heads, D], got {x.dtype} {list(shape)}")
+    if 0 in shape[1:]:
+        raise ValueError(f"{name} must have at least one token, head and head dim, got {list(shape)}")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes, dtypes and devices of q `[B, L, H, D]`, k and v `[B, S, Hkv, D]`."""
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
+    check_tokens("q", q)
+    check_tokens("k", k)
+    shape, kv_shape = q.shape, k.shape
+    if kv_shape[0] != shape[0] or kv_shape[3] != shape[3]:
+        raise ValueError(f"q and k must agree in batch and head dim, got {list(shape)} and {list(kv_shape)}")
+    if shape[2] % kv_shape[2]:
+        raise ValueError(f"query heads must be a multiple of kv heads, got {shape[2]} and {kv_shape[2]}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k and v must share one float dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    check_device("k", k, "q", q)
+    check_device("v", v, "q", q)
+
+
+def check_blocks(name: str, blocks: Blocks, of: str, x: Tensor) -> None:
+    """A partition covers the tokens of x `[B, L, H, D]`, as far as the host knows: kernels trust it.
+
+    Args:
+        name: of the partition, for the message.
+        blocks: the partition.
+        of: name of x, for the message.
+        x: what the partition cuts.
+    """
+    offsets, num, tokens = blocks.offsets, blocks.num, x.shape[1]
+    if offsets.ndim != 1 or offsets.dtype != torch.int32:
+        raise ValueError(f"{name}.offsets must be int32 [N + 1], got {offsets.dtype} {list(offsets.shape)}")
+    if not num * blocks.min_size <= tokens <= num * blocks.max_size:
+        sizes = f"{blocks.min_size} to {blocks.max_size}" if blocks.min_size < blocks.max_size else f"{blocks.max_size}"
+        raise ValueError(f"{name} must cover the {tokens} tokens of {of}, got {num} blocks of {sizes} tokens")
+    check_device(f"{name}.offsets", offsets, of, x)
+
+
+def check_device(name: str, x: Tensor | None, like: str, other: Tensor) -> None:
+    """x, where it is given, lives where the other tensor does; the names are for the message."""
+    if x is not None and x.device != other.device:
+        raise ValueError(f"{name} must be on {other.device} like {like}, got {x.device}")

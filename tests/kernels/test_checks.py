@@ -1,0 +1,202 @@
+"""What the ops refuse before any launch: blocks that do not cover the tokens, empty dims, other devices and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, Blocks, RecallBuffer, block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels.coarse_fine import api, coarse_attn, coarse_fine_attn
+from vsa_kernels.coarse_fine.op import coarse_fine_bwd, coarse_fine_fwd
+from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
+
+
+def backends(device: torch.device) -> tuple[str, ...]:
+    return BLOCK_SPARSE_BACKENDS if device.type == "cuda" else ("reference", "gather")
+
+
+def attend(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks, backend: str | None = None) -> Any:
+    lists = torch.zeros(1, 1, q_blocks.num, 1, dtype=torch.int32, device=q.device)
+    index = BlockIndex(kv_indices=lists, kv_num_blocks=torch.ones_like(lists[..., 0]))
+    return block_sparse_attn(q, k, k, index, q_blocks=q_blocks, kv_blocks=kv_blocks, backend=backend)
+
+
+def operate(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks, backend: str | None = None) -> Any:
+    return coarse_fine_attn(q, k, k, q, q, q_blocks=q_blocks, kv_blocks=kv_blocks, topk=1, backend=backend)
+
+
+def average(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> Any:
+    return coarse_attn(q, k, k, q_blocks=q_blocks, kv_blocks=kv_blocks)
+
+
+def pool(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> Any:
+    return block_mean_pool(q, q_blocks), block_mean_pool(k, kv_blocks)
+
+
+OPS = (attend, operate, average, pool)
+# blocks of 70 tokens: one beyond them, one short of them, and the same with ragged blocks
+UNCOVERED = [([16] * 4, "4 blocks of 16 tokens"), ([16] * 5, "5 blocks of 16 tokens")]
+UNCOVERED += [([30, 34], "2 blocks of 30 to 34 tokens"), ([40, 41], "2 blocks of 40 to 41 tokens")]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize(("sizes", "said"), UNCOVERED, ids=lambda x: str(x) if isinstance(x, list) else "")
+def test_blocks_cover_the_tokens(op, sizes, said, device):
+    """Rows that belong to no block were uninitialised memory, on Hopper another sample's."""
+    x, y = torch.randn(2, 70, 2, 64, device=device), torch.randn(2, 64, 2, 64, device=device)
+    wrong, right, other = (Blocks.from_sizes(n, device) for n in (sizes, [20, 15, 35], [64]))
+    op(x, y, right, other)
+    with pytest.raises(ValueError, match=f"blocks must cover the 70 tokens of [qkx], got {said}$"):
+        op(x, y, wrong, other)
+    with pytest.raises(ValueError, match=f"blocks must cover the 70 tokens of [qkx], got {said}$"):
+        op(y, x, other, wrong)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("dim", [1, 2, 3], ids=["tokens", "heads", "head_dim"])
+def test_only_the_batch_may_be_empty(op, dim, device):
+    shape = [2, 6, 2, 16]
+    shape[dim] = 0
+    blocks = Blocks.from_sizes([4, 2], device)
+    x = torch.randn(shape, device=device)
+    with pytest.raises(ValueError, match=r"must have at least one token, head and head dim, got \[2, "):
+        op(x, x, blocks, blocks)
+
+
+def test_selection_of_nothing_is_refused(device):
+    for shape in ([1, 0, 3, 4], [1, 2, 0, 4], [1, 2, 3, 0]):
+        with pytest.raises(ValueError, match=r"at least one head, query block and kv block, got \[1, "):
+            select_topk(torch.zeros(shape, device=device), 1)
+
+
+@pytest.mark.parametrize("sizes", [[3, 3], [4, 2]], ids=str)
+def test_an_empty_batch_gives_empty_results(sizes, device):
+    blocks = Blocks.from_sizes(sizes, device)
+    for backend in backends(device):
+        x, gate = (torch.randn(0, 6, 2, 16, device=device, requires_grad=True) for _ in range(2))
+        index = BlockIndex.from_dense(torch.ones(1, 1, 2, 2, dtype=torch.bool, device=device))
+        sides = {"q_blocks": blocks, "kv_blocks": blocks, "backend": backend}
+        out, lse = block_sparse_attn(x, x, x, index, **sides)
+        assert (out.shape, lse.shape) == (x.shape, (0, 2, 6))
+        (grad,) = torch.autograd.grad(out.sum() + lse.sum(), x)
+        assert grad.shape == x.shape
+        result = coarse_fine_attn(x, x, x, gate, gate, topk=1, **sides)
+        assert (result.out.shape, result.index.kv_indices.shape) == (x.shape, (0, 2, 2, 2))
+        grads = torch.autograd.grad(result.out.sum(), (x, gate))
+        assert all(grad.shape == x.shape for grad in grads)
+        if backend != "gather":
+            means = block_mean_pool(x, blocks, backend)
+            assert means.shape == (0, 2, 2, 16)
+            assert torch.autograd.grad(means.sum(), x)[0].shape == x.shape
+            mask = torch.ones(2, 2, dtype=torch.bool, device=device)
+            scores = torch.zeros(0, 2, 2, 2, device=device)
+            chosen = select_topk(scores, 1, candidates=mask, always=mask, backend=backend)
+            assert chosen.kv_num_blocks.shape == (0, 2, 2)
+
+
+def test_an_empty_batch_launches_nothing(device):
+    """The op of the whole operator returns what its fake promises, with and without a recall."""
+    blocks = Blocks.from_sizes([4, 2], device)
+    sizes = (blocks.offsets, 4, 2)
+    x = torch.randn(0, 6, 2, 16, device=device)
+    out, *saved = coarse_fine_fwd(x, x, x, x, x, *sizes, *sizes, 1, 2, 0.3)
+    assert out.shape == x.shape
+    assert [tuple(s.shape) for s in saved[3:6]] == [(0, 2, 2), (0, 2, 2, 2), (0, 2, 2)]
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    for recall, shapes in (((), []), ((seed, 3), [(0, 2, 2, 3), (0, 2, 2)])):
+        grads = coarse_fine_bwd(x, *saved, x, x, x, x, x, *sizes, *sizes, 1, 0.3, *recall)
+        assert [tuple(g.shape) for g in grads] == [(0, 6, 2, 16)] * 5 + shapes
+
+
+def offsets(change: Callable[[Tensor], Tensor]) -> Callable[[Blocks], Blocks]:
+    return lambda blocks: replace(blocks, offsets=change(blocks.offsets))
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (offsets(Tensor.long), r"blocks.offsets must be int32 \[N \+ 1\], got torch.int64 \[3\]"),
+        (offsets(lambda x: x[None]), r"blocks.offsets must be int32 \[N \+ 1\], got torch.int32 \[1, 3\]"),
+        (offsets(lambda x: x.to("meta")), "blocks.offsets must be on .* like [qkx], got meta"),
+    ],
+    ids=["dtype", "shape", "device"],
+)
+def test_offsets(op, change, message, device):
+    blocks = Blocks.from_sizes([4, 2], device)
+    x = torch.randn(2, 6, 2, 16, device=device)
+    op(x, x, blocks, blocks)
+    with pytest.raises(ValueError, match=message):
+        op(x, x, change(blocks), blocks)
+    with pytest.raises(ValueError, match=message):
+        op(x, x, blocks, change(blocks))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"topk": torch.ones(3, dtype=torch.int64)}, r"topk must be an int or an int32 tensor \[3\], got torch.int64"),
+        ({"topk": torch.ones(3, dtype=torch.int32, device="meta")}, "topk must be on .* like scores, got meta"),
+        ({"candidates": torch.ones(3, 5, dtype=torch.bool, device="meta")}, "candidates must be on .* like scores"),
+        ({"always": torch.ones(3, 5, dtype=torch.bool, device="meta")}, "always must be on .* like scores"),
+    ],
+    ids=["topk dtype", "topk", "candidates", "always"],
+)
+def test_selection_arguments(arguments, message, device):
+    with pytest.raises(ValueError, match=message):
+        select_topk(torch.zeros(1, 1, 3, 5, device=device), **{"topk": 1, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("kv_valid", "kv_valid must be int32, got torch.int64"),
+        ("kv_num_full_blocks", "kv_num_full_blocks must be int32, got torch.int64"),
+        ("mask_ids", "mask_ids must be int32, got torch.int64"),
+        ("mask_bits", r"mask_bits must be bool \[M, 2, 2\], got torch.int64"),
+    ],
+)
+def test_dtypes_of_index_tensors(name, message, device):
+    x = torch.randn(1, 4, 1, 16, device=device)
+    blocks = Blocks.from_sizes([2, 2], device)
+    index = BlockIndex.from_dense(torch.ones(1, 1, 2, 2, dtype=torch.bool, device=device))
+    fine = {
+        "kv_num_full_blocks": index.kv_num_blocks,
+        "mask_ids": torch.zeros_like(index.kv_indices),
+        "mask_bits": torch.ones(1, 2, 2, dtype=torch.bool, device=device),
+    }
+    valid = torch.full((1, 2), 2, dtype=torch.int32, device=device)
+    sides = {"q_blocks": blocks, "kv_blocks": blocks, "backend": "reference"}
+    block_sparse_attn(x, x, x, replace(index, **fine), kv_valid=valid, **sides)
+    if name == "kv_valid":
+        valid = valid.long()
+    else:
+        fine[name] = fine[name].long()
+    with pytest.raises(ValueError, match=message):
+        block_sparse_attn(x, x, x, replace(index, **fine), kv_valid=valid, **sides)
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "message"),
+    [
+        ("probe", lambda x: x.to("meta"), "recall.probe must be on .* like q, got meta"),
+        ("seed", lambda x: x.to("meta"), "recall.seed must be on .* like q, got meta"),
+        ("record", lambda x: x.to("meta"), "recall.record must be on .* like q, got meta"),
+        ("probe", Tensor.long, "recall.probe must be torch.int32, got torch.int64"),
+        ("seed", Tensor.int, "recall.seed must be torch.int64, got torch.int32"),
+        ("record", Tensor.double, "recall.record must be torch.float32, got torch.float64"),
+        ("probe", lambda x: x[..., :1], r"recall.probe and recall.seed must be \[1, 2, 2\] and one number"),
+    ],
+)
+def test_recall_buffers(field, change, message, device, monkeypatch):
+    monkeypatch.setattr(api, "resolve_backend", lambda *_: "triton")
+    blocks = Blocks.from_sizes([4, 2], device)
+    buffer = RecallBuffer.allocate(blocks, blocks, batch=1, heads=2, topk=1)
+    x = torch.randn(1, 6, 2, 16, device=device)
+    wrong = replace(buffer, **{field: change(getattr(buffer, field))})
+    with pytest.raises(ValueError, match=message):
+        coarse_fine_attn(x, x, x, x, None, q_blocks=blocks, kv_blocks=blocks, topk=1, recall=wrong)
