@@ -13,13 +13,18 @@ once without them.
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 
 from vsa.cli import one_line_errors, usable_device
 from vsa.data.buckets import Bucket
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
-from vsa.data.encode import encode_folder
+from vsa.data.encode import UnusableFiles, encode_folder
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder, TextEncoder, UMT5Encoder
+
+# problems that are told one by one, the rest is counted
+LISTED = 20
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         nargs=2,
         metavar=("HEIGHT", "WIDTH"),
-        help="scale to cover and crop the middle (default: as is)",
+        help="scale to cover and crop the middle (default: as is, cropped to whole patches)",
     )
     clips.add_argument("--frames", type=int, help="frames of a clip, from the start (default: all)")
     clips.add_argument("--fps", type=float, help="resample to that frame rate (default: as stored)")
@@ -53,7 +58,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     types = ("float32", "bfloat16", "float16")
     encoders.add_argument("--vae-dtype", default="float32", choices=types, help="it computes in (default %(default)s)")
     encoders.add_argument("--text-dtype", default="bfloat16", choices=types, help="the same (default %(default)s)")
-    encoders.add_argument("--channels", type=int, default=16, help="channels of the Haar codec (default %(default)s)")
+    encoders.add_argument(
+        "--channels",
+        type=int,
+        default=16,
+        help="channels of the Haar codec, the coarsest first: 24, 48 or 192 keep more detail (default %(default)s)",
+    )
     encoders.add_argument("--text-dim", type=int, default=64, help="width of an n-gram token (default %(default)s)")
     encoders.add_argument("--max-tokens", type=int, help="tokens of a caption (default 16; 512 for Wan)")
     encoders.add_argument("--device", default="cpu", help="where the encoders run (default %(default)s)")
@@ -69,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--samples-per-shard", type=int, default=256, help="also what an interruption costs (default %(default)s)"
     )
     output.add_argument("--overwrite", action="store_true", help="replace the data set in OUT")
-    output.add_argument("--skip-bad", action="store_true", help="leave out and list videos that do not decode")
+    output.add_argument("--skip-bad", action="store_true", help="leave out and list what cannot be encoded")
     output.add_argument("--rank", type=int, default=0, help="number of this process (default %(default)s)")
     output.add_argument("--world-size", type=int, default=1, help="processes that share the work (default %(default)s)")
     return parser.parse_args(argv)
@@ -85,30 +95,56 @@ def make_encoders(args: argparse.Namespace) -> tuple[Codec, TextEncoder]:
     return codec, HashedNgramEncoder(args.text_dim, args.max_tokens or 16)
 
 
+def training_settings(args: argparse.Namespace) -> list[str]:
+    """The settings with which train.py reads the shards: those of its data groups, and what differs from them."""
+    if args.vae or args.text:
+        # parts of two pipelines: there is no data group for that
+        return []
+    if args.model:
+        return ["data=wan", f"data.root={args.out}", f"data.codec.source={args.model}"]
+    settings = ["data=folder", f"data.root={args.out}"]
+    if args.channels != 16:
+        keys = ("data.codec.channels", "model.in_channels", "model.out_channels")
+        settings += [f"{key}={args.channels}" for key in keys]
+    if args.text_dim != 64:
+        settings += [f"{key}={args.text_dim}" for key in ("data.text_encoder.dim", "model.text_dim")]
+    if args.max_tokens not in (None, 16):
+        settings.append(f"data.text_encoder.max_tokens={args.max_tokens}")
+    return settings
+
+
 def main(argv: list[str] | None = None) -> None:
     """Command line entry."""
     args = parse_args(argv)
     args.device = usable_device(args.device, rank=args.rank)
     codec, text_encoder = make_encoders(args)
-    report = encode_folder(
-        args.videos,
-        args.out,
-        codec=codec,
-        text_encoder=text_encoder,
-        captions=args.captions,
-        size=tuple(args.size) if args.size else None,
-        frames=args.frames,
-        fps=args.fps,
-        buckets=[Bucket.parse(text) for text in args.buckets],
-        image_condition=args.image_condition,
-        dtype=args.dtype,
-        samples_per_shard=args.samples_per_shard,
-        overwrite=args.overwrite,
-        skip_bad=args.skip_bad,
-        device=args.device,
-        rank=args.rank,
-        world_size=args.world_size,
-    )
+    try:
+        report = encode_folder(
+            args.videos,
+            args.out,
+            codec=codec,
+            text_encoder=text_encoder,
+            captions=args.captions,
+            size=tuple(args.size) if args.size else None,
+            frames=args.frames,
+            fps=args.fps,
+            buckets=[Bucket.parse(text) for text in args.buckets],
+            image_condition=args.image_condition,
+            dtype=args.dtype,
+            samples_per_shard=args.samples_per_shard,
+            overwrite=args.overwrite,
+            skip_bad=args.skip_bad,
+            device=args.device,
+            rank=args.rank,
+            world_size=args.world_size,
+        )
+    except UnusableFiles as error:
+        # the error itself tells of one
+        for name, reason in error.problems[:LISTED] if len(error.problems) > 1 else ():
+            print(f"{name}: {reason}", file=sys.stderr)
+        if len(error.problems) > LISTED:
+            print(f"and {len(error.problems) - LISTED} more", file=sys.stderr)
+        raise
     for name, reason in report.skipped:
         print(f"left out {name}: {reason}")
     if args.world_size == 1:
@@ -116,6 +152,8 @@ def main(argv: list[str] | None = None) -> None:
     elif report.complete:
         print("every part is done: run the command once more without --rank and --world-size")
     print(f"{report.samples} samples in {args.out}, {len(report.skipped)} left out")
+    if args.world_size == 1 and (settings := training_settings(args)):
+        print(f"to train on them: python train.py {shlex.join(settings)}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vsa.data.codecs import HaarCodec
+from tests.data.tiny_wan import make_vae
+from vsa.data.codecs import HaarCodec, WanVAE
 from vsa.data.shards import ShardWriter
 from vsa.data.text import HashedNgramEncoder
 
@@ -40,3 +41,11 @@ def make_dataset():
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of 23 video and 9 image latents; tests must not change it."""
     return write_dataset(tmp_path_factory.mktemp("data") / "shards")
+
+
+@pytest.fixture(scope="session")
+def wan_vae(tmp_path_factory: pytest.TempPathFactory) -> WanVAE:
+    """A tiny VAE of Wan's kind with random weights."""
+    folder = tmp_path_factory.mktemp("wan") / "vae"
+    make_vae().save_pretrained(folder)
+    return WanVAE(str(folder))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vsa.data.codecs import HaarCodec
+from vsa.data.codecs import HaarCodec, WanVAE, check_frames
 
 FULL = HaarCodec(768)
 
@@ -92,3 +92,28 @@ def test_refuses_wrong_channels_and_types() -> None:
     for channels in (0, 769):
         with pytest.raises(ValueError, match=str(channels)):
             HaarCodec(channels)
+
+
+@pytest.mark.parametrize(
+    ("frames", "haar", "wan"),
+    [
+        (-3, "length is 1", "length is 1"),
+        (0, "length is 1", "length is 1"),
+        (1, None, None),
+        (2, "lengths are 1 and 4", "lengths are 1 and 5"),
+        (7, "lengths are 4 and 8", "lengths are 5 and 9"),
+        (8, None, "lengths are 5 and 9"),
+        (16, None, "lengths are 13 and 17"),
+        (17, "lengths are 16 and 20", None),
+    ],
+)
+def test_both_neighbours_of_a_wrong_length_are_told(
+    wan_vae: WanVAE, frames: int, haar: str | None, wan: str | None
+) -> None:
+    for codec, nearest in ((FULL, haar), (wan_vae, wan)):
+        if nearest is None:
+            check_frames(codec, frames)
+            continue
+        message = f"codec {codec.id} cannot encode {frames} frames; the nearest valid {nearest}"
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            check_frames(codec, frames)

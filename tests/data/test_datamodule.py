@@ -14,7 +14,7 @@ from vsa.data.batch import VideoBatch
 from vsa.data.codecs import HaarCodec
 from vsa.data.datamodule import LatentDataModule, PlanDataModule, ToyOnlineDataModule
 from vsa.data.encode import encode_folder
-from vsa.data.plan import SampleRef, is_validation
+from vsa.data.plan import SampleRef, is_validation, sample_seed
 from vsa.data.shards import LatentReader, ShardWriter
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.toy_videos import ToyClips, render_clip
@@ -146,6 +146,32 @@ def test_captions_dropout_and_noise_are_redrawn_every_epoch(dataset: Path) -> No
     assert all(set(batch.captions) == {""} for batch in batches(always))
 
 
+def test_a_sample_that_is_twice_in_a_batch_is_drawn_twice(dataset: Path) -> None:
+    large = {"batch_size": 48, "caption_dropout": 0.5}
+    whole = batches(attach(module(dataset, **large), steps=6))
+    twice = mixed_fates = 0
+    for batch in whole:
+        assert len(set(batch.seeds.tolist())) == len(batch.seeds)
+        first: dict[str, str] = {}
+        for name, seed, caption in zip(batch.sample_ids, batch.seeds.tolist(), batch.captions, strict=True):
+            if name in first:
+                twice += 1
+                mixed_fates += (first[name] == "") != (caption == "")
+            else:
+                # what stands in a batch once has the noise it always had
+                assert seed == sample_seed(0, batch.step, name)
+                first[name] = caption
+    # one copy is dropped and the other is not in about half of the cases
+    assert twice > 50
+    assert 0.3 < mixed_fates / twice < 0.7
+    # however the batch is cut
+    parts = [attach(module(dataset, **large), steps=6, accumulate=2, rank=rank, world=2) for rank in (0, 1)]
+    cut = [batches(part) for part in parts]
+    for step, batch in enumerate(whole):
+        seeds = [cut[rank][2 * step + micro].seeds for micro in (0, 1) for rank in (0, 1)]
+        assert torch.equal(torch.cat(seeds), batch.seeds)
+
+
 def test_training_and_validation_do_not_share_samples(dataset: Path) -> None:
     data = attach(module(dataset), steps=100)
     trained = {name for batch in batches(data) for name in batch.sample_ids}
@@ -253,6 +279,46 @@ def test_bad_requests(dataset: Path, tmp_path: Path, make_dataset) -> None:
         batches(attach(module(dataset), steps=5, world=3))
     with pytest.raises(RuntimeError, match="setup"):
         LatentDataModule(codec=HaarCodec(), text_encoder=ENCODER, batch_size=4, root=str(dataset)).train_dataloader()
+
+
+def test_a_batch_beyond_the_data_is_told_and_reads_every_sample_once(
+    dataset: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    videos, images = module(dataset, batch_size=24).buckets.values()
+    assert videos + images == 24
+    assert not [r for r in caplog.records if "batch_size" in r.message]
+    module(dataset, batch_size=25)
+    data = attach(module(dataset, batch_size=96), steps=2)
+    assert [r.message for r in caplog.records if "batch_size" in r.message] == [
+        f"data.batch_size={size} is above the number of training samples, 24: a batch holds each sample of its latent "
+        f"shape {size / videos:.3g} to {size / images:.3g} times"
+        for size in (25, 96)
+    ]
+    read: list[str] = []
+    latent = LatentReader.latent
+    monkeypatch.setattr(LatentReader, "latent", lambda self, name: read.append(name) or latent(self, name))
+    for batch in data.train_dataloader():
+        assert sorted(read) == sorted(set(batch.sample_ids))
+        assert len(batch.sample_ids) == 96
+        for name, stored in zip(batch.sample_ids, batch.latents, strict=True):
+            assert torch.equal(stored, latent(data.store._readers["main"], name))
+        read.clear()
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"), [((1, 32, 32), (1, 4, 4)), ((9, 40, 48), (2, 4, 6)), ((4, 36, 36), (1, 4, 4))]
+)
+def test_toy_clips_of_odd_sizes(tmp_path: Path, size: tuple[int, int, int], shape: tuple[int, int, int]) -> None:
+    toy = ToyClips(count=3, size=size, seed=4)
+    data = module(tmp_path / "shards", toy=toy, videos=str(tmp_path / "videos"), val_fraction=0.0)
+    assert data.buckets == {(16, *shape): 3}
+
+
+def test_toy_clips_that_cannot_be_encoded_are_not_rendered(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has 3 frames, 4 are needed"):
+        module(tmp_path / "shards", toy=ToyClips(size=(3, 32, 32)), videos=str(tmp_path / "videos"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_toy_clips_are_rendered_and_encoded_once(tmp_path: Path) -> None:

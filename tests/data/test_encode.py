@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.data.tiny_wan import make_vae, save_pipeline
+from tests.data.tiny_wan import save_pipeline
 from vsa.data.buckets import Bucket
 from vsa.data.codecs import HaarCodec, WanVAE
-from vsa.data.encode import encode_folder, fit_clip, sample_ids
+from vsa.data.encode import UnusableFiles, encode_folder, sample_ids
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.toy_videos import render_clip
@@ -51,14 +52,15 @@ def test_folder_of_videos_and_images(videos: Path, tmp_path: Path) -> None:
     reader = LatentReader(tmp_path / "out")
     shapes = {sample.id: sample.latent_shape for sample in reader.index.samples.values()}
     spaced = next(name for name in shapes if name.startswith("deep_a_b-"))
-    assert shapes == {"a": (16, 2, 4, 6), "b": (16, 2, 4, 6), spaced: (16, 2, 4, 6), "still": (16, 1, 5, 7)}
+    assert shapes == {"a": (16, 2, 4, 6), "b": (16, 2, 4, 6), spaced: (16, 2, 4, 6), "still": (16, 1, 4, 6)}
     captions = {s.id: [reader.text(s.id, k)[0] for k in range(s.captions)] for s in reader.index.samples.values()}
     assert captions == {"a": ["one", "two"], "b": ["three"], spaced: ["four", "five"], "still": ["a grey picture"]}
     # nine frames: the codec takes eight
     video, _ = read_video(videos / "a.mp4")
     assert torch.equal(reader.latent("a"), CODEC.encode(video[:8]).half().float())
     still = CODEC.decode(reader.latent("still"))
-    assert still.shape == (4, 40, 56, 3)
+    # cropped to whole patches of 2x2 cells
+    assert still.shape == (4, 32, 48, 3)
     assert (still.int() - 77).abs().max() <= 1
 
 
@@ -68,55 +70,6 @@ def test_sizes_and_frames(videos: Path, tmp_path: Path) -> None:
     assert shapes == {"a": (16, 1, 2, 2), "b": (16, 1, 2, 2), "deep_a_b": (16, 1, 2, 2), "still": (16, 1, 2, 2)}
     encode(videos, tmp_path / "slow", fps=4)
     assert LatentReader(tmp_path / "slow").index.samples["a"].latent_shape == (16, 1, 4, 6)
-
-
-@given(
-    T=st.integers(1, 13),
-    H=st.integers(8, 60),
-    W=st.integers(8, 60),
-    h=st.integers(1, 5),
-    w=st.integers(1, 5),
-    sized=st.booleans(),
-)
-@settings(max_examples=40, deadline=None)
-def test_fit_clip_gives_what_the_codec_takes(T: int, H: int, W: int, h: int, w: int, sized: bool) -> None:
-    video = torch.full((T, H, W, 3), 9, dtype=torch.uint8)
-    size = (8 * h, 8 * w) if sized else None
-    if 1 < T < 4:
-        with pytest.raises(ValueError, match=rf"video x has {T} frames, 4 are needed"):
-            fit_clip(video, codec=CODEC, size=size, frames=None, name="x")
-        return
-    clip = fit_clip(video, codec=CODEC, size=size, frames=None, name="x")
-    assert clip.shape == (T // 4 * 4 or 1, *(size or (H // 8 * 8, W // 8 * 8)), 3)
-    assert (clip == 9).all()
-    CODEC.encode(clip)
-
-
-@pytest.fixture(scope="module")
-def wan_vae(tmp_path_factory: pytest.TempPathFactory) -> WanVAE:
-    folder = tmp_path_factory.mktemp("wan") / "vae"
-    make_vae().save_pretrained(folder)
-    return WanVAE(str(folder))
-
-
-@given(T=st.integers(1, 40), frames=st.none() | st.integers(0, 9).map(lambda n: 1 + 4 * n))
-@settings(max_examples=60, deadline=None)
-def test_clips_for_a_causal_codec(wan_vae: WanVAE, T: int, frames: int | None) -> None:
-    video = torch.arange(T, dtype=torch.uint8)[:, None, None, None].expand(T, 9, 17, 3)
-    if frames is not None and 1 < T < frames:
-        with pytest.raises(ValueError, match=f"has {T} frames, {frames} are needed"):
-            fit_clip(video, codec=wan_vae, size=None, frames=frames, name="x")
-        return
-    clip = fit_clip(video, codec=wan_vae, size=None, frames=frames, name="x")
-    assert clip.shape[1:] == (8, 16, 3)
-    # from the start; the longest of 1 + 4n
-    assert clip[:, 0, 0, 0].tolist() == list(range(len(clip)))
-    if frames is not None and T > 1:
-        assert len(clip) == frames
-    else:
-        assert len(clip) % 4 == 1
-        assert T - 4 < len(clip) <= T
-    assert wan_vae.latent_shape(*clip.shape[:3]) == (16, 1 + (len(clip) - 1) // 4, 1, 2)
 
 
 def test_buckets(tmp_path: Path) -> None:
@@ -152,7 +105,7 @@ def test_buckets(tmp_path: Path) -> None:
     assert torch.equal(reader.latent("wide"), CODEC.encode(video[:8]).half().float())
     with pytest.raises(ValueError, match=r"buckets exclude size and frames, got size=None and frames=4"):
         encode(folder, tmp_path / "other", buckets=buckets, frames=4)
-    with pytest.raises(ValueError, match=r"takes clips of 8 frames, not of as many: got 9"):
+    with pytest.raises(ValueError, match=r"cannot encode 9 frames; the nearest valid lengths are 8 and 12"):
         encode(folder, tmp_path / "other", buckets=[Bucket(32, 64, 9)])
     with pytest.raises(ValueError, match="size 30x64"):
         encode(folder, tmp_path / "other", buckets=[Bucket(30, 64, 8)])
@@ -160,7 +113,7 @@ def test_buckets(tmp_path: Path) -> None:
 
 def test_image_conditions_are_stored(tmp_path: Path, wan_vae: WanVAE) -> None:
     for i in range(2):
-        write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(9, 16, 24))[0])
+        write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(9, 16, 32))[0])
         (tmp_path / "v" / f"{i}.txt").write_text(f"clip {i}")
     options = {"codec": wan_vae, "text_encoder": ENCODER, "progress": False}
     encode_folder(tmp_path / "v", tmp_path / "out", **options, image_condition=True, dtype="float32")
@@ -178,18 +131,6 @@ def test_image_conditions_are_stored(tmp_path: Path, wan_vae: WanVAE) -> None:
         plain.condition("0")
     with pytest.raises(ValueError, match="need Wan's VAE, the codec is haar"):
         encode(tmp_path / "v", tmp_path / "other", image_condition=True)
-
-
-def test_fit_clip_keeps_the_middle_and_the_proportions() -> None:
-    yy, xx = torch.meshgrid(torch.arange(64.0), torch.arange(96.0), indexing="ij")
-    disc = ((yy - 31.5) ** 2 + (xx - 47.5) ** 2 < 20**2).to(torch.uint8) * 200
-    video = disc[None, :, :, None].expand(1, 64, 96, 3)
-    clip = fit_clip(video, codec=CODEC, size=(32, 32), frames=None, name="x")[0, :, :, 0].float()
-    rows, columns = clip.sum(1), clip.sum(0)
-    centre = torch.arange(32.0) + 0.5
-    assert float((rows * centre).sum() / rows.sum()) == pytest.approx(16, abs=0.3)
-    assert float((columns * centre).sum() / columns.sum()) == pytest.approx(16, abs=0.3)
-    assert int((clip[16] > 100).sum()) == int((clip[:, 16] > 100).sum()) == 20
 
 
 @given(
@@ -260,12 +201,146 @@ def test_broken_videos_stop_or_are_reported(videos: Path, tmp_path: Path) -> Non
     (videos / "d.txt").write_text("short")
     with pytest.raises(ValueError, match=r"cannot decode video .*c\.mp4"):
         encode(videos, tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
     report = encode(videos, tmp_path / "out", skip_bad=True)
     assert report.samples == 4
     assert [name for name, _ in report.skipped] == ["c.mp4", "d.mp4"]
     assert "2 frames, 4 are needed" in report.skipped[1][1]
     assert len(LatentReader(tmp_path / "out").index.samples) == 4
+
+
+@pytest.fixture
+def spoilt(tmp_path: Path) -> Path:
+    """Two good clips, and one file for everything that can be wrong."""
+    folder = tmp_path / "spoilt"
+    for i, name in enumerate(("a", "b", "empty", "latin", "silent")):
+        write_video(folder / f"{name}.mp4", render_clip(0, i, size=(8, 32, 32))[0])
+        (folder / f"{name}.txt").write_text(f"clip {name}")
+    (folder / "empty.txt").write_text(" \n")
+    (folder / "latin.txt").write_bytes("gr\xfcn".encode("latin-1"))
+    (folder / "silent.txt").unlink()
+    write_video(folder / "one.mp4", render_clip(0, 0, size=(1, 32, 32))[0])
+    write_video(folder / "two.mp4", render_clip(0, 0, size=(2, 32, 32))[0])
+    (folder / "zero.mp4").write_bytes(b"")
+    for name in ("one", "two", "zero"):
+        (folder / f"{name}.txt").write_text(name)
+    lines = ['{"video": "gone.mp4", "caption": "x"}', "{", '{"video": "silent.mp4", "captions": ["", " "]}']
+    (folder / "captions.jsonl").write_text("\n".join(lines))
+    (folder / "folder.mp4").mkdir()
+    (folder / "link.mp4").symlink_to(tmp_path / "nowhere.mp4")
+    return folder
+
+
+def test_every_problem_is_told_at_once_and_left_out_by_name(spoilt: Path, tmp_path: Path) -> None:
+    expected = {
+        "captions.jsonl, line 1": "names a missing video",
+        "captions.jsonl, line 2": "not JSON",
+        "empty.mp4": "no caption for video",
+        "latin.mp4": "latin.txt is not UTF-8 text",
+        "one.mp4": "has 1 frame, 4 are needed",
+        "silent.mp4": "no caption for video",
+        "two.mp4": "has 2 frames, 4 are needed",
+        "zero.mp4": "cannot decode video",
+    }
+    with pytest.raises(
+        UnusableFiles, match=r"^8 problems .*spoilt, first: .*gone\.mp4; --skip-bad leaves them out"
+    ) as caught:
+        encode(spoilt, tmp_path / "out")
+    problems = dict(caught.value.problems)
+    assert list(problems) == list(expected)
+    assert all(reason in problems[name] for name, reason in expected.items())
+    assert not (tmp_path / "out").exists()
+    report = encode(spoilt, tmp_path / "out", skip_bad=True)
+    ignored = {"folder.mp4": "it is a folder", "link.mp4": "it is a link to a missing file"}
+    assert dict(report.skipped) == {**problems, **ignored}
+    assert list(LatentReader(tmp_path / "out").index.samples) == ["a", "b"]
+
+
+def test_a_single_problem_names_the_way_out(tmp_path: Path) -> None:
+    for i, name in enumerate("abc"):
+        write_video(tmp_path / "v" / f"{name}.mp4", render_clip(0, i, size=(8, 32, 32))[0])
+        (tmp_path / "v" / f"{name}.txt").write_text(name)
+    (tmp_path / "v" / "b.txt").write_text("")
+    with pytest.raises(UnusableFiles, match=r"^no caption for video .*b\.mp4.*; --skip-bad leaves it out$"):
+        encode(tmp_path / "v", tmp_path / "out")
+    (tmp_path / "v" / "b.txt").write_text("b")
+    # the header is whole, the pictures are not
+    content = bytearray((tmp_path / "v" / "b.mp4").read_bytes())
+    start = content.index(b"mdat") + 4
+    content[start : start + 200] = bytes(200)
+    (tmp_path / "v" / "b.mp4").write_bytes(content)
+    with pytest.raises(UnusableFiles, match=r"^cannot decode video .*b\.mp4.*; --skip-bad leaves it out$"):
+        encode(tmp_path / "v", tmp_path / "out", samples_per_shard=1)
+    # what was finished before is kept, and not looked at again
+    (tmp_path / "v" / "a.mp4").write_bytes(b"gone bad")
+    report = encode(tmp_path / "v", tmp_path / "out", samples_per_shard=1, skip_bad=True)
+    assert [name for name, _ in report.skipped] == ["b.mp4"]
+    assert list(LatentReader(tmp_path / "out").index.samples) == ["a", "c"]
+
+
+def test_shards_and_videos_lie_apart(videos: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(videos)
+    before = sorted(videos.rglob("*"))
+    for out in (videos, videos / "shards", tmp_path, tmp_path / "link", tmp_path / "link" / "deep" / "shards"):
+        with pytest.raises(ValueError, match=r"shards' folder .* must lie apart") as caught:
+            encode(videos, out, overwrite=True)
+        assert str(out) in str(caught.value)
+    assert sorted(videos.rglob("*")) == before
+    # a name that only begins alike is another folder
+    encode(videos, tmp_path / "videos-shards")
+
+
+def test_memory_that_runs_out_stops_in_one_line(videos: Path, tmp_path: Path) -> None:
+    class Greedy(HaarCodec):
+        def encode(self, video: torch.Tensor) -> torch.Tensor:
+            return torch.empty(1 << 60)
+
+    class Broken(HaarCodec):
+        def encode(self, video: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("a defect of ours")
+
+    options = {"text_encoder": ENCODER, "progress": False, "skip_bad": True}
+    with pytest.raises(
+        ValueError, match=r"^not enough memory to encode .*a\.mp4: choose a smaller size or fewer frames$"
+    ):
+        encode_folder(videos, tmp_path / "out", codec=Greedy(), **options)
+    with pytest.raises(RuntimeError, match="a defect of ours"):
+        encode_folder(videos, tmp_path / "out", codec=Broken(), **options)
+
+
+def test_what_the_set_loses_is_told(tmp_path: Path) -> None:
+    for name, size in {"even": (8, 32, 48), "odd": (8, 40, 48), "odder": (8, 40, 56), "tiny": (8, 16, 16)}.items():
+        write_video(tmp_path / "v" / f"{name}.mp4", render_clip(0, 0, size=size)[0])
+        (tmp_path / "v" / f"{name}.txt").write_text(name)
+    told: list[str] = []
+    encode(tmp_path / "v", tmp_path / "as-is", tell=told.append, samples_per_shard=1)
+    shapes = {s.id: s.latent_shape[2:] for s in LatentReader(tmp_path / "as-is").index.samples.values()}
+    assert shapes == {"even": (4, 6), "odd": (4, 6), "odder": (4, 6), "tiny": (2, 2)}
+    assert told[0].startswith("the codec haar-4x8x8-c16 rebuilds the clips at ")
+    assert told[-1] == (
+        "latents cropped to divide into the 2x2 patches of models: 1 from 5x6 to 4x6, 1 from 5x7 to 4x6; "
+        "--size and --buckets choose other sizes"
+    )
+    told.clear()
+    encode(tmp_path / "v", tmp_path / "sized", tell=told.append, size=(40, 48))
+    assert told[0] == (
+        "clips of 40x48 give latents of 5x6, which do not divide into the 2x2 patches of models: choose multiples of "
+        "16x16 with --size or --buckets"
+    )
+    assert told[-1] == "enlarged, because the file has fewer pixels: 2, up to 3 times"
+    told.clear()
+    encode(tmp_path / "v", tmp_path / "fine", tell=told.append, size=(16, 16))
+    assert not [line for line in told if "dB" not in line]
+
+
+def test_measuring_changes_nothing_that_is_stored(
+    videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode(videos, tmp_path / "measured", tell=lambda line: None)
+    monkeypatch.setattr("vsa.data.encode.describe_reconstruction", lambda *_: [])
+    encode(videos, tmp_path / "plain", tell=lambda line: pytest.fail(line) if "dB" in line else None)
+    for path in (tmp_path / "plain").iterdir():
+        assert path.read_bytes() == (tmp_path / "measured" / path.name).read_bytes()
 
 
 def test_bad_requests(videos: Path, tmp_path: Path) -> None:
@@ -274,7 +349,7 @@ def test_bad_requests(videos: Path, tmp_path: Path) -> None:
         (tmp_path / "absent", {}, "no such folder of videos"),
         (tmp_path / "empty", {}, "no videos in"),
         (videos, {"size": (20, 16)}, "size 20x16"),
-        (videos, {"frames": 6}, "got 6"),
+        (videos, {"frames": 6}, "cannot encode 6 frames; the nearest valid lengths are 4 and 8"),
         (videos, {"frames": 12}, "has 9 frames, 12 are needed"),
         (videos, {"fps": 0.0}, "fps must be above 0"),
         (videos, {"dtype": "int8"}, "int8"),
@@ -311,14 +386,44 @@ def test_scripts_make_and_encode_videos(tmp_path: Path) -> None:
     assert again.stderr.startswith("error: ")
     assert again.stderr.count("\n") == 1
     assert str(tmp_path / "s") in again.stderr
+    assert "replace it with --overwrite" in again.stderr
 
 
-def test_script_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("script_encode_videos", SCRIPTS / "encode_videos.py")
     assert spec is not None
     assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_script_lists_problems(
+    script: ModuleType, spoilt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(20):
+        (spoilt / f"zz{i:02d}.png").write_bytes(b"")
+    with pytest.raises(UnusableFiles, match="28 problems"):
+        script.main([str(spoilt), str(tmp_path / "out")])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 21
+    assert lines[0].startswith("captions.jsonl, line 1: ")
+    assert lines[19].startswith("zz11.png: no caption")
+    assert lines[20] == "and 8 more"
+    script.main([str(spoilt), str(tmp_path / "out"), "--skip-bad", "--channels", "24", "--text-dim", "8"])
+    printed = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("left out ") for line in printed) == 30
+    assert printed[-2] == f"2 samples in {tmp_path / 'out'}, 30 left out"
+    assert printed[-1] == (
+        f"to train on them: python train.py data=folder data.root={tmp_path / 'out'} data.codec.channels=24 "
+        "model.in_channels=24 model.out_channels=24 data.text_encoder.dim=8 model.text_dim=8"
+    )
+
+
+def test_script_encodes_with_a_wan_pipeline(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save_pipeline(tmp_path / "wan")
     for i, frames in enumerate((5, 9, 3)):
         write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(frames, 16, 24))[0])
@@ -332,6 +437,9 @@ def test_script_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert "left out 2.mp4: video" in printed
     assert "2 samples in" in printed
+    assert printed.endswith(f"python train.py data=wan data.root={tmp_path / 's'} data.codec.source={folder}\n")
+    # a trained codec is not measured
+    assert "dB" not in printed
     reader = LatentReader(tmp_path / "s")
     assert f"latent mean by channel: {reader.index.latent_mean[0]:.4g} " in printed
     assert {s.id: s.latent_shape for s in reader.index.samples.values()} == {"0": (16, 2, 2, 3), "1": (16, 3, 2, 3)}

@@ -271,7 +271,12 @@ def test_bad_input_is_one_line(
         (folder, prompts, [], "needs --size HEIGHT WIDTH and --frames N"),
         (folder, prompts, ["--size", "16", "32"], "go together"),
         (folder, prompts, ["--size", "16", "30", "--frames", "5"], "size 16x30 must be multiples"),
-        (folder, prompts, ["--size", "16", "32", "--frames", "6"], "frames 6 is no length"),
+        (
+            folder,
+            prompts,
+            ["--size", "16", "32", "--frames", "6"],
+            "cannot encode 6 frames; the nearest valid lengths are 5",
+        ),
         (folder, prompts, ["--size", "8", "32", "--frames", "5"], "do not divide into patches"),
         (folder, prompts, [*size, "--topk", "3"], "a pipeline is dense, got --topk 3"),
         (images, prompts, size, "takes 36 channels, its VAE makes 16"),

@@ -51,7 +51,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("videos")
     generator = torch.Generator().manual_seed(0)
     for i in range(10):
-        size = (16, 24) if i % 4 else (24, 16)
+        size = (16, 32) if i % 4 else (32, 16)
         video = torch.randint(0, 256, (1, 1, 1, 3), generator=generator, dtype=torch.uint8).expand(8, *size, 3)
         write_video(folder / f"{i:02d}.mp4", video.contiguous())
         (folder / f"{i:02d}.txt").write_text(f"clip number {i}\nanother caption")
@@ -70,8 +70,8 @@ def straight(videos: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def test_a_straight_run_leaves_shards_and_an_index_only(straight: dict[str, bytes], tmp_path: Path) -> None:
     assert sorted(straight) == [
         "index.json",
-        *(f"latents-C16x2x2x3-{i:05d}.tar" for i in range(4)),
-        *(f"latents-C16x2x3x2-{i:05d}.tar" for i in range(3)),
+        *(f"latents-C16x2x2x4-{i:05d}.tar" for i in range(4)),
+        *(f"latents-C16x2x4x2-{i:05d}.tar" for i in range(3)),
         *(f"text-{i:05d}.tar" for i in range(4)),
     ]
     for name, content in straight.items():
@@ -252,6 +252,54 @@ def test_a_smaller_data_set_leaves_nothing_of_the_old_one(
     encode_folder(videos, out, **{**OPTIONS, "samples_per_shard": 1})
     assert len(files_of(out)) > len(straight)
     encode_folder(videos, out, **OPTIONS, overwrite=True)
+    assert files_of(out) == straight
+
+
+def test_overwriting_removes_what_the_index_lists_and_nothing_else(
+    videos: Path, straight: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    encode_folder(videos, out, **OPTIONS)
+    (out / "README.md").write_text("mine")
+    encode_folder(videos, out, **OPTIONS, overwrite=True)
+    assert files_of(out) == {**straight, "README.md": b"mine"}
+
+    def refused(written: str, named: str) -> None:
+        (out / written).parent.mkdir(parents=True, exist_ok=True)
+        (out / written).write_text("mine")
+        before = files_of(out)
+        with pytest.raises(ValueError, match=rf"out/{named} does not belong to a data set in"):
+            encode_folder(videos, out, **OPTIONS, overwrite=True)
+        assert files_of(out) == before
+        (out / written).unlink()
+
+    # shards of somebody else, and a folder of parts that is not ours
+    for name in ("text-holiday.tar", "latents-00009.tar"):
+        refused(name, name)
+    for name in ("parts/left.jpg", "parts/00000/photo.jpg", "parts/00000/text-00000.tar/a"):
+        refused(name, name)
+        parts.shutil.rmtree(out / "parts")
+    refused("parts/holiday/a.jpg", "parts/holiday")
+    parts.shutil.rmtree(out / "parts")
+    (out / "index.json").write_text('{"name": "a website"}')
+    with pytest.raises(ValueError, match=r"index\.json has schema None.*choose another folder, or remove that file"):
+        encode_folder(videos, out, **OPTIONS, overwrite=True)
+    assert files_of(out) == {**straight, "README.md": b"mine", "index.json": b'{"name": "a website"}'}
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"file is not a folder"):
+        encode_folder(videos, tmp_path / "file", **OPTIONS)
+
+
+def test_joining_replaces_no_file_of_others(videos: Path, straight: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for rank in range(2):
+        encode_folder(videos, out, **OPTIONS, rank=rank, world_size=2)
+    (out / "text-00002.tar").write_text("mine")
+    with pytest.raises(ValueError, match=r"text-00002\.tar does not belong to the data set in .*: move it"):
+        encode_folder(videos, out, **OPTIONS)
+    assert (out / "text-00002.tar").read_text() == "mine"
+    (out / "text-00002.tar").unlink()
+    encode_folder(videos, out, **OPTIONS)
     assert files_of(out) == straight
 
 

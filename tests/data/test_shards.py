@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.disks import small_files
 from vsa.data.codecs import HaarCodec
 from vsa.data.index import DatasetIndex
 from vsa.data.shards import LatentReader, ShardWriter
 from vsa.data.text import HashedNgramEncoder
+from vsa.disk import DiskFullError
 
 ENCODER = HashedNgramEncoder(dim=8, max_tokens=5)
 
@@ -189,6 +191,17 @@ def test_an_error_while_writing_leaves_no_data_set_and_no_litter(tmp_path: Path,
     assert not list(tmp_path.glob("*C1x*"))
 
 
+def test_a_full_disk_names_the_shard(tmp_path: Path, make_dataset) -> None:
+    def fill() -> None:
+        with small_files(50_000), ShardWriter(tmp_path, codec=HaarCodec(1), text_encoder=ENCODER) as writer:
+            for i in range(100):
+                writer.add(f"s{i}", torch.zeros(1, 1, 1, 1), ["a"], {})
+
+    with pytest.raises(DiskFullError, match=rf"cannot write {tmp_path}/(latents|text)-.*tar: File too large \(.* free"):
+        fill()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_writer_leaves_nothing_that_looks_finished(tmp_path: Path, make_dataset) -> None:
     code = (
         "import os, signal, sys, torch\n"
@@ -224,6 +237,33 @@ def test_an_existing_data_set_is_not_overwritten_by_accident(tmp_path: Path, mak
     make_dataset(tmp_path, videos=3, images=0, overwrite=True)
     assert len(LatentReader(tmp_path).index.samples) == 3
     assert not (tmp_path / "latents-C16x1x4x4-00000.tar").exists()
+
+
+@pytest.mark.parametrize("content", [b"mine", b"", None])
+def test_shards_of_others_stay(tmp_path: Path, make_dataset, content: bytes | None) -> None:
+    foreign = tmp_path / "text-holiday.tar"
+    if content is None:
+        (tmp_path / "note").write_text("mine")
+        with tarfile.open(foreign, "w") as tar:
+            tar.add(tmp_path / "note", arcname="note")
+    else:
+        foreign.write_bytes(content)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"text-holiday\.tar does not belong to a data set in"):
+        make_dataset(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    foreign.rename(tmp_path / ".tmp-holiday")
+    make_dataset(tmp_path)
+    # a shard of ours that the index of a finished data set does not list
+    shard = tmp_path / "text-00000.tar"
+    shard.with_name("text-other.tar").write_bytes(shard.read_bytes())
+    with pytest.raises(ValueError, match=r"text-other\.tar does not belong to a data set in"):
+        make_dataset(tmp_path, overwrite=True)
+    assert shard.with_name("text-other.tar").exists()
+    (tmp_path / "index.json").write_text('{"schema": 1}')
+    with pytest.raises(ValueError, match="is not a complete index"):
+        make_dataset(tmp_path, overwrite=True)
+    assert (tmp_path / ".tmp-holiday").read_bytes() == before[foreign.name]
 
 
 @pytest.mark.parametrize(

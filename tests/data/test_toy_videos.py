@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from vsa.data import toy_videos
 from vsa.data.codecs import HaarCodec
 from vsa.data.toy_videos import (
     COLOURS,
@@ -122,7 +124,12 @@ def test_attributes_of_a_set_are_spread() -> None:
 def test_written_files_hold_the_clips_and_replace_an_older_set(tmp_path) -> None:
     write_toy_videos(ToyClips(count=3, size=(4, 32, 32), seed=9), tmp_path, progress=False)
     write_toy_videos(ToyClips(count=2, size=(4, 32, 32), seed=1), tmp_path, progress=False)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["captions.jsonl", "toy-1-000000.mp4", "toy-1-000001.mp4"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "captions.jsonl",
+        "toy-1-000000.mp4",
+        "toy-1-000001.mp4",
+        "toy_clips.json",
+    ]
     lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
     for i, line in enumerate(lines):
         video, caption, _ = render_clip(1, i, size=(4, 32, 32))
@@ -130,6 +137,50 @@ def test_written_files_hold_the_clips_and_replace_an_older_set(tmp_path) -> None
         assert line["captions"][0] == caption
         assert fps == 8
         assert (stored.float() - video.float()).abs().mean() < 4
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    clips = ToyClips(count=2, size=(4, 32, 32))
+
+    def refused(name: str) -> None:
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(ValueError, match=rf"cannot write toy clips to .*: {name} is not from an earlier call"):
+            write_toy_videos(clips, tmp_path, progress=False)
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+    # a user's captions, a clip beside its text, a name like ours
+    for name in ("captions.jsonl", "mine.mp4", "toy-0-000000.mp4"):
+        (tmp_path / name).write_text("mine")
+        refused(name)
+        (tmp_path / name).unlink()
+    write_toy_videos(clips, tmp_path, progress=False)
+    (tmp_path / "mine.txt").write_text("mine")
+    refused("mine.txt")
+    (tmp_path / "mine.txt").unlink()
+    own = (tmp_path / "captions.jsonl").read_bytes()
+    (tmp_path / "captions.jsonl").write_bytes(own.replace(b"circle", b"disc").replace(b"square", b"box"))
+    refused("captions.jsonl")
+    (tmp_path / "captions.jsonl").write_bytes(own)
+    write_toy_videos(clips, tmp_path, progress=False)
+    (tmp_path / "toy_clips.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"toy_clips\.json does not describe toy clips"):
+        write_toy_videos(clips, tmp_path, progress=False)
+
+
+def test_an_interrupted_set_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path, video: torch.Tensor, *, fps: float) -> None:
+        if path.name.endswith("1.mp4"):
+            raise KeyboardInterrupt
+        path.write_bytes(b"begun")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(toy_videos, "write_video", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_toy_videos(ToyClips(count=3, size=(4, 32, 32)), tmp_path, progress=False)
+    # what a kill leaves
+    (tmp_path / ".tmp-0123456789abcdef.mp4").write_bytes(b"half")
+    write_toy_videos(ToyClips(count=1, size=(4, 32, 32)), tmp_path, progress=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["captions.jsonl", "toy-0-000000.mp4", "toy_clips.json"]
 
 
 def test_refuses_empty_sets() -> None:

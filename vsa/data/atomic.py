@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from vsa.disk import writing
+
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
@@ -18,16 +20,20 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
     Args:
         path: the final name; its folder is created when missing.
+
+    Raises:
+        DiskFullError: names `path`, what was written of it and what is free.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # keeps the suffix, by which some writers choose the format
     temporary = path.parent / f".tmp-{secrets.token_hex(8)}{path.suffix}"
     try:
-        yield temporary
-        _fsync(temporary)
-        os.replace(temporary, path)
-        _fsync(path.parent)
+        with writing(path, temporary):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            _fsync(temporary)
+            os.replace(temporary, path)
+            _fsync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

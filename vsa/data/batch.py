@@ -26,7 +26,8 @@ class VideoBatch:
         text_mask: bool `[B, S]`, True where a text token is real; None attends to the zeros as well.
         sample_ids: id of each sample.
         captions: the caption behind each embedding ("" where dropped).
-        seeds: int64 `[B]`, a pure function of (seed, step, sample): noise is drawn from it.
+        seeds: int64 `[B]`, a pure function of (seed, step, sample, its occurrence in the global batch): noise is drawn
+            from it.
         slots: int64 `[B]`, position of each sample in the global batch of its step.
         num_slots: size of that global batch.
         step: optimizer step the batch belongs to.

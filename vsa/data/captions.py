@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CAPTION_FILES = ("captions.jsonl", "captions.json", "captions.txt")
 
 
-def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]) -> dict[Path, list[str]]:
-    """The captions of every media file.
+@dataclass(frozen=True, kw_only=True)
+class Captions:
+    """What was found for the media files of a folder.
+
+    Args:
+        of: captions by media file, in the order of the files.
+        missing: why every other media file has none.
+        unusable: (place, reason) of entries of the caption file that are malformed or name no file.
+    """
+
+    of: Mapping[Path, list[str]]
+    missing: Mapping[Path, str]
+    unusable: Sequence[tuple[str, str]]
+
+
+def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]) -> Captions:
+    """The captions of every media file, and everything that is wrong with them.
 
     A caption file is one of: `.jsonl`, lines of {"video": "a.mp4", "captions": ["...", ...]} (or "caption": "...");
     `.json`, a list of such objects or an object {"a.mp4": "..." or ["...", ...]}; `.txt`, lines of name, tab, caption.
@@ -22,75 +38,87 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
         caption_file: caption file (None: `captions.jsonl`, `.json` or `.txt` in the folder when there is one).
         files: the media files that need captions.
 
-    Returns:
-        captions by media file, in the order of `files`.
-
     Raises:
-        ValueError: a malformed caption file, one that names a missing video, or a video without caption.
+        ValueError: the caption file cannot be read, or has no form that is known.
     """
     if caption_file is None:
         caption_file = next((videos / name for name in CAPTION_FILES if (videos / name).is_file()), None)
     listed: dict[Path, list[str]] = {}
+    unusable: list[tuple[str, str]] = []
     if caption_file is not None:
-        for name, captions in _entries(caption_file):
-            path = videos / name
-            if not path.is_file():
-                raise ValueError(f"caption file {caption_file} names a missing video: {path}")
-            listed.setdefault(path.resolve(), []).extend(captions)
+        for place, entry in _entries(caption_file):
+            try:
+                name, captions = _parse(entry, caption_file, f"caption file {caption_file}, {place}")
+                if not (videos / name).is_file():
+                    raise ValueError(f"caption file {caption_file} names a missing video: {videos / name}")
+            except ValueError as error:
+                unusable.append((f"{caption_file.name}, {place}", str(error)))
+            else:
+                listed.setdefault((videos / name).resolve(), []).extend(captions)
 
     found: dict[Path, list[str]] = {}
+    missing: dict[Path, str] = {}
     for path in files:
         beside = path.with_suffix(".txt")
         captions = listed.get(path.resolve(), [])
-        if not captions and beside.is_file() and (caption_file is None or beside.resolve() != caption_file.resolve()):
-            captions = [line.strip() for line in _read(beside).splitlines() if line.strip()]
-        if not captions:
-            where = f"{caption_file} and " if caption_file else ""
-            raise ValueError(f"no caption for video {path}: looked in {where}{beside}")
-        found[path] = captions
-    return found
+        try:
+            if (
+                not captions
+                and beside.is_file()
+                and (caption_file is None or beside.resolve() != caption_file.resolve())
+            ):
+                captions = [line.strip() for line in _read(beside).splitlines() if line.strip()]
+            if not captions:
+                where = f"{caption_file} and " if caption_file else ""
+                raise ValueError(f"no caption for video {path}: looked in {where}{beside}")
+        except ValueError as error:
+            missing[path] = str(error)
+        else:
+            found[path] = captions
+    return Captions(of=found, missing=missing, unusable=unusable)
 
 
-def _entries(caption_file: Path) -> Iterator[tuple[str, list[str]]]:
+def _entries(caption_file: Path) -> Iterator[tuple[str, Any]]:
+    """(place, entry) for every entry of a caption file: a line of text, or what a `.json` file holds."""
     text = _read(caption_file)
     if caption_file.suffix == ".json":
-        content = _json(text, str(caption_file))
+        content = _json(text, f"caption file {caption_file}")
         if isinstance(content, dict):
             content = [{"video": name, "captions": captions} for name, captions in content.items()]
         if not isinstance(content, list):
             raise ValueError(f"caption file {caption_file} must hold a list or an object")
-        for i, entry in enumerate(content):
-            yield _entry(entry, f"caption file {caption_file}, entry {i + 1}")
-        return
-    for i, line in enumerate(text.splitlines()):
-        place = f"caption file {caption_file}, line {i + 1}"
-        if not line.strip():
-            continue
-        if caption_file.suffix == ".jsonl":
-            yield _entry(_json(line, place), place)
-        elif caption_file.suffix == ".txt":
-            name, tab, caption = line.partition("\t")
-            if not tab or not caption.strip():
-                raise ValueError(f"{place}: expected name, tab, caption")
-            yield name.strip(), [caption.strip()]
-        else:
-            raise ValueError(f"caption file {caption_file} must end in .jsonl, .json or .txt")
+        yield from ((f"entry {i + 1}", entry) for i, entry in enumerate(content))
+    elif caption_file.suffix in (".jsonl", ".txt"):
+        lines = text.splitlines()
+        yield from ((f"line {i + 1}", line) for i, line in enumerate(lines) if line.strip())
+    else:
+        raise ValueError(f"caption file {caption_file} must end in .jsonl, .json or .txt")
 
 
-def _entry(entry: Any, place: str) -> tuple[str, list[str]]:
+def _parse(entry: Any, caption_file: Path, place: str) -> tuple[str, list[str]]:
+    """(video, captions) of one entry."""
+    if caption_file.suffix == ".txt":
+        name, tab, caption = entry.partition("\t")
+        if not tab or not caption.strip():
+            raise ValueError(f"{place}: expected name, tab, caption")
+        return name.strip(), [caption.strip()]
+    if caption_file.suffix == ".jsonl":
+        entry = _json(entry, place)
     if not isinstance(entry, dict) or not isinstance(entry.get("video"), str):
         raise ValueError(f'{place}: expected {{"video": "name", "captions": ["...", ...]}}')
     captions = entry.get("captions", entry.get("caption"))
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not captions or not all(isinstance(c, str) for c in captions):
         raise ValueError(f"{place}: captions of {entry['video']} must be one string or a list of strings")
-    return entry["video"], captions
+    return entry["video"], [caption for caption in captions if caption.strip()]
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"caption file {path} is not UTF-8 text: {error}") from error
+    except OSError as error:
         raise ValueError(f"cannot read caption file {path}: {error}") from error
 
 

@@ -50,6 +50,22 @@ class Codec(Protocol):
         ...
 
 
+def check_frames(codec: Codec, frames: int) -> None:
+    """Refuse a number of frames that a codec does not encode.
+
+    Raises:
+        ValueError: names the valid lengths on both sides.
+    """
+    if frames > 0 and codec.frames_that_fit(frames) == frames:
+        return
+    below = next((n for n in range(frames - 1, 0, -1) if codec.frames_that_fit(n) == n), None)
+    above = next(
+        n for n in range(max(frames, 0) + 1, max(frames, 0) + codec.stride[0] + 1) if codec.frames_that_fit(n) == n
+    )
+    nearest = f"length is {above}" if below is None else f"lengths are {below} and {above}"
+    raise ValueError(f"codec {codec.id} cannot encode {frames} frames; the nearest valid {nearest}")
+
+
 class HaarCodec:
     """Separable 3-D Haar wavelets over cells of 4 x 8 x 8 pixels and an orthonormal luma/chroma split.
 

@@ -9,10 +9,12 @@ from typing import Any, Literal
 import torch
 from filelock import FileLock
 from lightning import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vsa.data.batch import TextPadding, VideoBatch, check_text_padding
+from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec
 from vsa.data.encode import encode_folder
 from vsa.data.index import INDEX_NAME, CodecInfo, TextInfo
@@ -119,9 +121,16 @@ class PlanDataModule(LightningDataModule):
                 if out:
                     held[shape] = held.get(shape, ()) + tuple(SampleRef(source=name, id=i) for i in out)
             sources[name] = Source(weight=weights[name], buckets=train)
-        if not any(ids for source in sources.values() for ids in source.buckets.values()):
+        counts = [len(ids) for source in sources.values() for ids in source.buckets.values() if ids]
+        if not counts:
             raise ValueError(
                 f"val_fraction {self._val_fraction} leaves no training samples: add samples or set it to 0"
+            )
+        if self.batch_size > sum(counts):
+            least, most = (f"{self.batch_size / count:.3g}" for count in (max(counts), min(counts)))
+            rank_zero_info(
+                f"data.batch_size={self.batch_size} is above the number of training samples, {sum(counts)}: a batch "
+                f"holds each sample of its latent shape {least if least == most else f'{least} to {most}'} times"
             )
         plan = DataPlan(sources=sources, batch_size=self.batch_size, seed=self._seed, phases=self.phases())
         self._opened = store, plan, held
@@ -157,6 +166,16 @@ class PlanDataModule(LightningDataModule):
             text_padding=self.text_padding,
         )
         return self._loader(stream)
+
+    def held_out_captions(self, count: int) -> tuple[str, ...]:
+        """At most `count` different captions of held-out samples, the same on every rank; none without such samples."""
+        store, _, held = self._ready()
+        found: dict[str, None] = {}
+        for ref in (ref for _, refs in sorted(held.items()) for ref in refs):
+            if len(found) == count:
+                break
+            found |= {caption: None for caption, _ in [store.text(ref, 0)] if caption}
+        return tuple(found)
 
     @property
     def store(self) -> SampleStore:
@@ -313,19 +332,25 @@ class LatentDataModule(PlanDataModule):
         """Renders and encodes the toy clips when they are asked for and missing.
 
         Raises:
-            ValueError: `root` holds another toy set than the one asked for.
+            ValueError: clips of that size cannot be encoded, or `root` holds another toy set than the one asked for.
         """
         if self._toy is None or self._videos is None:
             return
         root = Path(self._roots["main"])
+        frames, height, width = self._toy.size
+        # a clip of one frame is refused where it was not asked for
+        rules = ClipRules(frames=1 if frames == 1 else None)
+        clip = rules.plan(Path(self._videos), self.codec, frames=frames, height=height, width=width)
         if not (root / INDEX_NAME).is_file():
             root.parent.mkdir(parents=True, exist_ok=True)
             # of runs and ranks that start together, one makes the data and the others wait for it
             with FileLock(root.parent / f".{root.name}.lock"):
                 if not (root / INDEX_NAME).is_file():
                     write_toy_videos(self._toy, self._videos)
-                    encode_folder(self._videos, root, codec=self.codec, text_encoder=self.text_encoder)
-        _check_toy_set(root, self._toy, self.codec)
+                    encode_folder(
+                        self._videos, root, codec=self.codec, text_encoder=self.text_encoder, frames=rules.frames
+                    )
+        _check_toy_set(root, self._toy, self.codec.latent_shape(*clip.size))
 
     def open_store(self) -> SampleStore:
         """The shards of every source."""
@@ -396,10 +421,9 @@ class ToyOnlineDataModule(PlanDataModule):
         return {"toy": 1.0}
 
 
-def _check_toy_set(root: Path, toy: ToyClips, codec: Codec) -> None:
+def _check_toy_set(root: Path, toy: ToyClips, shape: Shape) -> None:
     index = LatentReader(root).index
     frames, height, width = toy.size
-    shape = codec.latent_shape(codec.frames_that_fit(frames) or 1, height, width)
     alike = all(s.id.startswith(f"toy-{toy.seed}-") and s.latent_shape == shape for s in index.samples.values())
     if len(index.samples) != toy.count or not alike:
         raise ValueError(

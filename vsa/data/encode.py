@@ -8,85 +8,46 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from rich.progress import track
 from torch import Tensor
 
-from vsa.data.buckets import Bucket, choose_bucket
+from vsa.data.buckets import Bucket
 from vsa.data.captions import read_captions
-from vsa.data.codecs import Codec, WanVAE
-from vsa.data.parts import PartsReport, check_target, join_parts, write_parts
+from vsa.data.clip_rules import PATCH, ClipRules
+from vsa.data.codecs import Codec, HaarCodec, WanVAE
+from vsa.data.parts import PartContent, PartsReport, check_target, join_parts, pending_parts, write_parts
+from vsa.data.reconstruction import describe_reconstruction
 from vsa.data.shards import ShardWriter
 from vsa.data.text import TextEncoder
-from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_video
+from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+
+# clips, spread over the whole set, that the quality of the codec is measured on
+_MEASURED_CLIPS = 8
+_LISTED_SHAPES = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClipRules:
-    """What is cut out of a video.
+class UnusableFiles(ValueError):
+    """Files that cannot be encoded.
 
-    Args:
-        size: (height, width) in pixels: scale to cover, then crop the middle (None: crop to the codec's stride).
-        frames: frames of a clip, from the start (None: all); trimmed to what the codec takes.
-        fps: resample to that frame rate first (None: every stored frame).
-        buckets: clip sizes to choose from for every video, in place of `size` and `frames`; see `choose_bucket`.
-
-    Raises:
-        ValueError: `buckets` beside `size` or `frames`.
+    Attributes:
+        problems: (file or place in the caption file, reason) of each.
     """
 
-    size: tuple[int, int] | None = None
-    frames: int | None = None
-    fps: float | None = None
-    buckets: tuple[Bucket, ...] = ()
+    def __init__(self, problems: Sequence[tuple[str, str]], message: str) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
 
-    def __post_init__(self) -> None:
-        if self.buckets and (self.size is not None or self.frames is not None):
-            raise ValueError(f"buckets exclude size and frames, got size={self.size} and frames={self.frames}")
 
-    def check(self, codec: Codec) -> None:
-        """Refuse sizes that the codec does not take.
-
-        Raises:
-            ValueError: names the size or the number of frames.
-        """
-        _, sh, sw = codec.stride
-        sizes = [(b.height, b.width) for b in self.buckets] or ([self.size] if self.size else [])
-        for height, width in sizes:
-            if height < 1 or width < 1 or height % sh or width % sw:
-                raise ValueError(
-                    f"size {height}x{width} (height x width) must be multiples of the codec stride {sh}x{sw}"
-                )
-        for frames in [b.frames for b in self.buckets] or ([self.frames] if self.frames is not None else []):
-            if frames < 1 or codec.frames_that_fit(frames) != frames:
-                nearest = max(codec.frames_that_fit(frames), 1) if frames > 0 else 1
-                raise ValueError(f"codec {codec.id} takes clips of {nearest} frames, not of as many: got {frames}")
-
-    def cut(self, path: Path, codec: Codec) -> tuple[Tensor, dict[str, Any]]:
-        """The clip of a video file, uint8 `[T, H, W, 3]`, and what is to be known of it.
-
-        Raises:
-            ValueError: the file does not decode, or is too short or too small; names it.
-        """
-        longest = max((b.frames for b in self.buckets), default=self.frames)
-        video, rate = read_video(path, frames=longest, fps=self.fps)
-        size, frames = self.size, self.frames
-        if self.buckets:
-            T, H, W, _ = video.shape
-            bucket = choose_bucket(self.buckets, frames=T, height=H, width=W)
-            if bucket is None:
-                known = ", ".join(map(str, self.buckets))
-                raise ValueError(f"video {path} of {T} frames of {H}x{W} fills none of the buckets {known}")
-            size, frames = (bucket.height, bucket.width), bucket.frames
-        clip = fit_clip(video, codec=codec, size=size, frames=frames, name=str(path))
-        info = {"fps": rate, "source_size": [video.shape[1], video.shape[2]], "clip_size": list(clip.shape[:3])}
-        return clip, info
+class OutOfMemory(ValueError):
+    """The machine has too little memory for a clip: no fault of the file, so it is never left out for that."""
 
 
 def encode_folder(
@@ -109,10 +70,12 @@ def encode_folder(
     rank: int = 0,
     world_size: int = 1,
     progress: bool = True,
+    tell: Callable[[str], None] = print,
 ) -> PartsReport:
     """Encodes every video and image below a folder; images become one-frame latents.
 
-    Work is kept part by part (see `vsa.data.parts`): an interrupted call is repeated and goes on. With several
+    All captions and the headers of all files are looked at before anything is written, and every problem is told at
+    once. Work is kept part by part (see `vsa.data.parts`): an interrupted call is repeated and goes on. With several
     processes each writes its parts, and a last call with `world_size` 1 makes the data set of them.
 
     Args:
@@ -129,64 +92,98 @@ def encode_folder(
         dtype: how latents are stored.
         samples_per_shard: samples in a full shard, and what an interruption costs at most.
         overwrite: replace a data set that is in `out`.
-        skip_bad: leave out files that do not decode or are too short, and report them, in place of stopping.
+        skip_bad: leave out files that do not decode, are too short or have no caption, and report them, in place of
+            stopping.
         device: where the codec runs.
         rank: of this process.
         world_size: processes that share the work.
         progress: show a progress bar.
+        tell: called with lines for people: how well the codec rebuilds the clips, sizes that do not fit models.
 
     Returns:
         How many samples are written by now, what was left out, and whether every part is there.
 
     Raises:
-        ValueError: no videos, a video that does not decode or is too short, captions that do not match, or parts of
-            other settings in `out`; one line that names the file or the setting.
+        UnusableFiles: videos that do not decode or are too short, captions that are missing or malformed.
+        ValueError: no videos, `out` inside of `videos` or the reverse, files or parts of other settings in `out`; one
+            line that names the file or the setting.
     """
     folder, out = Path(videos), Path(out)
     rules = ClipRules(size=size, frames=frames, fps=fps, buckets=tuple(buckets))
     rules.check(codec)
     if image_condition and not isinstance(codec, WanVAE):
         raise ValueError(f"image conditions need Wan's VAE, the codec is {codec.id}")
+    _refuse_overlap(folder, out)
     check_target(out, overwrite=overwrite)
-    files = _media_files(folder)
-    texts = read_captions(folder, Path(captions) if captions else None, files)
+    files, ignored = _media_files(folder)
     names = [path.relative_to(folder).as_posix() for path in files]
     ids = sample_ids(names)
+    found = read_captions(folder, Path(captions) if captions else None, files)
+    share = {"count": len(files), "part_size": samples_per_shard, "rank": rank, "world_size": world_size}
+    pending = [i for _, span in pending_parts(out, **share) for i in span]
+    bad = {i: found.missing[path] for i, path in enumerate(files) if path in found.missing}
+    for i in track(pending, description="looking at files", transient=True, disable=not progress):
+        try:
+            rules.probe(files[i], codec)
+        except ValueError as error:
+            bad.setdefault(i, str(error))
+    problems = [*found.unusable, *((names[i], bad[i]) for i in sorted(bad))]
+    if len(bad) == len(files):
+        reason = problems[0][1]
+        raise UnusableFiles(problems, f"none of the {len(files)} videos in {folder} can be encoded; first: {reason}")
+    if problems and not skip_bad:
+        raise _unusable(problems, folder)
+    if rank == 0 and pending:
+        good = [i for i in range(len(files)) if i not in bad]
+        sample = sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)})
+        for line in _describe_ahead({names[i]: files[i] for i in sample}, rules, codec):
+            tell(line)
 
-    def write(part: Path, span: range, advance: Callable[[], None]) -> list[tuple[str, str]]:
+    def encode(i: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
+        if i in bad:
+            raise ValueError(bad[i])
+        with _memory_errors(str(files[i])):
+            clip, info = rules.cut(files[i], codec)
+            clip = clip.to(device)
+            condition = codec.image_condition(clip) if isinstance(codec, WanVAE) and image_condition else None
+            return codec.encode(clip), {"source": names[i], **info}, condition
+
+    def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
         skipped: list[tuple[str, str]] = []
+        notes: list[tuple[str, Any]] = []
 
-        def clips() -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+        def samples() -> Iterator[tuple[int, Tensor, dict[str, Any], Tensor | None]]:
             for i in span:
                 try:
-                    clip, info = rules.cut(files[i], codec)
+                    latents, info, condition = encode(i)
+                except OutOfMemory:
+                    raise
                 except ValueError as error:
                     if not skip_bad:
-                        raise
+                        raise _unusable([(names[i], str(error))], folder) from error
                     skipped.append((names[i], str(error)))
                 else:
-                    yield i, clip.to(device), {"source": names[i], **info}
+                    notes.extend(_notes(rules, codec, info))
+                    yield i, latents, info, condition
                 advance()
 
-        found = clips()
-        first = next(found, None)
+        encoded = samples()
+        first = next(encoded, None)
         if first is None:
-            return skipped
+            return PartContent(skipped=skipped)
         # one more than the samples: the null embedding is in the text shard too
         with ShardWriter(
             part, codec=codec, text_encoder=text_encoder, samples_per_shard=len(span) + 1, dtype=dtype
         ) as writer:
-            for i, clip, info in chain([first], found):
-                condition = codec.image_condition(clip) if isinstance(codec, WanVAE) and image_condition else None
-                writer.add(ids[i], codec.encode(clip), texts[files[i]], info, condition)
-        return skipped
+            for i, latents, info, condition in chain([first], encoded):
+                writer.add(ids[i], latents, found.of[files[i]], info, condition)
+        return PartContent(skipped=skipped, notes=notes)
 
-    listing = "\n".join(f"{name}\t{texts[path]}" for name, path in zip(names, files, strict=True))
+    listing = "\n".join(f"{name}\t{found.of.get(path)}" for name, path in zip(names, files, strict=True))
     report = write_parts(
         out,
         write,
-        count=len(files),
-        part_size=samples_per_shard,
+        **share,
         settings={
             "videos": f"{len(files)} files ({hashlib.sha256(listing.encode('utf-8', 'replace')).hexdigest()[:12]})",
             "codec": f"{codec.id} ({codec.hash})",
@@ -199,61 +196,109 @@ def encode_folder(
             "dtype": dtype,
         },
         overwrite=overwrite,
-        rank=rank,
-        world_size=world_size,
         title="encoding videos",
         progress=progress,
     )
     if report.complete and report.samples == 0:
-        raise ValueError(f"none of the {len(files)} videos in {folder} could be encoded; first: {report.skipped[0][1]}")
+        raise UnusableFiles(
+            report.skipped, f"none of the {len(files)} videos in {folder} decodes; first: {report.skipped[0][1]}"
+        )
     if world_size == 1:
         join_parts(out)
-    return report
+        for line in _describe_notes(report.notes):
+            tell(line)
+    return replace(report, skipped=(*ignored, *found.unusable, *report.skipped))
 
 
-def _media_files(folder: Path) -> list[Path]:
+def _refuse_overlap(videos: Path, out: Path) -> None:
+    inner, outer = out.resolve(), videos.resolve()
+    if inner == outer or outer in inner.parents or inner in outer.parents:
+        raise ValueError(
+            f"the shards' folder {out} and the videos' folder {videos} must lie apart, not inside each other"
+        )
+
+
+def _media_files(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Every video and image below a folder, and (name, reason) of what only has the name of one."""
     if not folder.is_dir():
         raise ValueError(f"no such folder of videos: {folder}")
-    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in VIDEO_SUFFIXES + IMAGE_SUFFIXES and p.is_file())
+    named = sorted(p for p in folder.rglob("*") if p.suffix.lower() in VIDEO_SUFFIXES + IMAGE_SUFFIXES)
+    files = [path for path in named if path.is_file()]
     if not files:
         raise ValueError(f"no videos in {folder} (looked for {' '.join(VIDEO_SUFFIXES + IMAGE_SUFFIXES)})")
-    return files
+    return files, [
+        (path.relative_to(folder).as_posix(), "it is a folder" if path.is_dir() else "it is a link to a missing file")
+        for path in named
+        if not path.is_file()
+    ]
 
 
-def fit_clip(video: Tensor, *, codec: Codec, size: tuple[int, int] | None, frames: int | None, name: str) -> Tensor:
-    """Scales, crops and trims a clip to what a codec takes.
+def _unusable(problems: Sequence[tuple[str, str]], folder: Path) -> UnusableFiles:
+    _, reason = problems[0]
+    if len(problems) == 1:
+        return UnusableFiles(problems, f"{reason}; --skip-bad leaves it out")
+    message = f"{len(problems)} problems with the files in {folder}, first: {reason}; --skip-bad leaves them out"
+    return UnusableFiles(problems, message)
 
-    Args:
-        video: uint8 `[T, H, W, 3]`.
-        codec: gives the stride.
-        size: (height, width) to scale to cover and crop to; None keeps the scale and crops to the stride.
-        frames: frames to keep; None keeps as many as the codec takes. One-frame clips (images) pass.
-        name: what to call the clip in errors.
 
-    Returns:
-        uint8 `[T', H', W', 3]`.
+@contextmanager
+def _memory_errors(what: str) -> Iterator[None]:
+    """Turns a failed allocation into one line."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch has no exception of its own for the CPU's memory
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise OutOfMemory(f"not enough memory to encode {what}: choose a smaller size or fewer frames") from error
 
-    Raises:
-        ValueError: the clip is too short or too small.
-    """
-    st, sh, sw = codec.stride
-    T, H, W, _ = video.shape
-    if T > 1:
-        wanted = frames or codec.frames_that_fit(T)
-        if wanted < 1 or wanted > T:
-            raise ValueError(f"video {name} has {T} frames, {wanted or st} are needed")
-        video = video[:wanted]
-    height, width = size or (H - H % sh, W - W % sw)
-    if height < 1 or width < 1:
-        raise ValueError(f"video {name} has {H}x{W} pixels, less than the codec's cell of {sh}x{sw}")
-    if size is not None and (height, width) != (H, W):
-        scale = max(height / H, width / W)
-        covered = (max(height, round(H * scale)), max(width, round(W * scale)))
-        pixels = video.permute(0, 3, 1, 2).float()
-        pixels = F.interpolate(pixels, size=covered, mode="bilinear", align_corners=False, antialias=True)
-        video = pixels.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
-    top, left = (video.shape[1] - height) // 2, (video.shape[2] - width) // 2
-    return video[:, top : top + height, left : left + width].contiguous()
+
+def _describe_ahead(clips: Mapping[str, Path], rules: ClipRules, codec: Codec) -> list[str]:
+    """What is to be known before hours of encoding."""
+    _, sh, sw = codec.stride
+    lines = [
+        f"clips of {h}x{w} give latents of {h // sh}x{w // sw}, which do not divide into the {PATCH}x{PATCH} patches "
+        f"of models: choose multiples of {PATCH * sh}x{PATCH * sw} with --size or --buckets"
+        for h, w in rules.untrainable(codec)
+    ]
+
+    def measured() -> Iterator[tuple[str, Tensor]]:
+        for name, path in clips.items():
+            # what does not decode is told where it is met
+            with suppress(ValueError):
+                yield name, rules.cut(path, codec)[0]
+
+    # a trained codec rebuilds well, and may need more memory for that than for encoding
+    if isinstance(codec, HaarCodec):
+        with _memory_errors("the clips"):
+            lines += describe_reconstruction(measured(), codec.channels)
+    return lines
+
+
+def _notes(rules: ClipRules, codec: Codec, info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is worth telling of an encoded clip."""
+    (H, W), (_, height, width), (_, sh, sw) = info["source_size"], info["clip_size"], codec.stride
+    enlarged = max(height / H, width / W)
+    if enlarged > 1:
+        yield "enlarged", enlarged
+    if not rules.sizes and (H // sh, W // sw) != (height // sh, width // sw):
+        yield "cropped", f"{H // sh}x{W // sw} to {height // sh}x{width // sw}"
+
+
+def _describe_notes(notes: Sequence[tuple[str, Any]]) -> list[str]:
+    lines = []
+    enlarged = [value for kind, value in notes if kind == "enlarged"]
+    if enlarged:
+        lines.append(f"enlarged, because the file has fewer pixels: {len(enlarged)}, up to {max(enlarged):.3g} times")
+    cropped = Counter(value for kind, value in notes if kind == "cropped")
+    if cropped:
+        shapes = [f"{count} from {shape}" for shape, count in cropped.most_common(_LISTED_SHAPES)]
+        more = ["..."] if len(cropped) > _LISTED_SHAPES else []
+        lines.append(
+            f"latents cropped to divide into the {PATCH}x{PATCH} patches of models: {', '.join(shapes + more)}; "
+            "--size and --buckets choose other sizes"
+        )
+    return lines
 
 
 def sample_ids(names: Sequence[str]) -> list[str]:

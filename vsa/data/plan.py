@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -251,9 +252,34 @@ def hash64(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
 
 
-def sample_seed(seed: int, step: int, sample_id: str) -> int:
-    """The 63-bit seed of a sample's noise at a step."""
-    return hash64(seed, "noise", step, sample_id) >> 1
+def draw64(seed: int, what: str, step: int, sample_id: str, occurrence: int = 0) -> int:
+    """A 64-bit random number that belongs to a sample at a step.
+
+    Args:
+        seed: seed of the run.
+        what: name of the draw: the same sample needs several.
+        step: optimizer step.
+        sample_id: id of the sample.
+        occurrence: how often the sample stands earlier in the global batch of the step (see `occurrences`); a batch
+            that holds a sample twice draws twice.
+    """
+    # the first occurrence has the number it always had
+    return hash64(seed, what, step, sample_id, *((occurrence,) if occurrence else ()))
+
+
+def sample_seed(seed: int, step: int, sample_id: str, occurrence: int = 0) -> int:
+    """The 63-bit seed of a sample's noise at a step; arguments as in `draw64`."""
+    return draw64(seed, "noise", step, sample_id, occurrence) >> 1
+
+
+def occurrences(ids: Sequence[str]) -> list[int]:
+    """For each id of a global batch, in slot order, how often it stands before."""
+    seen: Counter[str] = Counter()
+    result = []
+    for sample_id in ids:
+        result.append(seen[sample_id])
+        seen[sample_id] += 1
+    return result
 
 
 def permute_index(i: int, n: int, key: int) -> int:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,9 @@ from vsa.data.index import (
     deviation_or_one,
     valid_id,
 )
+from vsa.data.own_files import is_leftover, remove_dataset, shard_files
 from vsa.data.text import TextEncoder
+from vsa.disk import writing
 
 # tar's classic header holds 100 bytes of name and the longest field takes 19
 _LONGEST_ID = 80
@@ -64,7 +66,8 @@ class ShardWriter:
         overwrite: replace the data set that is there.
 
     Raises:
-        ValueError: `root` already holds an index and `overwrite` is off; unknown dtype.
+        ValueError: `root` already holds an index and `overwrite` is off, or shards that neither an index of ours lists
+            nor an interrupted writer left; unknown dtype.
     """
 
     def __init__(
@@ -82,8 +85,17 @@ class ShardWriter:
             raise ValueError(f"latent dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
         if samples_per_shard < 1:
             raise ValueError(f"samples_per_shard must be at least 1, got {samples_per_shard}")
-        if (self.root / INDEX_NAME).exists() and not overwrite:
-            raise ValueError(f"{self.root} already holds a data set; choose another folder or overwrite it")
+        if (self.root / INDEX_NAME).exists():
+            if not overwrite:
+                raise ValueError(f"{self.root} already holds a data set: choose another folder, or pass overwrite=True")
+            own: Collection[str] = DatasetIndex.load(self.root / INDEX_NAME).shards
+        else:
+            own = [path.name for path in shard_files(self.root) if is_leftover(path)]
+        for path in shard_files(self.root):
+            if path.name not in own:
+                raise ValueError(
+                    f"{path} does not belong to a data set in {self.root}: choose another folder, or move it"
+                )
         self._codec = codec
         self._text_encoder = text_encoder
         self._samples_per_shard = samples_per_shard
@@ -98,10 +110,11 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         self.root.mkdir(parents=True, exist_ok=True)
-        (self.root / INDEX_NAME).unlink(missing_ok=True)
-        for pattern in ("latents-*.tar", "text-*.tar", ".tmp-*"):
-            for leftover in self.root.glob(pattern):
-                leftover.unlink()
+        if (self.root / INDEX_NAME).exists():
+            remove_dataset(self.root)
+        for path in (*shard_files(self.root), *self.root.glob(".tmp-*")):
+            if is_leftover(path):
+                path.unlink()
         null = self._text_payload([""])
         self._write("text", _NULL_KEY, {"text.safetensors": null})
         return self
@@ -381,15 +394,17 @@ class _OpenShard:
         self._tar = TarWriter(self._file, encoder=False, compress=False, mtime=0, user="vsa", group="vsa")
 
     def write(self, key: str, fields: dict[str, bytes]) -> None:
-        self._tar.write({"__key__": key, **fields})
+        with writing(self.path, self._temporary):
+            self._tar.write({"__key__": key, **fields})
         self._digests.update(
             {f"{key}.{field}": hashlib.sha256(payload).hexdigest() for field, payload in fields.items()}
         )
         self.keys += 1
 
     def close(self) -> tuple[ShardEntry, dict[str, Span]]:
-        self._tar.close()
-        self._file.close()
+        with writing(self.path, self._temporary):
+            self._tar.close()
+            self._file.close()
         # offsets come from reading the file back: what the index promises has been seen
         with tarfile.open(self._temporary, "r:") as tar:
             spans = {

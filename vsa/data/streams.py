@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vsa.data.batch import TextPadding, VideoBatch, pad_text
-from vsa.data.plan import DataPlan, SampleRef, Shape, hash64, rank_slice, sample_seed
+from vsa.data.plan import DataPlan, SampleRef, Shape, draw64, hash64, occurrences, rank_slice, sample_seed
 from vsa.data.stores import SampleStore
 
 
@@ -89,9 +90,11 @@ class TrainStream(IterableDataset[VideoBatch]):
         """Micro-batch `micro` of optimizer step `step` on this rank."""
         plan = self._plan.step(step)
         slots = self._part.slots(self._plan.batch_size, micro)
-        refs = [plan.refs[slot] for slot in slots]
-        choices = [self._caption(ref, step) for ref in refs]
-        seeds = [sample_seed(self._plan.seed, step, ref.id) for ref in refs]
+        # counted over the global batch, so that the micro-batch a sample falls into does not matter
+        times = occurrences([ref.id for ref in plan.refs])
+        refs, times = [plan.refs[slot] for slot in slots], [times[slot] for slot in slots]
+        choices = [self._caption(ref, step, time) for ref, time in zip(refs, times, strict=True)]
+        seeds = [sample_seed(self._plan.seed, step, ref.id, time) for ref, time in zip(refs, times, strict=True)]
         return collate(
             self._store,
             refs,
@@ -103,12 +106,12 @@ class TrainStream(IterableDataset[VideoBatch]):
             text_padding=self._text_padding,
         )
 
-    def _caption(self, ref: SampleRef, step: int) -> int | None:
+    def _caption(self, ref: SampleRef, step: int, occurrence: int) -> int | None:
         """Which caption a sample is trained on at a step; None: the null embedding."""
         seed = self._plan.seed
-        if hash64(seed, "caption dropout", step, ref.id) < self._caption_dropout * 2.0**64:
+        if draw64(seed, "caption dropout", step, ref.id, occurrence) < self._caption_dropout * 2.0**64:
             return None
-        return hash64(seed, "caption", step, ref.id) % self._store.captions(ref)
+        return draw64(seed, "caption", step, ref.id, occurrence) % self._store.captions(ref)
 
 
 class ValidationStream(IterableDataset[VideoBatch]):
@@ -200,11 +203,13 @@ def collate(
         step: optimizer step.
         text_padding: what fills a caption up.
     """
-    texts = [("", store.null_text) if c is None else store.text(ref, c) for ref, c in zip(refs, captions, strict=True)]
+    # a sample that a batch holds many times is read once
+    latent, condition, caption_text = cache(store.latent), cache(store.condition), cache(store.text)
+    texts = [("", store.null_text) if c is None else caption_text(r, c) for r, c in zip(refs, captions, strict=True)]
     text, mask = pad_text([rows for _, rows in texts], length=store.text_encoder.max_tokens, padding=text_padding)
-    conditions = [cond for cond in map(store.condition, refs) if cond is not None]
+    conditions = [cond for cond in map(condition, refs) if cond is not None]
     return VideoBatch(
-        latents=torch.stack([store.latent(ref) for ref in refs]),
+        latents=torch.stack([latent(ref) for ref in refs]),
         text=text,
         text_mask=mask,
         sample_ids=tuple(ref.id for ref in refs),

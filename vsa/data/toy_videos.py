@@ -34,6 +34,9 @@ DIRECTIONS: dict[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up"
 SPEEDS: dict[str, float] = {"slowly": 0.3, "quickly": 0.55}  # share of the picture crossed in one clip
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "cross")
 
+_CAPTIONS = "captions.jsonl"
+_MANIFEST = "toy_clips.json"
+
 # how far a clip's shape must move, as a share of the picture, to count as moving
 _LEAST_MOTION = 0.04
 # RGB distance below which nothing stands out from the background
@@ -116,21 +119,58 @@ def write_toy_videos(clips: ToyClips, folder: str | Path, *, progress: bool = Tr
 
     Args:
         clips: which clips.
-        folder: where to write; toy clips of an earlier call are replaced, other files stay.
+        folder: where to write: empty, or the toy clips of an earlier call, which are replaced.
         progress: show a progress bar.
+
+    Raises:
+        ValueError: the folder holds a file that no earlier call wrote; names it.
     """
     folder = Path(folder)
-    (folder / "captions.jsonl").unlink(missing_ok=True)
-    for old in folder.glob("toy-*.mp4"):
+    for old in _own_files(folder):
         old.unlink()
-    lines = []
+    # before the first clip: it proves that what an interrupted call leaves may be replaced
+    with atomic_file(folder / _MANIFEST) as temporary:
+        temporary.write_text(json.dumps({"toy_clips": asdict(clips)}) + "\n", encoding="utf-8")
     for i in track(range(clips.count), description="rendering toy videos", disable=not progress):
-        video, _, attributes = render_clip(clips.seed, i, size=clips.size)
-        name = f"toy-{clips.seed}-{i:06d}.mp4"
-        write_video(folder / name, video, fps=clips.fps)
-        lines.append(json.dumps({"video": name, "captions": captions_of(attributes)}))
-    with atomic_file(folder / "captions.jsonl") as temporary:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        video, _, _ = render_clip(clips.seed, i, size=clips.size)
+        write_video(folder / _clip_name(clips, i), video, fps=clips.fps)
+    with atomic_file(folder / _CAPTIONS) as temporary:
+        temporary.write_text(_caption_lines(clips), encoding="utf-8")
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """The files of a folder of toy clips, its manifest last; all of them must be an earlier call's."""
+    if not folder.is_dir():
+        return []
+    names = {path.name for path in folder.iterdir()}
+    own = {name for name in names if re.fullmatch(r"\.tmp-[0-9a-f]{16}\.(mp4|jsonl|json)", name)}
+    if _MANIFEST in names:
+        try:
+            clips = ToyClips(**json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["toy_clips"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / _MANIFEST} does not describe toy clips: choose an empty folder") from error
+        own |= {_MANIFEST, *(_clip_name(clips, i) for i in range(clips.count))}
+        captions = folder / _CAPTIONS
+        # as bytes: captions that somebody edited may be in any encoding
+        if captions.is_file() and captions.read_bytes() == _caption_lines(clips).encode():
+            own.add(_CAPTIONS)
+    foreign = sorted(names - own)
+    if foreign:
+        raise ValueError(
+            f"cannot write toy clips to {folder}: {foreign[0]} is not from an earlier call; choose an empty folder"
+        )
+    return sorted((folder / name for name in names), key=lambda path: path.name == _MANIFEST)
+
+
+def _clip_name(clips: ToyClips, index: int) -> str:
+    return f"toy-{clips.seed}-{index:06d}.mp4"
+
+
+def _caption_lines(clips: ToyClips) -> str:
+    """The text of `captions.jsonl`."""
+    captions = [captions_of(clip_attributes(clips.seed, i)) for i in range(clips.count)]
+    lines = [json.dumps({"video": _clip_name(clips, i), "captions": texts}) for i, texts in enumerate(captions)]
+    return "\n".join(lines) + "\n"
 
 
 def clip_attributes(seed: int, index: int) -> ToyAttributes:

@@ -5,6 +5,8 @@ T H W frames and pixels.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +14,8 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
+from av.container import InputContainer
+from av.video.stream import VideoStream
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
@@ -23,6 +27,8 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 # a decoded clip is held in memory: refuse what no training clip needs instead of running out of it
 MAX_PIXELS = 8192 * 8192
 MAX_BYTES = 8 * 2**30
+# of a frame: rounding must not decide between a frame and its successor
+_SLACK = 1e-3
 
 
 def read_video(path: str | Path, *, frames: int | None = None, fps: float | None = None) -> tuple[Tensor, float]:
@@ -40,42 +46,53 @@ def read_video(path: str | Path, *, frames: int | None = None, fps: float | None
         ValueError: the file is missing, does not decode, holds no frames or is larger than the limits; names the file.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no such video: {path}")
     if path.suffix.lower() in IMAGE_SUFFIXES:
         return read_image(path)[None], 1.0
     if fps is not None and fps <= 0:
         raise ValueError(f"fps must be above 0, got {fps}")
-    try:
-        with av.open(str(path), metadata_errors="replace") as container:
-            if not container.streams.video:
-                raise ValueError(f"cannot decode video {path}: it has no video stream")
-            stream = container.streams.video[0]
-            if stream.codec_context is None:
-                raise ValueError(f"cannot decode video {path}: no decoder for its video stream")
-            stream.thread_type = "AUTO"
-            if stream.width * stream.height > MAX_PIXELS:
-                raise ValueError(
-                    f"cannot decode video {path}: {stream.width}x{stream.height} pixels are over the limit"
-                )
-            rate = float(stream.average_rate or stream.guessed_rate or 1)
-            decoded = container.decode(stream)
-            picked = decoded if fps is None else _resample(decoded, rate, fps)
-            video = []
-            for frame in picked:
-                if frames is not None and len(video) == frames:
-                    break
-                if (len(video) + 1) * frame.width * frame.height * 3 > MAX_BYTES:
-                    raise ValueError(f"cannot decode video {path}: over {MAX_BYTES >> 30} GiB of frames; ask for fewer")
-                video.append(frame.to_ndarray(format="rgb24"))
-    except (av.FFmpegError, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"cannot decode video {path}: {reason}") from error
+    with _opened(path) as (container, stream):
+        stream.thread_type = "AUTO"
+        rate = _rate(stream)
+        decoded = container.decode(stream)
+        picked = decoded if fps is None else _resample(decoded, rate, fps)
+        video = []
+        for frame in picked:
+            if frames is not None and len(video) == frames:
+                break
+            if (len(video) + 1) * frame.width * frame.height * 3 > MAX_BYTES:
+                raise ValueError(f"cannot decode video {path}: over {MAX_BYTES >> 30} GiB of frames; ask for fewer")
+            video.append(frame.to_ndarray(format="rgb24"))
     if not video:
         raise ValueError(f"cannot decode video {path}: it holds no frames")
     if len({picture.shape for picture in video}) > 1:
         raise ValueError(f"cannot decode video {path}: the frame size changes inside the file")
     return torch.from_numpy(np.stack(video)), fps or rate
+
+
+def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | None, int, int]:
+    """What the header of a video or image file says, without decoding it.
+
+    Args:
+        path: as for `read_video`.
+        fps: count the frames after resampling to that rate.
+
+    Returns:
+        (frames, height, width); frames is an estimate from the duration, or None, where the header has no number.
+
+    Raises:
+        ValueError: the file is missing, is not a video or is larger than the limits; names the file.
+    """
+    path = Path(path)
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        with _opened_image(path) as image:
+            return 1, image.height, image.width
+    with _opened(path) as (container, stream):
+        stored = stream.frames or round((container.duration or 0) / av.time_base * _rate(stream))
+        if stored < 1 or not stream.height or not stream.width:
+            return None, stream.height, stream.width
+        if fps is not None:
+            stored = math.ceil(fps * (stored - _SLACK) / _rate(stream))
+        return stored, stream.height, stream.width
 
 
 def read_image(path: str | Path) -> Tensor:
@@ -84,14 +101,8 @@ def read_image(path: str | Path) -> Tensor:
     Raises:
         ValueError: the file is missing, does not decode or is larger than the limit; names the file.
     """
-    try:
-        # named formats only: others reach for external programs
-        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"cannot decode image {path}: {image.width}x{image.height} pixels are over the limit")
-            rgba = image.convert("RGBA")
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"cannot decode image {path}: {error}") from error
+    with _opened_image(Path(path)) as image:
+        rgba = image.convert("RGBA")
     canvas = Image.new("RGBA", rgba.size, (0, 0, 0, 255))
     return torch.from_numpy(np.array(Image.alpha_composite(canvas, rgba).convert("RGB")))
 
@@ -144,12 +155,49 @@ def _frames(video: Tensor) -> np.ndarray:
     return video.detach().cpu().numpy()
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """The container of a video file and its first video stream; errors of the block name the file too."""
+    if not path.is_file():
+        raise ValueError(f"no such video: {path}")
+    try:
+        with av.open(str(path), metadata_errors="replace") as container:
+            if not container.streams.video:
+                raise ValueError(f"cannot decode video {path}: it has no video stream")
+            stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise ValueError(f"cannot decode video {path}: no decoder for its video stream")
+            if stream.width * stream.height > MAX_PIXELS:
+                raise ValueError(
+                    f"cannot decode video {path}: {stream.width}x{stream.height} pixels are over the limit"
+                )
+            yield container, stream
+    except (av.FFmpegError, OSError, MemoryError, OverflowError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"cannot decode video {path}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _opened_image(path: Path) -> Iterator[Image.Image]:
+    """An image file whose pixels are not read yet; errors of the block name the file too."""
+    try:
+        # named formats only: others reach for external programs
+        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"cannot decode image {path}: {image.width}x{image.height} pixels are over the limit")
+            yield image
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"cannot decode image {path}: {error}") from error
+
+
+def _rate(stream: VideoStream) -> float:
+    return float(stream.average_rate or stream.guessed_rate or 1)
+
+
 def _resample(decoded: Iterator[av.VideoFrame], rate: float, fps: float) -> Iterator[av.VideoFrame]:
     """Frames at instants 0, 1/fps, 2/fps, ...: each the newest stored frame at or before it (constant rate assumed)."""
-    # a thousandth of a frame of slack: rounding must not decide between a frame and its successor
-    slack = 1e-3 / rate
     produced = 0
     for i, frame in enumerate(decoded):
-        while produced / fps < (i + 1) / rate - slack:
+        while produced / fps < (i + 1) / rate - _SLACK / rate:
             yield frame
             produced += 1

@@ -1,0 +1,190 @@
+"""Which part of a video becomes a clip: how many frames, which size, and what is refused.
+
+T H W frames and pixels.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vsa.data.buckets import Bucket, choose_bucket
+from vsa.data.codecs import Codec, check_frames
+from vsa.data.video_files import IMAGE_SUFFIXES, probe_video, read_video
+
+# height and width of the patches of every model here, and of Wan's, in latent cells
+PATCH = 2
+# of a pixel value: as float32 before and after scaling, and as a byte
+_BYTES_PER_VALUE = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What becomes of one video.
+
+    Args:
+        scaled: (height, width) in pixels after scaling, which the middle is cropped from.
+        size: (frames, height, width) of the clip.
+    """
+
+    scaled: tuple[int, int]
+    size: tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipRules:
+    """What is cut out of a video.
+
+    Args:
+        size: (height, width) in pixels: scale to cover, then crop the middle (None: keep the scale and crop to whole
+            patches of 2 x 2 latent cells, so that models can train on the latents).
+        frames: frames of a clip, from the start (None: all); trimmed to what the codec takes.
+        fps: resample to that frame rate first (None: every stored frame).
+        buckets: clip sizes to choose from for every video, in place of `size` and `frames`; see `choose_bucket`.
+
+    Raises:
+        ValueError: `buckets` beside `size` or `frames`, or an impossible frame rate.
+    """
+
+    size: tuple[int, int] | None = None
+    frames: int | None = None
+    fps: float | None = None
+    buckets: tuple[Bucket, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.buckets and (self.size is not None or self.frames is not None):
+            raise ValueError(f"buckets exclude size and frames, got size={self.size} and frames={self.frames}")
+        if self.fps is not None and not 0 < self.fps < math.inf:
+            raise ValueError(f"fps must be above 0 and finite, got {self.fps}")
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Every (height, width) that is asked for; empty when videos keep theirs."""
+        return [(b.height, b.width) for b in self.buckets] or ([self.size] if self.size is not None else [])
+
+    def check(self, codec: Codec) -> None:
+        """Refuse sizes that the codec does not take, or that no memory holds.
+
+        Raises:
+            ValueError: names the size or the number of frames.
+        """
+        _, sh, sw = codec.stride
+        for height, width in self.sizes:
+            if height < 1 or width < 1 or height % sh or width % sw:
+                raise ValueError(
+                    f"size {height}x{width} (height x width) must be multiples of the codec stride {sh}x{sw}"
+                )
+        for frames in [b.frames for b in self.buckets] or ([self.frames] if self.frames is not None else []):
+            check_frames(codec, frames)
+        for bucket in self.buckets or [Bucket(*size, self.frames or 1) for size in self.sizes]:
+            _check_memory(bucket.frames, bucket.height, bucket.width, f"a clip of {bucket}")
+
+    def untrainable(self, codec: Codec) -> list[tuple[int, int]]:
+        """The sizes asked for whose latents do not divide into patches of 2 x 2 cells."""
+        _, sh, sw = codec.stride
+        return sorted({(h, w) for h, w in self.sizes if h // sh % PATCH or w // sw % PATCH})
+
+    def plan(self, path: Path, codec: Codec, *, frames: int, height: int, width: int) -> Cut:
+        """What is cut out of a video of so many frames and pixels.
+
+        Raises:
+            ValueError: it is too short or too small; names it.
+        """
+        st, sh, sw = codec.stride
+        found = f"{frames} frame{'s' * (frames != 1)}"
+        size, wanted = self.size, self.frames
+        still = path.suffix.lower() in IMAGE_SUFFIXES
+        if self.buckets:
+            bucket = choose_bucket(self.buckets, frames=frames, height=height, width=width)
+            if bucket is None:
+                known = ", ".join(map(str, self.buckets))
+                raise ValueError(f"video {path} of {found} of {height}x{width} fills none of the buckets {known}")
+            size, wanted = (bucket.height, bucket.width), bucket.frames
+        length = 1 if still else wanted or codec.frames_that_fit(frames)
+        # a video of one frame is a damaged or a wrong file, unless one frame was asked for
+        if length < 1 or length > frames or (length == 1 and not still and wanted != 1):
+            shortest = next(n for n in range(2, 2 * st + 1) if codec.frames_that_fit(n) == n)
+            raise ValueError(f"video {path} has {found}, {wanted or shortest} are needed")
+
+        if size is None:
+            ph, pw = PATCH * sh, PATCH * sw
+            cropped = (length, height - height % ph, width - width % pw)
+            if 0 in cropped:
+                raise ValueError(f"video {path} has {height}x{width} pixels, less than a patch of {ph}x{pw}")
+            return Cut(scaled=(height, width), size=cropped)
+        scale = max(size[0] / height, size[1] / width)
+        scaled = (max(size[0], round(height * scale)), max(size[1], round(width * scale)))
+        return Cut(scaled=scaled, size=(length, *size))
+
+    def fit(self, video: Tensor, path: Path, codec: Codec) -> Tensor:
+        """Trims, scales and crops a decoded video.
+
+        Args:
+            video: uint8 `[T, H, W, 3]`.
+            path: file it comes from; names it in errors, and tells videos from images.
+            codec: gives the stride.
+
+        Returns:
+            uint8 clip `[T', H', W', 3]` that the codec takes.
+
+        Raises:
+            ValueError: see `plan`, or scaling it takes more memory than there is.
+        """
+        T, H, W, _ = video.shape
+        cut = self.plan(path, codec, frames=T, height=H, width=W)
+        frames, height, width = cut.size
+        video = video[:frames]
+        if cut.scaled != (H, W):
+            _check_memory(frames, *cut.scaled, f"video {path}, scaled to {cut.scaled[0]}x{cut.scaled[1]},")
+            pixels = video.permute(0, 3, 1, 2).float()
+            pixels = F.interpolate(pixels, size=cut.scaled, mode="bilinear", align_corners=False, antialias=True)
+            video = pixels.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+        top, left = (video.shape[1] - height) // 2, (video.shape[2] - width) // 2
+        return video[:, top : top + height, left : left + width].contiguous()
+
+    def cut(self, path: Path, codec: Codec) -> tuple[Tensor, dict[str, Any]]:
+        """The clip of a file, uint8 `[T, H, W, 3]`, and what is to be known of it.
+
+        Raises:
+            ValueError: the file does not decode, or see `fit`; names it.
+        """
+        longest = max((b.frames for b in self.buckets), default=self.frames)
+        video, rate = read_video(path, frames=longest, fps=self.fps)
+        clip = self.fit(video, path, codec)
+        info = {"fps": rate, "source_size": [video.shape[1], video.shape[2]], "clip_size": list(clip.shape[:3])}
+        return clip, info
+
+    def probe(self, path: Path, codec: Codec) -> None:
+        """Refuse a file that cannot give a clip, by its header where that tells.
+
+        Raises:
+            ValueError: names the file and why.
+        """
+        frames, height, width = probe_video(path, fps=self.fps)
+        if frames is None:
+            return
+        try:
+            self.plan(path, codec, frames=frames, height=height, width=width)
+        except ValueError:
+            # headers can be wrong, and what seems too short decodes quickly
+            self.cut(path, codec)
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _check_memory(frames: int, height: int, width: int, name: str) -> None:
+    needed = _BYTES_PER_VALUE * 3 * frames * height * width
+    if needed > _memory():
+        raise ValueError(
+            f"{name} needs {needed / 2**30:.1f} GiB of memory, this machine has {_memory() / 2**30:.1f}: "
+            "choose a smaller size or fewer frames"
+        )

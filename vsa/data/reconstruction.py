@@ -1,0 +1,62 @@
+"""How well the Haar codec rebuilds clips: what it loses, no model that is trained on its latents can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from vsa.data.codecs import HaarCodec
+
+# dB below which the loss is plain to see
+_POOR = 25.0
+# numbers of bands to offer instead; between 48 and 192 lies detail of single frames and of colour, which adds little
+_MORE_BANDS = (24, 48, 192)
+# of a clip, more would say the same
+_FRAMES = 16
+
+
+def reconstruction_error(video: Tensor, codec: HaarCodec) -> float:
+    """Mean squared error of the pixels of a clip's first frames after encoding and decoding.
+
+    Args:
+        video: uint8 `[T, H, W, 3]` that the codec takes.
+        codec: encodes and decodes.
+    """
+    video = video[: codec.frames_that_fit(min(len(video), _FRAMES))]
+    # an image comes back as a few equal frames
+    rebuilt = codec.decode(codec.encode(video))[: len(video)]
+    return float((rebuilt.to(torch.int32) - video).square().double().mean())
+
+
+def decibel(error: float) -> float:
+    """Peak signal-to-noise ratio 10 log10(255^2 / error) of a mean squared error, inf when there is none."""
+    return 10 * math.log10(255**2 / error) if error > 0 else math.inf
+
+
+def describe_reconstruction(clips: Iterable[tuple[str, Tensor]], channels: int) -> list[str]:
+    """Lines for people: how well the codec rebuilds some clips, and how many bands it would take to do better.
+
+    Args:
+        clips: name and uint8 video `[T, H, W, 3]` of some clips; without any there are no lines.
+        channels: number of bands in use.
+    """
+    codecs = [HaarCodec(channels), *(HaarCodec(n) for n in _MORE_BANDS if n > channels)]
+    errors = {name: [reconstruction_error(video, codec) for codec in codecs] for name, video in clips}
+    if not errors:
+        return []
+    worst = max(errors, key=lambda name: errors[name][0])
+    mean, *better = (decibel(math.fsum(column) / len(errors)) for column in zip(*errors.values(), strict=True))
+    lines = [
+        f"the codec {codecs[0].id} rebuilds the clips at {mean:.1f} dB PSNR, the worst of {len(errors)} measured at "
+        f"{decibel(errors[worst][0]):.1f} dB ({worst})"
+    ]
+    if mean < _POOR:
+        offers = [f"{psnr:.1f} dB with --channels {c.channels}" for psnr, c in zip(better, codecs[1:], strict=True)]
+        lines.append(
+            f"below {_POOR:g} dB fine detail is lost, and no training on these latents brings it back: "
+            f"{', '.join([*offers, 'or a trained codec with --model'])}"
+        )
+    return lines
