@@ -223,6 +223,16 @@ def test_layers_with_a_topk_of_their_own():
         schedule.check(16, 5)
 
 
+def test_weights_are_looked_at_with_the_topk_of_their_last_step():
+    schedule = StaircaseSparsity(dense_steps=2, interval=1, tiles=8, topk=4, dense_layers=[1])
+    in_step = [schedule.topk_per_layer(step, 16, 2) for step in range(4)]
+    assert in_step == [(16, 16), (16, 16), (8, 16), (4, 16)]
+    # after no step the weights are those that the first one starts with
+    assert [schedule.topk_after(steps, 16, 2) for steps in range(5)] == [in_step[0], *in_step]
+    assert schedule.topk_after(3, 16, 2, "target") == (4, 16)
+    assert schedule.topk_after(3, 16, 2, "dense") == 16
+
+
 def test_missed_mass_goes_down_only_while_little_is_missed():
     schedule = MissedMassSparsity(max_missed=0.2, dense_steps=10, interval=5, tiles=4, topk=3)
     assert schedule.measured

@@ -66,6 +66,12 @@ def test_shifts_compose_keep_the_ends_and_the_order(a: float, b: float):
     assert (shifted.diff() > 0).all()
 
 
+@given(st.floats(1e-3, 1e3))
+def test_pure_noise_stays_pure_noise_at_every_shift(shift: float):
+    assert float(shift_sigma(torch.tensor(1.0, dtype=torch.float64), shift)) == 1
+    assert float(shift_sigma(torch.tensor(0.0, dtype=torch.float64), shift)) == 0
+
+
 @pytest.mark.parametrize("shift", [0.0, -1.0, math.nan])
 def test_shift_must_be_positive(shift: float):
     with pytest.raises(ValueError, match="flow shift must be positive, got"):

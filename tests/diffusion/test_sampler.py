@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers.schedulers import FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step
+from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step, step_list
 
 
 def field(x: Tensor, timestep: Tensor) -> Tensor:
@@ -93,6 +95,15 @@ def gaussian_velocity(x: Tensor, timestep: Tensor) -> Tensor:
     variance = (1 - s) ** 2 * STD**2 + s**2
     centred = (x - (1 - s) * MEAN) / variance
     return s * centred - (MEAN + (1 - s) * STD**2 * centred)
+
+
+@given(st.floats(1e-3, 1e3))
+def test_a_warped_list_starts_at_pure_noise(shift: float):
+    steps = step_list((1000, 757, 522), shift)
+    assert steps[0] == 1000
+    assert all(a > b for a, b in pairwise(steps))
+    # control: at this one the formula alone is an ulp short
+    assert 1000 * (0.3 / (1 + (0.3 - 1))) < 1000
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])

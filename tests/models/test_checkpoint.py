@@ -457,7 +457,12 @@ def test_a_tensor_has_one_place(tmp_path):
         (SPARSE, "absent", "gates=absent takes a dense checkpoint, but .* has gates: blocks.0.to_gate_compress.bias"),
         (SPARSE, "initial", "gates=initial takes a dense checkpoint, but .* has gates"),
         (FullAttention, "required", "gates=required, but the model has none"),
-        (COARSE_ONLY, "required", "has 4 gate tensors the model has no place for: blocks.0.to_gate_fine.bias"),
+        (
+            COARSE_ONLY,
+            "required",
+            "has 4 gate tensors the model has no place for: blocks.0.to_gate_fine.bias, .*, ...; "
+            "attention.fine_gate=true gives them a place$",
+        ),
         (partial(SPARSE, tile_thw=(4, 4, 4)), "required", r"tile_thw=\(2, 2, 2\), the model has \(4, 4, 4\)"),
         (partial(SPARSE, partition="hilbert_run"), "required", "partition=cube, the model has hilbert_run"),
         (SPARSE, "some", "gates must be required, initial or absent, got 'some'"),
@@ -473,7 +478,12 @@ def test_gates_of_a_sparse_checkpoint(attention, gates, message, tmp_path):
 @pytest.mark.parametrize(
     ("attention", "gates", "message"),
     [
-        (SPARSE, "required", "lacks 8 gate tensors of the model: blocks.0.to_gate_compress.bias"),
+        (
+            SPARSE,
+            "required",
+            "lacks 8 gate tensors of the model: blocks.0.to_gate_compress.bias.*; to finetune a dense checkpoint use "
+            "task.gates=initial$",
+        ),
         (SPARSE, "absent", "gates=absent, but the model has gates"),
     ],
 )
@@ -481,6 +491,13 @@ def test_gates_of_a_model_for_a_dense_checkpoint(attention, gates, message, tmp_
     saved(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_pretrained(ours(attention), tmp_path, gates=gates)
+
+
+def test_a_fine_gate_that_only_the_model_has_is_named_with_its_setting(tmp_path):
+    model = ours(COARSE_ONLY)
+    export_pretrained(model, tmp_path / "out", sparse=config_of(model))
+    with pytest.raises(ValueError, match=r"lacks 4 gate tensors .*; attention\.fine_gate=false leaves them out$"):
+        load_pretrained(ours(SPARSE), tmp_path / "out", gates="required")
 
 
 def test_gates_without_their_file_are_refused(tmp_path):

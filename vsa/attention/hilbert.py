@@ -1,8 +1,35 @@
+# The curve is that of gilbert3d, of which this file is a rewrite. Its licence asks to keep this notice:
+#
+# BSD 2-Clause License
+#
+# Copyright (c) 2018, Jakub Červený
+# All rights reserved.
+#
+# Redistribution and use in source and binary forms, with or without modification, are permitted provided that the
+# following conditions are met:
+#
+# * Redistributions of source code must retain the above copyright notice, this list of conditions and the following
+#   disclaimer.
+#
+# * Redistributions in binary form must reproduce the above copyright notice, this list of conditions and the following
+#   disclaimer in the documentation and/or other materials provided with the distribution.
+#
+# THIS SOFTWARE IS PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS" AND ANY EXPRESS OR IMPLIED WARRANTIES,
+# INCLUDING, BUT NOT LIMITED TO, THE IMPLIED WARRANTIES OF MERCHANTABILITY AND FITNESS FOR A PARTICULAR PURPOSE ARE
+# DISCLAIMED. IN NO EVENT SHALL THE COPYRIGHT HOLDER OR CONTRIBUTORS BE LIABLE FOR ANY DIRECT, INDIRECT, INCIDENTAL,
+# SPECIAL, EXEMPLARY, OR CONSEQUENTIAL DAMAGES (INCLUDING, BUT NOT LIMITED TO, PROCUREMENT OF SUBSTITUTE GOODS OR
+# SERVICES; LOSS OF USE, DATA, OR PROFITS; OR BUSINESS INTERRUPTION) HOWEVER CAUSED AND ON ANY THEORY OF LIABILITY,
+# WHETHER IN CONTRACT, STRICT LIABILITY, OR TORT (INCLUDING NEGLIGENCE OR OTHERWISE) ARISING IN ANY WAY OUT OF THE USE
+# OF THIS SOFTWARE, EVEN IF ADVISED OF THE POSSIBILITY OF SUCH DAMAGE.
 """A space-filling curve through any box: neighbours on the curve are neighbours in space.
 
 The curve generalises Hilbert's to boxes whose sides are no powers of two. A box is walked from one corner to the
 other end of its main axis: through its eight octants in Gray-code order, octants that follow each other in a
 straight line taken together, which leaves five smaller boxes of the same kind.
+
+Source: Jakub Červený, gilbert3d of "gilbert: space-filling curve for rectangular domains of arbitrary size"
+(https://github.com/jakubcerveny/gilbert, BSD-2-Clause). Cuts, their order and thresholds are its own; the main axis is
+chosen otherwise (the longest even side, there the longest), and so is the walk of a box that is one cell long.
 """
 
 from __future__ import annotations
@@ -27,7 +54,7 @@ def hilbert_order(grid_thw: tuple[int, int, int]) -> Tensor:
     Returns:
         int64 `[T * H * W]` on the CPU.
 
-    Source: the order itself is what DFSAttn and SpargeAttn (3.7) reorder tokens by.
+    Source: gilbert3d (see the module); an order of this kind is what DFSAttn and SpargeAttn (3.7) reorder tokens by.
     """
     axes: list[Axis] = [(dim, 1, size) for dim, size in enumerate(grid_thw)]
     # the longest even side leads: only then can all steps be unit steps

@@ -209,6 +209,26 @@ class SparsitySchedule:
         own |= {layer: min(k, num_tiles) for layer, k in self._layer_topk.items()}
         return tuple(own.get(layer, topk) for layer in range(num_layers)) if own else topk
 
+    def topk_after(
+        self, steps: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current"
+    ) -> int | tuple[int, ...]:
+        """Top-k of weights after `steps` optimizer steps, wherever they are looked at: that of the last of these steps.
+
+        Validation, diagnostics, sampling, evaluation, export and the logged sparsity all ask here, so that what they
+        say of one checkpoint is about one model. Training itself asks `topk_per_layer` for the step to come.
+
+        Args:
+            steps: optimizer steps done; after none the top-k is that of the first step.
+            num_tiles: video tiles of a sample.
+            num_layers: layers of the model.
+            at: see `topk_per_layer`.
+
+        Raises:
+            ValueError: see `topk_per_layer`.
+        """
+        # steps count from 0: the last of S steps is step S - 1
+        return self.topk_per_layer(max(steps - 1, 0), num_tiles, num_layers, at)
+
     def check(self, num_tiles: int, num_layers: int | None = None) -> None:
         """Refuse a grid or a model that cannot give what the schedule asks for.
 

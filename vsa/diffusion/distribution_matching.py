@@ -113,12 +113,15 @@ class DmdGradient(NamedTuple):
 
 @torch.no_grad()
 def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor, token_mask: Tensor | None = None) -> DmdGradient:
-    """Distribution matching gradient, `(fake_x0 - real_x0) / mean|x0 - real_x0|`, the mean taken per sample.
+    """Distribution matching gradient `(fake_x0 - real_x0) / max(mean|x0 - real_x0|, MIN_NORMALIZER)`, per sample.
 
-    DMD, section 3.2, eqs. 7 and 8: the difference of the scores is `(1 - sigma) / sigma^2 * (real_x0 - fake_x0)`,
-    and the weight there cancels the factor, so it stands here in terms of predicted data. The normaliser makes
-    the size of the gradient the same at every noise level and at every scale of the data. It belongs to a sample:
-    taken over a batch, a sample at high noise would drown the others.
+    DMD, section 3.2: the integrand of eq. 7 is `w * alpha * (fake_score - real_score)`, a score is
+    `(alpha * predicted_x0 - x_t) / sigma^2` with `alpha = 1 - sigma`, and eq. 8 has the weight
+    `w = sigma^2 / alpha / mean|x0 - real_x0|`. Together they are
+    `alpha * (fake_x0 - real_x0) / mean|x0 - real_x0|`; the factor alpha that is left over is dropped here, as in the
+    authors' code, so the gradient stands in terms of predicted data alone. The normaliser makes its size the same at
+    every noise level and at every scale of the data. It belongs to a sample: taken over a batch, a sample at high
+    noise would drown the others.
 
     A nan or inf in a counted element stays: one in `x0` or `real_x0` makes the gradient of the whole sample
     non-finite, one in `fake_x0` its element. So a check of the gradients sees it and can skip the update. (Published

@@ -84,7 +84,9 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     """
     if not shift > 0:
         raise ValueError(f"flow shift must be positive, got {shift}")
-    return shift * sigma / (1 + (shift - 1) * sigma)
+    shifted = shift * sigma / (1 + (shift - 1) * sigma)
+    # rounding would leave pure noise an ulp beside 1 at some shifts, 0.3 among them
+    return torch.where(sigma == 1, sigma, shifted)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -335,14 +335,21 @@ def refuse_other_gates(ours: set[str], theirs: set[str], gates: Gates, what: str
         if not ours:
             raise ValueError(f"gates=required, but the model has none (attention full?); {what} has {len(theirs)}")
         if missing := ours - theirs:
-            raise ValueError(f"{what} lacks {len(missing)} gate tensors of the model: {_some(missing)}")
+            remedy = "; attention.fine_gate=false leaves them out" if _fine(missing) else ""
+            remedy = remedy if theirs else "; to finetune a dense checkpoint use task.gates=initial"
+            raise ValueError(f"{what} lacks {len(missing)} gate tensors of the model: {_some(missing)}{remedy}")
         if left := theirs - ours:
-            raise ValueError(f"{what} has {len(left)} gate tensors the model has no place for: {_some(left)}")
+            remedy = "; attention.fine_gate=true gives them a place" if _fine(left) else ""
+            raise ValueError(f"{what} has {len(left)} gate tensors the model has no place for: {_some(left)}{remedy}")
     elif theirs:
         remedy = "; go on with them by task.gates=required" if gates == "initial" else ""
         raise ValueError(f"gates={gates} takes a dense checkpoint, but {what} has gates: {_some(theirs)}{remedy}")
     elif gates == "absent" and ours:
         raise ValueError(f"gates=absent, but the model has gates: {_some(ours)}")
+
+
+def _fine(keys: set[str]) -> bool:
+    return all(".to_gate_fine." in key for key in keys)
 
 
 def _refuse_other_architecture(model: VideoDiT, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from vsa.attention.layout import Partition
-from vsa.attention.schedule import Budget, ConstantSparsity
+from vsa.attention.schedule import Budget, ConstantSparsity, SparsityPoint
 from vsa.attention.tiling import BlockOrder
 
 SCHEMA_VERSION = 1
@@ -203,6 +203,35 @@ class SparseAttentionConfig:
             return cls(**{**values, "topk_ranges": tuple(TopkRange(**part) for part in values["topk_ranges"])})
         except TypeError as error:
             raise ValueError(f"a value has the wrong type ({error})") from None
+
+
+class ExportedSparsity(ConstantSparsity):
+    """The top-k of a `sparse_attention.json` at every step: a model that was converted into a run goes on with it.
+
+    Args:
+        config: of the export.
+
+    Raises:
+        ValueError: the export has another top-k in some denoising steps, which the sampling of a run does not follow.
+    """
+
+    def __init__(self, config: SparseAttentionConfig):
+        for name, value in (("dense_steps", config.dense_steps), ("topk_ranges", list(config.topk_ranges))):
+            if value:
+                raise ValueError(
+                    f"{SPARSE_CONFIG} has {name}={value}, which the sampling of a run does not follow: sample the "
+                    "export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)"
+                )
+        super().__init__(topk=max(config.grid_topk[0]), dense_layers=config.dense_layers)
+        self._config = config
+
+    def topk_per_layer(
+        self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current"
+    ) -> int | tuple[int, ...]:
+        if at == "dense":
+            return num_tiles
+        row = self._config.layer_topk(num_tiles)
+        return row[0] if len(set(row)) == 1 else row
 
 
 def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:

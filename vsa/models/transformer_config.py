@@ -76,9 +76,11 @@ def transformer_config(model: VideoDiT) -> dict[str, Any]:
         ValueError: the model has something that class cannot express.
     """
     if model.absolute_positions:
-        raise ValueError(f"absolute_positions=true has no counterpart in {CLASS_NAME}")
+        raise ValueError(
+            f"model.absolute_positions=true has no counterpart in {CLASS_NAME}, it needs model.absolute_positions=false"
+        )
     if model.rope_theta != 10000:
-        raise ValueError(f"rope_theta must be 10000 in {CLASS_NAME}, the model has {model.rope_theta}")
+        raise ValueError(f"model.rope_theta must be 10000 in {CLASS_NAME}, the model has {model.rope_theta}")
     block: Any = model.blocks[0]
     has_image = model.image_dim is not None
     arguments = {

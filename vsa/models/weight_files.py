@@ -53,7 +53,7 @@ def _download(hub_id: str, subfolder: str) -> Path:
         raise ValueError(f"{hub_id} is no folder, and a hub id needs the package huggingface_hub") from None
     # a transformer in a pipeline or at the top, and what says which latents it is for; `*` runs over slashes too
     patterns = [f"{subfolder}/*", "model_index.json", "vae/config.json"]
-    patterns += ["config.json", f"{WEIGHTS}*", SPARSE_CONFIG, "golden.safetensors"]
+    patterns += ["config.json", f"{WEIGHTS}*", SPARSE_CONFIG, "golden.safetensors", "sampling.json"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (OSError, ValueError) as error:
