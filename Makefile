@@ -9,8 +9,10 @@ RUN := outputs/quickstart/default
 DENSE := outputs/quickstart/dense
 SCORE := --guidance 3 --steps 20
 
+# a thread for each of two workers, more would wait for each other
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # triton decides when it is imported whether its kernels are interpreted
-INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels -k "triton or coarse_fine or interpreter"
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/kernels -k "triton or coarse_fine or interpreter"
 
 .PHONY: demo compare test test-all lint clean
 
@@ -41,12 +43,12 @@ lint: $(STAMP)
 
 # every check that fits in 15 minutes on two cores
 test: lint
-	$(BIN)/python -m pytest -m "not slow" -n 2
+	$(PYTEST) -m "not slow"
 	$(INTERPRETED) -m "not slow"
 
 # the longer forms too
 test-all: lint
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 	$(INTERPRETED)
 
 clean:

@@ -31,6 +31,7 @@ from torch import Tensor
 from vsa.attention.full import FullAttention
 from vsa.cli import one_line_errors
 from vsa.data.atomic import atomic_file
+from vsa.data.codecs import HaarCodec
 from vsa.data.toy_videos import caption_of, clip_attributes, evaluation_prompts, render_clip
 from vsa.training.checkpointing import resolve_checkpoint
 from vsa.training.inference import (
@@ -43,7 +44,7 @@ from vsa.training.inference import (
     sample_latents,
     settings_dict,
 )
-from vsa.training.latent_distance import latent_distance
+from vsa.training.latent_distance import latent_distance, refuse_too_few
 
 ROOT = Path(__file__).parent.parent
 TEACHER = ("experiment=quickstart", "attention=full")
@@ -284,6 +285,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("teacher_steps", "distill_steps", "adapt_steps", "jobs", "clips", "steps", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    # told now, not after hours of training
+    refuse_too_few(args.clips, HaarCodec().channels)
     return args
 
 

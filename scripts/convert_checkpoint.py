@@ -3,7 +3,8 @@
 The source may be a run or checkpoint folder of ours, a diffusers folder (a pipeline or its transformer) or hub id, a
 FastVideo VSA checkpoint (diffusers' names with gates) or an original Wan folder; its kind is found out. Tensors are
 copied bit for bit unless --dtype is given. A sparse result gets sparse_attention.json and golden tensors; the timesteps
-of a distilled generator go into that file, or into the state of a run.
+of a distilled generator go into that file, or into the state of a run. What a run needs to be sampled (its codec, its
+text encoder, statistics of the latents) travels along as sampling.json, so that --to run gives a run to sample again.
 
 python scripts/convert_checkpoint.py outputs/finetune_wan_1_3b/default exported --to diffusers
 python scripts/convert_checkpoint.py Wan2.1-T2V-1.3B wan-diffusers --to diffusers
@@ -43,6 +44,7 @@ from vsa.training.checkpointing import resolve_checkpoint, write_checkpoint
 from vsa.training.config import build, check_targets, model_factory
 from vsa.training.inference import choose_weights, sampling_of
 from vsa.training.lora import plain_tensors
+from vsa.training.sampling_part import read_sampling_part, sampling_of_export, sampling_part, write_sampling_part
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FASTVIDEO_TILE = (4, 4, 4)
@@ -60,6 +62,7 @@ class Source:
         read: gives a tensor by name.
         sparse: how its gates are used; None when it has none, or does not say.
         step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
+        sampling: see `vsa.training.sampling_part`; None where nothing says it.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Source:
     read: Callable[[str], Tensor]
     sparse: SparseAttentionConfig | None
     step_list: tuple[float, ...] | None
+    sampling: Mapping[str, Any] | None
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -81,6 +85,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the written tensors (that of the source)")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one file")
+    parser.add_argument(
+        "--like", metavar="RUN", help="run of such latents and captions, whose codec and text encoder to take"
+    )
     parser.add_argument("--no-golden", action="store_true", help="leave the golden tensors out")
     parser.add_argument("--golden-layers", type=int, nargs="+", metavar="N", help="layers with golden tensors (all)")
     trained = parser.add_argument_group("gates whose use the source does not say (FastVideo)")
@@ -115,6 +122,8 @@ def open_source(name: str, weights: Literal["ema", "model"] | None) -> Source:
     else:
         keys = {key: key for key in files.keys if not is_unused(key)}
     sparse = read_sparse_config(folder) if has_sparse_config(folder) else None
+    sampling = read_sampling_part(folder)
+    steps = None if sampling is None or sampling["step_list"] is None else step_list(sampling["step_list"])
     return Source(
         name=str(folder),
         config=config,
@@ -122,7 +131,8 @@ def open_source(name: str, weights: Literal["ema", "model"] | None) -> Source:
         dtypes={ours: files.dtype(theirs) for ours, theirs in keys.items()},
         read=lambda key: files.read(keys[key]),
         sparse=sparse,
-        step_list=None if sparse is None else sparse.step_list,
+        step_list=steps if sparse is None else sparse.step_list,
+        sampling=sampling,
     )
 
 
@@ -158,7 +168,28 @@ def open_run(path: Path, weights: Literal["ema", "model"] | None) -> Source:
         read=tensors.__getitem__,
         sparse=sparse,
         step_list=steps if sparse is None else sparse.step_list,
+        sampling=sampling_part(state),
     )
+
+
+def with_sampling_of(source: Source, like: str) -> Source:
+    """The source with the codec, the text encoder and the latents of a run.
+
+    Raises:
+        ValueError: the source has its own, or the run has none or is of a model of other latents or captions.
+    """
+    if source.sampling is not None:
+        raise ValueError(f"{source.name} says its own codec and text encoder: leave --like {like} out")
+    state = resolve_checkpoint(like).state
+    part = sampling_part(state)
+    if part is None:
+        raise ValueError(f"--like {like} has no codec, text encoder or statistics of latents to take over")
+    for key in ("in_channels", "out_channels", "text_dim"):
+        theirs, ours = state["config"].get("model", {}).get(key), source.config.get(key)
+        if None not in (theirs, ours) and theirs != ours:
+            raise ValueError(f"--like {like} has model.{key}={theirs}, {source.name} has {ours}")
+    # the steps are those of other weights
+    return replace(source, sampling={**part, "step_list": None})
 
 
 def _sparse_of_run(model: VideoDiT, state: Mapping[str, Any], config: Mapping[str, Any]) -> SparseAttentionConfig:
@@ -168,9 +199,7 @@ def _sparse_of_run(model: VideoDiT, state: Mapping[str, Any], config: Mapping[st
     shapes = sorted({tuple(shape) for shape in state["latent_shapes"]}, key=lambda s: (-s[1] * s[2] * s[3], s))
     num_tiles = [model.layout_for(shape, "cpu").num_video_tiles for shape in shapes]
     layers = len(model.blocks)
-    # steps count from 0: weights after S steps were last trained in step S - 1
-    last = max(state["step"] - 1, 0)
-    rows = (schedule.topk_per_layer(last, n, layers) for n in num_tiles)
+    rows = (schedule.topk_after(state["step"], n, layers) for n in num_tiles)
     # a run that names its sampling shift samples as the model is meant to; the training shift is another thing
     sampling = sampling_of(config)
     sampling = sampling if "flow_shift" in sampling else {}
@@ -281,15 +310,19 @@ def convert(source: Source, sparse: SparseAttentionConfig | None, args: argparse
     if args.to == "run":
         refuse_existing(args.out)
         tensors = {name: source.read(name).to(dtype or source.dtypes[name]) for name, _ in model.named_parameters()}
-        write_run(args.out, tensors, arguments, sparse, result_steps(source, sparse, args))
+        write_run(args.out, tensors, arguments, sparse, result_steps(source, sparse, args), source.sampling)
         return
     for name, parameter in model.named_parameters():
         # the files get the dtypes of the source
         parameter.data = parameter.data.to(source.dtypes[name])
 
-    def golden(folder: Path) -> None:
-        # of the weights as they were written, whatever their dtype
-        write_golden(open_pretrained(folder)[0], folder, layers=args.golden_layers)
+    def finish(folder: Path) -> None:
+        if source.sampling is not None:
+            steps = result_steps(source, sparse, args)
+            write_sampling_part(folder, {**source.sampling, "step_list": None if steps is None else list(steps)})
+        if sparse is not None and args.to != "wan" and not args.no_golden:
+            # of the weights as they were written, whatever their dtype
+            write_golden(open_pretrained(folder)[0], folder, layers=args.golden_layers)
 
     export_pretrained(
         model,
@@ -299,7 +332,7 @@ def convert(source: Source, sparse: SparseAttentionConfig | None, args: argparse
         dtype=dtype,
         max_shard_bytes=round(args.max_shard_gb * 2**30),
         tensors=source.read,
-        finish=None if sparse is None or args.to == "wan" or args.no_golden else golden,
+        finish=finish,
     )
 
 
@@ -318,11 +351,14 @@ def write_run(
     arguments: Mapping[str, Any],
     sparse: SparseAttentionConfig | None,
     steps: tuple[float, ...] | None,
+    sampling: Mapping[str, Any] | None,
 ) -> None:
-    """A run folder with weights alone, for `init_from=`; its step is 0."""
+    """A run folder with weights alone, for `init_from=`, and for sampling where the source says how; its step is 0."""
     model = {**arguments, "patch_size": list(arguments["patch_size"])}
     attention: dict[str, Any] = {"_target_": "vsa.attention.full.FullAttention", "_partial_": True}
-    state: dict[str, Any] = {"step": 0}
+    state: dict[str, Any] = {key: value for key, value in (sampling or {}).items() if key != "step_list"}
+    state |= {"step": 0} if steps is None else {"step": 0, "step_list": list(steps)}
+    config: dict[str, Any] = dict(state.get("config", {}))
     if sparse is not None:
         attention["_target_"] = "vsa.attention.video_sparse.VideoSparseAttention"
         attention |= {
@@ -332,15 +368,20 @@ def write_run(
             "fine_gate": sparse.fine_gate,
         }
         state["sparse_attention"] = asdict(sparse)
-    if steps is not None:
-        state["step_list"] = list(steps)
-    state["config"] = {"model": {"_target_": "vsa.models.video_dit.VideoDiT", **model}, "attention": attention}
+        if "callbacks" in config:
+            config["callbacks"] = {"samples": {**config["callbacks"]["samples"], **sampling_of_export(sparse)}}
+    else:
+        config["sparsity"] = {"_target_": "vsa.attention.schedule.ConstantSparsity", "sparsity": 0.0}
+    config |= {"model": {"_target_": "vsa.models.video_dit.VideoDiT", **model}, "attention": attention}
+    state["config"] = config
     write_checkpoint(out / "checkpoints", {"model": tensors}, state)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     source = open_source(args.source, args.weights)
+    if args.like is not None:
+        source = with_sampling_of(source, args.like)
     sparse = sparse_config(source, args)
     convert(source, sparse, args)
     count = sum(torch.Size(shape).numel() for shape in source.shapes.values())
@@ -348,7 +389,7 @@ def main(argv: list[str] | None = None) -> None:
     if sparse is not None:
         kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
     print(f"{len(source.shapes)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source.name} in {args.out}")
-    if sparse is None and source.step_list is not None and args.to != "run":
+    if sparse is None and source.step_list is not None and source.sampling is None and args.to != "run":
         print(
             f"no file of {args.out} has the steps {list(source.step_list)} of this dense generator, --to run keeps them"
         )

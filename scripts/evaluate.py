@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from vsa.cli import one_line_errors, usable_device
 from vsa.data.datamodule import PlanDataModule
 from vsa.data.prompts import read_prompts
+from vsa.training.callbacks.samples import HELD_OUT_PROMPTS
 from vsa.training.checkpointing import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
 from vsa.training.config import build, check_targets
 from vsa.training.evaluation import (
@@ -62,14 +63,12 @@ BARS = {
     "--min-ssim": ("ssim", "against the reference, mean over clips"),
     "--max-lpips": ("lpips", "against the reference, mean over clips"),
     "--max-val-loss": ("val/loss", "validation loss"),
-    "--max-black": ("black", "share of black frames"),
+    "--max-black": ("black", "share of black frames, nearly all of whose pixels are below a tenth of the range"),
     "--max-uniform": ("uniform", "share of frames of one colour"),
     "--max-flicker": ("flicker", "luma change that is taken back at once, share of the range"),
     "--max-flicker-excess": ("flicker_excess", "flicker less that of the reference"),
     "--min-motion": ("motion", "luma change from frame to frame, share of the range"),
 }
-# captions taken from the held-out data where a run samples none itself
-HELD_OUT = 4
 COMPARED = ("psnr", "ssim", "lpips", "flicker_excess")
 NO_BROKEN_CLIP = Bar(metric="non_finite", bound=0, least=False)
 SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "flicker", "flicker_excess")
@@ -135,17 +134,11 @@ def held_out_prompts(config: Mapping[str, Any]) -> tuple[str, ...]:
         ValueError: the data are not there, or the config builds something else than our classes.
     """
     check_targets(config)
-    # in batches that hold no more than what is looked at
-    data = build({**config["data"], "batch_size": HELD_OUT, "num_workers": 0})
+    data = build(config["data"])
     if not isinstance(data, PlanDataModule):
         return ()
     data.setup()
-    found: dict[str, None] = {}
-    for batch in data.val_dataloader():
-        found |= dict.fromkeys(caption for caption in batch.captions if caption)
-        if len(found) >= HELD_OUT:
-            break
-    return tuple(found)[:HELD_OUT]
+    return data.held_out_captions(HELD_OUT_PROMPTS)
 
 
 def settings_of(args: argparse.Namespace, checkpoint: Checkpoint, reference: str) -> EvaluationSettings:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from vsa.cli import one_line_errors, usable_device
 from vsa.data.batch import pad_text
-from vsa.data.codecs import Codec, WanVAE
-from vsa.data.parts import check_target, join_parts, write_parts
+from vsa.data.codecs import Codec, WanVAE, check_frames
+from vsa.data.parts import PartContent, check_target, join_parts, write_parts
 from vsa.data.plan import hash64
 from vsa.data.pretrained import component_folder, read_config, refuse_missing, weights_digest
 from vsa.data.prompts import read_prompts
@@ -198,8 +198,7 @@ def latent_shape(codec: Codec, args: argparse.Namespace) -> tuple[int, int, int,
     (height, width), (_, sh, sw) = args.size, codec.stride
     if height < 1 or width < 1 or height % sh or width % sw:
         raise ValueError(f"size {height}x{width} must be multiples of the codec stride {sh}x{sw}")
-    if args.frames < 1 or codec.frames_that_fit(args.frames) != args.frames:
-        raise ValueError(f"frames {args.frames} is no length that codec {codec.id} takes")
+    check_frames(codec, args.frames)
     return codec.latent_shape(args.frames, height, width)
 
 
@@ -250,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_prompts(args.prompts)
     teacher: Teacher = RunTeacher(args) if is_run(args.teacher) else PipelineTeacher(args)
 
-    def write(part: Path, span: range, advance: Callable[[], None]) -> list[tuple[str, str]]:
+    def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
         # one more than the samples: the null embedding is in the text shard too
         with ShardWriter(
             part,
@@ -267,7 +266,7 @@ def main(argv: list[str] | None = None) -> None:
                     info = {"prompt_index": n, "clip_index": i, "noise_seed": seed, "teacher": teacher.record}
                     writer.add(f"gen-{n:07d}-{i:03d}", row, [prompts[n]], info)
                     advance()
-        return []
+        return PartContent()
 
     digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:12]
     report = write_parts(

@@ -23,6 +23,7 @@ from vsa.cli import one_line_errors
 from vsa.data.atomic import atomic_file
 from vsa.data.codecs import Codec
 from vsa.data.toy_videos import COLOURS, DIRECTIONS, evaluation_prompts, render_clip, score_clip
+from vsa.training.checkpointing import Checkpoint, resolve_checkpoint
 from vsa.training.inference import generate, load_run, settings_dict
 
 CHANCE = {"colour": 1 / len(COLOURS), "direction": 1 / len(DIRECTIONS)}
@@ -42,9 +43,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--device", help="cpu, cuda, ... (cuda when there is one)")
+    parser.add_argument("--any-data", action="store_true", help="score a run whose settings do not name toy clips, too")
     parser.add_argument("--min-colour", type=float, default=0.0, help="fail below this share of right colours")
     parser.add_argument("--min-direction", type=float, default=0.0, help="fail below this share of right directions")
     return parser.parse_args(argv)
+
+
+def refuse_other_data(checkpoint: Checkpoint) -> None:
+    """Raise ValueError when the settings of a run do not say that it was trained on toy clips."""
+    data = (checkpoint.state.get("config") or {}).get("data") or {}
+    if data.get("toy") is None:
+        raise ValueError(
+            f"{checkpoint.path} was trained on other videos than the toy clips, as far as its settings say (they have "
+            "no data.toy): judge it with scripts/evaluate.py, or add --any-data if it does know red circles"
+        )
 
 
 def score(videos: Tensor | Sequence[Tensor], prompts: Sequence[str]) -> dict[str, float]:
@@ -84,6 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.clips < 1:
         raise ValueError(f"clips must be at least 1, got {args.clips}")
+    if not args.any_data:
+        refuse_other_data(resolve_checkpoint(args.run))
     run = load_run(args.run, weights=args.weights, device=args.device)
     settings = run.settings(
         seed=args.seed,

@@ -41,7 +41,7 @@ _REPEATS = 50
 _FIELDS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "DESC", "maxnreg", "DP_FIRST")
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 
-Config = dict[str, int]
+Config = dict[str, int | None]
 
 
 def candidates(kernel: str, dtype: torch.dtype, arch: int, pinned: Config) -> list[Config]:
@@ -57,28 +57,27 @@ def candidates(kernel: str, dtype: torch.dtype, arch: int, pinned: Config) -> li
 
     def add(**axes: tuple[int | None, ...]) -> None:
         for values in itertools.product(*axes.values()):
-            grid.append({name: v for name, v in zip(axes, values, strict=True) if v is not None})
+            grid.append(dict(zip(axes, values, strict=True)))
 
-    desc: tuple[int | None, ...] = (None,)
     if kernel.startswith("coarse_"):
         add(BLOCK_M=(16, 32, 64), BLOCK_N=(16, 32, 64), num_warps=(4, 8), num_stages=(1, 2, 3))
     elif dtype == torch.float32:
-        add(BLOCK_M=(16, 32, 64), BLOCK_N=(16, 32, 64), num_warps=(4, 8), num_stages=(1, 2))
+        tiles: dict[str, tuple[int | None, ...]] = {"BLOCK_M": (16, 32, 64), "BLOCK_N": (16, 32, 64)}
+        add(**tiles, num_warps=(4, 8), num_stages=(1, 2), DESC=(0,), maxnreg=(None,))
     else:
         # tensor descriptors came with Hopper
-        desc = (1, 0) if arch >= 90 else (None,)
+        rest: dict[str, tuple[int | None, ...]] = {"DESC": (1, 0) if arch >= 90 else (0,), "maxnreg": (None,)}
         both: dict[str, tuple[int | None, ...]] = {"BLOCK_M": (64,), "BLOCK_N": (64,)}
-        registers = (None, 96, 128, 168)
-        add(**both, num_warps=(4,), num_stages=(1, 2, 3), DESC=desc, maxnreg=registers)
-        add(**both, num_warps=(8,), num_stages=(1, 2), DESC=desc)
+        add(**both, num_warps=(4,), num_stages=(1, 2, 3), **{**rest, "maxnreg": (None, 96, 128, 168)})
+        add(**both, num_warps=(8,), num_stages=(1, 2), **rest)
         for tile in ((32, 64), (64, 32)):
-            add(BLOCK_M=(tile[0],), BLOCK_N=(tile[1],), num_warps=(4,), num_stages=(1, 2), DESC=desc)
+            add(BLOCK_M=(tile[0],), BLOCK_N=(tile[1],), num_warps=(4,), num_stages=(1, 2), **rest)
     if kernel.endswith("dkv"):
         grid = [{**config, "DP_FIRST": first} for config in grid for first in (0, 1)]
-    rest = {name: value for name, value in pinned.items() if name not in _FIELDS}
+    unknown = {name: value for name, value in pinned.items() if name not in _FIELDS}
     found = [pinned]
-    for config in ({**config, **rest} for config in grid):
-        if all({"DESC": 0, **config} != {"DESC": 0, **other} for other in found):
+    for config in ({**config, **unknown} for config in grid):
+        if config not in found:
             found.append(config)
     return found
 
@@ -134,7 +133,7 @@ def _runner(kernel: str, args: Any, saved: Any, half: bool) -> Callable[[], Any]
     if kind == "fwd":
         return lambda: fwd._run(*args, Plan.of(kernel, q, k, mask, half))
     if kind == "dq":
-        return lambda: bwd._run_dq(*saved, *args, Plan.of(kernel, q, k, mask, half), None)
+        return lambda: bwd._run_dq(*saved, *args, Plan.of(kernel, q, k, mask, half), None, None)
     if mask is None:
         return lambda: bwd._run_dkv(*saved, *args, Plan.of(kernel, q, k, mask, half), (None, None))
     # made once: the index is no part of the kernel

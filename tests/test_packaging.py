@@ -1,6 +1,9 @@
 """What an installation makes importable, and what it must not."""
 
+import ast
 import importlib.metadata
+import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -18,35 +21,52 @@ def test_kernels_is_a_source_root_and_no_package():
     assert not (ROOT / "configs" / "__init__.py").exists()
 
 
-def test_packages_come_from_this_tree():
-    import vsa_kernels
-
-    import vsa
-
-    assert Path(vsa.__file__).parent == ROOT / "vsa"
-    assert Path(vsa_kernels.__file__).parent == ROOT / "kernels" / "vsa_kernels"
-
-
-def test_only_our_two_packages_are_importable_elsewhere(tmp_path):
+def test_our_two_packages_alone_are_importable_elsewhere_and_come_from_this_tree(tmp_path):
     try:
         importlib.metadata.distribution("vsa-train")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("vsa-train is not installed (run from the source tree)")
     code = (
+        "import json\n"
         "from importlib.util import find_spec\n"
-        "print({name: find_spec(name) is not None for name in ('vsa', 'vsa_kernels', 'tests', 'configs', 'scripts')})\n"
+        "found = {name: find_spec(name) for name in ('vsa', 'vsa_kernels', 'tests', 'configs', 'scripts')}\n"
+        "print(json.dumps({name: spec and spec.origin for name, spec in found.items()}))\n"
         "spec = find_spec('kernels')\n"
         f"print(spec is None or {str(ROOT)!r} not in str(spec))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    # what pytest and a shell add to the path would hide an installation of another tree
+    command = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     found, foreign = done.stdout.splitlines()
-    assert eval(found) == {"vsa": True, "vsa_kernels": True, "tests": False, "configs": False, "scripts": False}
+    ours = {"vsa": ROOT / "vsa", "vsa_kernels": ROOT / "kernels" / "vsa_kernels"}
+    others = dict.fromkeys(("tests", "configs", "scripts"))
+    assert json.loads(found) == {name: str(path / "__init__.py") for name, path in ours.items()} | others
     assert foreign == "True"
 
 
 def test_no_other_distribution_provides_vsa():
     owners = importlib.metadata.packages_distributions().get("vsa", ["vsa-train"])
     assert set(owners) == {"vsa-train"}
+
+
+# what a dependency is there for when nothing of ours imports it
+NOT_IMPORTED = {"wandb": "lightning's WandbLogger imports it"}
+
+
+def test_dependencies_are_imported_somewhere():
+    files = [ROOT / "train.py", *(p for name in ("vsa", "kernels", "scripts") for p in (ROOT / name).rglob("*.py"))]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    modules = {alias.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {str(n.module).partition(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 0}
+    owners = importlib.metadata.packages_distributions()
+    imported = {canonical(owner) for module in modules for owner in owners.get(module, [module])}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {canonical(re.split(r"[^\w.-]", requirement)[0]) for requirement in project["dependencies"]}
+    assert required - imported == set(NOT_IMPORTED)
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_dependencies_have_a_floor():

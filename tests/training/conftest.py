@@ -44,6 +44,7 @@ def make_config(*, attention: str = "video_sparse") -> dict[str, Any]:
         "data": {
             "codec": {"_target_": "vsa.data.codecs.HaarCodec"},
             "text_encoder": {"_target_": "vsa.data.text.HashedNgramEncoder"},
+            "toy": {"_target_": "vsa.data.toy_videos.ToyClips", "size": [16, 64, 64]},
         },
         "task": {
             "objective": {
@@ -124,6 +125,7 @@ TINY_OVERRIDES = (
     "optim.lr=0.01",
     "optim.schedule.warmup_steps=2",
     "callbacks.progress=null",
+    "callbacks.samples.prompts=[]",
     "callbacks.checkpoint.every_n_steps=2",
     "trainer.accelerator=cpu",
     "trainer.log_every_n_steps=1",
@@ -159,8 +161,8 @@ class TinyTraining:
     def folder(self, run: str = "default") -> Path:
         return self.output / "pretrain" / run
 
-    def __call__(self, *overrides: str, callbacks: tuple[L.Callback, ...] = ()) -> L.Trainer:
-        """Train; returns the trainer."""
+    def __call__(self, *overrides: str, callbacks: tuple[L.Callback, ...] = ()) -> L.Trainer | None:
+        """Train; returns the trainer, None where there was nothing to do."""
         made: list[L.Trainer] = []
         make = run_module._trainer
 
@@ -171,7 +173,7 @@ class TinyTraining:
         with self._patch.context() as patch:
             patch.setattr(run_module, "_trainer", with_callbacks)
             run_module.train(self.config(*overrides))
-        return made[0]
+        return made[0] if made else None
 
     def metrics(self, run: str = "default") -> dict[int, dict[str, str]]:
         """Rows of `metrics.csv` by step."""

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.disks import small_files
+from vsa.disk import DiskFullError
 from vsa.training import checkpointing as ck
 from vsa.training.optim import AdamW, Constant
 
@@ -49,6 +51,50 @@ def test_every_bit_flip_and_cut_is_found(tmp_path):
     ck.read_checkpoint(path)
 
 
+def test_files_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(descriptor):
+        done.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def record_replace(source, target):
+        done.append(("name", os.path.basename(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    _write(tmp_path / "checkpoints", 3)
+    # the state last: it vouches for the others
+    assert done == [
+        ("sync", "model.safetensors"),
+        ("sync", "optimizer.safetensors"),
+        ("sync", "state.json"),
+        ("name", "step-00000003"),
+        ("sync", "checkpoints"),
+    ]
+
+
+def test_a_look_without_digests_finds_missing_and_short_files(tmp_path, monkeypatch):
+    first, second = _write(tmp_path, 1), _write(tmp_path, 2)
+    whole = (second / "model.safetensors").read_bytes()
+    # only digests find a flipped bit
+    (second / "model.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert ck.resolve_checkpoint(second, verify=False).step == 2
+    with pytest.raises(ValueError, match=r"step-00000002 is damaged: model\.safetensors does not match its digest"):
+        ck.resolve_checkpoint(second)
+    monkeypatch.setattr(ck, "_sha256", lambda path: pytest.fail(f"{path} was read"))
+    for cut in (whole[:-1], b"x", b""):
+        (second / "model.safetensors").write_bytes(cut)
+        with pytest.raises(ValueError, match=r"step-00000002 is damaged: model\.safetensors cannot be read"):
+            ck.read_checkpoint(second, verify=False)
+    (second / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"step-00000002 is damaged: model\.safetensors is missing"):
+        ck.read_checkpoint(second, verify=False)
+    assert ck.latest_checkpoint(tmp_path, lambda said: None, verify=False).path == first
+
+
 def test_latest_skips_damaged_ones_and_names_both(tmp_path):
     _write(tmp_path, 1)
     second = _write(tmp_path, 2)
@@ -77,6 +123,20 @@ def test_failed_save_leaves_the_previous_one_and_no_final_name(tmp_path, monkeyp
     # the next save sweeps the litter
     _write(tmp_path, 3)
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
+
+
+def test_a_full_disk_is_told_with_sizes_and_leaves_no_litter(tmp_path):
+    _write(tmp_path, 1)
+    # two files of which the second does not fit: 4 kB of weights, 40 kB of moments
+    tensors = {"model": {"w": torch.zeros(1000)}, "optimizer": {"w/exp_avg": torch.zeros(10_000)}}
+    with pytest.raises(DiskFullError) as failure, small_files(20_000):
+        ck.write_checkpoint(tmp_path, tensors, {"step": 2})
+    told = str(failure.value)
+    assert told.startswith(f"cannot write {tmp_path}/step-00000002: File too large (44 kB needed, ")
+    written = float(told.partition(" kB needed, ")[2].partition(" kB written")[0])
+    assert 20 <= written < 44
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    assert ck.latest_checkpoint(tmp_path).step == 1
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):

@@ -288,6 +288,15 @@ def test_bad_input_is_one_line(script: ModuleType, write_seed, tmp_path: Path, m
     with pytest.raises(ValueError, match=r"2 of 2 clips of .*dense.* in 3 steps are not finite"):
         script.sample(tensors, evaluation_prompts(2), tensors.settings(), lambda clips: None)
 
+    def started(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing may be started")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", started)
+        with pytest.raises(ValueError, match="needs at least 132 clips, got 3"):
+            script.main([str(tmp_path / "new"), "--clips", "3"])
+    assert not (tmp_path / "new").exists()
+
     class Failed:
         returncode = 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from itertools import takewhile
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import lightning as L
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 
 from tests.data.tiny_wan import save_pipeline
@@ -19,8 +23,10 @@ from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion.distribution_matching import standard_scale
 from vsa.training.config import build, check_targets, model_factory
+from vsa.training.config_changes import changed_settings
 from vsa.training.inference import sampling_of
 from vsa.training.module import DiffusionModule
+from vsa.training.run import _check_precision
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CHOICES = [
@@ -124,6 +130,13 @@ def test_experiments_say_what_they_are_for(path):
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_experiments_name_their_prompts_or_sample_none(path):
+    # captions of the data would be sampled unasked, which takes large models long
+    assert compose_run().callbacks.samples.prompts is None
+    assert compose_run(f"experiment={path.stem}").callbacks.samples.prompts is not None
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_experiment_runs_dense_by_one_word(path):
     sparse, dense = (
         build(compose_run(f"experiment={path.stem}", *overrides).attention)(dim=64, num_heads=2, head_dim=32)
@@ -131,6 +144,12 @@ def test_every_experiment_runs_dense_by_one_word(path):
     )
     assert isinstance(sparse, VideoSparseAttention)
     assert isinstance(dense, FullAttention)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "finetune_toy", "distill_toy"])
+def test_the_toy_experiments_keep_the_model_of_their_recorded_losses(name):
+    model = compose_run(f"experiment={name}").model
+    assert (model.absolute_positions, model.rope_theta, model.init, model.num_layers) == (True, 1e4, "gpt_neox", 4)
 
 
 def test_pretrain_120m_is_the_papers_recipe():
@@ -169,6 +188,74 @@ def test_wan_is_distilled_as_published():
     large = compose_run("experiment=distill_wan_14b")
     assert build(large.sparsity).topk(0, 1200) == 120
     assert build(large.task.objective.shift)(1) == 3
+
+
+@pytest.mark.parametrize("where", ["fabric.loggers.tensorboard", "pytorch.loggers.wandb"])
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path, monkeypatch, where):
+    name = where.rpartition(".")[2]
+    module = importlib.import_module(f"lightning.{where}")
+    for cache in [
+        key for key in vars(module) if key.endswith("_AVAILABLE") and isinstance(vars(module)[key], RequirementCache)
+    ]:
+        monkeypatch.setattr(module, cache, RequirementCache(f"{name}>=9999"))
+    cfg = compose_run(f"output_dir={tmp_path}", f"logger={name}")
+    wanted = {"tensorboard": "'vsa-train[tensorboard]'", "wandb": "wandb"}[name]
+    with pytest.raises(ValueError) as error:
+        build(cfg.logger[name])
+    assert str(error.value) == f"logger.{name} needs the package {name}: pip install {wanted}"
+
+
+class Failing:
+    """What a constructor may raise."""
+
+    def __init__(self, error: str):
+        raise {
+            "import": ModuleNotFoundError("No module named 'peft'", name="peft.tuners"),
+            "runtime": RuntimeError("no\nC++"),
+        }[error]
+
+
+def test_errors_of_a_constructor_name_their_key():
+    cfg = OmegaConf.create({"x": {"y": {"_target_": f"{__name__}.Failing", "error": "runtime"}}})
+    with pytest.raises(ValueError, match=r"^no \(config key x\.y\)$"):
+        build(cfg.x.y)
+    cfg.x.y.error = "import"
+    with pytest.raises(ValueError, match=r"^x\.y needs the package peft: pip install 'vsa-train\[lora\]'$"):
+        build(cfg.x.y)
+    cfg.x.y.error = "else"
+    with pytest.raises(InstantiationException, match="KeyError"):
+        build(cfg.x.y)
+
+
+def test_a_model_too_large_for_the_memory_is_told_as_such():
+    cfg = compose_run("model.num_layers=1", "model.ffn_dim=10_000_000_000_000")
+    with pytest.raises(
+        ValueError, match=r"^the model is too large .*: [\d,]+ parameters, .* GiB in fp32 .*key model\)$"
+    ):
+        model_factory(cfg)()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true", 64, "16", None])
+def test_only_fp32_with_bf16_by_sharding_is_promised(precision):
+    with pytest.raises(ValueError, match=rf"^trainer.precision={precision} is not supported, expected 32-true: .*bf16"):
+        _check_precision(precision)
+    for accepted in (32, "32", compose_run().trainer.precision):
+        _check_precision(accepted)
+
+
+def test_changed_settings_are_listed_by_key():
+    before = OmegaConf.to_container(compose_run("sparsity=linear", "+trainer.devices_before=1"), resolve=True)
+    now = compose_run("run=other", "output_dir=elsewhere", "optim.lr=1", "callbacks.ema=null", f"data.root={'x' * 50}")
+    told = changed_settings(before, now).split(", ")
+    assert "optim.lr 0.0006 -> 1" in told
+    assert "callbacks.ema unset -> null" in told
+    assert "sparsity.total_steps 1650 -> unset" in told
+    assert f"data.root data/toy/shards -> {'x' * 37}..." in told
+    # task.optim follows optim, and where a run stands does not matter
+    assert not [change for change in told if change.startswith(("task.", "run", "output_dir"))]
+    assert len(told) == 9
+    assert re.fullmatch(r"and \d+ more", told[-1])
+    assert changed_settings(before, compose_run("sparsity=linear", "+trainer.devices_before=1", "run=b")) == ""
 
 
 REFUSED_TARGETS = [

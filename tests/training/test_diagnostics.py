@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from vsa.attention.full import dense_attn
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.training.callbacks.diagnostics import METRICS, Diagnostics
+from vsa.training.checkpointing import read_checkpoint
+from vsa.training.evaluation import validation_loss
 from vsa.training.figures import layer_heatmaps
 from vsa.training.inference import generate, load_run
 
@@ -86,7 +89,7 @@ def test_what_is_measured_is_what_the_weights_do(training):
     folder = training.folder()
     names = sorted(p.name for p in (folder / "diagnostics").iterdir())
     assert names == [f"step-0000000{step}.{kind}" for step in (2, 4) for kind in ("json", "png")]
-    for step, kept in ((2, 4), (4, 2)):
+    for step, kept in ((2, 6), (4, 2)):
         table = read_table(folder, step)
         assert (table["step"], table["topk"], table["num_tiles"]) == (step, [8, kept], 8)
         assert table["sparsity"] == 1 - (8 + kept) / 16
@@ -222,7 +225,7 @@ def test_validation_at_all_tiles_and_at_the_target(training):
     every = ("trainer.val_check_interval=2", "++task.validate_at=[current,dense,target]")
     training(*STAIRS, *every)
     rows = training.metrics()
-    # step 2 trains with 4 of 8 tiles next, step 4 with 2, which is the target
+    # the second step was trained with 6 of 8 tiles, the fourth with 2, which is the target
     names = ("val/loss", "val/loss_dense", "val/loss_target")
     at_2, at_4 = ([float(rows[step][name]) for name in names] for step in (2, 4))
     assert len(set(at_2)) == 3
@@ -232,6 +235,36 @@ def test_validation_at_all_tiles_and_at_the_target(training):
     training("run=plain", *STAIRS, "trainer.val_check_interval=2")
     assert [float(training.metrics("plain")[step]["val/loss"]) for step in (2, 4)] == [at_2[0], at_4[0]]
     assert "val/loss_dense" not in training.metrics("plain")[2]
+
+
+def test_one_topk_of_a_step_wherever_it_is_looked_at(training):
+    """Validation, diagnostics, samples, logged sparsity, sampling and evaluation of the checkpoint."""
+    every = (
+        "callbacks.diagnostics.every_n_steps=1",
+        "callbacks.checkpoint.every_n_steps=1",
+        "callbacks.checkpoint.keep=3",
+        "callbacks.samples.prompts=[a red circle moving left slowly]",
+        "callbacks.samples.steps=1",
+        "callbacks.samples.every_n_steps=1",
+        "trainer.val_check_interval=1",
+        "trainer.max_steps=3",
+    )
+    training(*LOOK, *STAIRS, *every)
+    folder, rows = training.folder(), training.metrics()
+    for step, kept in ((1, 8), (2, 6), (3, 4)):
+        name = f"step-{step:08d}"
+        assert float(rows[step]["sparsity/topk"]) == kept
+        assert read_table(folder, step)["topk"] == kept
+        assert json.loads((folder / "samples" / name / "samples.json").read_text())["topk"] == kept
+        run = load_run(folder / "checkpoints" / name, device="cpu")
+        assert run.settings().topk == kept
+        state = read_checkpoint(folder / "checkpoints" / name).state
+        found = validation_loss(run, state, batch_size=16)["val/loss"]
+        logged = float(rows[step]["val/loss"])
+        assert found == pytest.approx(logged, rel=1e-6)
+        # control: at the top-k of the step to come
+        other = validation_loss(replace(run, step=step + 1), state, batch_size=16)["val/loss"]
+        assert other != pytest.approx(logged, rel=1e-6)
 
 
 def test_clips_at_all_tiles_beside_those_of_the_step(training):

@@ -34,6 +34,7 @@ from vsa.training.guard import UpdateGuard
 from vsa.training.health import CollapseRule, CollapseWatch, DecileMeans, LatentSpread, SpreadMeter
 from vsa.training.inference import load_run
 from vsa.training.parallel import build_model, refuse_shared_parameters
+from vsa.training.pretrain import VALIDATION_SEED
 
 DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=4")
 # the large eps keeps Adam from turning rounding of near-zero gradients into whole steps
@@ -873,6 +874,20 @@ def test_a_distilled_run_is_sampled_at_its_list(distill, training):
     assert run.step_list == pytest.approx((1000, 750))
     assert run.settings().steps == 2
     assert run.settings().guidance == 1
+
+
+def test_validation_has_the_topk_of_the_last_iteration(distill, monkeypatch):
+    update, seen = DistributionMatching.generator_update, []
+
+    def spy(self, *args, seed, topk, **kwargs):
+        if seed >= VALIDATION_SEED:
+            seen.append(topk)
+        return update(self, *args, seed=seed, topk=topk, **kwargs)
+
+    monkeypatch.setattr(DistributionMatching, "generator_update", spy)
+    stairs = ("sparsity=staircase", "sparsity.topk=2", "sparsity.dense_steps=1", "sparsity.interval=1")
+    distill(*stairs, "~sparsity.sparsity", "sparsity.tiles=2", "trainer.max_steps=3", "trainer.val_check_interval=1")
+    assert sorted(set(seen), reverse=True) == [8, 6, 4]
 
 
 def test_curves_are_drawn(distill, training):

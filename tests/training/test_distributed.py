@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,8 +71,10 @@ def assert_same_metrics(
     a: dict[int, dict[str, str]], b: dict[int, dict[str, str]], names: tuple[str, ...] = SAME
 ) -> None:
     assert set(a) == set(b)
+    deciles = [name for name in next(iter(a.values())) if "_decile_" in name]
+    assert len(deciles) > 10
     for step, row in a.items():
-        for name in names:
+        for name in (*names, *deciles):
             assert (row[name] == "") == (b[step][name] == ""), (step, name)
             if row[name]:
                 assert float(row[name]) == pytest.approx(float(b[step][name]), rel=2e-6), (step, name)
@@ -367,6 +370,58 @@ def test_a_full_disk_of_one_rank_ends_all(training, monkeypatch):
     assert "No space left" in first
     assert second == "another rank could not write the checkpoint"
     assert training.last().step == 1
+
+
+class Begin(L.Callback):
+    """What a resumed rank goes on from."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.found = (pl_module.resume.path.name, trainer.global_step, trainer.datamodule.start_step)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.first = min(batch.step, getattr(self, "first", batch.step))
+
+
+@pytest.mark.parametrize("task", ["pretrain", pytest.param("finetune", marks=pytest.mark.slow)])
+def test_rank_0_alone_reads_the_digests_and_all_take_its_choice(training, monkeypatch, task):
+    common = (*COMMON, "callbacks.checkpoint.every_n_steps=3", "trainer.max_steps=6")
+    if task == "finetune":
+        # its teacher is found again through the checkpoint that is resumed
+        training(*COMMON, "run=dense", "attention=full", "~attention.tile_thw", "trainer.max_steps=2")
+        common += ("task=finetune", "attention=video_sparse_from_dense", "task.objective.velocity=0.5")
+        training(*common, f"init_from={training.folder('dense')}")
+    else:
+        training(*common)
+    shutil.copytree(training.folder(), training.folder("straight"))
+    training(*common, "trainer.max_steps=7", "run=straight", "ckpt_path=last")
+    straight = training.tensors("straight")
+    newest = training.folder() / "checkpoints" / "step-00000006" / "model.safetensors"
+    whole = bytearray(newest.read_bytes())
+    # in full length: only its digest tells
+    whole[-1] ^= 1
+    newest.write_bytes(whole)
+    digest, read = checkpointing._sha256, []
+
+    def recorded(path):
+        read.append(path)
+        return digest(path)
+
+    def on_rank(rank: int) -> tuple[list[str], tuple[str, int, int], int]:
+        monkeypatch.setattr(checkpointing, "_sha256", recorded)
+        begin = Begin()
+        # a step more than the damaged one has: with no step left every rank would ask the digests whether that is so
+        training(*more, "trainer=fsdp", "trainer.accelerator=cpu", "ckpt_path=last", callbacks=(begin,))
+        return [f"{path.parent.name}/{path.name}" for path in read], begin.found, begin.first
+
+    more = (*common, "trainer.max_steps=7")
+    (first, *begin), (second, *also) = run_ranks(2, on_rank)
+    assert begin == also == [("step-00000003", 3, 3), 3]
+    assert first[0] == "step-00000006/model.safetensors"
+    names = ("model", "optimizer", "ema")
+    assert {f"step-00000003/{name}.safetensors" for name in names} <= set(first)
+    # a teacher is looked at by every rank
+    assert [path for path in second if task == "pretrain" or "step-00000002" not in path] == []
+    assert largest_difference(straight, training.tensors()) < 1e-6
 
 
 # starting

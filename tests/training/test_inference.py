@@ -115,6 +115,8 @@ def test_averaged_weights_are_taken_where_there_are_any(write_tiny_run, tmp_path
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"flow_shift": 0.0}, "positive, got 0.0"),
+        # an all-black clip without a word
+        ({"guidance": float("nan")}, "guidance must be a finite number, got nan"),
         ({"latent_shape": [16, 4, 7, 8]}, r"\(16, 4, 7, 8\)"),
         ({"latent_shape": [4, 8, 8]}, r"\(4, 8, 8\)"),
     ],

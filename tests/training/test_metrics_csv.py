@@ -2,6 +2,10 @@
 
 import csv
 
+import pytest
+
+from tests.disks import small_files
+from vsa.disk import DiskFullError
 from vsa.training.metrics_csv import MetricsCSV
 
 
@@ -45,3 +49,25 @@ def test_resume_cuts_rows_past_its_step(tmp_path):
     fresh = MetricsCSV(str(tmp_path))
     fresh.start(0)
     assert _rows(fresh.path) == []
+
+
+def test_a_full_disk_names_the_file_and_loses_no_older_row(tmp_path):
+    logger = MetricsCSV(str(tmp_path))
+    logger.start(0)
+
+    def log(column: str, steps: range) -> None:
+        for step in steps:
+            logger.log_metrics({column: 1.0}, step)
+            logger.save()
+
+    with small_files(100), pytest.raises(DiskFullError, match=rf"cannot write {logger.path}: File too large"):
+        log("loss", range(1, 100))
+    written = len(logger._rows) - 1
+    assert written > 10
+    # a new column rewrites the file
+    with small_files(60), pytest.raises(DiskFullError, match=rf"cannot write {logger.path}: File too large"):
+        log("new", range(200, 201))
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.csv"]
+    resumed = MetricsCSV(str(tmp_path))
+    resumed.start(written)
+    assert [row["step"] for row in _rows(resumed.path)] == [str(n + 1) for n in range(written)]

@@ -1,9 +1,10 @@
-"""Images beside video in one plan, and the scale that latents of a run share."""
+"""Images beside video in one plan, shapes and bands that differ, and the scale that latents of a run share."""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 from typing import Any
 
 import lightning as L
@@ -15,6 +16,7 @@ from PIL import Image
 from vsa.data.codecs import HaarCodec
 from vsa.data.encode import encode_folder
 from vsa.data.text import HashedNgramEncoder
+from vsa.data.toy_videos import ToyClips, write_toy_videos
 from vsa.data.video_files import write_video
 
 
@@ -60,3 +62,19 @@ def test_shared_latent_scale_is_the_root_mean_square_of_the_channels(training):
     assert len(set(shared)) == 1
     assert shared[0] == pytest.approx(math.sqrt((channel**2).mean()), rel=1e-6)
     assert channel.std() > 0.1 * channel.mean()
+
+
+def test_odd_clips_and_more_bands_train_with_the_settings_that_encoding_prints(training, command_line, tmp_path):
+    # 9 x 5 cells as they are
+    write_toy_videos(ToyClips(count=2, size=(8, 72, 40)), tmp_path / "clips", progress=False)
+    arguments = (str(tmp_path / "clips"), str(tmp_path / "shards"), "--channels", "24", "--text-dim", "48")
+    status, out, err = command_line("scripts/encode_videos.py", *arguments, "--max-tokens", "9")
+    assert status == 0, err
+    assert "latents cropped to divide into the 2x2 patches of models: 2 from 9x5 to 8x4" in out
+    command = shlex.split(out.splitlines()[-1].partition("to train on them: ")[2])
+    assert command[:2] == ["python", "train.py"]
+    assert "data.codec.channels=24" in command
+    seen = Shapes()
+    rest = ("data.num_workers=0", "data.val_fraction=0", "data.batch_size=2", "trainer.max_steps=1")
+    training("~data", "~data.toy.size", "~data.toy.count", *command[2:], *rest, callbacks=(seen,))
+    assert seen.found == [(24, 2, 8, 4)]

@@ -1,7 +1,5 @@
 """Schedules against their formulas, parameter groups against the roles."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -35,6 +33,9 @@ def test_wsd_is_flat_then_linear():
     assert {schedule(s) for s in range(10, 81)} == {1.0}
     assert schedule(90) == pytest.approx(0.5)
     assert schedule(100) == schedule(500) == 0.0
+    # an end above zero: halfway of the decay is halfway to it
+    floored = WSD(total_steps=100, decay_share=0.2, end=0.1)
+    assert [floored(s) for s in (80, 90, 100, 500)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
     # a run cut short: the warm-up reaches into the decay
     assert WSD(total_steps=20, decay_share=0.5, warmup_steps=40)(15) == pytest.approx(16 / 40 * 0.5)
     with pytest.raises(ValueError, match="decay_share"):
@@ -65,28 +66,42 @@ def test_frozen_parameters_are_left_out():
     assert names == ["gate.weight", "gate.bias"]
 
 
+def adamw(weight: torch.Tensor, grads: list[torch.Tensor], **wrong: bool) -> torch.Tensor:
+    """The weight after a step for each gradient, at lr 0.05, 0.1, 0.1, ...; `wrong` turns a part into another rule."""
+    m, v = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, grad in enumerate(grads):
+        lr = 0.1 * (1.0 if wrong.get("no_warmup") else min(1.0, (step + 1) / 2))
+        if wrong.get("coupled_decay"):
+            grad = grad + 0.1 * weight
+        m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
+        corrected = not wrong.get("no_correction")
+        m_hat = m / (1 - 0.9 ** (step + 1)) if corrected else m
+        v_hat = v / (1 - 0.95 ** (step + 1)) if corrected else v
+        root = (v_hat + 1e-8).sqrt() if wrong.get("eps_inside") else v_hat.sqrt() + 1e-8
+        decay = 0.0 if wrong.get("coupled_decay") or wrong.get("no_decay") else 0.1
+        weight = weight * (1 - lr * decay) - lr * m_hat / root
+    return weight
+
+
 def test_update_equals_adamw_written_out():
     model, roles = _model()
     model = model.double()
     recipe = AdamW(lr=0.1, schedule=Constant(warmup_steps=2), weight_decay=0.1, betas=(0.9, 0.95))
     optimizer = recipe.build(model, roles)
     weight = model["a"].weight.detach().clone()
-    m, v = torch.zeros_like(weight), torch.zeros_like(weight)
     generator = torch.Generator().manual_seed(0)
-    for step in range(3):
-        grad = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    grads = [torch.randn(4, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    for step, grad in enumerate(grads):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         model["a"].weight.grad = grad
         assert recipe.set_lr(optimizer, step) == min(1.0, (step + 1) / 2)
         optimizer.step()
-        lr = 0.1 * min(1.0, (step + 1) / 2)
-        m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
-        m_hat, v_hat = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.95 ** (step + 1))
-        weight = weight * (1 - lr * 0.1) - lr * m_hat / (v_hat.sqrt() + 1e-8)
-    torch.testing.assert_close(model["a"].weight.detach(), weight, rtol=1e-12, atol=1e-12)
-    wrong = weight + 1e-6
-    assert not math.isclose(float((model["a"].weight - wrong).abs().max()), 0.0, abs_tol=1e-9)
+    found = model["a"].weight.detach()
+    torch.testing.assert_close(found, adamw(weight, grads), rtol=1e-12, atol=1e-12)
+    # the tolerance tells it from every rule that is nearly the same
+    for wrong in ("no_warmup", "coupled_decay", "no_decay", "no_correction", "eps_inside"):
+        assert not torch.allclose(found, adamw(weight, grads, **{wrong: True}), rtol=1e-12, atol=1e-12), wrong
 
 
 def test_unknown_role_is_refused():

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import vsa.training.checkpointing as checkpointing
+import vsa.training.run as run_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,6 +85,22 @@ def test_a_stopped_run_continues_bit_for_bit(training, number, status, accumulat
         assert [row[k] for k in same] == [training.metrics("straight")[step][k] for k in same]
     assert_same(training.tensors(), training.tensors("straight"))
     assert_moved(half, training.tensors("straight"))
+
+
+def test_a_log_line_goes_on_over_a_resume(training):
+    settings = ("trainer.log_every_n_steps=4", "trainer.max_steps=8")
+    training(*settings, "run=straight")
+    # in the middle of the second line
+    with pytest.raises(SystemExit):
+        training(*settings, callbacks=(SignalAt(5, signal.SIGTERM),))
+    assert len(training.last().state["loss_window"]["steps"]) == 2
+    training(*settings, "ckpt_path=last")
+    names = ["train/loss", *(f"train/loss_decile_{d}" for d in range(10))]
+    ours, straight = (
+        {name: row[8].get(name) for name in names} for row in (training.metrics(), training.metrics("straight"))
+    )
+    assert ours == straight
+    assert sum(bool(value) for value in ours.values()) > 5
 
 
 def test_a_signal_saves_and_stops_without_validation_or_samples(training):
@@ -157,6 +174,12 @@ def test_a_kill_right_after_a_save_loses_no_metric(training):
         assert {name: found[step][name] for name in names} == {name: row[name] for name in names}
 
 
+def test_as_many_checkpoints_are_kept_as_asked_for(training):
+    training("trainer.max_steps=5", "callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=3")
+    kept = [p.name for p in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
+    assert kept == ["step-00000003", "step-00000004", "step-00000005"]
+
+
 def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_resumed(training, capsys):
     training("trainer.max_steps=6", "run=straight")
     training("trainer.max_steps=4")
@@ -166,6 +189,18 @@ def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_resumed(training,
     assert "step-00000004 is damaged: model.safetensors" in capsys.readouterr().out
     assert training.losses() == training.losses("straight")
     assert_same(training.tensors(), training.tensors("straight"))
+
+
+def test_a_run_is_not_resumed_as_another_model_of_the_same_tensors(training):
+    training("trainer.max_steps=2")
+    before = training.tensors()
+    for override, message in (
+        ("model.absolute_positions=true", r"has model\.absolute_positions=False, the model has True"),
+        ("model.rope_theta=100", r"has model\.rope_theta=10000\.0, the model has 100"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training("ckpt_path=last", override)
+    assert_same(training.tensors(), before)
 
 
 def test_resuming_a_finished_run_changes_nothing(training):
@@ -194,8 +229,10 @@ def test_validation_stands_at_the_same_steps_after_a_resume(training):
     assert {step: row["val/loss"] for step, row in training.metrics().items()} == found
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Files with what they hold, and folders."""
+    paths = sorted(folder.rglob("*"))
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in paths}
 
 
 @pytest.mark.parametrize(
@@ -211,14 +248,40 @@ def files(folder: Path) -> dict[str, bytes]:
         (("init_from=nowhere", "run=other"), "no such folder: nowhere"),
         (("ckpt_path=last", "init_from=nowhere"), "init_from=nowhere, but the run of ckpt_path=last began from None"),
         (("overwrite=true", "sparsity.topk=99", "sparsity.sparsity=null"), "topk=99 is above the number of tiles, 8"),
+        (("overwrite=true", "run=."), "run=. is not a name"),
+        # found out by the loaders, which are made last
+        (("overwrite=true", "data.num_workers=-1"), "num_workers option should be non-negative"),
+        (("ckpt_path=last", "callbacks.ema={_target_:vsa.training.callbacks.ema.EMA}"), "no averaged weights"),
     ],
 )
 def test_refused_starts_leave_the_run_as_it_was(training, overrides, message):
-    training("trainer.max_steps=2")
-    before = files(training.output)
+    training("trainer.max_steps=2", *(["callbacks.ema=null"] if "averaged" in message else []))
+    before = contents(training.output)
     with pytest.raises(ValueError, match=message):
         training("trainer.max_steps=4", *overrides)
-    assert files(training.output) == before
+    assert contents(training.output) == before
+
+
+def test_a_resume_tells_which_settings_changed(training, monkeypatch):
+    said = []
+    monkeypatch.setattr(run_module, "rank_zero_info", said.append)
+    training("trainer.max_steps=2")
+    said.clear()
+    changed = (
+        "ckpt_path=last",
+        "optim.lr=0.001",
+        "sparsity.sparsity=0.75",
+        "callbacks.samples.fps=4",
+        "logger.csv=null",
+    )
+    training("trainer.max_steps=3", *changed)
+    told = [line for line in said if "differ" in line]
+    changes = "sparsity.sparsity 0.5 -> 0.75, optim.lr 0.01 -> 0.001, trainer.max_steps 2 -> 3"
+    assert told == [f"settings that differ from the checkpoint's: {changes}"]
+    # nothing changed: nothing is said
+    said.clear()
+    training("trainer.max_steps=3", "ckpt_path=last", "optim.lr=0.001", "sparsity.sparsity=0.75")
+    assert [line for line in said if "differ" in line] == []
 
 
 def test_overwrite_starts_anew(training):

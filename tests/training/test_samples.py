@@ -18,8 +18,10 @@ import vsa.training.callbacks.samples as samples_module
 from tests.training.conftest import TinyTraining
 from tests.training.ranks import run_ranks
 from vsa.training.callbacks.samples import ClipSet
-from vsa.training.figures import side_by_side
+from vsa.training.distill import DistillModule
+from vsa.training.figures import logged_metrics
 from vsa.training.inference import generate, load_run
+from vsa.training.sheets import side_by_side
 
 PROMPTS = ["a red circle moving left slowly", "a blue square moving up quickly"]
 STEPS = ("step-00000003", "step-00000006")
@@ -131,6 +133,8 @@ def test_student_average_and_teacher_are_sampled_as_their_checkpoints_are(traini
     assert not torch.equal(wanted, generate(trained, PROMPTS, trained.settings(**how)))
     assert not torch.equal(wanted, generate(averaged, PROMPTS, averaged.settings(**{**how, "flow_shift": 1.0})))
     assert {"attention.png", "loss.png"} <= {p.name for p in folder.iterdir()}
+    # what a distillation ends with is there; it did not validate
+    assert list(logged_metrics(folder / "metrics.csv", DistillModule.headline)) == ["fake_score/loss", "dmd/gap"]
     # sampling leaves training alone and asks the teacher once: one forward of both halves a step
     training(*distillation(dense, "run=silent"), callbacks=(silent,))
     assert counted.forwards == silent.forwards + 2
@@ -215,6 +219,41 @@ def test_an_interrupted_distillation_samples_nothing(training, dense, made):
     assert training.last("d").step == 2
     assert not made
     assert not (training.folder("d") / "samples").exists()
+
+
+OWN = ("callbacks.samples.prompts=null", "callbacks.samples.steps=1", "trainer.max_steps=1", "data.val_fraction=0.4")
+
+
+def test_a_run_without_prompts_samples_captions_of_its_held_out_clips(training, made):
+    trainer = training(*OWN)
+    (folder,) = (training.folder() / "samples").iterdir()
+    data: Any = trainer.datamodule
+    captions = {data.store.text(ref, 0)[0] for refs in data._opened[2].values() for ref in refs}
+    prompts = [clip["prompt"] for clip in record_of(folder)["clips"]]
+    assert len(set(prompts)) == 4
+    assert set(prompts) < captions
+    # the same for every rank and in every start
+    assert data.held_out_captions(4) == tuple(prompts)
+    assert len(data.held_out_captions(1000)) == len(captions)
+    # they are of this task's data, and none are wanted here
+    training(*OWN, "callbacks.samples.prompts=[]", "run=silent")
+    assert not (training.folder("silent") / "samples").exists()
+    assert training.losses() == training.losses("silent")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [(("data.val_fraction=0",), "no clip is held out"), (("distill",), "callbacks.samples.flow_shift=null")],
+    ids=["nothing held out", "teacher without a shift"],
+)
+def test_a_run_that_can_sample_nothing_says_how_to(training, dense, made, monkeypatch, overrides, why):
+    told = []
+    monkeypatch.setattr(samples_module, "rank_zero_info", told.append)
+    if overrides == ("distill",):
+        overrides = distillation(dense, "trainer.max_steps=1")
+    training(*OWN, *overrides)
+    assert told == [f"no clips will be sampled ({why}): name captions with callbacks.samples.prompts=[...]"]
+    assert not made
 
 
 def test_titles_name_steps_guidance_and_tiles():

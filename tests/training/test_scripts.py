@@ -174,6 +174,17 @@ def test_score_toy_samples_each_run_in_its_way(write_tiny_run, tiny_config, tmp_
     assert seen[-1] == (2, (1000.0, 500.0), 3.0, 1.0)
 
 
+def test_score_toy_refuses_a_run_of_other_videos(write_tiny_run, tiny_config, tmp_path: Path):
+    config = tiny_config()
+    config["data"] |= {"toy": None, "root": "shards"}
+    command = [str(write_tiny_run(tmp_path / "run", config=config)), "--clips", "1", "--steps", "1", "--device", "cpu"]
+    with pytest.raises(ValueError, match=r"run/checkpoints/step-00000007 was trained on other videos .*--any-data"):
+        script("score_toy").main(command)
+    assert not (tmp_path / "run" / "score.json").exists()
+    script("score_toy").main([*command, "--any-data"])
+    assert (tmp_path / "run" / "score.json").is_file()
+
+
 def test_score_tells_right_clips_from_wrong_ones():
     score_toy = script("score_toy")
     videos, captions = score_toy.reconstructions(HaarCodec(), 12, 0, (16, 64, 64))
@@ -202,3 +213,28 @@ def test_report_draws_the_loss_of_each_run(tmp_path: Path, capsys):
     assert (tmp_path / "d" / "loss.png").is_file()
     with pytest.raises(ValueError, match=r"c is no run folder: it has no metrics\.csv"):
         script("report").main([str(tmp_path / "c")])
+
+
+def test_report_tells_runs_apart_at_80_columns(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    common = tmp_path / "a-folder-of-many-letters-that-all-runs-have-in-common" / "pretrain"
+    names = [f"s0.875_tile_2x2x2_lr_0.002_batch_size_64_seed_{seed}" for seed in (1, 2)] + ["other/short"]
+    for i, name in enumerate(names):
+        (common / name).mkdir(parents=True)
+        (common / name / "metrics.csv").write_text(f"step,train/loss\n10,1.5\n20,0.{i + 1}25\n")
+    script("report").main([str(common / name) for name in names])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    first = next(i for i, line in enumerate(lines) if "───" in line) + 1
+    table = lines[first : next(i for i, line in enumerate(lines) if i > first and not line.strip())]
+    # a name in pieces, one below the other, beside the values of its run
+    shown, pieces = {}, []
+    for line in table:
+        name, *values = line.split()
+        if values:
+            pieces = []
+            shown[values[1]] = pieces
+        pieces.append(name)
+    found = {loss: "".join(parts) for loss, parts in shown.items()}
+    assert found == {f"0.{i + 1}25": name for i, name in enumerate(names)}
+    assert (common / "report.png").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,13 +13,17 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import vsa.training.callbacks.samples as samples_module
 from vsa.data.video_files import read_video
+from vsa.diffusion.flow_matching import sample_sigmas
 from vsa.training.callbacks.ema import EMA, find_ema
 from vsa.training.checkpointing import optimizer_state
 from vsa.training.inference import generate, load_run
-from vsa.training.pretrain import FlowMatchingLoss
+from vsa.training.loss_window import LossWindow
+from vsa.training.parallel import ShardedDataParallel, choose_strategy
+from vsa.training.pretrain import VALIDATION_SEED, FlowMatchingLoss, PretrainModule
 
 ROOT = Path(__file__).parents[2]
 # weights of different sizes inside a batch: a per-micro-batch mean would show; the large eps keeps Adam from
@@ -64,7 +69,7 @@ def test_micro_batches_do_not_change_the_step(training, monkeypatch):
 def test_ranks_do_not_change_the_step(training, tiny_overrides, tmp_path):
     extra = [*INVARIANCE, "callbacks.samples.prompts=[a red circle moving left slowly]", "callbacks.samples.steps=1"]
     command = [sys.executable, str(ROOT / "train.py"), *tiny_overrides, *extra, f"output_dir={training.output}"]
-    command += ["run=ranks", "trainer.devices=2", "trainer.strategy=ddp", "trainer.val_check_interval=1"]
+    command += ["run=ranks", "trainer.devices=2", "trainer.val_check_interval=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -95,6 +100,62 @@ def test_the_loss_falls(training):
     deciles = [float(v) for name, v in rows[60].items() if name.startswith("train/loss_decile_") and v]
     assert len(deciles) > 5
     assert min(deciles) < float(rows[60]["train/loss"]) < max(deciles)
+
+
+def test_a_log_line_is_of_all_samples_since_the_last_one(training, monkeypatch):
+    seen: list[dict] = []
+    loss_terms = PretrainModule.loss_terms
+
+    def spy(self, *args):
+        terms = loss_terms(self, *args)
+        share = (terms.weights * terms.mse).sum() / terms.total_weight
+        seen.append({"mse": terms.mse.detach().double(), "sigmas": terms.sigmas, "loss": float(share.detach())})
+        return terms
+
+    monkeypatch.setattr(PretrainModule, "loss_terms", spy)
+    weighted = (*INVARIANCE, "trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=3", "trainer.max_steps=6")
+    training(*weighted)
+    assert sorted(training.losses()) == [3, 6]
+    for step, part in ((3, seen[:6]), (6, seen[6:])):
+        row = training.metrics()[step]
+        assert float(row["train/loss"]) == pytest.approx(sum(micro["loss"] for micro in part) / 3, rel=1e-6)
+        sigmas = torch.cat([micro["sigmas"] for micro in part]).tolist()
+        mse = torch.cat([micro["mse"] for micro in part]).tolist()
+        for decile in range(10):
+            own = [loss for loss, s in zip(mse, sigmas, strict=True) if decile <= 10 * s < decile + 1]
+            logged = row.get(f"train/loss_decile_{decile}", "")
+            assert bool(own) == bool(logged), decile
+            if own:
+                assert float(logged) == pytest.approx(sum(own) / len(own), rel=1e-6), decile
+    # control: one step alone is something else
+    assert seen[-1]["loss"] + seen[-2]["loss"] != pytest.approx(float(training.losses()[6]), rel=1e-3)
+
+
+def test_a_step_that_is_not_finite_is_left_out_of_its_line():
+    window, strategy = LossWindow(), SingleDeviceStrategy("cpu")
+    for loss in (1.0, torch.nan, 3.0):
+        window.add({"loss": torch.tensor(loss)}, torch.tensor([loss, 7.0]), torch.tensor([0.1, 0.96]).double())
+        window.end_step()
+    assert window.metrics(strategy) == {"loss": 2, "loss_decile_1": 2, "loss_decile_9": 7}
+    # a line without a finite step says so
+    broken = LossWindow()
+    broken.add({"loss": torch.tensor(torch.nan)}, torch.tensor([torch.nan]), torch.tensor([0.5]).double())
+    broken.end_step()
+    assert math.isnan(broken.metrics(strategy)["loss"])
+
+
+def test_validation_has_noise_levels_of_its_own():
+    training, validation = (sample_sigmas(seed=seed, step=0, num_slots=8) for seed in (0, VALIDATION_SEED))
+    assert not torch.equal(training, validation)
+
+
+def test_a_strategy_that_would_not_reduce_gradients_is_refused(training):
+    with pytest.raises(ValueError, match=r"trainer\.strategy=ddp is not supported.*trainer=fsdp or trainer=ddp"):
+        training("trainer.devices=2", "trainer.strategy=ddp")
+    assert not training.folder().exists()
+    # one process on the CPU needs none, every other number of processes has ours
+    assert choose_strategy("auto", accelerator="cpu", processes=1) == "auto"
+    assert isinstance(choose_strategy("auto", accelerator="cpu", processes=2), ShardedDataParallel)
 
 
 class Watch(L.Callback):

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from vsa.disk import writing
 from vsa.models.sharding import local, place, whole
 from vsa.models.weight_files import sync
 
@@ -84,6 +85,9 @@ def write_checkpoint(
         tensors: by group and name; with sharded ones this is a collective: every rank calls it with its shards.
         state: becomes `state.json`.
         writes: whether this process writes; one does.
+
+    Raises:
+        DiskFullError: names the checkpoint and the bytes; the checkpoints before it stay.
     """
     final = folder / checkpoint_name(state["step"])
     # the order of the files
@@ -112,23 +116,30 @@ def _write(
     state: Mapping[str, Any],
 ) -> None:
     temporary = folder / f".writing-{final.name}"
-    folder.mkdir(parents=True, exist_ok=True)
-    # litter of a save that was killed
-    for left in folder.glob(".*-step-*"):
-        shutil.rmtree(left)
-    temporary.mkdir()
-    digests = {}
-    for name, group in tensors.items():
-        path = temporary / f"{name}.safetensors"
-        digests[path.name] = save_file(path, group, wholes)
-        sync(path)
-    text = json.dumps({"schema": SCHEMA, **state, "files": digests}, indent=1)
-    (temporary / "state.json").write_text(text)
-    sync(temporary / "state.json")
-    if final.exists():
-        remove_checkpoint(final)
-    os.replace(temporary, final)
-    sync(folder)
+    needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
+    try:
+        with writing(final, temporary, needed=needed):
+            folder.mkdir(parents=True, exist_ok=True)
+            # litter of a save that was killed
+            for left in folder.glob(".*-step-*"):
+                shutil.rmtree(left)
+            temporary.mkdir()
+            digests = {}
+            for name, group in tensors.items():
+                path = temporary / f"{name}.safetensors"
+                digests[path.name] = save_file(path, group, wholes)
+                sync(path)
+            text = json.dumps({"schema": SCHEMA, **state, "files": digests}, indent=1)
+            (temporary / "state.json").write_text(text)
+            sync(temporary / "state.json")
+            if final.exists():
+                remove_checkpoint(final)
+            os.replace(temporary, final)
+            sync(folder)
+    except BaseException:
+        # a full disk needs the room
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _file_order(group: Mapping[str, Tensor]) -> list[str]:
@@ -179,8 +190,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(_NAME.match(p.name)[1]))  # type: ignore[index]
 
 
-def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a checkpoint folder after checking every digest.
+def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:
+    """Open a checkpoint folder after checking its files.
+
+    Args:
+        path: the folder.
+        verify: compare every digest, which reads every byte; False: only that the files are there in full length.
 
     Raises:
         ValueError: the folder is no checkpoint, is damaged, or has another schema.
@@ -197,39 +212,47 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         raise ValueError(f"checkpoint {path} has schema {found}, this version reads {SCHEMA}")
     for name, digest in state["files"].items():
         try:
-            if _sha256(path / name) != digest:
+            if verify and _sha256(path / name) != digest:
                 raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest")
+            # the header says how long the file is
+            with safe_open(path / name, framework="pt"):
+                pass
         except FileNotFoundError:
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing") from None
+        except SafetensorError as error:
+            raise ValueError(f"checkpoint {path} is damaged: {name} cannot be read ({error})") from None
     return Checkpoint(path=path, state=state)
 
 
-def latest_checkpoint(folder: Path, on_damaged=print) -> Checkpoint:
-    """The newest valid checkpoint in `folder`; damaged newer ones are named through `on_damaged`.
+def latest_checkpoint(folder: Path, on_damaged=print, *, verify: bool = True) -> Checkpoint:
+    """The newest valid checkpoint in `folder` (see `read_checkpoint`); `on_damaged` is told of damaged newer ones.
 
     Raises:
         ValueError: no valid checkpoint is left.
     """
     for path in reversed(list_checkpoints(folder)):
         try:
-            return read_checkpoint(path)
-        except (ValueError, OSError, SafetensorError) as error:
+            return read_checkpoint(path, verify=verify)
+        except (ValueError, OSError) as error:
             on_damaged(f"skipped a damaged checkpoint: {error}")
     raise ValueError(f"no valid checkpoint in {folder}")
 
 
-def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None) -> Checkpoint:
-    """The checkpoint a user names: `last` (of `run_dir`), a checkpoint folder, or a run folder (its newest)."""
+def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None, *, verify: bool = True) -> Checkpoint:
+    """The checkpoint a user names: `last` (of `run_dir`), a checkpoint folder, or a run folder (its newest).
+
+    See `read_checkpoint` for `verify`.
+    """
     if str(spec) == "last":
         if run_dir is None:
             raise ValueError("ckpt_path=last needs a run folder")
-        return latest_checkpoint(run_dir / "checkpoints")
+        return latest_checkpoint(run_dir / "checkpoints", verify=verify)
     path = Path(spec)
     if not path.exists():
         raise ValueError(f"no such checkpoint or run folder: {path}")
     if (path / "checkpoints").is_dir():
-        return latest_checkpoint(path / "checkpoints")
-    return read_checkpoint(path)
+        return latest_checkpoint(path / "checkpoints", verify=verify)
+    return read_checkpoint(path, verify=verify)
 
 
 def refuse_key_difference(wanted: set[str], found: set[str], what: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vsa.data.atomic import atomic_file
 from vsa.data.video_files import write_gif, write_video
-from vsa.training.figures import contact_sheet
+from vsa.training.sheets import contact_sheet
 
 
 def file_stem(index: int, prompt: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from vsa.models.video_dit import VideoDiT
+from vsa.training.memory import is_out_of_memory, too_large
 
 ALLOWED_TARGETS = (
     "vsa.",
@@ -62,17 +64,41 @@ def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
     """Instantiate a config node whose targets were checked; `arguments` join its own.
 
     Raises:
-        ValueError: what the constructor refused, with the config key.
+        ValueError: what the constructor refused, with the config key; a package or memory that it lacks.
     """
     try:
         return instantiate(config, _convert_="all", **arguments)
     except InstantiationException as error:
         cause = error.__cause__
-        if not isinstance(cause, (ValueError, TypeError, OSError)):
-            raise
         # hydra appends the key on a line of its own
         key = str(error).rpartition("full_key: ")[2].strip() if "full_key: " in str(error) else ""
-        raise ValueError(f"{cause}" + (f" (config key {key})" if key else "")) from error
+        if isinstance(cause, ImportError):
+            raise ValueError(f"{key or config['_target_']} needs {_missing_package(cause)}") from error
+        if is_out_of_memory(cause):
+            reason = too_large(partial(instantiate, config, _convert_="all", **arguments), cause)
+        elif isinstance(cause, RuntimeError):
+            # what follows the first line is a stack of C++
+            reason = str(cause).partition("\n")[0]
+        elif isinstance(cause, (ValueError, TypeError, OSError)):
+            reason = str(cause)
+        else:
+            raise
+        raise ValueError(reason + (f" (config key {key})" if key else "")) from error
+
+
+EXTRAS = {"tensorboard": "tensorboard", "diffusers": "wan", "transformers": "wan", "peft": "lora"}
+"""Extras of this project that bring a package along."""
+
+
+def _missing_package(error: ImportError) -> str:
+    # lightning quotes the package in its message, in one way or another
+    quoted = re.search(r"[`']([\w.-]+)", str(error))
+    package = error.name or (quoted[1] if quoted else None)
+    if package is None:
+        return f"a package that is not installed: {error}"
+    package = package.partition(".")[0]
+    wanted = f"'vsa-train[{EXTRAS[package]}]'" if package in EXTRAS else package
+    return f"the package {package}: pip install {wanted}"
 
 
 def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[..., VideoDiT]:

@@ -75,6 +75,8 @@ class DistillModule(DiffusionModule):
     Source: DMD2 (arXiv:2405.14867), sections 4.2 to 4.5.
     """
 
+    headline = ("fake_score/loss", "dmd/gap", "val/gap")
+
     def __init__(
         self,
         *,
@@ -416,7 +418,7 @@ class DistillModule(DiffusionModule):
             self._negative,
             seed=self.seed + VALIDATION_SEED,
             iteration=0,
-            topk=self.topk(batch.latents.shape[1:], self.global_step),
+            topk=self.topk_after(batch.latents.shape[1:], self.global_step),
             index=len(self.objective.timesteps) - 1,
         )
         self._validation.add_generator(scored)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
@@ -24,7 +23,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.training.checkpointing import Checkpoint
 from vsa.training.config import build
-from vsa.training.figures import contact_sheet
+from vsa.training.figures import draw_evaluation
 from vsa.training.inference import (
     LoadedRun,
     ProgressFn,
@@ -35,6 +34,7 @@ from vsa.training.inference import (
     settings_dict,
 )
 from vsa.training.pretrain import VALIDATION_SEED, FlowMatchingLoss
+from vsa.training.sheets import contact_sheet
 from vsa.training.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
 
 CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
@@ -361,59 +361,3 @@ def _plain(value: Any) -> Any:
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     metrics = {name: f"{float(value):.9g}" for name, value in record["metrics"].items()}
     return {"step": record["step"], "settings": record["settings_digest"], **metrics}
-
-
-PANELS = (
-    ("validation loss (thin: by sigma, from the value on)", ("val/loss",)),
-    ("PSNR against the reference, dB", ("psnr",)),
-    ("SSIM and LPIPS against the reference", ("ssim", "lpips")),
-    ("share of the frames, of the clips (non_finite)", ("black", "uniform", "non_finite")),
-    ("share of the luma range (reference dashed)", ("motion", "flicker", "flicker_excess")),
-)
-
-
-def draw_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> None:
-    """The metrics over optimizer steps, one panel per scale; metrics that no row has are left out.
-
-    Args:
-        rows: by step, with values as numbers or as text.
-        path: PNG to write.
-        title: above the panels.
-    """
-    names = {name for row in rows for name in row}
-    panels = [(heading, [m for m in metrics if m in names]) for heading, metrics in PANELS]
-    panels = [(heading, metrics) for heading, metrics in panels if metrics]
-    columns = min(3, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.6 * columns, 3.4 * lines), layout="constrained")
-    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axes in grid[len(panels) :]:
-        axes.axis("off")
-    for axes, (heading, metrics) in zip(grid, panels, strict=False):
-        for metric in metrics:
-            steps, values = _finite(rows, metric)
-            line = axes.plot(steps, values, "o-", label=metric)[0]
-            axes.plot(*_finite(rows, f"reference_{metric}"), "--", color=line.get_color(), alpha=0.6)
-            lost = sum(metric in row for row in rows) - len(steps)
-            if lost:
-                axes.plot([], [], " ", label=f"{metric}: {lost} infinite or NaN, not drawn")
-        for decile in range(10 if "val/loss" in metrics else 0):
-            steps, values = _finite(rows, f"val/loss_decile_{decile}")
-            axes.plot(steps, values, color="grey", alpha=0.5, linewidth=0.8)
-            if steps:
-                axes.annotate(
-                    f"{decile / 10}", (steps[-1], values[-1]), xytext=(4, -3), textcoords="offset points", size=7
-                )
-        axes.set_title(heading, fontsize=9)
-        axes.set_xlabel("optimizer step")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.suptitle(title, fontsize=9)
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=110)
-
-
-def _finite(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name) not in (None, "")]
-    finite = [(step, value) for step, value in points if math.isfinite(value)]
-    return [step for step, _ in finite], [value for _, value in finite]

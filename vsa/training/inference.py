@@ -6,6 +6,7 @@ N clips, B clips per batch, C T H W latent channels, frames and size, S E text t
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from vsa.data.text import TextEncoder
 from vsa.diffusion.flow_matching import FlowShift, noise_like
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step, step_list
+from vsa.models.sparse_config import ExportedSparsity, SparseAttentionConfig
 from vsa.models.video_dit import VideoDiT
 from vsa.training.checkpointing import Checkpoint, load_model_tensors, resolve_checkpoint
 from vsa.training.config import build, check_targets, model_factory
@@ -71,6 +73,8 @@ class SampleSettings:
             raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {self.latent_shape}")
         if not self.flow_shift > 0:
             raise ValueError(f"flow shift must be positive, got {self.flow_shift}")
+        if not math.isfinite(self.guidance):
+            raise ValueError(f"guidance must be a finite number, got {self.guidance}")
         if self.step_list is not None and (self.steps, self.flow_shift) != (len(step_list(self.step_list)), 1):
             raise ValueError(
                 f"step list {list(self.step_list)} takes {len(self.step_list)} steps and flow shift 1, got "
@@ -160,9 +164,7 @@ class LoadedRun:
         if sparsity is not None:
             topk = resolve_topk(sparsity, num_tiles)
         elif topk is None:
-            # steps count from 0: weights after S steps were last trained in step S - 1
-            last = max(self.step - 1, 0)
-            topk = self.sparsity.topk_per_layer(last, num_tiles, len(self.model.blocks), at)
+            topk = self.sparsity.topk_after(self.step, num_tiles, len(self.model.blocks), at)
         given = {"steps": steps, "guidance": guidance, "flow_shift": flow_shift}
         given = {name: value for name, value in given.items() if value is not None}
         if self.step_list is None:
@@ -227,13 +229,18 @@ def load_run(
     weights = choose_weights(checkpoint, weights)
     config = state.get("config") or {}
     check_targets(config)
-    for key in ("model", "attention", "sparsity", "data", "task"):
+    if "data" not in config:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} holds weights without a codec and a text encoder: convert it once more with "
+            "--like RUN, a run that was trained on such latents and captions (convert_checkpoint.py), or sample its "
+            "export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)"
+        )
+    for key in ("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"])):
         if key not in config:
             raise ValueError(f"checkpoint {checkpoint.path} has no config for {key}")
     codec = _matching(config, "codec", state, checkpoint.path)
     text_encoder = _matching(config, "text_encoder", state, checkpoint.path)
-    schedule: SparsitySchedule = build(config["sparsity"])
-    schedule.load_state_dict(state.get("sparsity_state", {}))
+    schedule = _schedule(state, config)
     # the weights are overwritten: their initialisation must not move the caller's random state
     with torch.random.fork_rng(devices=[]):
         model = model_factory(config)()
@@ -256,6 +263,15 @@ def load_run(
         sampling=sampling_of(config),
         step_list=None if timesteps is None else step_list(timesteps),
     )
+
+
+def _schedule(state: Mapping[str, Any], config: Mapping[str, Any]) -> SparsitySchedule:
+    """The run's own, or what an export that became a run says."""
+    if "sparse_attention" in state:
+        return ExportedSparsity(SparseAttentionConfig.from_json(json.dumps(state["sparse_attention"])))
+    schedule: SparsitySchedule = build(config["sparsity"])
+    schedule.load_state_dict(state.get("sparsity_state", {}))
+    return schedule
 
 
 def _matching(config: Mapping[str, Any], key: str, state: Mapping[str, Any], source: Path) -> Any:

@@ -50,6 +50,13 @@ def frechet_distance(features: Tensor, reference: Tensor) -> float:
     return float(((means[0] - means[1]).square().sum() + spread).clamp_min(0))
 
 
+def refuse_too_few(clips: int, channels: int) -> None:
+    """Raise ValueError when so many clips of so many channels leave no feature beside the channels' own."""
+    least = CLIPS_PER_FEATURE * (2 * channels + 1)
+    if clips < least:
+        raise ValueError(f"a latent distance of {channels} channels needs at least {least} clips, got {clips}")
+
+
 def latent_features(latents: Tensor) -> Tensor:
     """What `latent_distance` compares clips by: N/4 numbers of each.
 
@@ -70,10 +77,8 @@ def latent_features(latents: Tensor) -> Tensor:
     if latents.ndim != 5:
         raise ValueError(f"latents must be [N, C, T, H, W], got {list(latents.shape)}")
     clips, channels = latents.shape[:2]
+    refuse_too_few(clips, channels)
     count = clips // CLIPS_PER_FEATURE - 2 * channels
-    if count < 1:
-        least = CLIPS_PER_FEATURE * (2 * channels + 1)
-        raise ValueError(f"a latent distance of {channels} channels needs at least {least} clips, got {clips}")
     latents = latents.detach().cpu().double()
     flat = latents.flatten(2)
     frames, height, width = (min(size, CELLS) for size in latents.shape[2:])

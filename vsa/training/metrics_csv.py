@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
-import os
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from vsa.data.atomic import atomic_file
+from vsa.disk import writing
 
 
 class MetricsCSV(Logger):
@@ -85,7 +87,7 @@ class MetricsCSV(Logger):
             self._columns += new
             self._rewrite()
             return
-        with open(self.path, "a", newline="") as file:
+        with writing(self.path), open(self.path, "a", newline="") as file:
             csv.DictWriter(file, self._columns, restval="").writerow(row)
 
     @rank_zero_only
@@ -94,10 +96,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def _rewrite(self) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".csv.writing")
-        with open(temporary, "w", newline="") as file:
+        with atomic_file(self.path) as temporary, open(temporary, "w", newline="") as file:
             writer = csv.DictWriter(file, self._columns, restval="")
             writer.writeheader()
             writer.writerows(self._rows)
-        os.replace(temporary, self.path)

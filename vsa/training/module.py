@@ -23,12 +23,13 @@ from vsa.training.checkpointing import (
     load_model_tensors,
     load_optimizer_tensors,
     optimizer_state,
+    read_checkpoint,
 )
 from vsa.training.figures import loss_curve
 from vsa.training.guard import UpdateGuard
 from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
-from vsa.training.start import Start
+from vsa.training.start import Start, refuse_other_sizes
 from vsa.training.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class DiffusionModule(L.LightningModule):
 
     step_list: tuple[float, ...] | None = None
     """Timesteps of a few-step generator; None: sampled with many steps."""
+
+    headline: tuple[str, ...] = ("train/loss", "val/loss")
+    """Metrics that say how a run went."""
 
     @property
     def reference(self) -> Teacher | None:
@@ -97,9 +101,22 @@ class DiffusionModule(L.LightningModule):
     # set-up
 
     def setup(self, stage: str) -> None:
+        self._agree_on_resume()
         self.latent_mean, self.latent_std = self.statistics()
         with torch.device("meta"):
             self.check_start(self._model_factory())
+
+    def _agree_on_resume(self) -> None:
+        """Resume what rank 0 chose: it alone has read every byte, and may have found the newest one damaged."""
+        if self.resume is None:
+            return
+        path = self.trainer.strategy.broadcast(str(self.resume.path))
+        if path != str(self.resume.path):
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            self.resume = read_checkpoint(path, verify=False)
+            data.start_step = self.resume.step
+            # whatever was taken from the other one is found again
+            self.check_weights(data)
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation `[C]` that latents are normalised with: of the data, scaled by `latent_scale`."""
@@ -186,6 +203,8 @@ class DiffusionModule(L.LightningModule):
         if self.init_from is not None:
             self.init_from.check(model, self.gates_of(model))
             self.init_from.check_data(data)
+        if self.resume is not None:
+            refuse_other_sizes(model, self.resume)
         with torch.device("meta"):
             self.prepare_model(model)
 
@@ -261,10 +280,18 @@ class DiffusionModule(L.LightningModule):
         mean = self.latent_mean.to(latents.device).view(shape)
         return (latents - mean) / self.latent_std.to(latents.device).view(shape)
 
-    def topk(self, latent_shape: Sequence[int], step: int, at: SparsityPoint = "current") -> int | tuple[int, ...]:
-        """Video kv tiles per query tile at an optimizer step for latents `[C, T, H, W]`: of all layers, or of each."""
+    def topk(self, latent_shape: Sequence[int], step: int) -> int | tuple[int, ...]:
+        """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`: of all layers, or
+        of each."""
         tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
-        return self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks), at)
+        return self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks))
+
+    def topk_after(
+        self, latent_shape: Sequence[int], steps: int, at: SparsityPoint = "current"
+    ) -> int | tuple[int, ...]:
+        """Video kv tiles per query tile at which the weights after `steps` optimizer steps are looked at."""
+        tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
+        return self.sparsity.topk_after(steps, tiles, len(self.model.blocks), at)
 
     def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
         """Training FLOPs of one sample in optimizer step `step` (from 0)."""

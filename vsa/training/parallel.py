@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
+from vsa.training.memory import is_out_of_memory, too_large
 
 aten = torch.ops.aten
 
@@ -85,7 +86,12 @@ def build_model(
     parameters = model.named_parameters()
     values = {name: fills.of(name, p) for name, p in parameters if initialise and initialise(name)}
     parallelize(model, mesh, plan)
-    model.to_empty(device=mesh.device_type)
+    try:
+        model.to_empty(device=mesh.device_type)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(too_large(lambda: model, error)) from error
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, value in values.items():
             parameter = model.get_parameter(name)
@@ -229,6 +235,25 @@ def rank_zero_reports(*errors: type[Exception], patience: float = 5.0) -> Iterat
         raise
 
 
-def default_strategy() -> Strategy | str:
-    """FSDP2 on CUDA, also for one device (bf16 compute over fp32 parameters); plain on the CPU."""
-    return ShardedDataParallel() if torch.cuda.is_available() else "auto"
+def choose_strategy(strategy: Any, *, accelerator: str, processes: int) -> Any:
+    """The strategy of a run: FSDP2 on CUDA and for several processes, none for one process on the CPU.
+
+    On CUDA one device shards too: bf16 compute over fp32 parameters comes from it.
+
+    Args:
+        strategy: what the config says, "auto" or a node that builds `ShardedDataParallel`.
+        accelerator: `trainer.accelerator`.
+        processes: of all nodes.
+
+    Raises:
+        ValueError: another strategy: modules that step their own optimizers call their networks directly, so that
+            Lightning's DDP, which reduces gradients in a wrapper around the module, would leave them unreduced.
+    """
+    if strategy == "auto":
+        on_cuda = accelerator != "cpu" and torch.cuda.is_available()
+        return ShardedDataParallel() if on_cuda or processes > 1 else "auto"
+    if isinstance(strategy, str):
+        raise ValueError(
+            f"trainer.strategy={strategy} is not supported: leave it at auto, or choose trainer=fsdp or trainer=ddp"
+        )
+    return strategy

@@ -16,6 +16,8 @@ from vsa.attention.schedule import SparsityPoint, SparsitySchedule, check_points
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.video_dit import VideoDiT
+from vsa.training.checkpointing import Checkpoint
+from vsa.training.loss_window import LossWindow
 from vsa.training.module import DiffusionModule
 from vsa.training.optim import AdamW
 from vsa.training.parallel import ParallelPlan
@@ -182,11 +184,9 @@ class PretrainModule(DiffusionModule):
         )
         self.objective = objective
         self.validate_at = points
-        # mse and sigma of the samples since the last log line, read only there
-        self._window: list[tuple[Tensor, Tensor]] = []
-        self._step_loss: list[dict[str, Tensor]] = []
+        self._window = LossWindow()
         # for the progress bar
-        self._shown_loss: Tensor | None = None
+        self._shown_loss: float | None = None
         self._validated = torch.empty(0)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
@@ -196,12 +196,11 @@ class PretrainModule(DiffusionModule):
         topk = self.topk(batch.latents.shape[1:], self.global_step)
         terms = self.loss_terms(batch, self.normalise(batch.latents), topk)
         loss = fm.weighted_loss(terms.mse, terms.weights, terms.total_weight)
-        self._window.append((terms.mse.detach(), terms.sigmas))
         parts = {
             f"loss_{name}": fm.weighted_loss(part, terms.weights, terms.total_weight)
             for name, part in terms.parts.items()
         }
-        self._step_loss.append({name: value.detach() for name, value in {"loss": loss, **parts}.items()})
+        self._window.add({"loss": loss, **parts}, terms.mse, terms.sigmas)
         # the trainer divides by the micro-batches, the strategy averages over ranks; the normaliser is global already
         return loss * self.accumulate * self.trainer.world_size
 
@@ -213,38 +212,24 @@ class PretrainModule(DiffusionModule):
         super().optimizer_step(*args, **kwargs)
         # here and not when the batch has ended: a checkpoint is written in between
         step = self.global_step + 1
+        self._window.end_step()
         if self.logs_this_step(step):
-            names = list(self._step_loss[0])
-            sums = torch.stack([torch.stack([losses[name] for losses in self._step_loss]).sum() for name in names])
-            step_losses = dict(zip(names, self.trainer.strategy.reduce(sums, reduce_op="sum"), strict=True))
-            self._shown_loss = step_losses["loss"]
-            self.log_step(
-                {
-                    **{f"train/{name}": value for name, value in step_losses.items()},
-                    **{f"train/loss_decile_{d}": v for d, v in self._deciles().items()},
-                    "lr": self.raw_optimizer.param_groups[0]["lr"],
-                },
-                step,
-            )
-            self._window.clear()
-        self._step_loss.clear()
+            losses = self._window.metrics(self.trainer.strategy)
+            self._window = LossWindow()
+            self._shown_loss = losses["loss"]
+            named = {f"train/{name}": value for name, value in losses.items()}
+            self.log_step({**named, "lr": self.raw_optimizer.param_groups[0]["lr"]}, step)
 
     def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
         if self._shown_loss is not None:
             self.log("loss", self._shown_loss, prog_bar=True, logger=False)
             self._shown_loss = None
 
-    def _deciles(self) -> dict[int, float]:
-        """Mean loss of this rank's samples since the last log line, by timestep decile."""
-        mse = torch.cat([m for m, _ in self._window]).cpu()
-        decile = fm.decile(torch.cat([s for _, s in self._window]))
-        return {d: mse[decile == d].mean().item() for d in range(10) if bool((decile == d).any())}
-
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
         latents = self.normalise(batch.latents)
         done: dict[int | tuple[int, ...], LossTerms] = {}
         for table, at in zip(self._validated, self.validate_at, strict=True):
-            topk = self.topk(batch.latents.shape[1:], self.global_step, at)
+            topk = self.topk_after(batch.latents.shape[1:], self.global_step, at)
             if topk not in done:
                 done[topk] = self.objective(self.model, batch, latents, seed=self.seed + VALIDATION_SEED, topk=topk)
             mse = done[topk].mse.double()
@@ -266,3 +251,12 @@ class PretrainModule(DiffusionModule):
         self.log_step(metrics, self.global_step)
         # for callbacks that watch it
         self.log("val/loss", metrics["val/loss"], logger=False)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        return {**super().checkpoint_state(), "loss_window": self._window.state_dict(self.trainer.strategy)}
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().load_checkpoint(checkpoint)
+        # older checkpoints have none: the first log line then has the steps since the resume
+        if "loss_window" in checkpoint.state:
+            self._window.load_state_dict(checkpoint.state["loss_window"])

@@ -92,6 +92,22 @@ def resolve_start(spec: str) -> Start:
     return PretrainedStart(source=spec, folder=pretrained_folder(spec))
 
 
+def refuse_other_sizes(model: VideoDiT, checkpoint: Checkpoint) -> None:
+    """Raise ValueError when a run's config says what shapes of tensors do not tell, or tell less clearly, otherwise."""
+    ours_by_key = {
+        "num_attention_heads": model.num_heads,
+        "attention_head_dim": model.head_dim,
+        "num_layers": len(model.blocks),
+        "patch_size": list(model.patch_size),
+        "rope_theta": model.rope_theta,
+        "absolute_positions": model.absolute_positions,
+    }
+    theirs_by_key = checkpoint.state.get("config", {}).get("model", {})
+    for key, value in ours_by_key.items():
+        if theirs_by_key.get(key, value) != value:
+            raise ValueError(f"{checkpoint.path} has model.{key}={theirs_by_key[key]}, the model has {value}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
     """Weights of a run of this project: the averaged ones where there are any, adapters merged.
@@ -124,19 +140,7 @@ class RunStart:
         return "ema" if self.checkpoint.has("ema") else "model"
 
     def check(self, model: VideoDiT, gates: Gates) -> None:
-        # what shapes do not tell, or tell less clearly
-        ours_by_key = {
-            "num_attention_heads": model.num_heads,
-            "attention_head_dim": model.head_dim,
-            "num_layers": len(model.blocks),
-            "patch_size": list(model.patch_size),
-            "rope_theta": model.rope_theta,
-            "absolute_positions": model.absolute_positions,
-        }
-        theirs_by_key = self.checkpoint.state.get("config", {}).get("model", {})
-        for key, value in ours_by_key.items():
-            if theirs_by_key.get(key, value) != value:
-                raise ValueError(f"{self.source} has model.{key}={theirs_by_key[key]}, the model has {value}")
+        refuse_other_sizes(model, self.checkpoint)
         if gates == "initial":
             refuse_random_gates(model)
         found = {name: tuple(value.shape) for name, value in plain_tensors(self.checkpoint, self._group).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,12 +26,17 @@ class Checkpointing(L.Callback):
     """Writes a checkpoint every `every_n_steps`, at the end, and when the run is asked to stop.
 
     SIGINT and SIGTERM finish the optimizer step in hand, save, and end the run with exit status 130 or 143; a second
-    SIGINT ends it at once.
+    SIGINT ends it at once. After the last step all is saved: one process ends at once, several with their clips. Before
+    the first step and after the last hook the signals are those of `vsa.training.ending.stopped_by_signals`.
 
     Args:
         run_dir: checkpoints go to `run_dir/checkpoints`.
         every_n_steps: optimizer steps between checkpoints.
         keep: newest checkpoints kept; at least 2, since the last one may be the one being replaced.
+
+    Attributes:
+        received: signal that ends the run, known to all ranks.
+        saved: checkpoint written last, or the one the run went on from.
     """
 
     def __init__(self, run_dir: str, every_n_steps: int = 1000, keep: int = 2):
@@ -41,47 +46,51 @@ class Checkpointing(L.Callback):
             raise ValueError(f"callbacks.checkpoint.every_n_steps must be at least 1, got {every_n_steps}")
         self.folder = Path(run_dir) / "checkpoints"
         self.every_n_steps, self.keep = every_n_steps, keep
-        # what all ranks know of, and what this one got since
         self.received: int | None = None
+        self.saved: Path | None = None
+        # what this rank got and the others may not know of
         self._pending: int | None = None
+        # every step is done and saved
+        self._complete = False
+        self._alone = True
         self._saved_step = -1
-        self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        self._saved_step = trainer.global_step if pl_module.resume is not None else -1
+        if pl_module.resume is not None:
+            self._saved_step, self.saved = trainer.global_step, pl_module.resume.path
+        self._alone = trainer.world_size == 1
         if trainer.received_sigterm:
             # it came while lightning's own handler was in place
             self._pending = signal.SIGTERM
-        try:
-            self._previous = {s: signal.signal(s, self._stop) for s in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:
-            # signals can only be handled in the main thread
-            self._previous = {}
+        # not in a thread, where signals cannot be handled; lightning puts back what stood before `fit`
+        with suppress(ValueError):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._pending == signal.SIGINT and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self._complete and self._alone:
+            # clips and pictures can be made again
+            self.received = number
+            raise SystemExit(128 + number)
         self._pending = number
-        rank_zero_info(f"{signal.Signals(number).name}: saving after this step")
+        what = "ending with the clips in hand" if self._complete else "saving after this step"
+        rank_zero_info(f"{signal.Signals(number).name}: {what}")
 
-    def _agree(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+    def _agree(self, trainer: L.Trainer) -> None:
         """Tell all ranks of a signal that one of them got: all stop at one step with one exit status."""
         self.received = self._pending
         if trainer.world_size > 1:
-            number = torch.tensor(self._pending or 0, device=pl_module.device)
+            number = torch.tensor(self._pending or 0, device=trainer.strategy.root_device)
             self.received = int(trainer.strategy.reduce(number, reduce_op="max")) or None
-
-    def _restore_signals(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % pl_module.accumulate:
             return
-        self._agree(trainer, pl_module)
+        self._agree(trainer)
         stop = self.received is not None
         if stop:
             trainer.should_stop = True
@@ -91,12 +100,10 @@ class Checkpointing(L.Callback):
             self.save(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        self._restore_signals()
-        self._agree(trainer, pl_module)
         self.save(trainer, pl_module)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: DiffusionModule, exception: BaseException) -> None:
-        self._restore_signals()
+        # before the ranks agree: a signal that comes later counts by itself
+        self._complete = True
+        self._agree(trainer)
 
     def save(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         """Write the checkpoint of the current step unless it stands already."""
@@ -112,12 +119,14 @@ class Checkpointing(L.Callback):
         ema = find_ema(trainer)
         if ema is not None:
             tensors["ema"] = dict(ema.average)
+        # a collective: every rank makes it, whatever the disk says
+        state = pl_module.checkpoint_state()
         failure = None
         try:
             if trainer.is_global_zero:
                 for logger in trainer.loggers:
                     logger.save()
-            write_checkpoint(self.folder, tensors, pl_module.checkpoint_state(), writes=trainer.is_global_zero)
+            self.saved = write_checkpoint(self.folder, tensors, state, writes=trainer.is_global_zero)
             if trainer.is_global_zero:
                 for path in list_checkpoints(self.folder)[: -self.keep]:
                     remove_checkpoint(path)
@@ -131,6 +140,8 @@ class Checkpointing(L.Callback):
             raise OSError("another rank could not write the checkpoint")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # one that came with the clips
+        self._agree(trainer)
         # launchers end all ranks when one exits with a status of its own, but rank 0 may still be drawing
         trainer.strategy.barrier("end")
 

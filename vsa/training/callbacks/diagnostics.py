@@ -28,6 +28,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.throughput import find_throughput
+from vsa.training.display import never_fatal
 from vsa.training.figures import layer_heatmaps
 
 PANELS = {
@@ -130,7 +131,7 @@ class Diagnostics(L.Callback):
     def _look(self, trainer: L.Trainer, pl_module: Any) -> None:
         assert self._batch is not None
         step, shape = trainer.global_step, tuple(self._batch.latents.shape[1:])
-        topk = pl_module.topk(shape, step)
+        topk = pl_module.topk_after(shape, step)
         pl_module.model.eval()
         layers, table = self._measure(pl_module, self._batch.to(pl_module.device), topk)
         pl_module.model.train()
@@ -153,7 +154,8 @@ class Diagnostics(L.Callback):
         if trainer.is_global_zero:
             record = {"step": step, "latent_shape": list(shape), "topk": topk, "num_tiles": num_tiles}
             record["sparsity"] = 1 - mean_topk(topk, num_tiles) / num_tiles
-            self._show(trainer, record, layers, means, tables)
+            with never_fatal(f"the picture of {self.folder}, step {step}"):
+                self._show(trainer, record, layers, means, tables)
 
     @torch.no_grad()
     def _measure(self, pl_module: Any, batch: VideoBatch, topk: int | tuple[int, ...]) -> tuple[list[int], Tensor]:

@@ -34,13 +34,14 @@ class EMA(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         # runs before the module loads a checkpoint: `load` or `reset` follow in on_train_start
         self._average = {}
+        # before the run folder is touched
+        if pl_module.resume is not None and not pl_module.resume.has("ema"):
+            raise ValueError(f"{pl_module.resume.path} has no averaged weights: resume without the EMA callback")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         parameters = dict(pl_module.model.named_parameters())
         self._average = {n: p.detach().to(torch.float32, copy=True) for n, p in parameters.items()}
         if pl_module.resume is not None:
-            if not pl_module.resume.has("ema"):
-                raise ValueError(f"{pl_module.resume.path} has no averaged weights: resume without the EMA callback")
             self._load(parameters, pl_module.resume.tensors("ema"), str(pl_module.resume.path))
 
     def _load(self, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], what: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from matplotlib.image import imread
 from torch import Tensor
 
@@ -20,9 +21,13 @@ from vsa.training.callbacks.checkpoint import interrupted
 from vsa.training.callbacks.ema import find_ema
 from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.clips import file_stem, write_clips
-from vsa.training.figures import side_by_side
+from vsa.training.display import never_fatal
+from vsa.training.figures import logged_metrics
 from vsa.training.inference import LoadedRun, SampleSettings, generate, settings_dict
+from vsa.training.sheets import side_by_side
 from vsa.training.teacher import Teacher
+
+HELD_OUT_PROMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,7 @@ class Samples(L.Callback):
 
     Args:
         run_dir: the run folder.
-        prompts: captions to sample; none: no clips.
+        prompts: captions to sample; empty: no clips; None: the first 4 captions of the held-out clips.
         every_n_steps: optimizer steps between samples; 0 samples at the end only.
         steps: Euler steps.
         guidance: classifier-free guidance scale, 1 is one pass.
@@ -81,7 +86,7 @@ class Samples(L.Callback):
     def __init__(
         self,
         run_dir: str,
-        prompts: Sequence[str] = (),
+        prompts: Sequence[str] | None = None,
         every_n_steps: int = 0,
         steps: int = 32,
         guidance: float = 1.0,
@@ -93,7 +98,9 @@ class Samples(L.Callback):
         if flow_shift is not None and not flow_shift > 0:
             raise ValueError(f"flow_shift must be positive, got {flow_shift}")
         self.run_dir = Path(run_dir)
-        self.prompts = list(prompts)
+        # those of the data are known when it is open
+        self._from_data = prompts is None
+        self.prompts = list(prompts or ())
         self.every_n_steps, self.seed, self.fps = every_n_steps, seed, fps
         self.steps, self.guidance, self.flow_shift = steps, guidance, flow_shift
         self.sparsity = check_points("callbacks.samples.sparsity", sparsity)
@@ -101,10 +108,22 @@ class Samples(L.Callback):
         self._teacher: ClipSet | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self._from_data:
+            self.prompts = self._own_prompts(trainer, pl_module)
         if pl_module.reference is not None and self.prompts and self.flow_shift is None:
             raise ValueError(
                 "callbacks.samples.flow_shift=null, but the teacher's clips need a number: its sampling shift"
             )
+
+    def _own_prompts(self, trainer: L.Trainer, pl_module: Any) -> list[str]:
+        """Captions of the data, where a run was given none and nothing speaks against clips."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        found = data.held_out_captions(HELD_OUT_PROMPTS)
+        if found and (pl_module.reference is None or self.flow_shift is not None):
+            return list(found)
+        why = "callbacks.samples.flow_shift=null" if found else "no clip is held out"
+        rank_zero_info(f"no clips will be sampled ({why}): name captions with callbacks.samples.prompts=[...]")
+        return []
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         due = self.every_n_steps > 0 and trainer.global_step % self.every_n_steps == 0
@@ -114,11 +133,14 @@ class Samples(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not interrupted(trainer):
             self._sample(trainer, pl_module)
-        metrics = self.run_dir / "metrics.csv"
-        if trainer.is_global_zero and metrics.exists():
+        if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.save()
-            pl_module.draw_curves(metrics, self.run_dir / "loss.png", str(self.run_dir))
+            metrics, picture = self.run_dir / "metrics.csv", self.run_dir / "loss.png"
+            with never_fatal(str(picture)):
+                # a run that was stopped early may have logged nothing
+                if logged_metrics(metrics, pl_module.headline):
+                    pl_module.draw_curves(metrics, picture, str(self.run_dir))
 
     def _sample(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Sample what is due; every rank takes part, since the forward of a sharded model is a collective."""
@@ -146,14 +168,16 @@ class Samples(L.Callback):
             if teacher is not None and self._teacher is None:
                 found = self._teacher = self._teacher_clips(self._live_run(trainer, pl_module, "teacher"), teacher)
         if trainer.is_global_zero:
-            if found is not None:
-                # they never change: not once a step
-                self._show(trainer, found, self.run_dir / "samples")
             folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"
-            for clips in made:
-                self._show(trainer, clips, folder)
+            # the teacher's never change: not once a step
+            shown = [(found, folder.parent)] if found is not None else []
+            for clips, parent in [*shown, *((clips, folder) for clips in made)]:
+                with never_fatal(str(parent / clips.name)):
+                    self._show(trainer, clips, parent)
             if self._teacher is not None:
-                self._show_side_by_side(trainer, [self._teacher, *made], folder / "side_by_side.png")
+                picture = folder / "side_by_side.png"
+                with never_fatal(str(picture)):
+                    self._show_side_by_side(trainer, [self._teacher, *made], picture)
 
     def _options(self, run: LoadedRun, points: Sequence[SparsityPoint]) -> dict[SparsityPoint, SampleSettings]:
         # a step list leaves no choice of steps and shift, and its guidance is in the weights
@@ -189,8 +213,9 @@ class Samples(L.Callback):
         tiles = run.model.layout_for(options[0].latent_shape).num_video_tiles
         sparse = [settings for settings in options if mean_topk(settings.topk, tiles) < tiles]
         if sparse and not isinstance(blocks[0].method, FullAttention):
-            picture = self.run_dir / "attention.png" if trainer.is_global_zero else None
-            draw_attention(run, self.prompts[0], sparse[0], picture)
+            picture = self.run_dir / "attention.png"
+            with never_fatal(str(picture)):
+                draw_attention(run, self.prompts[0], sparse[0], picture if trainer.is_global_zero else None)
 
     def _show(self, trainer: L.Trainer, clips: ClipSet, parent: Path) -> None:
         folder, name = parent / clips.name, "/".join(part for part in ("samples", clips.name) if part)

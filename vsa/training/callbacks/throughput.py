@@ -83,7 +83,7 @@ class Throughput(L.Callback):
             return
         model, shape = pl_module.model, tuple(batch.latents.shape[1:])
         step = trainer.global_step
-        topk = pl_module.topk(shape, step - 1)
+        topk = pl_module.topk_after(shape, step)
         layout = model.layout_for(shape)
         flops = pl_module.step_flops(batch, step - 1)
         self._steps += 1

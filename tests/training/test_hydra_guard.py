@@ -1,0 +1,256 @@
+"""Hydra's own nodes run before a job: none of them may bring code along, wherever it comes from."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import vsa.training.run as run_module
+from vsa.training.hydra_guard import SweepFolder, check_hydra, checked_hydra
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SLURM = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
+OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+CONSOLE = {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}
+
+
+def composed(*overrides: str):
+    with checked_hydra(), initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        return compose("train", overrides=list(overrides), return_hydra_config=True)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The composed config with Hydra's node, open for changes."""
+    cfg = composed()
+    OmegaConf.set_struct(cfg, False)
+    return cfg
+
+
+def with_node(plain, **nodes):
+    cfg = plain.copy()
+    for name, node in nodes.items():
+        cfg.hydra[name] = OmegaConf.create(node) if isinstance(node, dict) else node
+    # what interpolations may point to
+    cfg.evil = {"_target_": "os.system", "command": "true"}
+    cfg.by_folder = {"x": {"_target_": "os.system"}}
+    return cfg.hydra
+
+
+def logging_of(handler, **more):
+    return {"version": 1, "root": {"handlers": ["x"]}, "handlers": {"x": handler}, **more}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "key"),
+    [
+        ({"callbacks": {"x": {"_target_": "pathlib.Path.touch", "self": "proof"}}}, "callbacks.x._target_"),
+        ({"callbacks": {"x": {"_target_": "vsa.training.callbacks.ema.EMA"}}}, "callbacks.x._target_"),
+        ({"callbacks": {"x": "${evil}"}}, "callbacks.x._target_"),
+        ({"callbacks": "${by_folder}"}, "callbacks.x._target_"),
+        ({"launcher": {"_target_": "os.system", "command": "true"}}, "launcher._target_"),
+        ({"launcher": {"_target_": "hydra_plugins.mine.Launcher"}}, "launcher._target_"),
+        ({"launcher": {"_target_": OPTUNA}}, "launcher._target_"),
+        ({"launcher": "${evil}"}, "launcher._target_"),
+        ({"launcher": "${by_folder[${hydra.runtime.output_dir}]}"}, "launcher"),
+        ({"launcher": {"_target_": SLURM, "setup": ["touch proof"]}}, r"launcher.setup.0"),
+        ({"launcher": {"_target_": SLURM, "partition": "a\ntouch proof #"}}, "launcher.partition"),
+        ({"launcher": {"_target_": SLURM, "additional_parameters": {"a\nb": 1}}}, "launcher.additional_parameters"),
+        ({"launcher": {"_target_": SLURM, "additional_parameters": {"x": "${evil}"}}}, "additional_parameters.x"),
+        ({"sweeper": {"_target_": "torch.load", "f": "bomb.pt"}}, "sweeper._target_"),
+        ({"sweeper": {"_target_": OPTUNA, "sampler": {"_target_": "os.system"}}}, "sweeper.sampler._target_"),
+        ({"sweeper": {"_target_": OPTUNA, "custom_search_space": "os.system"}}, "sweeper.custom_search_space"),
+        ({"sweeper": {"_target_": OPTUNA, "storage": {"_target_": "os.system"}}}, "sweeper.storage._target_"),
+        (
+            {
+                "sweeper": {
+                    "_target_": OPTUNA,
+                    "sampler": {"_target_": "optuna.samplers.TPESampler", "gamma": "${evil}"},
+                }
+            },
+            "sweeper.sampler.gamma._target_",
+        ),
+        ({"job_logging": logging_of({"class": "evil.Handler"})}, "job_logging.handlers.x.class"),
+        ({"job_logging": logging_of({"class": "logging.handlers.SocketHandler"})}, "job_logging.handlers.x.class"),
+        ({"job_logging": logging_of({"()": "evil.make"})}, r"job_logging.handlers.x.\(\)"),
+        ({"job_logging": logging_of({**CONSOLE, "stream": "ext://evil.stream"})}, "job_logging.handlers.x.stream"),
+        ({"job_logging": logging_of({**CONSOLE, "stream": "cfg://evil"})}, "job_logging.handlers.x.stream"),
+        ({"job_logging": logging_of({**CONSOLE, ".": {"x": 1}})}, "job_logging.handlers.x"),
+        ({"job_logging": logging_of({"class": "logging.FileHandler", "filename": "/home/me/.bashrc"})}, "filename"),
+        ({"job_logging": logging_of(CONSOLE, formatters={"f": {"class": "evil.F"}})}, "formatters.f.class"),
+        ({"job_logging": logging_of("${by_folder[${hydra.runtime.output_dir}]}")}, "job_logging.handlers.x"),
+        ({"hydra_logging": logging_of(CONSOLE, filters={"f": {"()": "evil.F"}})}, r"hydra_logging.filters.f.\(\)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_node_with_code_is_refused(plain, nodes, key):
+    with pytest.raises(ValueError, match=rf"(?s)^hydra\..*{key}.*=.* is not allowed: "):
+        check_hydra(with_node(plain, **nodes))
+
+
+def test_a_node_that_contains_itself_is_refused(plain):
+    with pytest.raises(ValueError, match=r"hydra\.launcher\.x=.* is not allowed: it cannot be resolved"):
+        check_hydra(with_node(plain, launcher={"x": "${hydra.launcher}"}))
+
+
+def test_variables_of_the_environment_are_refused(plain):
+    node = with_node(plain)
+    node.job.env_set = {"PYTHONPATH": "evil"}
+    with pytest.raises(ValueError, match=r"hydra\.job\.env_set\.PYTHONPATH=evil is not allowed"):
+        check_hydra(node)
+    # Hydra fills in what a job is to have from here
+    node.job.env_copy = ["PYTHONPATH"]
+    check_hydra(node)
+
+
+@pytest.mark.parametrize("path", ["pkg://evil", "pkg://hydra", "pkg://vsax", "pkg://hydra.confx", "s3://evil"])
+def test_packages_of_others_are_not_looked_into(path):
+    with pytest.raises(ValueError, match=f"^{path} is not allowed in hydra.searchpath"):
+        composed(f"hydra.searchpath=[{path}]")
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        {},
+        # as these plugins come
+        {"launcher": {"_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", "n_jobs": -1}},
+        {
+            "launcher": {
+                "_target_": SLURM,
+                "submitit_folder": "${hydra.sweep.dir}/.submitit/%j",
+                "name": "${hydra.job.name}",
+                "partition": "gpu",
+                "setup": None,
+                "additional_parameters": {"mail-type": "END"},
+            },
+        },
+        {
+            "launcher": {"_target_": SLURM.replace("Slurm", "Local"), "timeout_min": 60},
+            "sweeper": {
+                "_target_": OPTUNA,
+                "sampler": {"_target_": "optuna.samplers.TPESampler", "seed": 1},
+                "custom_search_space": None,
+                "params": {"optim.lr": "interval(0.1, 1)"},
+            },
+        },
+    ],
+    ids=["default", "joblib", "slurm", "local and optuna"],
+)
+def test_launchers_and_sweepers_that_are_known_stay(plain, nodes):
+    check_hydra(with_node(plain, **nodes))
+
+
+def test_hydras_own_logging_and_our_own_packages_stay():
+    composed("hydra/job_logging=default", "hydra/hydra_logging=default", "hydra.searchpath=[pkg://vsa.data]")
+    composed("hydra/job_logging=stdout", "hydra/hydra_logging=hydra_debug")
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+EVIL = "hydra: {callbacks: {x: {_target_: pathlib.Path.touch, self: %s}}}\n"
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """A folder of configs and a package, each of which leaves `proof` behind when it is run."""
+    monkeypatch.chdir(tmp_path)
+    proof = tmp_path / "proof"
+    configs, package = tmp_path / "configs", tmp_path / "path" / "evil_package"
+    (configs / "experiment").mkdir(parents=True)
+    package.mkdir(parents=True)
+    (configs / "experiment" / "evil.yaml").write_text("# @package _global_\n" + EVIL % proof)
+    (configs / "experiment" / "good.yaml").write_text("# @package _global_\n")
+    (configs / "evil.yaml").write_text(EVIL % proof)
+    (configs / "search.yaml").write_text("hydra: {searchpath: ['pkg://evil_package']}\n")
+    (package / "__init__.py").write_text(f"from pathlib import Path\n\nPath({str(proof)!r}).touch()\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(sys.modules, "evil_package", raising=False)
+    return proof
+
+
+ROUTES = {
+    "override": ["+hydra.callbacks.x={_target_:pathlib.Path.touch,self:proof}"],
+    "experiment": ["--config-dir", "configs", "experiment=evil"],
+    "config": ["--config-dir", "configs", "--config-name", "evil"],
+    "job of a sweep": ["--config-dir", "configs", "-m", "experiment=good,evil"],
+    "help": ["--config-dir", "configs", "experiment=evil", "--help"],
+    "package of the command line": ["hydra.searchpath=[pkg://evil_package]"],
+    "package of a config": ["--config-dir", "configs", "--config-name", "search"],
+    "package as folder of configs": ["--config-path", "pkg://evil_package"],
+    "logging": [
+        "hydra.job_logging.root={handlers:[x]}",
+        "+hydra.job_logging.handlers={x:{class:logging.StreamHandler,stream:'ext://evil_package.x'}}",
+    ],
+}
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
+def test_no_way_into_hydra_runs_code(command_line, hostile, tmp_path, route):
+    before = tree(tmp_path)
+    status, _, err = command_line("train.py", *route)
+    assert status == 1, err
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    assert "is not allowed" in lines[0]
+    assert "Traceback" not in err
+    assert tree(tmp_path) == before
+
+
+def test_without_the_check_the_same_would_run(command_line, hostile, monkeypatch):
+    # control, and the job itself notices that nothing was checked
+    monkeypatch.setattr(run_module, "checked_hydra", nullcontext)
+    with pytest.raises(RuntimeError, match="Hydra composed a config that was not checked"):
+        command_line("train.py", *ROUTES["experiment"], "ckpt_path=nowhere")
+    assert hostile.exists()
+
+
+def test_a_refused_sweep_leaves_nothing(command_line, tiny_overrides, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = command_line("train.py", "-m", *tiny_overrides, "output_dir=out", "run=a,b", "model.num_layers=0")
+    assert status == 1
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1, err
+    assert tree(tmp_path) == []
+
+
+@pytest.mark.parametrize("record", [None, "before"])
+def test_the_record_of_a_sweep_is_taken_back_unless_a_run_stands_beside_it(tmp_path, record):
+    folder = tmp_path / "out" / "pretrain"
+    if record:
+        folder.mkdir(parents=True)
+        (folder / "multirun.yaml").write_text(record)
+    before = tree(tmp_path)
+    for run in (False, True):
+        sweep = SweepFolder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "multirun.yaml").write_text("of Hydra")
+        if run:
+            (folder / "run").mkdir()
+        sweep.take_back_record()
+        assert tree(tmp_path) == (
+            ["out", "out/pretrain", "out/pretrain/multirun.yaml", "out/pretrain/run"] if run else before
+        )
+        if record or run:
+            assert (folder / "multirun.yaml").read_text() == ("of Hydra" if run else record)
+
+
+def test_a_sweep_leaves_one_folder_for_each_run(command_line, tiny_overrides, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = [o for o in tiny_overrides if not o.startswith(("sparsity.", "trainer.max_steps"))]
+    name = r"run=s\=${sparsity.sparsity}\,x"
+    status, _, err = command_line(
+        "train.py", "-m", *kept, "output_dir=out", "trainer.max_steps=1", "sparsity.sparsity=0.5,0.75", name
+    )
+    assert status == 0, err
+    folder = tmp_path / "out" / "pretrain"
+    assert sorted(p.name for p in folder.iterdir()) == ["multirun.yaml", "s=0.5,x", "s=0.75,x"]
+    for run in ("s=0.5,x", "s=0.75,x"):
+        assert (folder / run / "run.json").is_file()
+        assert (folder / run / "checkpoints" / "step-00000001").is_dir()

@@ -1,0 +1,78 @@
+"""The progress bar, redrawn by time and not by steps."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+
+class TimedProgressBar(TQDMProgressBar):
+    """Lightning's bar, redrawn at the first step that ends `seconds` after the last redraw, however long steps take.
+
+    Args:
+        seconds: between two redraws on a terminal.
+        log_seconds: between two redraws where the output is no terminal: a file keeps them all.
+
+    Raises:
+        ValueError: a time that is not positive.
+    """
+
+    def __init__(self, seconds: float = 0.2, log_seconds: float = 30.0):
+        for name, value in (("seconds", seconds), ("log_seconds", log_seconds)):
+            if not value > 0:
+                raise ValueError(f"callbacks.progress.{name} must be positive, got {value}")
+        # whenever it is asked
+        super().__init__(refresh_rate=1)
+        self._seconds = seconds if sys.stdout.isatty() else log_seconds
+        self._redrawn = -math.inf
+        self._done = 0
+
+    def _due(self) -> bool:
+        now = time.monotonic()
+        if now - self._redrawn < self._seconds:
+            return False
+        self._redrawn = now
+        return True
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        super().on_train_epoch_start(trainer)
+        if trainer.max_steps < 0:
+            # the data have a length all the same
+            self.train_progress_bar.total = None
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._done = batch_idx + 1
+        if self._due():
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._due():
+            super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # steps since the last redraw; the base class draws
+        self.train_progress_bar.n = self._done
+        super().on_train_epoch_end(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # left open they would be drawn once more, after the message
+        if self._train_progress_bar is not None:
+            self._train_progress_bar.n = self._done
+        for bar in (self._val_progress_bar, self._train_progress_bar):
+            if bar is not None:
+                bar.close()

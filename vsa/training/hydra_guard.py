@@ -1,0 +1,192 @@
+"""What Hydra's own part of a config may ask for: it runs before the job, and so before `config.check_targets`.
+
+Hydra builds its callbacks, launcher and sweeper from the `hydra` node, hands two more nodes to `logging.config`, and
+imports packages named in its search path. Any file or override can set these, so every composition is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import hydra._internal.hydra as hydra_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+TARGETS = {
+    "launcher": (
+        "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+        "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
+        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
+        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
+    ),
+    "sweeper": (
+        "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+        "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
+    ),
+    "sweeper.sampler": tuple(
+        f"optuna.samplers.{name}Sampler"
+        for name in ("BruteForce", "CmaEs", "GP", "Grid", "MOTPE", "NSGAII", "NSGAIII", "QMC", "Random", "TPE")
+    ),
+}
+"""Classes that may be built, by their place below `hydra`."""
+
+NAMES_OF_CODE = (("launcher", "setup"), ("sweeper", "custom_search_space"))
+
+PACKAGES = re.compile(r"pkg://(hydra\.conf|(vsa|hydra_plugins)([./][\w./]*)?)$")
+"""Packages that may hold configs: looking into one imports it. Installed plugins are imported by Hydra anyway."""
+
+LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.Formatter")
+LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+OUTPUT_DIR = "${hydra.runtime.output_dir}/"
+"""Hydra sets this one only when a job starts."""
+
+
+def check_hydra(node: DictConfig) -> None:
+    """Refuse a `hydra` node that would run other code than Hydra's own.
+
+    Raises:
+        ValueError: names the key and the value.
+    """
+    for path, value in _leaves(node):
+        reason = _refusal(path, value, node)
+        if reason:
+            raise ValueError(f"hydra.{'.'.join(path)}={value} is not allowed: {reason}")
+
+
+def _refusal(path: tuple[str, ...], value: Any, node: DictConfig) -> str | None:
+    top, last = path[0], path[-1]
+    text = value if isinstance(value, str) else ""
+    place = ".".join(path[:-1])
+    if top == "callbacks":
+        return "callbacks of Hydra run before a config is checked"
+    if last == "_target_" and value not in TARGETS.get(place, ()):
+        allowed = ", ".join(name.rpartition(".")[2] for name in TARGETS.get(place, ()))
+        return f"expected one of {allowed}" if allowed else "Hydra builds launchers, sweepers and samplers only"
+    if top in ("launcher", "sweeper"):
+        if path[:2] in NAMES_OF_CODE and value is not None:
+            return "a config may not bring commands or functions along: run them before the start"
+        if "\n" in text or any("\n" in name for name in path):
+            return "a line break would add a command to a batch script"
+        if "${" in text:
+            return "it cannot be resolved when the config is checked"
+    if top in ("job_logging", "hydra_logging"):
+        return _logging_refusal(path, text)
+    if path[:2] == ("job", "env_set") and last not in node.job.env_copy:
+        return "set variables where the command is started"
+    return None
+
+
+def _logging_refusal(path: tuple[str, ...], text: str) -> str | None:
+    if "()" in path or "." in path:
+        return "logging may not call anything"
+    if path[-1] == "class" and text not in LOG_CLASSES:
+        return f"expected one of {', '.join(LOG_CLASSES)}"
+    if re.match(r"[a-z]+://", text) and text not in LOG_STREAMS:
+        return f"expected {' or '.join(LOG_STREAMS)}"
+    if path[-1] == "filename" and not text.endswith(".log"):
+        return "expected a file name that ends in .log"
+    if "${" in text and not text.startswith(OUTPUT_DIR):
+        return "it cannot be resolved when the config is checked"
+    return None
+
+
+def _leaves(node: DictConfig | ListConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value below `node` with the keys that lead to it, resolved where that is possible already."""
+    raw: Any = OmegaConf.to_container(node, resolve=False)
+    keys: Any = node if isinstance(node, DictConfig) else range(len(node))
+    for key in keys:
+        inner = (*path, str(key))
+        try:
+            value = node[key]
+        except OmegaConfBaseException:
+            value = raw[key]
+        if isinstance(value, DictConfig | ListConfig):
+            yield from _leaves(value, inner)
+        else:
+            yield inner, value
+
+
+class CheckedConfigLoader(ConfigLoaderImpl):
+    """Hydra's loader, with which the command and every job of a sweep, in whatever process, compose their configs."""
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path=config_search_path)
+        self.repository = _CheckedRepository(config_search_path=config_search_path)
+        self.sweep: SweepFolder | None = None
+
+    def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
+        cfg = super().load_configuration(*args, **kwargs)
+        check_hydra(cfg.hydra)
+        if self.sweep is None and cfg.hydra.mode == RunMode.MULTIRUN:
+            self.sweep = SweepFolder(Path(cfg.hydra.sweep.dir))
+        return cfg
+
+
+class _CheckedRepository(ConfigRepository):
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        for element in config_search_path.get_path():
+            path = element.path or ""
+            if "://" in path and not path.startswith(("file://", "structured://")) and not PACKAGES.match(path):
+                raise ValueError(f"{path} is not allowed in hydra.searchpath: expected folders, or packages of vsa")
+        super().initialize_sources(config_search_path)
+
+
+class SweepFolder:
+    """What stood in the folder of a sweep before Hydra wrote its record there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._record = folder, folder / "multirun.yaml"
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+        self._names = set(os.listdir(folder)) if folder.is_dir() else set()
+        self._before = self._record.read_bytes() if self._record.is_file() else None
+
+    def take_back_record(self) -> None:
+        """Undo the record of a sweep that left nothing else."""
+        if not self._record.is_file() or set(os.listdir(self._folder)) - self._names - {self._record.name}:
+            return
+        if self._before is not None:
+            self._record.write_bytes(self._before)
+            return
+        self._record.unlink()
+        for path in self._made:
+            with suppress(OSError):
+                path.rmdir()
+
+
+@contextmanager
+def checked_hydra() -> Iterator[None]:
+    """Let Hydra compose checked configs only; a sweep whose first job is refused leaves no files."""
+    # Hydra has no hook before its callbacks; an error here means that it makes its loader elsewhere now
+    original = hydra_module.ConfigLoaderImpl
+    loaders: list[CheckedConfigLoader] = []
+
+    def make(config_search_path: ConfigSearchPath) -> CheckedConfigLoader:
+        loaders.append(CheckedConfigLoader(config_search_path))
+        return loaders[-1]
+
+    hydra_module.ConfigLoaderImpl = make  # type: ignore[misc, assignment]
+    try:
+        yield
+    except BaseException:
+        for loader in loaders:
+            if loader.sweep is not None:
+                loader.sweep.take_back_record()
+        raise
+    finally:
+        hydra_module.ConfigLoaderImpl = original  # type: ignore[misc]
+
+
+def require_checked() -> None:
+    """Refuse a job whose config Hydra did not compose with `CheckedConfigLoader`."""
+    if not isinstance(GlobalHydra.instance().config_loader(), CheckedConfigLoader):
+        raise RuntimeError("Hydra composed a config that was not checked: hydra_guard.py does not fit this version")

@@ -1,0 +1,84 @@
+"""The losses of a training run between two log lines: one window, all ranks, for the mean and its deciles alike.
+
+B samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsa.diffusion import flow_matching as fm
+
+
+class LossWindow:
+    """Collects losses, without waiting for the device, until they are logged.
+
+    What is not finite counts nowhere, its update is skipped too; a window without one finite step has loss nan.
+    """
+
+    def __init__(self) -> None:
+        self._micro_batches: list[Mapping[str, Tensor]] = []
+        self._steps: list[Tensor] = []
+        self._samples: list[tuple[Tensor, Tensor]] = []
+        self._names: list[str] = []
+        # of the same window before a resume, over all ranks
+        self._steps_before = torch.empty(0, dtype=torch.float64)
+        self._deciles_before = torch.zeros(2, 10, dtype=torch.float64)
+
+    def add(self, losses: Mapping[str, Tensor], mse: Tensor, sigmas: Tensor) -> None:
+        """Add a micro-batch.
+
+        Args:
+            losses: scalars by name, this rank's and micro-batch's share of the losses of the step.
+            mse: `[B]` unweighted losses of the samples.
+            sigmas: `[B]` their noise levels, on the CPU.
+        """
+        self._micro_batches.append({name: loss.detach() for name, loss in losses.items()})
+        self._samples.append((mse.detach(), sigmas))
+
+    def end_step(self) -> None:
+        """The micro-batches added since the last call were one optimizer step."""
+        self._names = list(self._micro_batches[0])
+        sums = [torch.stack([losses[name] for losses in self._micro_batches]).sum() for name in self._names]
+        self._steps.append(torch.stack(sums))
+        self._micro_batches.clear()
+
+    def metrics(self, strategy: Any) -> dict[str, float]:
+        """Mean of every loss over the steps, and `loss_decile_D` over their samples, of all ranks; a collective."""
+        steps, (sums, counts) = self._totals(strategy)
+        steps = steps[steps.isfinite().all(1)]
+        # the mean of no step is nan
+        means = steps.mean(0)
+        deciles = {f"loss_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
+        return {**dict(zip(self._names, means.tolist(), strict=True)), **deciles}
+
+    def _totals(self, strategy: Any) -> tuple[Tensor, Tensor]:
+        """float64 `[steps, names]` losses of the steps and `[2, 10]` sums and counts by decile, over all ranks."""
+        steps = torch.stack(self._steps).double().cpu() if self._steps else torch.empty(0, len(self._names)).double()
+        deciles = torch.zeros(2, 10, dtype=torch.float64)
+        if self._samples:
+            mse = torch.cat([values for values, _ in self._samples]).double().cpu()
+            decile = fm.decile(torch.cat([sigmas for _, sigmas in self._samples]))
+            finite = mse.isfinite()
+            deciles[0].index_add_(0, decile[finite], mse[finite])
+            deciles[1].index_add_(0, decile[finite], torch.ones_like(mse[finite]))
+        flat = torch.cat([steps.flatten(), deciles.flatten()]).to(strategy.root_device)
+        flat = strategy.reduce(flat, reduce_op="sum").cpu()
+        steps, deciles = flat[: steps.numel()].view_as(steps), flat[steps.numel() :].view(2, 10)
+        steps = torch.cat([self._steps_before.view(-1, len(self._names)), steps]) if len(self._steps_before) else steps
+        return steps, deciles + self._deciles_before
+
+    def state_dict(self, strategy: Any) -> dict[str, Any]:
+        """The window so far, for `state.json`, so that a resumed run logs what a straight one does; a collective."""
+        steps, deciles = self._totals(strategy)
+        return {"names": self._names, "steps": steps.tolist(), "deciles": deciles.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the window that `state_dict` gave."""
+        self._names = list(state["names"])
+        self._steps_before = torch.tensor(state["steps"], dtype=torch.float64)
+        self._deciles_before = torch.tensor(state["deciles"], dtype=torch.float64)
