@@ -3,7 +3,7 @@
 import hydra
 from omegaconf import DictConfig
 
-from vsa.training.run import command, run
+from vsa.training.train import command, run
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")

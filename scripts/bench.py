@@ -35,7 +35,7 @@ from bench.problems import LISTS, choose_shapes
 from bench.timing import Setup
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
 
-from vsa.cli import one_line_errors
+from vsa.errors import one_line_errors
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
 

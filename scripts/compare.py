@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from vsa.cli import one_line_errors
-from vsa.data.atomic import atomic_file
-from vsa.training.checkpointing import Checkpoint, resolve_checkpoint
-from vsa.training.figures import read_metric
+from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
+from vsa.errors import one_line_errors
+from vsa.evaluation.figures import read_metric
+from vsa.files import atomic_file
 
 ROOT = Path(__file__).parent.parent
 

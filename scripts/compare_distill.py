@@ -29,12 +29,13 @@ from score_toy import CHANCE, score
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
-from vsa.cli import one_line_errors
-from vsa.data.atomic import atomic_file
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.data.codecs import HaarCodec
 from vsa.data.toy_videos import caption_of, clip_attributes, evaluation_prompts, render_clip
-from vsa.training.checkpointing import resolve_checkpoint
-from vsa.training.inference import (
+from vsa.errors import one_line_errors
+from vsa.evaluation.latent_distance import latent_distance, refuse_too_few
+from vsa.files import atomic_file
+from vsa.sampling.pipeline import (
     LoadedRun,
     ProgressFn,
     SampleSettings,
@@ -44,7 +45,6 @@ from vsa.training.inference import (
     sample_latents,
     settings_dict,
 )
-from vsa.training.latent_distance import latent_distance, refuse_too_few
 
 ROOT = Path(__file__).parent.parent
 TEACHER = ("experiment=quickstart", "attention=full")

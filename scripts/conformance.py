@@ -1,8 +1,8 @@
 """Check an engine against the golden tensors of an exported sparse checkpoint; this one checks our own model.
 
 Another engine does the same in a few lines: it opens the folder's weights, writes a function that computes one
-layer's self-attention for a `vsa.models.golden.GoldenCase` and gives it to `check_golden`. Exit status 1 when a layer
-is further off than the tolerance.
+layer's self-attention for a `vsa.checkpoints.golden.GoldenCase` and gives it to `check_golden`. Exit status 1 when a
+layer is further off than the tolerance.
 
 python scripts/conformance.py exported
 """
@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vsa.cli import one_line_errors, usable_device
-from vsa.models.checkpoint import open_pretrained
-from vsa.models.golden import GoldenError, attention_output, check_golden
+from vsa.checkpoints.golden import GoldenError, attention_output, check_golden
+from vsa.checkpoints.wan import open_pretrained
+from vsa.errors import one_line_errors, usable_device
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -23,10 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vsa.attention.schedule import SparsitySchedule, resolve_topk
-from vsa.cli import one_line_errors
-from vsa.diffusion.sampler import step_list
-from vsa.models.checkpoint import (
+from vsa.attention.sparsity import SparsitySchedule, resolve_topk
+from vsa.checkpoints.golden import write_golden
+from vsa.checkpoints.lora import plain_tensors
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, has_sparse_config, read_sparse_config
+from vsa.checkpoints.wan import (
     attention_of,
     export_pretrained,
     open_pretrained,
@@ -34,17 +36,15 @@ from vsa.models.checkpoint import (
     refuse_other_tensors,
     sparse_settings,
 )
-from vsa.models.golden import write_golden
-from vsa.models.key_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
-from vsa.models.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, has_sparse_config, read_sparse_config
-from vsa.models.transformer_config import transformer_config, video_dit_arguments
+from vsa.checkpoints.wan_config import transformer_config, video_dit_arguments
+from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
+from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json, refuse_existing
+from vsa.config import build, check_targets, model_factory
+from vsa.diffusion.sampler import step_list
+from vsa.errors import one_line_errors
 from vsa.models.video_dit import VideoDiT
-from vsa.models.weight_files import WeightFiles, pretrained_folder, read_json, refuse_existing
-from vsa.training.checkpointing import resolve_checkpoint, write_checkpoint
-from vsa.training.config import build, check_targets, model_factory
-from vsa.training.inference import choose_weights, sampling_of
-from vsa.training.lora import plain_tensors
-from vsa.training.sampling_part import read_sampling_part, sampling_of_export, sampling_part, write_sampling_part
+from vsa.sampling.export_settings import read_sampling_part, sampling_of_export, sampling_part, write_sampling_part
+from vsa.sampling.pipeline import choose_weights, sampling_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FASTVIDEO_TILE = (4, 4, 4)
@@ -62,7 +62,7 @@ class Source:
         read: gives a tensor by name.
         sparse: how its gates are used; None when it has none, or does not say.
         step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
-        sampling: see `vsa.training.sampling_part`; None where nothing says it.
+        sampling: see `vsa.sampling.export_settings`; None where nothing says it.
     """
 
     name: str
@@ -371,7 +371,7 @@ def write_run(
         if "callbacks" in config:
             config["callbacks"] = {"samples": {**config["callbacks"]["samples"], **sampling_of_export(sparse)}}
     else:
-        config["sparsity"] = {"_target_": "vsa.attention.schedule.ConstantSparsity", "sparsity": 0.0}
+        config["sparsity"] = {"_target_": "vsa.attention.sparsity.ConstantSparsity", "sparsity": 0.0}
     config |= {"model": {"_target_": "vsa.models.video_dit.VideoDiT", **model}, "attention": attention}
     state["config"] = config
     write_checkpoint(out / "checkpoints", {"model": tensors}, state)

@@ -16,12 +16,12 @@ import argparse
 import shlex
 import sys
 
-from vsa.cli import one_line_errors, usable_device
 from vsa.data.buckets import Bucket
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.encode import UnusableFiles, encode_folder
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder, TextEncoder, UMT5Encoder
+from vsa.errors import one_line_errors, usable_device
 
 # problems that are told one by one, the rest is counted
 LISTED = 20

@@ -19,21 +19,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 
-from vsa.cli import one_line_errors, usable_device
+from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
+from vsa.config import build, check_targets
 from vsa.data.datamodule import PlanDataModule
 from vsa.data.prompts import read_prompts
-from vsa.training.callbacks.samples import HELD_OUT_PROMPTS
-from vsa.training.checkpointing import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
-from vsa.training.config import build, check_targets
-from vsa.training.evaluation import (
+from vsa.errors import one_line_errors, usable_device
+from vsa.evaluation.evaluator import (
     EvaluationSettings,
     Evaluator,
     read_record,
     weights_digest,
     write_evaluation,
 )
-from vsa.training.inference import LoadedRun, choose_weights, load_run, sampling_of
-from vsa.training.video_metrics import load_lpips
+from vsa.evaluation.video_metrics import load_lpips
+from vsa.sampling.pipeline import LoadedRun, choose_weights, load_run, sampling_of
+from vsa.training.callbacks.samples import HELD_OUT_PROMPTS
 
 
 class Bar(NamedTuple):

@@ -19,20 +19,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vsa.cli import one_line_errors, usable_device
+from vsa.checkpoints.sparse_config import has_sparse_config
+from vsa.checkpoints.weight_files import pretrained_folder, read_json
 from vsa.data.batch import pad_text
 from vsa.data.codecs import Codec, WanVAE, check_frames
-from vsa.data.parts import PartContent, check_target, join_parts, write_parts
 from vsa.data.plan import hash64
 from vsa.data.pretrained import component_folder, read_config, refuse_missing, weights_digest
 from vsa.data.prompts import read_prompts
+from vsa.data.resumable_writer import PartContent, check_target, join_parts, write_parts
 from vsa.data.shards import ShardWriter
 from vsa.data.text import TextEncoder, UMT5Encoder
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
-from vsa.models.sparse_config import has_sparse_config
-from vsa.models.weight_files import pretrained_folder, read_json
-from vsa.training.inference import load_run, sample_latents, settings_dict
+from vsa.errors import one_line_errors, usable_device
+from vsa.sampling.pipeline import load_run, sample_latents, settings_dict
 
 
 class Teacher(Protocol):

@@ -6,10 +6,10 @@ import argparse
 
 import torch
 
-from vsa.cli import one_line_errors
 from vsa.data.codecs import HaarCodec
 from vsa.data.shards import ShardWriter
 from vsa.data.text import HashedNgramEncoder
+from vsa.errors import one_line_errors
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from vsa.cli import one_line_errors
 from vsa.data.toy_videos import ToyClips, write_toy_videos
+from vsa.errors import one_line_errors
 
 
 def main() -> None:

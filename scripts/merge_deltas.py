@@ -24,19 +24,19 @@ import torch
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
-from vsa.cli import one_line_errors
+from vsa.checkpoints.lora import plain_tensors
+from vsa.checkpoints.run_checkpoint import write_checkpoint
+from vsa.checkpoints.sparse_config import SparseAttentionConfig, has_sparse_config, read_sparse_config
+from vsa.checkpoints.wan import attention_of, export_pretrained, gate_names
+from vsa.checkpoints.wan_config import read_transformer_config, video_dit_arguments
+from vsa.checkpoints.wan_names import is_gate, is_unused
+from vsa.checkpoints.weight_files import WeightFiles, new_folder, refuse_existing
+from vsa.checkpoints.weight_source import PretrainedStart, RunStart, Start, resolve_start
+from vsa.config import check_targets, model_factory
 from vsa.diffusion.sampler import step_list
-from vsa.models.checkpoint import attention_of, export_pretrained, gate_names
-from vsa.models.key_names import is_gate, is_unused
-from vsa.models.sparse_config import SparseAttentionConfig, has_sparse_config, read_sparse_config
-from vsa.models.transformer_config import read_transformer_config, video_dit_arguments
+from vsa.errors import one_line_errors
 from vsa.models.video_dit import VideoDiT
-from vsa.models.weight_files import WeightFiles, new_folder, refuse_existing
-from vsa.training.checkpointing import write_checkpoint
-from vsa.training.config import check_targets, model_factory
-from vsa.training.inference import choose_weights
-from vsa.training.lora import plain_tensors
-from vsa.training.start import PretrainedStart, RunStart, Start, resolve_start
+from vsa.sampling.pipeline import choose_weights
 
 # what a run's checkpoint says about its weights; the rest is about going on with its training
 KEPT = (

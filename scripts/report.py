@@ -16,8 +16,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from vsa.cli import one_line_errors
-from vsa.training.figures import health_curves, loss_curve, loss_curves, read_metric
+from vsa.errors import one_line_errors
+from vsa.evaluation.figures import health_curves, loss_curve, loss_curves, read_metric
 
 
 def last_value(metrics: Path, column: str) -> float | None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from score_toy import CHANCE
 from torch import Tensor
 
-from vsa.data.atomic import atomic_file
+from vsa.files import atomic_file
 
 MEASURES = ("colour", "direction", "distance")
 RECONSTRUCTIONS = "codec reconstructions"

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vsa.cli import one_line_errors, refuse_unwritable, usable_device
 from vsa.data.prompts import read_prompts
+from vsa.errors import one_line_errors, refuse_unwritable, usable_device
+from vsa.evaluation.attention_map import draw_attention
 from vsa.integrations.diffusers import applied_attention
 from vsa.integrations.diffusers.pipeline import (
     ClipSettings,
@@ -28,9 +29,8 @@ from vsa.integrations.diffusers.pipeline import (
     token_grid,
     trained_settings,
 )
-from vsa.training.attention_view import draw_attention
-from vsa.training.clips import write_clips
-from vsa.training.inference import clip_seeds, generate, load_run, settings_dict
+from vsa.sampling.pipeline import clip_seeds, generate, load_run, settings_dict
+from vsa.sampling.sample_writer import write_clips
 
 # what an option that was left out means, for a run and for a pipeline; the others have no meaning in the other mode.
 # None: what the run or the export says

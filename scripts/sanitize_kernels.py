@@ -17,7 +17,7 @@ from torch import Tensor
 from vsa_kernels import BlockIndex, Blocks, block_mean_pool, block_sparse_attn, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
-from vsa.cli import one_line_errors
+from vsa.errors import one_line_errors
 
 
 def device() -> torch.device:

@@ -19,12 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from vsa.cli import one_line_errors
-from vsa.data.atomic import atomic_file
+from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.data.codecs import Codec
 from vsa.data.toy_videos import COLOURS, DIRECTIONS, evaluation_prompts, render_clip, score_clip
-from vsa.training.checkpointing import Checkpoint, resolve_checkpoint
-from vsa.training.inference import generate, load_run, settings_dict
+from vsa.errors import one_line_errors
+from vsa.files import atomic_file
+from vsa.sampling.pipeline import generate, load_run, settings_dict
 
 CHANCE = {"colour": 1 / len(COLOURS), "direction": 1 / len(DIRECTIONS)}
 

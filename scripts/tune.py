@@ -30,7 +30,7 @@ from vsa_kernels import Blocks, launch, select_topk
 from vsa_kernels.block_sparse import gather
 from vsa_kernels.block_sparse.mask import BlockMask
 
-from vsa.cli import one_line_errors
+from vsa.errors import one_line_errors
 
 KERNELS = ("fwd", "dq", "dkv", "coarse_fwd", "coarse_dq", "coarse_dkv")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -26,7 +26,7 @@ def _loaded_by(statement: str) -> set[str]:
         ("import vsa.models.video_dit, vsa.attention.video_sparse, vsa.diffusion.sampler", set()),
         ("import vsa.data.shards", {"webdataset"}),
         # lightning itself may load transformers
-        ("import vsa.training.pretrain", {"lightning", "transformers"}),
+        ("import vsa.training.modules.pretrain", {"lightning", "transformers"}),
     ],
 )
 def test_modules_load_only_what_their_layer_may(statement, allowed):

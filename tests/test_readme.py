@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vsa.models.transformer_config import transformer_config
-from vsa.training.config import model_factory
+from vsa.checkpoints.wan_config import transformer_config
+from vsa.config import model_factory
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -16,9 +16,9 @@ from vsa.diffusion.flow_matching import FlowShift, weighted_loss
 from vsa.diffusion.rollout import Update
 from vsa.models.sharding import local
 from vsa.models.video_dit import VideoDiT
-from vsa.training.distill_loss import DistributionMatching, NegativeText, Networks, ScoredRollout
-from vsa.training.guard import UpdateGuard
-from vsa.training.optim import AdamW, Constant
+from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
+from vsa.training.gradients import UpdateGuard
+from vsa.training.optimizer import AdamW, Constant
 from vsa.training.parallel import ParallelPlan, parallelize
 
 from .problems import Shape

@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from vsa.attention.full import FullAttention
-from vsa.attention.schedule import ConstantSparsity
+from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import VideoSparseAttention
 
 CONFIGS = Path(__file__).parents[2] / "configs"

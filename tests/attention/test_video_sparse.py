@@ -14,7 +14,7 @@ from vsa.attention import video_sparse
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import Segment, TileLayout
-from vsa.attention.schedule import ConstantSparsity
+from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import VideoSparseAttention, coarse_attn, video_sparse_attn
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from tests.data.tiny_wan import make_transformer, save_pipeline
-from tests.training.conftest import make_config, write_run
+from tests.tiny_runs import make_config, write_run
 from vsa.data.plan import hash64
 from vsa.data.shards import LatentReader
 from vsa.diffusion.flow_matching import noise_like
-from vsa.training.inference import load_run, sample_latents
+from vsa.sampling.pipeline import load_run, sample_latents
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PROMPTS = ("a red circle moving left", "a blue square moving up", "a cat")

@@ -18,7 +18,7 @@ from vsa.data.codecs import HaarCodec
 from vsa.data.index import DatasetIndex
 from vsa.data.shards import LatentReader, ShardWriter
 from vsa.data.text import HashedNgramEncoder
-from vsa.disk import DiskFullError
+from vsa.files import DiskFullError
 
 ENCODER = HashedNgramEncoder(dim=8, max_tokens=5)
 

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from vsa.data import video_files
-from vsa.data.atomic import atomic_file
 from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import read_image, read_video, write_gif, write_video
+from vsa.files import atomic_file
 
 
 def numbered(frames: int, height: int = 16, width: int = 16) -> torch.Tensor:

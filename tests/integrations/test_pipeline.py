@@ -19,14 +19,14 @@ from tests.data.tiny_wan import make_pipeline
 from tests.integrations import tiny
 from tests.integrations.oracle import masked_attention
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.sparse_config import SparseAttentionConfig, TopkRange, read_sparse_config, write_sparse_config
+from vsa.checkpoints.wan import export_pretrained, open_pretrained
 from vsa.data.video_files import read_video
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import guide, sample_few_step
 from vsa.integrations.diffusers import applied_attention, apply, remove
 from vsa.integrations.diffusers.few_step import FewStepScheduler
 from vsa.integrations.diffusers.pipeline import clip_settings, generate_videos, open_pipeline, token_grid
-from vsa.models.checkpoint import export_pretrained, open_pretrained
-from vsa.models.sparse_config import SparseAttentionConfig, TopkRange, read_sparse_config, write_sparse_config
 from vsa.models.video_dit import VideoDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")

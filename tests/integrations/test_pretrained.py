@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.integrations import tiny
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.integrations.diffusers import applied_attention, load_sparse, remove
-from vsa.models.checkpoint import export_pretrained
-from vsa.models.sparse_config import (
+from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
     SparseAttentionConfig,
     TopkRange,
     read_sparse_config,
     write_sparse_config,
 )
+from vsa.checkpoints.wan import export_pretrained
+from vsa.integrations.diffusers import applied_attention, load_sparse, remove
 from vsa.models.video_dit import VideoDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")

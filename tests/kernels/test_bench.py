@@ -386,7 +386,7 @@ def test_text_encoder_and_vae_are_added_to_both(bench, denoise, monkeypatch, tmp
 def test_what_is_denoised_is_what_the_samplers_make(bench, denoise, monkeypatch):
     pytest.importorskip("omegaconf")
     from vsa.diffusion.rollout import rollout
-    from vsa.training.inference import SampleSettings, sample_latents
+    from vsa.sampling.pipeline import SampleSettings, sample_latents
 
     setup = importlib.import_module("bench.timing").Setup(
         backends=["gather"], peers=[], lists="random", device=CPU, dtype=torch.float32, repeats=1
@@ -454,7 +454,7 @@ def test_calls_of_seconds_are_warmed_up_as_they_say(bench):
 
 
 def test_distillation_is_measured_at_its_published_sparsity(bench):
-    from vsa.attention.schedule import resolve_topk
+    from vsa.attention.sparsity import resolve_topk
 
     cases, problems = (importlib.import_module(f"bench.{name}") for name in ("cases", "problems"))
     for case in ("distill", "denoise"):

@@ -17,11 +17,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from PIL import Image
 
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.config import build
 from vsa.data.toy_videos import evaluation_prompts, render_clip, score_clip
-from vsa.training.checkpointing import resolve_checkpoint
-from vsa.training.config import build
-from vsa.training.inference import generate, load_run
-from vsa.training.latent_distance import latent_distance
+from vsa.evaluation.latent_distance import latent_distance
+from vsa.sampling.pipeline import generate, load_run
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # the fewest that 16 channels take

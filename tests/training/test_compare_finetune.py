@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from PIL import Image
 
-from vsa.training.checkpointing import latest_checkpoint
+from vsa.checkpoints.run_checkpoint import latest_checkpoint
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,15 +18,15 @@ from omegaconf import OmegaConf
 from tests.data.tiny_wan import save_pipeline
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
-from vsa.attention.schedule import SparsitySchedule
+from vsa.attention.sparsity import SparsitySchedule
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.config import build, check_targets, model_factory
 from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion.distribution_matching import standard_scale
-from vsa.training.config import build, check_targets, model_factory
+from vsa.sampling.pipeline import sampling_of
 from vsa.training.config_changes import changed_settings
-from vsa.training.inference import sampling_of
-from vsa.training.module import DiffusionModule
-from vsa.training.run import _check_precision
+from vsa.training.modules.base import DiffusionModule
+from vsa.training.train import _check_precision
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CHOICES = [
@@ -260,12 +260,12 @@ def test_changed_settings_are_listed_by_key():
 
 REFUSED_TARGETS = [
     "os.system",
-    "vsa.training.run.os.system",
-    "vsa.training.run.Path",
+    "vsa.training.train.os.system",
+    "vsa.training.train.Path",
     "pathlib.Path.write_text",
     "torch.load",
     "builtins.eval",
-    "vsa.training.run.train",
+    "vsa.training.train.train",
     "lightning.pytorch.trainer.trainer.os.system",
     "subprocess.Popen",
     "vsa",

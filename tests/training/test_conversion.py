@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from scripts.convert_checkpoint import main, open_source
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.models.checkpoint import export_pretrained, open_pretrained, sparse_settings
-from vsa.models.key_names import diffusers_to_wan, is_gate, wan_to_diffusers
-from vsa.models.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
-from vsa.models.transformer_config import transformer_config
+from vsa.checkpoints.run_checkpoint import load_model_tensors, resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.wan import export_pretrained, open_pretrained, sparse_settings
+from vsa.checkpoints.wan_config import transformer_config
+from vsa.checkpoints.wan_names import diffusers_to_wan, is_gate, wan_to_diffusers
+from vsa.checkpoints.weight_files import WeightFiles
+from vsa.config import build
 from vsa.models.video_dit import VideoDiT
-from vsa.models.weight_files import WeightFiles
-from vsa.training.checkpointing import load_model_tensors, resolve_checkpoint, write_checkpoint
-from vsa.training.config import build
-from vsa.training.inference import LoadedRun
+from vsa.sampling.pipeline import LoadedRun
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
@@ -250,7 +250,7 @@ def run_folder(
         "config": {
             "model": {"_target_": "vsa.models.video_dit.VideoDiT", **BASE, **KINDS["t2v"]},
             "attention": {"_target_": f"vsa.attention.{module}.{attention}", "_partial_": True, **own},
-            "sparsity": {"_target_": "vsa.attention.schedule.ConstantSparsity", "topk": 5, "dense_layers": [0]},
+            "sparsity": {"_target_": "vsa.attention.sparsity.ConstantSparsity", "topk": 5, "dense_layers": [0]},
             "task": {
                 "objective": {
                     "shift": {"_target_": "vsa.diffusion.flow_matching.FlowShift", "kind": "constant", "value": 3.0}
@@ -362,8 +362,8 @@ def test_run_to_diffusers_and_back(tmp_path):
 # latents of 624, 300 and 12 tiles of 2 x 2 x 2 tokens
 SHAPES = ((8, 12, 32, 52), (8, 10, 24, 40), (8, 3, 8, 12))
 TILES = (624, 300, 12)
-CONSTANT = "vsa.attention.schedule.ConstantSparsity"
-ANNEALING = "vsa.attention.annealing."
+CONSTANT = "vsa.attention.sparsity.ConstantSparsity"
+ANNEALING = "vsa.attention.sparsity_schedules."
 OWN = {"dense_layers": [0], "layer_topk": {"1": 9}}
 STAIRS = {"_target_": f"{ANNEALING}StaircaseSparsity", "dense_steps": 4, "interval": 3}
 LINE = {"dense_steps": 4, "total_steps": 20}
@@ -374,7 +374,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "budget_0": {"_target_": CONSTANT, "sparsity": 0.9, "budget": 0, "reference_tiles": 300},
     "budget_half": {"_target_": CONSTANT, "topk": 30, "budget": 0.5, "reference_tiles": 300},
     "tokens": {
-        "_target_": "vsa.attention.schedule.TokenBudgetSparsity",
+        "_target_": "vsa.attention.sparsity.TokenBudgetSparsity",
         "tokens": 80,
         "tokens_per_tile": 8,
         "budget": None,

@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 
 from vsa.attention.full import dense_attn
+from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
+from vsa.evaluation.evaluator import validation_loss
+from vsa.evaluation.figures import layer_heatmaps
+from vsa.sampling.pipeline import generate, load_run
 from vsa.training.callbacks.diagnostics import METRICS, Diagnostics
-from vsa.training.checkpointing import read_checkpoint
-from vsa.training.evaluation import validation_loss
-from vsa.training.figures import layer_heatmaps
-from vsa.training.inference import generate, load_run
 
 LOOK = (
     "callbacks=diagnostics",

@@ -23,18 +23,18 @@ from safetensors.torch import save_file as library_save
 from torch import nn
 
 from tests.training.ranks import run_ranks
+from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.config import build, model_factory
 from vsa.diffusion.flow_matching import FlowShift, mixed_generator, noise_like
 from vsa.diffusion.rollout import rollout_index, stream_seeds
 from vsa.models.video_dit import VideoDiT
-from vsa.training.checkpointing import Checkpoint
-from vsa.training.config import build, model_factory
-from vsa.training.distill_loss import DistributionMatching
-from vsa.training.gan import Gan
-from vsa.training.guard import UpdateGuard
-from vsa.training.health import CollapseRule, CollapseWatch, DecileMeans, LatentSpread, SpreadMeter
-from vsa.training.inference import load_run
+from vsa.objectives.discriminator import Gan
+from vsa.objectives.distribution_matching import DistributionMatching
+from vsa.objectives.flow_matching import VALIDATION_SEED
+from vsa.sampling.pipeline import load_run
+from vsa.training.distill_metrics import CollapseRule, CollapseWatch, DecileMeans, LatentSpread, SpreadMeter
+from vsa.training.gradients import UpdateGuard
 from vsa.training.parallel import build_model, refuse_shared_parameters
-from vsa.training.pretrain import VALIDATION_SEED
 
 DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=4")
 # the large eps keeps Adam from turning rounding of near-zero gradients into whole steps
@@ -51,7 +51,9 @@ DISTILL = (
 )
 
 ROOT = Path(__file__).parents[2]
-GAN = "task.objective.gan={_target_:vsa.training.gan.Gan,layers:[0,1],generator_weight:0.5,critic_weight:0.5}"
+GAN = (
+    "task.objective.gan={_target_:vsa.objectives.discriminator.Gan,layers:[0,1],generator_weight:0.5,critic_weight:0.5}"
+)
 
 TOLD = "task.objective.step_aware=true"
 
@@ -59,7 +61,7 @@ TOLD = "task.objective.step_aware=true"
 @pytest.fixture(scope="module")
 def teacher_dir(tmp_path_factory) -> Path:
     """Run folder of a dense tiny run whose output is not zero."""
-    from tests.training.conftest import TinyTraining
+    from tests.tiny_runs import TinyTraining
 
     patch = pytest.MonkeyPatch()
     training = TinyTraining(tmp_path_factory.mktemp("teacher"), patch)
@@ -662,7 +664,7 @@ def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
 )
 def test_layers_that_are_not_there_are_refused(distill, layers, message):
     with pytest.raises(ValueError, match=message):
-        distill(f"task.objective.gan={{_target_:vsa.training.gan.Gan,layers:{layers}}}")
+        distill(f"task.objective.gan={{_target_:vsa.objectives.discriminator.Gan,layers:{layers}}}")
 
 
 # a critic that is told the step
@@ -942,7 +944,9 @@ def test_a_teacher_of_other_latents_is_refused(distill, training, teacher_dir):
 
 
 def test_a_checkpoint_of_another_task_is_no_distillation(distill, training, teacher_dir):
-    with pytest.raises(ValueError, match=r"is a checkpoint of vsa.training.pretrain.PretrainModule, the settings have"):
+    with pytest.raises(
+        ValueError, match=r"is a checkpoint of vsa.training.modules.pretrain.PretrainModule, the settings have"
+    ):
         distill("init_from=null", f"task.teacher={teacher_dir}", f"ckpt_path={teacher_dir}", "run=wrong")
 
 
@@ -966,8 +970,8 @@ def test_a_shared_network_is_refused_at_the_start(distill, monkeypatch):
         made.append(build_model(*arguments, **keywords))
         return made[-1]
 
-    monkeypatch.setattr("vsa.training.module.build_model", keep)
-    monkeypatch.setattr("vsa.training.fake_score.build_model", lambda *arguments, **keywords: made[0])
+    monkeypatch.setattr("vsa.training.modules.base.build_model", keep)
+    monkeypatch.setattr("vsa.training.modules.critic.build_model", lambda *arguments, **keywords: made[0])
     with pytest.raises(ValueError, match="generator and fake_score share a parameter"):
         distill()
 

@@ -24,17 +24,17 @@ from safetensors.torch import save_file as library_save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.data.datamodule as datamodule
-import vsa.training.checkpointing as checkpointing
 from tests.training.ranks import run_ranks
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.models.checkpoint import export_pretrained
+from vsa.checkpoints.wan import export_pretrained
+from vsa.config import model_factory
 from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
-from vsa.training.config import model_factory
+from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ParallelPlan, ShardedDataParallel, build_model, rank_zero_reports
-from vsa.training.pretrain import PretrainModule
 
 ROOT = Path(__file__).parents[2]
 # weights of different sizes inside a batch; the large eps keeps Adam from turning rounding of near-zero gradients into
@@ -150,7 +150,7 @@ def test_broken_slices_and_scales_would_be_seen(training, monkeypatch):
         assert largest_difference(training.tensors("one"), training.tensors(run)) > 1e-5, run
 
 
-LORA = "+task.lora={_target_:vsa.training.lora.LoRA,rank:2,alpha:2}"
+LORA = "+task.lora={_target_:vsa.checkpoints.lora.LoRA,rank:2,alpha:2}"
 
 
 @pytest.mark.parametrize(("start", "extra"), [("run", ()), ("folder", (LORA,))], ids=["teacher", "adapters"])

@@ -17,16 +17,16 @@ import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 import vsa.training.callbacks.samples as samples_module
-import vsa.training.module as module_module
-import vsa.training.run as run_module
+import vsa.training.modules.base as module_module
+import vsa.training.train as run_module
 from tests.disks import small_files
 from tests.training.ranks import run_ranks
 from tests.training.test_resume import SignalAt
 from tests.training.test_training import BadGradient
-from vsa.disk import DiskFullError
+from vsa.files import DiskFullError
 from vsa.training.callbacks.samples import Samples
 from vsa.training.display import never_fatal
-from vsa.training.module import DiffusionModule
+from vsa.training.modules.base import DiffusionModule
 from vsa.training.summary import closing_lines
 
 ROOT = Path(__file__).parents[2]

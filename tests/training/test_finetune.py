@@ -14,26 +14,27 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-import vsa.training.module as module_file
+import vsa.training.modules.base as module_file
 from tests.data.tiny_wan import make_vae
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.lora import LoRA, merged_tensors
+from vsa.checkpoints.run_checkpoint import read_checkpoint
+from vsa.checkpoints.weight_source import resolve_start
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import FlowShift
 from vsa.models.video_dit import VideoDiT
-from vsa.training.checkpointing import read_checkpoint
-from vsa.training.finetune import FinetuneLoss, FinetuneModule, attention_outputs
-from vsa.training.inference import load_run
-from vsa.training.lora import LoRA, merged_tensors
+from vsa.objectives.flow_matching import FinetuneLoss, attention_outputs
+from vsa.sampling.pipeline import load_run
+from vsa.training.modules.finetune import FinetuneModule
+from vsa.training.modules.teacher import Teacher
 from vsa.training.parallel import ParallelPlan
-from vsa.training.start import resolve_start
-from vsa.training.teacher import Teacher
 
 # a dense run of the tiny model, and what finetunes it: 8 tiles
 DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=6")
 FINETUNE = ("task=finetune", "task.latent_scale=shared", "attention.gate_init=identity", "attention.tile_thw=[1,2,2]")
 ALL_TILES = ("sparsity.sparsity=0",)
-LORA = "task.lora={_target_:vsa.training.lora.LoRA,rank:2,alpha:3}"
+LORA = "task.lora={_target_:vsa.checkpoints.lora.LoRA,rank:2,alpha:3}"
 
 
 # sizes of `write_tiny_run`
@@ -74,7 +75,7 @@ class Watch(L.Callback):
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     """Run folder of a dense tiny run."""
-    from tests.training.conftest import TinyTraining
+    from tests.tiny_runs import TinyTraining
 
     with pytest.MonkeyPatch.context() as patch:
         training = TinyTraining(tmp_path_factory.mktemp("dense"), patch)
@@ -441,7 +442,7 @@ def test_adapters_train_alone_and_merge_into_the_model(training, dense):
     loaded = load_run(training.folder("straight"), weights="model")
     args, kwargs, _ = watch.first
     config = training.last("straight").state["config"]
-    from vsa.training.config import model_factory
+    from vsa.config import model_factory
 
     adapted = model_factory(config)()
     LoRA(rank=2, alpha=3).inject(adapted)
@@ -462,7 +463,7 @@ def test_adapters_train_alone_and_merge_into_the_model(training, dense):
 
 def make_like(training, plain: VideoDiT) -> VideoDiT:
     """The sparse model of the tiny settings with the weights of `plain` and gates at their start."""
-    from vsa.training.config import model_factory
+    from vsa.config import model_factory
 
     model = model_factory(training.config(*FINETUNE))()
     model.load_state_dict(plain.state_dict(), strict=False)
@@ -616,7 +617,7 @@ def test_a_sparse_run_is_no_dense_start(training, no_memory, write_tiny_run, tmp
 
 
 def make_meta(config) -> VideoDiT:
-    from vsa.training.config import model_factory
+    from vsa.config import model_factory
 
     with torch.device("meta"):
         return model_factory(config)()

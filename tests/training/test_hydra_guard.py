@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import vsa.training.run as run_module
+import vsa.training.train as run_module
 from vsa.training.hydra_guard import SweepFolder, check_hydra, checked_hydra
 
 CONFIGS = Path(__file__).parents[2] / "configs"

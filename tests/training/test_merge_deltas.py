@@ -17,14 +17,14 @@ from torch import Tensor
 from scripts.merge_deltas import MergedTensors, main
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.models.checkpoint import export_pretrained, open_pretrained, sparse_settings
-from vsa.models.key_names import is_gate
-from vsa.models.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.run_checkpoint import remove_checkpoint, resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.wan import export_pretrained, open_pretrained, sparse_settings
+from vsa.checkpoints.wan_names import is_gate
+from vsa.checkpoints.weight_files import WeightFiles
+from vsa.checkpoints.weight_source import resolve_start
 from vsa.models.video_dit import VideoDiT
-from vsa.models.weight_files import WeightFiles
-from vsa.training.checkpointing import remove_checkpoint, resolve_checkpoint, write_checkpoint
-from vsa.training.inference import generate, load_run
-from vsa.training.start import resolve_start
+from vsa.sampling.pipeline import generate, load_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 STEPS = [1000.0, 757.0, 522.0]
@@ -222,7 +222,7 @@ def test_everything_that_reads_runs_reads_the_merged_one(runs):
 
 def test_adapters_of_the_sparse_run_are_merged_into_its_weights(runs):
     config = resolve_checkpoint(runs.folder / "sparse").state["config"]
-    lora = {"_target_": "vsa.training.lora.LoRA", "rank": 2, "alpha": 4.0}
+    lora = {"_target_": "vsa.checkpoints.lora.LoRA", "rank": 2, "alpha": 4.0}
     layer = "blocks.0.attn1.to_q"
     a, b = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)), torch.ones(32, 2)
     tensors = {key.replace(f"{layer}.", f"{layer}.base_layer."): value for key, value in runs.sparse.items()}

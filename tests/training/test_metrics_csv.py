@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from tests.disks import small_files
-from vsa.disk import DiskFullError
+from vsa.files import DiskFullError
 from vsa.training.metrics_csv import MetricsCSV
 
 

@@ -14,8 +14,8 @@ import lightning as L
 import pytest
 import torch
 
-import vsa.training.checkpointing as checkpointing
-import vsa.training.run as run_module
+import vsa.checkpoints.run_checkpoint as checkpointing
+import vsa.training.train as run_module
 
 ROOT = Path(__file__).parents[2]
 

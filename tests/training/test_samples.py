@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 
 import vsa.training.callbacks.samples as samples_module
-from tests.training.conftest import TinyTraining
+from tests.tiny_runs import TinyTraining
 from tests.training.ranks import run_ranks
+from vsa.evaluation.figures import logged_metrics
+from vsa.sampling.contact_sheet import side_by_side
+from vsa.sampling.pipeline import generate, load_run
 from vsa.training.callbacks.samples import ClipSet
-from vsa.training.distill import DistillModule
-from vsa.training.figures import logged_metrics
-from vsa.training.inference import generate, load_run
-from vsa.training.sheets import side_by_side
+from vsa.training.modules.distill import DistillModule
 
 PROMPTS = ["a red circle moving left slowly", "a blue square moving up quickly"]
 STEPS = ("step-00000003", "step-00000006")

@@ -16,14 +16,15 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import vsa.training.callbacks.samples as samples_module
+from vsa.checkpoints.run_checkpoint import optimizer_state
 from vsa.data.video_files import read_video
 from vsa.diffusion.flow_matching import sample_sigmas
+from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
+from vsa.sampling.pipeline import generate, load_run
 from vsa.training.callbacks.ema import EMA, find_ema
-from vsa.training.checkpointing import optimizer_state
-from vsa.training.inference import generate, load_run
 from vsa.training.loss_window import LossWindow
+from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ShardedDataParallel, choose_strategy
-from vsa.training.pretrain import VALIDATION_SEED, FlowMatchingLoss, PretrainModule
 
 ROOT = Path(__file__).parents[2]
 # weights of different sizes inside a batch: a per-micro-batch mean would show; the large eps keeps Adam from

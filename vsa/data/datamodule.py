@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vsa.data.batch import TextPadding, VideoBatch, check_text_padding
+from vsa.data.batch_stream import RankSlice, TrainStream, ValidationStream
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec
 from vsa.data.encode import encode_folder
 from vsa.data.index import INDEX_NAME, CodecInfo, TextInfo
 from vsa.data.plan import DataPlan, Phase, SampleRef, Shape, Source, split_ids
+from vsa.data.sample_store import SampleStore, ShardStore, ToyStore
 from vsa.data.shards import LatentReader
-from vsa.data.stores import SampleStore, ShardStore, ToyStore
-from vsa.data.streams import RankSlice, TrainStream, ValidationStream
 from vsa.data.text import TextEncoder
 from vsa.data.toy_videos import ToyClips, write_toy_videos
 

@@ -23,8 +23,8 @@ from vsa.data.buckets import Bucket
 from vsa.data.captions import read_captions
 from vsa.data.clip_rules import PATCH, ClipRules
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
-from vsa.data.parts import PartContent, PartsReport, check_target, join_parts, pending_parts, write_parts
 from vsa.data.reconstruction import describe_reconstruction
+from vsa.data.resumable_writer import PartContent, PartsReport, check_target, join_parts, pending_parts, write_parts
 from vsa.data.shards import ShardWriter
 from vsa.data.text import TextEncoder
 from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
@@ -75,8 +75,8 @@ def encode_folder(
     """Encodes every video and image below a folder; images become one-frame latents.
 
     All captions and the headers of all files are looked at before anything is written, and every problem is told at
-    once. Work is kept part by part (see `vsa.data.parts`): an interrupted call is repeated and goes on. With several
-    processes each writes its parts, and a last call with `world_size` 1 makes the data set of them.
+    once. Work is kept part by part (see `vsa.data.resumable_writer`): an interrupted call is repeated and goes on.
+    With several processes each writes its parts, and a last call with `world_size` 1 makes the data set of them.
 
     Args:
         videos: folder of videos and images, searched with its subfolders.

@@ -27,7 +27,6 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from vsa.data.atomic import atomic_file
 from vsa.data.codecs import Codec
 from vsa.data.index import (
     INDEX_NAME,
@@ -43,7 +42,7 @@ from vsa.data.index import (
 )
 from vsa.data.own_files import is_leftover, remove_dataset, shard_files
 from vsa.data.text import TextEncoder
-from vsa.disk import writing
+from vsa.files import atomic_file, writing
 
 # tar's classic header holds 100 bytes of name and the longest field takes 19
 _LONGEST_ID = 80

@@ -19,8 +19,8 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from vsa.data.atomic import atomic_file
 from vsa.data.video_files import write_video
+from vsa.files import atomic_file
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (225, 45, 45),

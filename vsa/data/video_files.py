@@ -19,7 +19,7 @@ from av.video.stream import VideoStream
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from vsa.data.atomic import atomic_file
+from vsa.files import atomic_file
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".gif")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")

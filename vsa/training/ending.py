@@ -14,11 +14,11 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
+from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.samples import Samples
-from vsa.training.checkpointing import Checkpoint
 from vsa.training.display import never_fatal
-from vsa.training.module import DiffusionModule
+from vsa.training.modules.base import DiffusionModule
 from vsa.training.summary import closing_lines
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from vsa.data.atomic import atomic_file
-from vsa.disk import writing
+from vsa.files import atomic_file, writing
 
 
 class MetricsCSV(Logger):

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vsa.errors import is_out_of_memory, too_large
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
-from vsa.training.memory import is_out_of_memory, too_large
 
 aten = torch.ops.aten
 

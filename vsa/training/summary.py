@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from vsa.training.figures import logged_metrics
+from vsa.evaluation.figures import logged_metrics
 
 
 def closing_lines(

@@ -14,12 +14,12 @@ from vsa_kernels.dispatch import resolve_backend
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
-from vsa.attention.schedule import ConstantSparsity
+from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.integrations.diffusers.families import Family, family_of
 from vsa.integrations.diffusers.tile_attention import Budget, CurrentPass, FixedBudget, Pass, TileAttention
 from vsa.integrations.diffusers.ungated import UngatedVideoSparse
-from vsa.models.sparse_config import SparseAttentionConfig
 
 MethodFactory = Callable[..., AttentionMethod]
 """Called as `factory(dim=, num_heads=, head_dim=, layer_idx=)`, once per layer."""

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vsa.checkpoints.sparse_config import Grid, SparseAttentionConfig, has_sparse_config, read_sparse_config
+from vsa.checkpoints.wan_names import is_gate
+from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json
 from vsa.integrations.diffusers.install import applied_attention, apply
 from vsa.integrations.diffusers.pretrained import load_sparse
-from vsa.models.key_names import is_gate
-from vsa.models.sparse_config import Grid, SparseAttentionConfig, has_sparse_config, read_sparse_config
-from vsa.models.weight_files import WeightFiles, pretrained_folder, read_json
 
 PIPELINE = "WanPipeline"
 SECOND = "transformer_2"

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.wan_config import video_dit_arguments
+from vsa.checkpoints.wan_names import is_gate
+from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json
 from vsa.integrations.diffusers.families import family_of
 from vsa.integrations.diffusers.install import Applied, fixed_budget, install, method_factory, remove
 from vsa.integrations.diffusers.tile_attention import Budget, Pass
-from vsa.models.key_names import is_gate
-from vsa.models.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
-from vsa.models.transformer_config import video_dit_arguments
-from vsa.models.weight_files import WeightFiles, pretrained_folder, read_json
 
 
 class TrainedBudget:

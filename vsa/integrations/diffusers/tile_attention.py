@@ -18,7 +18,7 @@ from torch import Tensor
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import Segment
-from vsa.attention.schedule import resolve_topk
+from vsa.attention.sparsity import resolve_topk
 
 Grid = tuple[int, int, int]
 TextSide = Literal["none", "first", "last"]

@@ -12,14 +12,14 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from vsa.training.callbacks.ema import find_ema
-from vsa.training.callbacks.throughput import find_throughput
-from vsa.training.checkpointing import (
+from vsa.checkpoints.run_checkpoint import (
     list_checkpoints,
     remove_checkpoint,
     write_checkpoint,
 )
-from vsa.training.module import DiffusionModule
+from vsa.training.callbacks.ema import find_ema
+from vsa.training.callbacks.throughput import find_throughput
+from vsa.training.modules.base import DiffusionModule
 
 
 class Checkpointing(L.Callback):

@@ -22,14 +22,14 @@ from vsa_kernels import BlockIndex
 
 from vsa.attention import stats
 from vsa.attention.layout import TileLayout
-from vsa.attention.schedule import mean_topk
-from vsa.data.atomic import atomic_file
+from vsa.attention.sparsity import mean_topk
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
+from vsa.evaluation.figures import layer_heatmaps
+from vsa.files import atomic_file
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.display import never_fatal
-from vsa.training.figures import layer_heatmaps
 
 PANELS = {
     "recall": "recall of the true attention mass",

@@ -10,9 +10,9 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from vsa.checkpoints.run_checkpoint import refuse_key_difference
 from vsa.models.sharding import local, place
-from vsa.training.checkpointing import refuse_key_difference
-from vsa.training.module import DiffusionModule
+from vsa.training.modules.base import DiffusionModule
 
 
 class EMA(L.Callback):

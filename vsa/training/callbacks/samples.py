@@ -15,17 +15,17 @@ from matplotlib.image import imread
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
-from vsa.attention.schedule import SparsityPoint, check_points, mean_topk
-from vsa.training.attention_view import draw_attention
+from vsa.attention.sparsity import SparsityPoint, check_points, mean_topk
+from vsa.evaluation.attention_map import draw_attention
+from vsa.evaluation.figures import logged_metrics
+from vsa.sampling.contact_sheet import side_by_side
+from vsa.sampling.pipeline import LoadedRun, SampleSettings, generate, settings_dict
+from vsa.sampling.sample_writer import file_stem, write_clips
 from vsa.training.callbacks.checkpoint import interrupted
 from vsa.training.callbacks.ema import find_ema
 from vsa.training.callbacks.throughput import find_throughput
-from vsa.training.clips import file_stem, write_clips
 from vsa.training.display import never_fatal
-from vsa.training.figures import logged_metrics
-from vsa.training.inference import LoadedRun, SampleSettings, generate, settings_dict
-from vsa.training.sheets import side_by_side
-from vsa.training.teacher import Teacher
+from vsa.training.modules.teacher import Teacher
 
 HELD_OUT_PROMPTS = 4
 

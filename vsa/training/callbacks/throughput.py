@@ -10,9 +10,9 @@ from typing import Any
 import lightning as L
 import torch
 
-from vsa.attention.schedule import mean_topk
+from vsa.attention.sparsity import mean_topk
 from vsa.data.batch import VideoBatch
-from vsa.training.module import DiffusionModule
+from vsa.training.modules.base import DiffusionModule
 
 PEAK_BF16_TFLOPS = {
     "H100 PCIe": 756,

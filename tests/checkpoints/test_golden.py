@@ -1,0 +1,226 @@
+"""Golden tensors: the reference engine conforms, an independent one does, and changed ones do not."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from scripts.conformance import main
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.golden import TOLERANCE, GoldenCase, attention_output, check_golden, write_golden
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.wan import export_pretrained, open_pretrained, sparse_settings
+from vsa.models.video_dit import VideoDiT
+
+ROOT = Path(__file__).parents[2]
+SIZES = dict(num_attention_heads=2, attention_head_dim=16, ffn_dim=48, num_layers=3, text_dim=16, freq_dim=16)
+GRID, TILE = (3, 5, 4), (2, 2, 2)
+
+
+def export(folder: Path, *, fine_gate: bool = False, partition: str = "cube", **config: Any) -> VideoDiT:
+    method = partial(VideoSparseAttention, tile_thw=TILE, fine_gate=fine_gate, partition=partition)
+    model = VideoDiT(attention=method, **SIZES)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    values: dict[str, Any] = {"grid_topk": ((4, 4, 4),), "num_tiles": (12,), "grids": (GRID,)}
+    export_pretrained(model, folder, sparse=SparseAttentionConfig(**{**sparse_settings(model), **values, **config}))
+    return model
+
+
+def by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase) -> torch.Tensor:
+    """One layer from the weights' file alone: fp64, masks built token by token, no code of ours."""
+    heads, dim = SIZES["num_attention_heads"], SIZES["attention_head_dim"]
+    t, h, w = case.grid_thw
+    x = case.hidden[0].double()
+
+    def linear(name: str, y: torch.Tensor) -> torch.Tensor:
+        prefix = f"blocks.{case.layer}.{name}"
+        return y @ tensors[f"{prefix}.weight"].double().T + tensors[f"{prefix}.bias"].double()
+
+    def normed(name: str, y: torch.Tensor) -> torch.Tensor:
+        weight = tensors[f"blocks.{case.layer}.{name}.weight"].double()
+        return y / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    cells = [(a, b, c) for a in range(t) for b in range(h) for c in range(w)]
+    spatial = 2 * (dim // 6)
+    angles = []
+    for cell in cells:
+        row = []
+        for position, size in zip(cell, (dim - 2 * spatial, spatial, spatial), strict=True):
+            row += [position / 10000 ** (i / size) for i in range(0, size, 2)]
+        angles.append(row)
+    turn = torch.polar(torch.ones(len(cells), dim // 2, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
+
+    def rotated(y: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(y.view(len(cells), heads, dim // 2, 2).contiguous())
+        return torch.view_as_real(pairs * turn[:, None]).flatten(2)
+
+    q = rotated(normed("attn1.norm_q", linear("attn1.to_q", x)))
+    k = rotated(normed("attn1.norm_k", linear("attn1.to_k", x)))
+    v = linear("attn1.to_v", x).view(len(cells), heads, dim)
+    gate = linear("to_gate_compress", x).view(len(cells), heads, dim)
+    fine_gate = torch.ones_like(gate)
+    if f"blocks.{case.layer}.to_gate_fine.weight" in tensors:
+        fine_gate = linear("to_gate_fine", x).view(len(cells), heads, dim)
+
+    tile_of = [tuple(p // s for p, s in zip(cell, TILE, strict=True)) for cell in cells]
+    tiles = sorted(set(tile_of))
+    member = torch.tensor([[owner == tile for owner in tile_of] for tile in tiles], dtype=torch.float64)
+    means = [member @ y.flatten(1) / member.sum(1, keepdim=True) for y in (q, k, v)]
+    q_mean, k_mean, v_mean = (y.view(len(tiles), heads, dim) for y in means)
+    out = torch.empty_like(v)
+    for head in range(heads):
+        scores = q_mean[:, head] @ k_mean[:, head].T / math.sqrt(dim)
+        coarse = scores.softmax(-1) @ v_mean[:, head]
+        chosen = torch.zeros_like(scores).scatter_(1, scores.topk(case.topk).indices, 1.0)
+        seen = (member.T @ chosen @ member).bool()
+        full = (q[:, head] @ k[:, head].T / math.sqrt(dim)).masked_fill(~seen, -math.inf)
+        out[:, head] = fine_gate[:, head] * (full.softmax(-1) @ v[:, head]) + gate[:, head] * (member.T @ coarse)
+    return linear("attn1.to_out.0", out.flatten(1))[None]
+
+
+@pytest.mark.parametrize("fine_gate", [False, True], ids=["coarse_gate", "both_gates"])
+def test_an_engine_written_by_hand_conforms(fine_gate, tmp_path):
+    export(tmp_path / "out", fine_gate=fine_gate, dense_layers=(1,))
+    model, info = open_pretrained(tmp_path / "out")
+    write_golden(model, info.folder)
+    tensors = load_file(info.folder / "diffusion_pytorch_model.safetensors")
+    seen: list[GoldenCase] = []
+
+    def engine(case: GoldenCase) -> torch.Tensor:
+        seen.append(case)
+        return by_hand(tensors, case)
+
+    found = check_golden(info.folder, engine)
+    assert [row.layer for row in found] == [0, 1, 2]
+    assert max(row.error for row in found) < 1e-5
+    # twelve tiles, ragged on two axes; a quarter is kept, all in the dense layer
+    assert {case.grid_thw for case in seen} == {(3, 5, 4)}
+    assert [case.topk for case in seen] == [3, 12, 3]
+
+    # an engine that keeps another number of tiles, or forgets a gate, is noticed in every layer it touches
+    for broken in (
+        lambda c: by_hand(tensors, GoldenCase(layer=c.layer, hidden=c.hidden, grid_thw=c.grid_thw, topk=4)),
+        lambda c: by_hand({k: 0 * t if "compress" in k else t for k, t in tensors.items()}, c),
+        lambda c: by_hand({k: 2 * t if "norm_q" in k else t for k, t in tensors.items()}, c),
+    ):
+        assert all(row.failed and row.error > 100 * TOLERANCE for row in check_golden(info.folder, broken))
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("partition", ["cube", "hilbert_run"])
+def test_backends_of_ours_conform(partition, backend, tmp_path):
+    export(tmp_path / "out", partition=partition)
+    write_golden(open_pretrained(tmp_path / "out")[0], tmp_path / "out")
+    model, _ = open_pretrained(tmp_path / "out", backend=backend)
+    with torch.no_grad():
+        found = check_golden(tmp_path / "out", partial(attention_output, model))
+    assert len(found) == 3
+    assert not any(row.failed for row in found)
+
+
+def test_golden_files_are_reproducible_and_say_what_they_are(tmp_path):
+    export(tmp_path / "out")
+    model, _ = open_pretrained(tmp_path / "out")
+    path = write_golden(model, tmp_path / "out", layers=[2, 0], topk=5, seed=7, tolerance=1e-3)
+    first = path.read_bytes()
+    assert write_golden(model, tmp_path / "out", layers=[2, 0], topk=5, seed=7, tolerance=1e-3).read_bytes() == first
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["golden"])
+        hidden = file.get_tensor("blocks.2.hidden")
+        assert sorted(file.keys()) == ["blocks.0.hidden", "blocks.0.out", "blocks.2.hidden", "blocks.2.out"]
+    cases = header["cases"]
+    assert [(case["layer"], case["topk"]) for case in cases] == [(2, 5), (0, 5)]
+    again = torch.randn(1, 60, 32, generator=torch.Generator().manual_seed(cases[0]["seed"]))
+    assert torch.equal(hidden, again)
+    sparse = read_sparse_config(tmp_path / "out")
+    assert (sparse.golden, sparse.golden_tolerance) == ("golden.safetensors", 1e-3)
+
+
+def test_selections_in_golden_files_are_no_near_ties(tmp_path):
+    export(tmp_path / "out")
+    model, _ = open_pretrained(tmp_path / "out")
+    write_golden(model, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
+    with torch.no_grad():
+        # noise above fp32's rounding changes no selected tile
+        for row in check_golden(
+            tmp_path / "out",
+            lambda c: by_hand(
+                tensors,
+                GoldenCase(layer=c.layer, hidden=c.hidden * (1 + 1e-6), grid_thw=c.grid_thw, topk=c.topk),
+            ),
+        ):
+            assert row.error < 1e-5
+    # equal keys: no input can tell tiles apart
+    dict(model.named_parameters())["blocks.0.attn1.norm_k.weight"].data.zero_()
+    with pytest.raises(ValueError, match="layer 0: every one of 200 inputs has tiles with equal scores"):
+        write_golden(model, tmp_path / "out", layers=[0])
+
+
+def test_script_passes_and_fails_with_both_numbers(tmp_path, capsys):
+    export(tmp_path / "out")
+    write_golden(open_pretrained(tmp_path / "out")[0], tmp_path / "out")
+    main([str(tmp_path / "out"), "--device", "cpu"])
+    assert "3 layers of" in capsys.readouterr().out
+
+    # one entry of one gate
+    path = tmp_path / "out" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors["blocks.1.to_gate_compress.weight"][3] += 0.5
+    save_file(tensors, path)
+    done = subprocess.run(
+        [sys.executable, "scripts/conformance.py", str(tmp_path / "out"), "--device", "cpu"],
+        cwd=ROOT,
+        env={"PYTHONPATH": ".:kernels", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: layer 1 has error ")
+    assert "above its tolerance 1.000e-04" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_nan_does_not_conform(tmp_path):
+    export(tmp_path / "out")
+    write_golden(open_pretrained(tmp_path / "out")[0], tmp_path / "out")
+    found = check_golden(tmp_path / "out", lambda case: torch.full_like(case.hidden, torch.nan))
+    assert all(row.failed for row in found)
+
+
+def test_bad_input(tmp_path):
+    folder = tmp_path / "out"
+    export(folder)
+    model, _ = open_pretrained(folder)
+    with pytest.raises(ValueError, match="names no golden file"):
+        main([str(folder)])
+    with pytest.raises(ValueError, match=r"layers must be in 0..2, got \[3\]"):
+        write_golden(model, folder, layers=[3])
+    with pytest.raises(ValueError, match=r"topk must be in 1..12, the tiles of grid \(3, 5, 4\), got 13"):
+        write_golden(model, folder, topk=13)
+    with pytest.raises(ValueError, match=r"computed in float32, .* is torch\.bfloat16"):
+        write_golden(model.to(torch.bfloat16), folder)
+    other = VideoDiT(attention=partial(VideoSparseAttention, tile_thw=(4, 4, 4), fine_gate=False), **SIZES)
+    with pytest.raises(ValueError, match=r"tile_thw=\(2, 2, 2\), the model has \(4, 4, 4\)"):
+        write_golden(other, folder)
+    write_golden(open_pretrained(folder)[0], folder)
+    with pytest.raises(ValueError, match=r"output has shape \(1, 59, 32\), expected \(1, 60, 32\)"):
+        check_golden(folder, lambda case: case.hidden[:, 1:])
+    (folder / "golden.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"golden\.safetensors is missing"):
+        main([str(folder)])
+    (folder / SPARSE_CONFIG).unlink()
+    with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
+        main([str(folder)])

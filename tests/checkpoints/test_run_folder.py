@@ -1,0 +1,385 @@
+"""Whose a run folder is: nothing of anybody else's is removed or written into, and one process has it at a time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import lightning as L
+import pytest
+
+import vsa.checkpoints.run_folder as run_folder
+from vsa.checkpoints.run_folder import MANIFEST, RunFolder, check_folder, check_name, locked
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Files with what they hold, and folders."""
+    paths = sorted(folder.rglob("*"))
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in paths}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "../a", "a/..", ".hidden", "None", "a\0b"])
+def test_what_is_not_a_name_is_refused(name):
+    with pytest.raises(ValueError, match=rf"^run={re.escape(name)} is not a name: expected one folder name"):
+        check_name("run", name)
+
+
+@pytest.mark.parametrize("name", ["default", "s0.5", "lr=0.1,seed=2", "a b", "ä", "x.", "5"])
+def test_names_of_sweeps_and_people_stay(name):
+    check_name("run", name)
+
+
+def open_folder(folder: Path, config: str, *, overwrite: bool) -> None:
+    with RunFolder(folder) as opened:
+        opened.open(config, overwrite=overwrite)
+
+
+# whose a folder is
+
+
+def a_run(folder: Path, config: str = "old: true\n") -> Path:
+    open_folder(folder, config, overwrite=False)
+    (folder / "metrics.csv").write_text("step\n")
+    return folder
+
+
+def an_old_run(folder: Path) -> Path:
+    """A run of a version without manifests."""
+    (folder / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (folder / "config.yaml").write_text("old: true\n")
+    return folder
+
+
+def test_a_new_run_opens_no_folder_of_something_else(tmp_path):
+    for free in ("missing", "empty"):
+        if free == "empty":
+            (tmp_path / free).mkdir()
+        check_folder(tmp_path / free, overwrite=False)
+        check_folder(tmp_path / free, overwrite=True)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.yaml").write_text("my own")
+    with pytest.raises(ValueError, match=r"holds files of something else \(it has no run.json\)"):
+        check_folder(mine, overwrite=False)
+    # a run above or below it is no proof
+    a_run(tmp_path / "outer")
+    (tmp_path / "outer" / "data").mkdir()
+    (tmp_path / "outer" / "data" / "x").write_text("x")
+    a_run(mine / "inner")
+    for folder in (mine, tmp_path / "outer" / "data"):
+        with pytest.raises(ValueError, match="holds files of something else"):
+            check_folder(folder, overwrite=False)
+        with pytest.raises(ValueError, match=r"overwrite=true cannot remove .* it has no run.json"):
+            check_folder(folder, overwrite=True)
+    with pytest.raises(ValueError, match="is not a folder"):
+        check_folder(mine / "config.yaml", overwrite=False)
+
+
+@pytest.mark.parametrize("manifest", ["", "{}", "[]", '{"written_by": "someone"}', "null"])
+def test_a_manifest_must_be_our_own(tmp_path, manifest):
+    (tmp_path / MANIFEST).write_text(manifest)
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=MANIFEST):
+            check_folder(tmp_path, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("inner", [a_run, an_old_run])
+def test_a_run_with_another_below_it_is_not_removed(tmp_path, inner):
+    outer = a_run(tmp_path / "outer")
+    check_folder(outer, overwrite=True)
+    below = inner(outer / "sweep" / "a")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"{outer}: it contains another run, {below}")):
+        open_folder(outer, "new: true\n", overwrite=True)
+    assert contents(tmp_path) == before
+    check_folder(outer, overwrite=False)
+
+
+def test_a_link_is_followed_to_write_and_never_to_remove(tmp_path):
+    a_run(tmp_path / "real")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    check_folder(link, overwrite=False)
+    with pytest.raises(ValueError, match=rf"link is a symbolic link to {tmp_path}/real"):
+        check_folder(link, overwrite=True)
+    link.unlink()
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=rf"link is a symbolic link to {tmp_path}/gone"):
+        check_folder(link, overwrite=False)
+    # nor are links below a run
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "photo").write_text("mine")
+    (tmp_path / "real" / "photos").symlink_to(outside)
+    open_folder(tmp_path / "real", "new: true\n", overwrite=True)
+    assert contents(tmp_path / "real").keys() == {"config.yaml", MANIFEST}
+    assert (outside / "photo").read_text() == "mine"
+
+
+def test_the_folder_one_stands_in_is_not_removed(tmp_path, monkeypatch):
+    monkeypatch.chdir(a_run(tmp_path / "run"))
+    for folder in (Path("."), Path("../run"), tmp_path / "run"):
+        with pytest.raises(ValueError, match="the command was started inside it"):
+            check_folder(folder, overwrite=True)
+
+
+# opening
+
+
+def test_overwriting_moves_aside_opens_and_removes(tmp_path):
+    folder = a_run(tmp_path / "run")
+    first = json.loads((folder / MANIFEST).read_text())
+    assert first.keys() == {"written_by", "version", "run_id", "created"}
+    assert first["written_by"] == "vsa-train"
+    # what an overwrite that was killed left behind
+    (tmp_path / ".run.overwritten-0123abcd" / "checkpoints").mkdir(parents=True)
+    (tmp_path / ".run2.overwritten-0123abcd").mkdir()
+    open_folder(folder, "new: true\n", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == [".run2.overwritten-0123abcd", "run"]
+    assert contents(folder).keys() == {"config.yaml", MANIFEST}
+    assert (folder / "config.yaml").read_text() == "new: true\n"
+    assert json.loads((folder / MANIFEST).read_text())["run_id"] != first["run_id"]
+
+
+def fail_in(folder: Path, *, overwrite: bool, opens: bool = True, keeps: bool = False) -> None:
+    """A run that fails before it is opened, before its first step or later."""
+    with RunFolder(folder) as opened:
+        if opens:
+            opened.open("new: true\n", overwrite=overwrite)
+            assert (folder / "config.yaml").read_text() == "new: true\n"
+            # as the logger does
+            (folder / "metrics.csv").write_text("")
+        if keeps:
+            opened.keep()
+        raise KeyError
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_fails_before_it_is_kept_is_undone(tmp_path, overwrite):
+    folder = a_run(tmp_path / "run")
+    old = an_old_run(tmp_path / "old")
+    before = contents(tmp_path)
+    for path in (folder, tmp_path / "new", *([] if overwrite else [old])):
+        with pytest.raises(KeyError):
+            fail_in(path, overwrite=overwrite)
+        assert contents(tmp_path) == before
+    with pytest.raises(KeyError):
+        fail_in(folder, overwrite=overwrite, opens=False)
+    assert contents(tmp_path) == before
+    with pytest.raises(KeyError):
+        fail_in(folder, overwrite=overwrite, keeps=True)
+    assert (folder / "config.yaml").read_text() == "new: true\n"
+    assert sorted(os.listdir(tmp_path)) == ["old", "run"]
+
+
+def test_a_run_that_cannot_be_moved_aside_stays(tmp_path, monkeypatch):
+    folder = a_run(tmp_path / "run")
+    before = contents(tmp_path)
+
+    def refuse(source, target):
+        raise PermissionError(13, "Permission denied", str(source))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(PermissionError):
+        open_folder(folder, "new: true\n", overwrite=True)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "config.yaml"])
+def test_an_old_run_comes_back_when_the_new_one_cannot_be_opened(tmp_path, monkeypatch, name):
+    folder = a_run(tmp_path / "run")
+    before = contents(tmp_path)
+    whole = run_folder.atomic_file
+
+    def full_disk(path):
+        if Path(path).name == name:
+            raise OSError(28, "No space left on device", str(path))
+        return whole(path)
+
+    monkeypatch.setattr(run_folder, "atomic_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        open_folder(folder, "new: true\n", overwrite=True)
+    assert contents(tmp_path) == before
+    with pytest.raises(OSError, match="No space left"):
+        open_folder(tmp_path / "other", "new: true\n", overwrite=False)
+    assert contents(tmp_path) == before
+
+
+def test_a_resumed_run_keeps_its_manifest_and_an_old_one_gets_one(tmp_path):
+    folder = a_run(tmp_path / "run")
+    before = (folder / MANIFEST).read_bytes()
+    open_folder(folder, "new: true\n", overwrite=False)
+    assert (folder / MANIFEST).read_bytes() == before
+    assert (folder / "metrics.csv").exists()
+    old = an_old_run(tmp_path / "old")
+    with pytest.raises(ValueError, match="a run of an older version gets one when it is resumed with ckpt_path=last"):
+        check_folder(old, overwrite=True)
+    open_folder(old, "new: true\n", overwrite=False)
+    check_folder(old, overwrite=True)
+
+
+# the lock
+
+
+def test_the_second_process_is_told_of_the_first(tmp_path):
+    folder = tmp_path / "out" / "group" / "run"
+    with locked(folder):
+        assert contents(tmp_path).keys() == {"out", "out/group", "out/group/.run.lock"}
+        here = re.escape(f"process {os.getpid()} on {socket.gethostname()} since 2")
+        told = pytest.raises(ValueError, match=rf"^run folder {folder} is in use by {here}.* name another run")
+        with told, locked(folder):
+            pass
+        # a link is another name of the same folder
+        (tmp_path / "link").symlink_to(folder.parent)
+        with pytest.raises(ValueError, match="is in use by"), locked(tmp_path / "link" / "run"):
+            pass
+        (tmp_path / "link").unlink()
+        # neither the one that was refused nor another run took anything
+        with locked(folder.parent / "other"):
+            pass
+        assert contents(tmp_path).keys() == {"out", "out/group", "out/group/.run.lock"}
+    assert contents(tmp_path) == {}
+
+
+def test_the_lock_is_given_back_when_the_run_fails(tmp_path):
+    for _ in range(2):
+        with pytest.raises(KeyError), locked(tmp_path / "run"):
+            raise KeyError
+    assert contents(tmp_path) == {}
+
+
+def test_a_lock_does_not_outlive_its_process(tmp_path):
+    context = multiprocessing.get_context("fork")
+    inside = context.Event()
+
+    def hold() -> None:
+        with locked(tmp_path / "run"):
+            inside.set()
+            signal.pause()
+
+    holder = context.Process(target=hold)
+    holder.start()
+    assert inside.wait(30)
+    with pytest.raises(ValueError, match=f"in use by process {holder.pid} on "), locked(tmp_path / "run"):
+        pass
+    assert holder.pid is not None
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    assert (tmp_path / ".run.lock").exists()
+    with locked(tmp_path / "run"):
+        pass
+    assert contents(tmp_path) == {}
+
+
+def test_a_process_that_was_forked_does_not_hold_the_lock(tmp_path):
+    context = multiprocessing.get_context("fork")
+    end = context.Event()
+    with locked(tmp_path / "run"):
+        # as the workers of a data loader, which may outlive a killed run for seconds
+        worker = context.Process(target=end.wait)
+        worker.start()
+    try:
+        with locked(tmp_path / "run"):
+            pass
+    finally:
+        end.set()
+        worker.join()
+
+
+# through `train`
+
+
+class Fails(L.Callback):
+    """In the first step, after which there is no way back."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == self.step - 1:
+            raise KeyError
+
+
+def test_an_overwritten_run_is_removed_when_the_new_one_has_made_a_step(training):
+    common = ("trainer.max_steps=2", "trainer.accumulate_grad_batches=2")
+    with pytest.raises(KeyError):
+        training(*common, callbacks=(Fails(1),))
+    assert not training.output.exists()
+    training(*common)
+    before = contents(training.output)
+    with pytest.raises(KeyError):
+        training(*common, "overwrite=true", callbacks=(Fails(1),))
+    assert contents(training.output) == before
+    with pytest.raises(KeyError):
+        training(*common, "overwrite=true", "seed=1", callbacks=(Fails(2),))
+    assert sorted(training.losses()) == [1]
+    assert [path.name for path in training.folder().parent.iterdir()] == ["default"]
+    assert "seed: 1" in (training.folder() / "config.yaml").read_text()
+
+
+class Second(L.Callback):
+    """Tries to start the same run once more in the first step."""
+
+    def __init__(self, start):
+        self.start, self.refused = start, ""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 0:
+            with pytest.raises(ValueError) as error:
+                self.start()
+            self.refused = str(error.value)
+
+
+def test_two_runs_do_not_share_a_folder(training):
+    seconds = [
+        Second(lambda extra=extra: training("trainer.max_steps=2", *extra))
+        for extra in ((), ("overwrite=true",), ("ckpt_path=last",))
+    ]
+    training("trainer.max_steps=2", callbacks=tuple(seconds))
+    for second in seconds:
+        assert f"{training.folder()} is in use by process {os.getpid()}" in second.refused
+    assert sorted(training.losses()) == [1, 2]
+    # nothing is left to keep the next one out
+    assert [p.name for p in training.folder().parent.iterdir()] == ["default"]
+
+
+def test_overwriting_cannot_leave_the_folder_of_the_run(training):
+    a_run(training.folder())
+    before = contents(training.output)
+    for name in ("run=", "run=..", "name=.."):
+        with pytest.raises(ValueError, match=f"^{name.partition('=')[0]}=.* is not a name"):
+            training(name, "overwrite=true")
+    assert contents(training.output) == before
+
+
+def test_loggers_make_no_files_before_the_run_is_checked(training):
+    pytest.importorskip("tensorboard")
+    # found out when the trainer sets up
+    refused = ("logger=tensorboard", "data.batch_size=3", "trainer.accumulate_grad_batches=2")
+    with pytest.raises(ValueError, match=r"data\.batch_size=3 is not divisible"):
+        training(*refused)
+    assert not training.output.exists()
+    for extra in ((), ("overwrite=true",)):
+        training("logger=tensorboard", "trainer.max_steps=1", *extra)
+        assert len(list((training.folder() / "tensorboard").glob("events.*"))) == 1
+    before = contents(training.output)
+    with pytest.raises(ValueError, match=r"data\.batch_size=3 is not divisible"):
+        training(*refused, "overwrite=true")
+    assert contents(training.output) == before
+
+
+def test_a_folder_that_is_no_run_stays_as_it_is(training, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("mine")
+    for given, overwrite in ((folder, "true"), (folder, "false"), (tmp_path, "true")):
+        with pytest.raises(ValueError, match=f"{given}( |:).*{MANIFEST}"):
+            training(f"run_dir={given}", f"overwrite={overwrite}")
+    with pytest.raises(ValueError, match=r"^run_dir= is not a folder: "):
+        training("run_dir=", "overwrite=true")
+    assert contents(tmp_path) == {"photos": None, "photos/config.yaml": b"mine"}

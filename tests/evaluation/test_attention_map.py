@@ -1,0 +1,94 @@
+"""Pictures of the selection say what was recorded: which pixels are tinted, which tiles are looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vsa.attention.layout import Segment, TileLayout
+from vsa.evaluation.attention_map import (
+    KEY_COLOUR,
+    QUERY_COLOUR,
+    attention_overlay,
+    attention_picture,
+    selection_share,
+    tile_map,
+    varied_tiles,
+)
+
+
+@pytest.mark.parametrize("grid", [(4, 8, 8), (3, 5, 7)])
+@pytest.mark.parametrize("order", ["nested", "raster"])
+def test_tile_map_of_cubes_is_constant_on_each_cuboid(grid, order):
+    tile = (2, 4, 4)
+    layout = TileLayout.build([Segment(grid)], tile_thw=tile, partition="cube", block_order=order, device="cpu")
+    tiles = tile_map(layout)
+    assert tiles.shape == grid
+    seen = set()
+    for t in range(0, grid[0], tile[0]):
+        for h in range(0, grid[1], tile[1]):
+            for w in range(0, grid[2], tile[2]):
+                cuboid = tiles[t : t + tile[0], h : h + tile[1], w : w + tile[2]].unique().tolist()
+                assert len(cuboid) == 1
+                seen.add(cuboid[0])
+    assert seen == set(range(layout.num_blocks))
+
+
+def test_tile_map_refuses_rows_of_several_segments():
+    segments = [Segment((2, 4, 4)), Segment((1, 1, 6), kind="text")]
+    with pytest.raises(ValueError, match=r"\['video', 'text'\]"):
+        tile_map(TileLayout.build(segments, tile_thw=(2, 4, 4), device="cpu"))
+
+
+def test_selection_share_counts_heads_and_never_reads_past_the_count():
+    indices = torch.tensor([[[0, 2, 99]], [[1, 2, 3]]], dtype=torch.int32)
+    counts = torch.tensor([[2], [3]], dtype=torch.int32)
+    assert selection_share(indices, counts, 4).tolist() == [[0.5, 0.5, 1.0, 0.5]]
+
+
+def test_overlay_tints_exactly_the_selected_tiles_and_outlines_the_query():
+    # tokens 2 x 2 x 2 over 4 frames of 16 x 16: tile n covers frames, rows and columns of 2, 8 and 8
+    tiles = torch.arange(8).view(2, 2, 2)
+    video = torch.zeros(4, 16, 16, 3, dtype=torch.uint8)
+    share = torch.tensor([0, 1.0, 0, 0, 0, 0, 0.5, 0])
+    picture = attention_overlay(video, tiles, share, query=3)
+    inside = picture[:, 1:7, 9:15]  # tile 1 in frames 0 and 1
+    assert torch.allclose(inside[:2], 0.75 * torch.tensor(KEY_COLOUR))
+    assert (inside[2:] == 0).all()
+    assert torch.allclose(picture[2:, 8:, :8], 0.375 * torch.tensor(KEY_COLOUR))
+    outlined = (picture == torch.tensor(QUERY_COLOUR)).all(-1)
+    assert outlined[:2, 8, 8:].all()
+    assert outlined[:2, 8:, 15].all()
+    assert not outlined[:2, 9:15, 9:15].any()
+    assert not outlined[2:].any()
+    assert (picture[:, 1:7, 1:7] == 0).all()
+
+
+def test_varied_tiles_finds_what_moves():
+    tiles = torch.arange(4)[:, None, None].expand(4, 2, 2) * 4 + torch.arange(4).view(1, 2, 2)
+    video = torch.zeros(8, 16, 16, 3, dtype=torch.uint8)
+    video[0:2, 2:4, 2:4] = 200  # tile 0
+    video[2:4, 10:12, 2:4] = 250  # tile 4 + 2
+    video[2:4, 10:12, 10:12] = 240  # tile 4 + 3, the same frames
+    video[6:8, 2:4, 10:14] = 90  # tile 12 + 1
+    assert varied_tiles(video, tiles, 3) == [0, 6, 13]
+    assert varied_tiles(video, tiles, 5) == [0, 6, 7, 8, 13]
+
+
+def test_attention_picture(tmp_path: Path):
+    layout = TileLayout.build([Segment((4, 4, 4))], tile_thw=(2, 2, 2), device="cpu")
+    video = torch.randint(0, 256, (8, 32, 32, 3), dtype=torch.uint8)
+    indices = torch.stack([torch.arange(3).expand(8, 3), torch.arange(5, 8).expand(8, 3)]).int()
+    counts = torch.full((2, 8), 3, dtype=torch.int32)
+    out = attention_picture(video, layout, indices, counts, tmp_path / "tiles.png", title="layer 1")
+    # both tints are on it: the selected tiles, and the outline of the query
+    pixels = np.asarray(Image.open(out).convert("RGB")).astype(int)
+    for colour in (KEY_COLOUR, QUERY_COLOUR):
+        assert (np.abs(pixels - 255 * np.array(colour)) < 3).all(-1).sum() > 100
+    with pytest.raises(ValueError, match=r"0\.\.7, got \[8\]"):
+        attention_picture(video, layout, indices, counts, tmp_path / "bad.png", queries=[8])
+    assert not (tmp_path / "bad.png").exists()

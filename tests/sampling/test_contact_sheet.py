@@ -1,0 +1,131 @@
+"""Pages of clips: the pictures keep their size whatever prompts say, and prompts of any language are drawn."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vsa import plotting
+from vsa.plotting import fit_text
+from vsa.sampling.contact_sheet import contact_sheet, side_by_side
+from vsa.sampling.sample_writer import write_clips
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+COLOURS = ((250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0))
+# as Wan's captions are
+LONG = " ".join(["The camera slowly pans over a wide valley where a river of gold runs"] * 8)
+PROMPTS = {
+    "one word": "cat",
+    "110 words": LONG,
+    "no letter": "",
+    "other scripts": "猫が走る " * 40,
+    "emoji": "a cat \N{SLIGHTLY SMILING FACE}\ufe0f runs \u200b\x00 مرحبا",
+    "a formula": r"it costs $5 or $\frac$ more",
+    "lines": "a\n\tb\r\n" * 20,
+}
+
+
+def clips(size: tuple[int, int]) -> torch.Tensor:
+    """A clip of each colour, uint8 `[4, 5, H, W, 3]`."""
+    return torch.tensor(COLOURS, dtype=torch.uint8)[:, None, None, None].expand(-1, 5, *size, 3)
+
+
+def pixels_of(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path).convert("RGB")).astype(int)
+
+
+def areas(path: Path) -> list[int]:
+    """Pixels of each colour on a page."""
+    pixels = pixels_of(path)
+    return [int((np.abs(pixels - np.array(colour)) < 6).all(-1).sum()) for colour in COLOURS]
+
+
+def sheet(prompts: list[str], path: Path, size: tuple[int, int] = (16, 24)) -> Path:
+    return contact_sheet(clips(size), prompts, path)
+
+
+def pair(prompts: list[str], path: Path, size: tuple[int, int] = (16, 24)) -> Path:
+    return side_by_side({"teacher": clips(size), LONG: clips(size)}, prompts, path, title=LONG)
+
+
+@pytest.mark.parametrize("draw", [sheet, pair])
+@pytest.mark.parametrize("size", [(16, 24), (24, 16)], ids=["landscape", "portrait"])
+def test_pictures_have_their_size_whatever_the_prompts_say(draw, size, tmp_path: Path, caplog):
+    # two prompts are enough for one of the shapes
+    prompts = list(PROMPTS.items())[: None if size[0] < size[1] else 2]
+    found = {name: areas(draw([prompt] * 4, tmp_path / f"{i}.png", size)) for i, (name, prompt) in enumerate(prompts)}
+    first = found["one word"]
+    # a pixel at the borders, by rounding
+    for name, area in found.items():
+        assert area == pytest.approx(first, rel=0.02), name
+    page = pixels_of(tmp_path / "1.png").shape
+    assert sum(found["110 words"]) / (page[0] * page[1]) > 0.4
+    # each clip is on the page once and as large as the others
+    assert min(first) > 0.97 * max(first) > 5000
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_contact_sheet_shows_each_clip_below_its_prompt(tmp_path: Path):
+    path = sheet(["a", "b" * 90, "", LONG], tmp_path / "sheet.png")
+    pixels = pixels_of(path)
+    boxes = []
+    for colour in COLOURS:
+        rows, columns = np.nonzero((np.abs(pixels - np.array(colour)) < 6).all(-1))
+        boxes.append((rows.min(), rows.max(), columns.min(), columns.max()))
+    # two by two, in reading order
+    (red, green, blue, yellow) = boxes
+    assert red[0] == green[0] < red[1] < blue[0] == yellow[0]
+    assert red[2] == blue[2] < red[3] < green[2] == yellow[2]
+    # four frames with white between them
+    assert all((pixels[(box[0] + box[1]) // 2, box[2] : box[3]] > 240).all(-1).sum() >= 3 for box in boxes)
+    above = [pixels[max(0, box[0] - 60) : box[0] - 2, box[2] : box[3]] for box in boxes]
+    ink = [int((part.sum(-1) < 300).sum()) for part in above]
+    assert ink[2] == 0
+    assert 0 < ink[0] < ink[1] < ink[3]
+    with pytest.raises(ValueError, match="2 prompts and 4 clips"):
+        contact_sheet(clips((16, 24)), ["a", "b"], tmp_path / "other.png")
+    assert [p.name for p in tmp_path.iterdir()] == ["sheet.png"]
+
+
+def test_the_record_beside_the_clips_keeps_the_whole_prompt(tmp_path: Path):
+    prompts = [LONG, PROMPTS["other scripts"]]
+    write_clips(tmp_path, prompts, clips((16, 24))[:2], {"seed": 4})
+    record = json.loads((tmp_path / "samples.json").read_text(encoding="utf-8"))
+    assert [clip["prompt"] for clip in record["clips"]] == prompts
+
+
+def test_a_prompt_is_cut_with_an_ellipsis():
+    assert len(LONG.split()) > 110
+    text, _ = fit_text(LONG, 50, 4)
+    lines = text.splitlines()
+    assert len(lines) == 4
+    assert all(40 < len(line) <= 50 for line in lines)
+    assert text.endswith(" …")
+    assert LONG.startswith(text.removesuffix(" …").replace("\n", " "))
+    # control
+    assert fit_text("a red\ncircle", 50, 4).text == "a red circle"
+
+
+def test_wide_letters_take_two_places(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plotting, "_fonts_for", lambda letters: (["sans-serif"], set()))
+    assert [len(line) for line in fit_text("猫" * 60, 50, 3).text.splitlines()] == [25, 25, 10]
+    assert fit_text("c" * 60, 50, 3).text.index("\n") == 50
+
+
+def test_letters_are_drawn_in_a_font_that_has_them_or_as_code_points(tmp_path: Path, monkeypatch):
+    # matplotlib's own DejaVu Sans Mono has the arc, its DejaVu Sans has not
+    arc = fit_text("a \u2312", 50, 1)
+    assert arc.text == "a \u2312"
+    assert len(arc.style["family"]) == 2
+    drawn = sheet(["a \u2312"] * 4, tmp_path / "arc.png").read_bytes()
+    monkeypatch.setattr(plotting, "_upright_families", tuple)
+    assert fit_text("a \u2312\U0001f9ff é", 50, 1).text == r"a \u2312\U0001f9ff é"
+    boxed = sheet(["a \u2312"] * 4, tmp_path / "escaped.png").read_bytes()
+    assert boxed == sheet([r"a \u2312"] * 4, tmp_path / "written.png").read_bytes() != drawn

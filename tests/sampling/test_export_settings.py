@@ -1,0 +1,189 @@
+"""Runs that were exported and converted back: the same clips, or one line that says what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vsa.training.train as run_module
+from scripts.convert_checkpoint import main as convert
+from scripts.sample import main as sample
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.checkpoints.sparse_config import read_sparse_config
+from vsa.config import build
+from vsa.sampling.export_settings import SAMPLING
+from vsa.sampling.pipeline import LoadedRun, clip_seeds, load_run, sample_latents, settings_dict
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
+
+STAIRS = {
+    "_target_": "vsa.attention.sparsity_schedules.StaircaseSparsity",
+    "dense_steps": 2,
+    "interval": 1,
+    "tiles": 1,
+    "topk": 2,
+    "dense_layers": [0],
+}
+SAMPLES = {"steps": 3, "guidance": 2.0, "flow_shift": None}
+RUNS: dict[str, dict[str, Any]] = {
+    # step 6 of the staircase: 3 of 8 tiles, and all of them in layer 0
+    "annealed": {"sparsity": STAIRS},
+    "with a shift of its own": {"samples": {**SAMPLES, "flow_shift": 5.0}},
+    "dense": {"attention": "full"},
+    "distilled": {"step_list": (1000.0, 500.0)},
+    "dense, distilled": {"attention": "full", "step_list": (1000.0, 500.0)},
+}
+
+
+@pytest.fixture
+def make_run(write_tiny_run, tiny_config, tmp_path: Path):
+    """`make_run(sparsity=, samples=, attention=, step_list=)` writes a run whose latents and captions are known."""
+
+    def make(
+        sparsity: Any = None, samples: Any = SAMPLES, attention: str = "video_sparse", step_list: Any = None
+    ) -> Path:
+        config = {**tiny_config(attention=attention), "callbacks": {"samples": samples}}
+        config["sparsity"] = sparsity or config["sparsity"]
+        config["data"]["text_padding"] = "zeros"
+        return write_tiny_run(tmp_path / "run", attention=attention, config=config, step_list=step_list)
+
+    return make
+
+
+def there_and_back(run: Path, folder: Path, to: str = "diffusers", *options: str) -> Path:
+    convert([str(run), str(folder / "export"), "--to", to, "--no-golden", *options])
+    convert([str(folder / "export"), str(folder / "back"), "--to", "run"])
+    return folder / "back"
+
+
+def latents_of(run: LoadedRun, **options: Any) -> torch.Tensor:
+    prompts = ["a red circle", "a blue square moving up"]
+    return sample_latents(run.model, run.text_encoder, prompts, clip_seeds(4, 2), run.settings(**options))
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_converted_there_and_back_gives_the_same_clips(kind, make_run, tmp_path):
+    run = load_run(make_run(**RUNS[kind]), device="cpu")
+    back = load_run(there_and_back(tmp_path / "run", tmp_path, "wan" if kind == "dense" else "diffusers"), device="cpu")
+    own = {"checkpoint", "step", "weights"}
+    found, wanted = (settings_dict(r.settings(), r) for r in (back, run))
+    assert {k: v for k, v in found.items() if k not in own} == {k: v for k, v in wanted.items() if k not in own}
+    assert torch.equal(back.latent_mean, run.latent_mean)
+    assert torch.equal(back.latent_std, run.latent_std)
+    assert back.text_padding == run.text_padding == "zeros"
+    clips = latents_of(run)
+    assert (latents_of(back) - clips).abs().max() < 1e-5
+    # controls: other noise levels, other tiles
+    if run.step_list is None:
+        assert (latents_of(back, flow_shift=2.0) - clips).abs().max() > 1e-2
+    if "dense" not in kind:
+        assert (latents_of(back, topk=1) - clips).abs().max() > 1e-2
+    # the other shape it was trained on
+    assert back.settings(latent_shape=(16, 1, 8, 8)).topk == run.settings(latent_shape=(16, 1, 8, 8)).topk
+    assert back.settings(at="dense").topk == run.settings(at="dense").topk
+
+
+def test_a_converted_run_is_sampled_by_the_command(make_run, tmp_path):
+    back = there_and_back(make_run(), tmp_path)
+    for run in ("run", "back"):
+        sample([str(tmp_path / run), "--prompt", "x", "--device", "cpu", "--out", str(tmp_path / f"{run}-clips")])
+    names = [json.loads((tmp_path / f"{run}-clips" / "samples.json").read_text())["clips"] for run in ("run", "back")]
+    assert names[0] == names[1]
+    for name in (names[0][0]["mp4"], "contact_sheet.png"):
+        assert (tmp_path / "run-clips" / name).read_bytes() == (tmp_path / "back-clips" / name).read_bytes()
+    # and goes on as a run: exported once more it is the same files
+    convert([str(back), str(tmp_path / "again"), "--no-golden"])
+    for path in (tmp_path / "export").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+
+
+def test_a_model_of_the_default_size_is_trained_exported_and_sampled_again(training, tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(run_module, "rank_zero_info", told.append)
+    training("trainer.max_steps=1")
+    assert not [line for line in told if "export" in line]
+    run = load_run(training.folder(), device="cpu")
+    back = load_run(there_and_back(training.folder(), tmp_path), device="cpu")
+    assert (latents_of(back, steps=2) - latents_of(run, steps=2)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("setting", ["model.absolute_positions=false", "model.rope_theta=10000"])
+def test_a_model_that_cannot_be_exported_says_so_before_it_is_trained(setting, training, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(run_module, "rank_zero_info", told.append)
+    other = {"false": "true", "10000": "100"}
+    name, _, value = setting.partition("=")
+    cfg = training.config(f"{name}={other[value]}")
+    run_module._check_model(cfg, build(cfg.data))
+    (line,) = told
+    assert line.startswith("note: this model cannot be exported to diffusers: ")
+    assert f"{name}=" in line or f"{name} must be" in line
+    assert value in line
+
+
+def test_sampling_settings_given_on_the_way_hold_for_the_run(make_run, tmp_path):
+    given = ("--flow-shift", "6", "--guidance", "1.5", "--guidance-form", "additive")
+    back = load_run(there_and_back(make_run(), tmp_path, "diffusers", *given), device="cpu")
+    settings = back.settings()
+    # cond + 1.5 (cond - uncond) is uncond + 2.5 (cond - uncond)
+    assert (settings.steps, settings.flow_shift, settings.guidance) == (3, 6, 2.5)
+
+
+def foreign_export(run: Path, folder: Path) -> Path:
+    """An export that says nothing of codec and captions, as those of other projects do."""
+    convert([str(run), str(folder / "foreign"), "--no-golden"])
+    (folder / "foreign" / SAMPLING).unlink()
+    return folder / "foreign"
+
+
+def test_weights_without_a_codec_say_what_to_give(make_run, write_tiny_run, tiny_config, tmp_path, command_line):
+    run = make_run()
+    foreign, back = foreign_export(run, tmp_path), tmp_path / "back"
+    convert([str(foreign), str(back), "--to", "run"])
+    out = tmp_path / "clips"
+    status, _, err = command_line("scripts/sample.py", str(back), "--prompt", "x", "--out", str(out))
+    assert (status, out.exists()) == (1, False)
+    assert err == (
+        f"error: checkpoint {back}/checkpoints/step-00000000 holds weights without a codec and a text encoder: convert "
+        "it once more with --like RUN, a run that was trained on such latents and captions (convert_checkpoint.py), or "
+        "sample its export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)\n"
+    )
+    # which is what helps
+    convert([str(back), str(tmp_path / "whole"), "--to", "run", "--like", str(run)])
+    clips = latents_of(load_run(run, device="cpu"))
+    assert (latents_of(load_run(tmp_path / "whole", device="cpu")) - clips).abs().max() < 1e-5
+
+    wide = tiny_config()
+    wide["model"]["text_dim"] = 32
+    for like, message in (
+        (write_tiny_run(tmp_path / "wide", config=wide), r"wide has model\.text_dim=32, .*back.* has 64"),
+        (back, r"--like .*back has no codec, text encoder or statistics of latents to take over"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert([str(back), str(tmp_path / "refused"), "--to", "run", "--like", str(like)])
+    with pytest.raises(ValueError, match=r"says its own codec and text encoder: leave --like .* out"):
+        convert([str(run), str(tmp_path / "refused"), "--to", "run", "--like", str(run)])
+    assert not (tmp_path / "refused").exists()
+
+
+def test_what_a_run_cannot_be_sampled_with_is_refused(make_run, tmp_path):
+    back = there_and_back(make_run(), tmp_path, "diffusers", "--dense-steps", "2")
+    assert read_sparse_config(tmp_path / "export").dense_steps == 2
+    with pytest.raises(ValueError, match=r"has dense_steps=2, which the sampling of a run does not follow: .*pipeline"):
+        load_run(back)
+    # nothing of it is lost
+    assert resolve_checkpoint(back).state["sparse_attention"]["dense_steps"] == 2
+
+
+@pytest.mark.parametrize("damage", [{"latent_mean": None}, {"more": 1}, {"config": {}}])
+def test_a_sampling_file_that_is_not_whole_is_refused(damage, make_run, tmp_path):
+    convert([str(make_run()), str(tmp_path / "export"), "--no-golden"])
+    path = tmp_path / "export" / SAMPLING
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(ValueError, match=r"sampling\.json is not what a conversion of this project writes"):
+        convert([str(tmp_path / "export"), str(tmp_path / "back"), "--to", "run"])
+    assert not (tmp_path / "back").exists()

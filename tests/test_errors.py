@@ -1,0 +1,43 @@
+"""What every command does with bad input."""
+
+import pytest
+import torch
+
+from vsa.errors import one_line_errors, refuse_unwritable, usable_device
+
+
+def test_a_device_that_works_is_kept():
+    assert usable_device("cpu", rank=3) == "cpu"
+    assert usable_device(None) == ("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu:x", "cuda:99"])
+def test_a_device_that_does_not_work_is_named(name, capsys):
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        usable_device(name)
+    assert stop.value.code == 1
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: device '{name}' cannot be used: ")
+    assert line.count("\n") == 1
+
+
+def test_ranks_share_the_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda n, device: asked.append(device))
+    assert [usable_device("cuda", rank=rank) for rank in (0, 3, 6)] == ["cuda:0", "cuda:3", "cuda:2"]
+    assert usable_device("cuda:1", rank=3) == "cuda:1"
+    assert asked == ["cuda:0", "cuda:3", "cuda:2", "cuda:1"]
+
+
+def test_folders_that_cannot_be_written_are_named(tmp_path, monkeypatch):
+    refuse_unwritable(tmp_path / "new" / "one")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write to .*file/in: .*file is no folder"):
+        refuse_unwritable(tmp_path / "file" / "in")
+    # permissions do not bind a superuser
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="cannot write to"):
+        refuse_unwritable(tmp_path)

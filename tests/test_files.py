@@ -1,0 +1,76 @@
+"""A full disk is told with the file, what was written and what is free."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.disks import small_files
+from vsa.errors import one_line_errors
+from vsa.files import DiskFullError, atomic_file, writing
+
+FREE = r"\d[\d.]* [kMGT]?B free"
+
+
+def test_no_space_is_told_in_one_line_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    target, temporary = tmp_path / "model.bin", tmp_path / ".writing"
+    temporary.write_bytes(b"x" * 1500)
+    with pytest.raises(SystemExit) as stop, one_line_errors(), writing(target, temporary, needed=2_500_000):
+        # the device that is always full
+        Path("/dev/full").write_text("x")
+    assert stop.value.code == 1
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: cannot write {target}: No space left on device (2.5 MB needed, 1.5 kB written, ")
+    assert line.endswith(" free)\n")
+    assert line.count("\n") == 1
+
+
+def fail_with(error: OSError, *paths: Path) -> None:
+    """Raise an error while several files are being written, one inside the other."""
+    with ExitStack() as stack:
+        for path in paths:
+            stack.enter_context(writing(path))
+        raise error
+
+
+def test_a_folder_counts_with_all_its_files(tmp_path: Path):
+    (tmp_path / "new" / "in").mkdir(parents=True)
+    for path in (tmp_path / "new" / "a", tmp_path / "new" / "in" / "b"):
+        path.write_bytes(b"x" * 300)
+    with pytest.raises(DiskFullError, match=rf"{tmp_path}/new: Disk quota exceeded \(600 B written, {FREE}\)"):
+        fail_with(OSError(errno.EDQUOT, "quota", "some temporary name"), tmp_path / "new")
+
+
+def test_the_innermost_file_is_the_one_named(tmp_path: Path):
+    with pytest.raises(DiskFullError, match="inner") as failure:
+        fail_with(OSError(errno.ENOSPC, "full"), tmp_path / "outer", tmp_path / "inner")
+    assert failure.value.errno == errno.ENOSPC
+    assert failure.value.filename == str(tmp_path / "inner")
+
+
+def test_other_errors_keep_their_words_and_get_a_name(tmp_path: Path):
+    with pytest.raises(OSError, match=r"\[Errno 5\] Input/output error: '.*/broken'") as failure:
+        fail_with(OSError(errno.EIO, "Input/output error"), tmp_path / "broken")
+    assert not isinstance(failure.value, DiskFullError)
+    with pytest.raises(FileNotFoundError, match="'/nowhere/x'"):
+        fail_with(FileNotFoundError(errno.ENOENT, "missing", "/nowhere/x"), tmp_path / "broken")
+    # not of the system
+    with pytest.raises(OSError, match=r"^another rank failed$"):
+        fail_with(OSError("another rank failed"), tmp_path / "broken")
+
+
+def test_an_atomic_file_on_a_full_disk_stays_what_it_was(tmp_path: Path):
+    target = tmp_path / "index.json"
+    target.write_text("before")
+
+    def replace() -> None:
+        with small_files(1000), atomic_file(target) as temporary:
+            temporary.write_bytes(b"x" * 1001)
+
+    with pytest.raises(DiskFullError, match=rf"{target}: File too large \(1 kB written, {FREE}\)"):
+        replace()
+    assert target.read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == ["index.json"]

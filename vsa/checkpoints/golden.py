@@ -1,0 +1,216 @@
+"""Golden tensors: inputs and outputs of a sparse checkpoint's self-attention layers, for engines to check themselves.
+
+L tokens, C model width. A case is one layer on a small grid, from the normalised, modulated hidden states that enter
+`to_q` and the gates to the output of `to_out.0`, both in raster order: qk-norm, RoPE, tiles, selection, both stages
+and the gates lie in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from vsa.attention.context import AttnContext, Recorder
+from vsa.attention.layout import Segment, TileLayout
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, read_sparse_config, write_sparse_config
+from vsa.checkpoints.wan import refuse_other_attention
+from vsa.checkpoints.weight_files import save_tensors
+from vsa.models.blocks import TransformerBlock
+from vsa.models.rope import rope_tables
+from vsa.models.video_dit import VideoDiT
+
+GOLDEN = "golden.safetensors"
+TOLERANCE = 1e-4
+"""Relative error for fp32 engines: rounding makes about 1e-6, one wrong tile some per cent. bf16 needs about 0.02."""
+
+# engines that round differently must still select the same tiles: the least gap between the last selected and the
+# first left out score, relative to the spread of the scores
+_MIN_MARGIN = 2e-5
+_MAX_DRAWS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenCase:
+    """One layer's input.
+
+    Args:
+        layer: index of the block.
+        hidden: `[1, L, C]` float32 hidden states in raster order.
+        grid_thw: token grid with L cells.
+        topk: kv tiles per query tile.
+    """
+
+    layer: int
+    hidden: Tensor
+    grid_thw: Grid
+    topk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenError:
+    """How far a layer is from its golden output.
+
+    Args:
+        layer: index of the block.
+        error: norm of the difference over the norm of the golden output.
+        tolerance: largest error that passes.
+    """
+
+    layer: int
+    error: float
+    tolerance: float
+
+    @property
+    def failed(self) -> bool:
+        # a NaN fails
+        return not self.error <= self.tolerance
+
+
+def attention_output(model: VideoDiT, case: GoldenCase, recorder: Recorder | None = None) -> Tensor:
+    """Self-attention output `[1, L, C]` of one layer in raster order: what the reference engine computes."""
+    block = cast(TransformerBlock, model.blocks[case.layer])
+    device = block.attn1.to_q.weight.device
+    layout = _layout(block, case.grid_thw, device)
+    cos, sin = rope_tables(case.grid_thw, model.head_dim, layout.device, model.rope_theta)
+    rope = (layout.permute(cos[None])[0], layout.permute(sin[None])[0])
+    ctx = AttnContext(layout=layout, topk=case.topk, layer_idx=case.layer, recorder=recorder)
+    return layout.unpermute(block.self_attention(layout.permute(case.hidden.to(device)), rope, ctx))
+
+
+@torch.no_grad()
+def write_golden(
+    model: VideoDiT,
+    folder: str | Path,
+    *,
+    layers: Sequence[int] | None = None,
+    grid_thw: Grid | None = None,
+    topk: int | None = None,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+) -> Path:
+    """Write `golden.safetensors` into an exported folder and name it in its `sparse_attention.json`.
+
+    Inputs are standard normal. A layer whose selection is a near tie anywhere gets the input of the next seed, so
+    that rounding does not decide which tiles are compared.
+
+    Args:
+        model: holds the folder's own weights (`open_pretrained`), in float32.
+        folder: with a `sparse_attention.json`.
+        layers: which to write; None: all.
+        grid_thw: token grid; None: one and a bit tiles in time, two and a bit in height, two in width.
+        topk: kv tiles per query tile of layers that are not dense; None: a quarter of the tiles.
+        seed: of the first input; layers and draws count on from it.
+        tolerance: see `GoldenError`.
+
+    Raises:
+        ValueError: a layer that does not exist, a top-k the grid does not have, weights that are not float32, no
+            `sparse_attention.json` or one of another model, no unambiguous selection.
+    """
+    folder = Path(folder)
+    sparse = read_sparse_config(folder)
+    refuse_other_attention(model, sparse, str(folder / SPARSE_CONFIG))
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise ValueError(f"golden tensors are computed in float32, {name} is {parameter.dtype}")
+    layers = list(range(len(model.blocks)) if layers is None else layers)
+    if any(not 0 <= layer < len(model.blocks) for layer in layers):
+        raise ValueError(f"layers must be in 0..{len(model.blocks) - 1}, got {layers}")
+    t, h, w = sparse.tile_thw
+    # ragged tiles on two axes, twelve tiles in all
+    grid = (t + 1, 2 * h + 1, 2 * w) if grid_thw is None else grid_thw
+    num_tiles = _layout(cast(TransformerBlock, model.blocks[0]), grid, torch.device("cpu")).num_video_tiles
+    topk = max(1, num_tiles // 4) if topk is None else topk
+    if not 1 <= topk <= num_tiles:
+        raise ValueError(f"topk must be in 1..{num_tiles}, the tiles of grid {grid}, got {topk}")
+
+    tensors, cases = {}, []
+    seeds = itertools.count(seed)
+    for layer in layers:
+        kept = num_tiles if layer in sparse.dense_layers else topk
+        used, case, out = _clear_case(model, layer, grid, kept, num_tiles, seeds)
+        tensors[f"blocks.{layer}.hidden"] = case.hidden.contiguous()
+        tensors[f"blocks.{layer}.out"] = out.float().cpu().contiguous()
+        cases.append({"layer": layer, "topk": kept, "seed": used})
+    # one entry: the library writes several in any order, and the file should be the same each time
+    header = {"golden": json.dumps({"grid_thw": grid, "num_tiles": num_tiles, "cases": cases})}
+    temporary = folder / f".writing-{GOLDEN}"
+    save_tensors(tensors, temporary, header)
+    temporary.replace(folder / GOLDEN)
+    write_sparse_config(folder, replace(sparse, golden=GOLDEN, golden_tolerance=tolerance))
+    return folder / GOLDEN
+
+
+def _layout(block: TransformerBlock, grid: Grid, device: torch.device) -> TileLayout:
+    with warnings.catch_warnings():
+        # the ragged tiles are wanted
+        warnings.filterwarnings("ignore", message="tiles .* full")
+        return block.method.layout((Segment(grid_thw=grid),), device)
+
+
+def _clear_case(
+    model: VideoDiT, layer: int, grid: Grid, topk: int, num_tiles: int, seeds: itertools.count[int]
+) -> tuple[int, GoldenCase, Tensor]:
+    """The first seed whose selection is no near tie, with its case and output."""
+    margins: list[float] = []
+
+    def recorder(layer_idx: int, tensors: dict[str, Tensor]) -> None:
+        scores = tensors["scores"].float()
+        best = scores.topk(topk + 1, dim=-1).values
+        margins.append(((best[..., -2] - best[..., -1]) / scores.std()).min().item())
+
+    num_tokens = grid[0] * grid[1] * grid[2]
+    for _ in range(_MAX_DRAWS):
+        seed = next(seeds)
+        hidden = torch.randn(1, num_tokens, model.dim, generator=torch.Generator().manual_seed(seed))
+        case = GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=topk)
+        margins.clear()
+        out = attention_output(model, case, recorder if topk < num_tiles else None)
+        if not margins or margins[0] >= _MIN_MARGIN:
+            return seed, case, out
+    raise ValueError(f"layer {layer}: every one of {_MAX_DRAWS} inputs has tiles with equal scores")
+
+
+def check_golden(folder: str | Path, run: Callable[[GoldenCase], Tensor]) -> list[GoldenError]:
+    """Compare an engine with the golden tensors of an exported folder, layer by layer.
+
+    Args:
+        folder: with `sparse_attention.json` and the file it names.
+        run: the engine: gives the self-attention output `[1, L, C]` of a case, in raster order, on any device and
+            in any dtype. It needs the folder's weights of that block and nothing else.
+
+    Returns:
+        one entry per layer; `failed` tells those above the tolerance.
+
+    Raises:
+        ValueError: no golden file, or an output of another shape.
+    """
+    folder = Path(folder)
+    sparse = read_sparse_config(folder)
+    if sparse.golden is None or sparse.golden_tolerance is None:
+        raise ValueError(f"{folder / SPARSE_CONFIG} names no golden file")
+    path = folder / sparse.golden
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    found = []
+    with safe_open(path, framework="pt", device="cpu") as file:
+        header = json.loads(file.metadata()["golden"])
+        grid = cast(Grid, tuple(header["grid_thw"]))
+        for row in header["cases"]:
+            layer = row["layer"]
+            hidden, golden = (file.get_tensor(f"blocks.{layer}.{name}") for name in ("hidden", "out"))
+            out = run(GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=row["topk"])).detach().cpu().double()
+            if out.shape != golden.shape:
+                raise ValueError(f"layer {layer}: output has shape {tuple(out.shape)}, expected {tuple(golden.shape)}")
+            golden = golden.double()
+            error = ((out - golden).norm() / golden.norm()).item()
+            found.append(GoldenError(layer=layer, error=error, tolerance=sparse.golden_tolerance))
+    return found

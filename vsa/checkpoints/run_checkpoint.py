@@ -1,0 +1,317 @@
+"""Checkpoint folders: safetensors keyed by parameter name plus `state.json`, no pickle.
+
+A checkpoint is complete when its folder stands under its final name: it is written into a temporary folder beside
+it, every file synced, `state.json` (with the SHA-256 of the others) last, then renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from vsa.checkpoints.moved import moved_targets
+from vsa.checkpoints.weight_files import sync
+from vsa.files import writing
+from vsa.models.sharding import local, place, whole
+
+SCHEMA = 1
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_NAME = re.compile(r"step-(\d{8,})$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A verified checkpoint folder.
+
+    Args:
+        path: the folder.
+        state: content of `state.json`: step, plan hash, latent statistics, encoder ids, digests.
+    """
+
+    path: Path
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """CPU tensors of `name` ("model", "ema" or "optimizer"), read from the file where they are used."""
+        with safe_open(self.path / f"{name}.safetensors", framework="pt", device="cpu") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+
+    def has(self, name: str) -> bool:
+        return f"{name}.safetensors" in self.state["files"]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def write_checkpoint(
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, writes: bool = True
+) -> Path:
+    """Write `folder/step-N` from groups of tensors ("model", "ema", "optimizer") and the state.
+
+    Sharded tensors are gathered one by one on their way to the file, so the whole model is in no process's memory.
+
+    Args:
+        folder: of all checkpoints.
+        tensors: by group and name; with sharded ones this is a collective: every rank calls it with its shards.
+        state: becomes `state.json`.
+        writes: whether this process writes; one does.
+
+    Raises:
+        DiskFullError: names the checkpoint and the bytes; the checkpoints before it stay.
+    """
+    final = folder / checkpoint_name(state["step"])
+    # the order of the files
+    wholes = (whole(group[name]) for group in tensors.values() for name in _file_order(group))
+    try:
+        if writes:
+            _write(folder, final, tensors, wholes, state)
+    except OSError:
+        _exhaust(wholes)
+        raise
+    _exhaust(wholes)
+    return final
+
+
+def _exhaust(wholes: Iterator[Tensor]) -> None:
+    """Take part in gathering what this process does not write."""
+    for _ in wholes:
+        pass
+
+
+def _write(
+    folder: Path,
+    final: Path,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    wholes: Iterator[Tensor],
+    state: Mapping[str, Any],
+) -> None:
+    temporary = folder / f".writing-{final.name}"
+    needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
+    try:
+        with writing(final, temporary, needed=needed):
+            folder.mkdir(parents=True, exist_ok=True)
+            # litter of a save that was killed
+            for left in folder.glob(".*-step-*"):
+                shutil.rmtree(left)
+            temporary.mkdir()
+            digests = {}
+            for name, group in tensors.items():
+                path = temporary / f"{name}.safetensors"
+                digests[path.name] = save_file(path, group, wholes)
+                sync(path)
+            text = json.dumps({"schema": SCHEMA, **state, "files": digests}, indent=1)
+            (temporary / "state.json").write_text(text)
+            sync(temporary / "state.json")
+            if final.exists():
+                remove_checkpoint(final)
+            os.replace(temporary, final)
+            sync(folder)
+    except BaseException:
+        # a full disk needs the room
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _file_order(group: Mapping[str, Tensor]) -> list[str]:
+    # large elements first: every tensor then starts at a multiple of its element size
+    return sorted(group, key=lambda name: (-group[name].element_size(), name))
+
+
+def save_file(path: Path, group: Mapping[str, Tensor], wholes: Iterator[Tensor]) -> str:
+    """Write a safetensors file as its tensors come, and return its SHA-256 (the library wants all of them at once).
+
+    Args:
+        path: the file.
+        group: tensors by name, for their dtypes and shapes.
+        wholes: their values on the CPU in file order; no more are taken than the group has.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name in _file_order(group):
+        tensor = group[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+
+        def write(data: Any) -> None:
+            file.write(data)
+            digest.update(data)
+
+        write(len(text).to_bytes(8, "little"))
+        write(text)
+        for value in islice(wholes, len(group)):
+            write(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint so that no half of it can ever be taken for a whole one."""
+    doomed = path.with_name(f".removing-{path.name}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders in `folder`, oldest first; they may be damaged."""
+    found = [p for p in folder.glob("step-*") if _NAME.match(p.name)]
+    return sorted(found, key=lambda p: int(_NAME.match(p.name)[1]))  # type: ignore[index]
+
+
+def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:
+    """Open a checkpoint folder after checking its files.
+
+    Args:
+        path: the folder.
+        verify: compare every digest, which reads every byte; False: only that the files are there in full length.
+
+    Raises:
+        ValueError: the folder is no checkpoint, is damaged, or has another schema.
+    """
+    path = Path(path)
+    try:
+        state = json.loads((path / "state.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is no checkpoint: it has no state.json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: state.json does not parse ({error})") from None
+    if not isinstance(state, dict) or state.get("schema") != SCHEMA:
+        found = state.get("schema") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"checkpoint {path} has schema {found}, this version reads {SCHEMA}")
+    if "config" in state:
+        state["config"] = moved_targets(state["config"])
+    for name, digest in state["files"].items():
+        try:
+            if verify and _sha256(path / name) != digest:
+                raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest")
+            # the header says how long the file is
+            with safe_open(path / name, framework="pt"):
+                pass
+        except FileNotFoundError:
+            raise ValueError(f"checkpoint {path} is damaged: {name} is missing") from None
+        except SafetensorError as error:
+            raise ValueError(f"checkpoint {path} is damaged: {name} cannot be read ({error})") from None
+    return Checkpoint(path=path, state=state)
+
+
+def latest_checkpoint(folder: Path, on_damaged=print, *, verify: bool = True) -> Checkpoint:
+    """The newest valid checkpoint in `folder` (see `read_checkpoint`); `on_damaged` is told of damaged newer ones.
+
+    Raises:
+        ValueError: no valid checkpoint is left.
+    """
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return read_checkpoint(path, verify=verify)
+        except (ValueError, OSError) as error:
+            on_damaged(f"skipped a damaged checkpoint: {error}")
+    raise ValueError(f"no valid checkpoint in {folder}")
+
+
+def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None, *, verify: bool = True) -> Checkpoint:
+    """The checkpoint a user names: `last` (of `run_dir`), a checkpoint folder, or a run folder (its newest).
+
+    See `read_checkpoint` for `verify`.
+    """
+    if str(spec) == "last":
+        if run_dir is None:
+            raise ValueError("ckpt_path=last needs a run folder")
+        return latest_checkpoint(run_dir / "checkpoints", verify=verify)
+    path = Path(spec)
+    if not path.exists():
+        raise ValueError(f"no such checkpoint or run folder: {path}")
+    if (path / "checkpoints").is_dir():
+        return latest_checkpoint(path / "checkpoints", verify=verify)
+    return read_checkpoint(path, verify=verify)
+
+
+def refuse_key_difference(wanted: set[str], found: set[str], what: str) -> None:
+    """Raise ValueError that names missing and unexpected keys."""
+    missing, unexpected = sorted(wanted - found), sorted(found - wanted)
+    if missing or unexpected:
+        parts = [
+            f"{label} {len(keys)} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
+            for label, keys in (("lacks", missing), ("has unexpected", unexpected))
+            if keys
+        ]
+        raise ValueError(f"{what} does not fit the model: it {' and '.join(parts)}")
+
+
+@torch.no_grad()
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Copy `tensors` into the parameters of `model`; every key must fit.
+
+    Raises:
+        ValueError: a key is missing or left over, or a shape differs; the text names it and `what`.
+    """
+    parameters = dict(model.named_parameters())
+    refuse_key_difference(set(parameters), set(tensors), what)
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            raise ValueError(
+                f"{what}: {name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(parameter.shape)}"
+            )
+        local(parameter).copy_(local(place(tensors[name], parameter)))
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """State of an optimizer built by `vsa.training.optimizer`, as `NAME/exp_avg` and so on (the tensors themselves)."""
+    found = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{name}/{key}"] = value
+    return found
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Put the state that `optimizer_state` gave back.
+
+    Raises:
+        ValueError: the saved state is of other parameters.
+    """
+    names = {name for group in optimizer.param_groups for name in group["names"]}
+    saved: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, field = key.rpartition("/")
+        saved.setdefault(name, {})[field] = value
+    # a parameter that never had a gradient has no state
+    refuse_key_difference(set(saved) & names, set(saved), what)
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            if name in saved:
+                fields = {k: place(v, parameter) if v.ndim else v.clone() for k, v in saved[name].items()}
+                optimizer.state[parameter] = fields

@@ -1,0 +1,267 @@
+"""`sparse_attention.json`: what an engine must know beside the weights to run a sparse checkpoint as it was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from vsa.attention.layout import Partition
+from vsa.attention.sparsity import Budget, ConstantSparsity, SparsityPoint
+from vsa.attention.tiling import BlockOrder
+
+SCHEMA_VERSION = 1
+SPARSE_CONFIG = "sparse_attention.json"
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopkRange:
+    """Another top-k in a part of the denoising.
+
+    Args:
+        start: denoising progress from which it holds, 0 is pure noise.
+        stop: progress up to which it holds (not included), 1 is clean.
+        grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer.
+    """
+
+    start: float
+    stop: float
+    grid_topk: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid_topk", tuple(tuple(row) for row in self.grid_topk))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttentionConfig:
+    """How the self-attention of a sparse checkpoint runs.
+
+    Trained grids have the top-k they were last trained with; `layer_topk` derives that of other grids from the first.
+
+    Args:
+        method: file name of the method in `vsa.attention` (`video_sparse`).
+        tile_thw: tokens per tile along time, height, width.
+        partition: cube or hilbert_run, see `vsa.attention.layout.TileLayout`.
+        block_order: order of the tiles; results do not depend on it beyond rounding.
+        fine_gate: the fine output has a gate too.
+        gate_keys: names of the gate tensors among the weights.
+        grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer.
+        num_tiles: video tiles of each trained grid; grids of as many tiles have equal rows of top-k.
+        grids: token grids trained on, the reference first.
+        budget: how top-k follows the number of tiles on grids that were not trained on: count (the same number),
+            fraction (the same share) or an exponent between 0 and 1, see
+            `vsa.attention.sparsity.SparsitySchedule`.
+        topk_ranges: top-k in parts of the denoising where it differs from `grid_topk`.
+        dense_layers: layers that keep all tiles whatever `grid_topk` says.
+        dense_steps: first denoising steps in which every layer keeps all tiles.
+        step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
+        flow_shift: shift of the noise levels to sample with, which need not be that of the training; None: that of
+            the pipeline.
+        guidance_form: standard, `uncond + scale * (cond - uncond)`, or additive, `cond + scale * (cond - uncond)`.
+        guidance_scale: recommended scale; None when unknown.
+        golden: file with golden inputs and outputs; None without.
+        golden_tolerance: largest relative error against them.
+        schema_version: of this file.
+
+    Raises:
+        ValueError: a value out of range, named with the value.
+    """
+
+    method: str
+    tile_thw: Grid
+    partition: Partition
+    block_order: BlockOrder
+    fine_gate: bool
+    gate_keys: tuple[str, ...]
+    grid_topk: tuple[tuple[int, ...], ...]
+    num_tiles: tuple[int, ...]
+    grids: tuple[Grid, ...]
+    budget: Budget = "fraction"
+    topk_ranges: tuple[TopkRange, ...] = ()
+    dense_layers: tuple[int, ...] = ()
+    dense_steps: int = 0
+    step_list: tuple[float, ...] | None = None
+    flow_shift: float | None = None
+    guidance_form: Literal["standard", "additive"] = "standard"
+    guidance_scale: float | None = None
+    golden: str | None = None
+    golden_tolerance: float | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("tile_thw", "gate_keys", "num_tiles", "topk_ranges", "dense_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("grids", "grid_topk"):
+            object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
+        if self.step_list is not None:
+            object.__setattr__(self, "step_list", tuple(self.step_list))
+        self._check()
+
+    def _check(self) -> None:
+        if self.schema_version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {self.schema_version}, this version reads {SCHEMA_VERSION}")
+        for name, triple in (("tile_thw", self.tile_thw), *(("grids", grid) for grid in self.grids)):
+            if len(triple) != 3 or min(triple) < 1:
+                raise ValueError(f"{name} must be three positive sizes, got {triple}")
+        if not self.grids or len(self.grids) != len(self.num_tiles):
+            raise ValueError(f"num_tiles must have one entry per grid, got {len(self.num_tiles)} and {len(self.grids)}")
+        self._check_topk("grid_topk", self.grid_topk)
+        for part in self.topk_ranges:
+            if not 0 <= part.start < part.stop <= 1:
+                raise ValueError(f"topk_ranges must lie in [0, 1] and start < stop, got {part.start} and {part.stop}")
+            self._check_topk("grid_topk of topk_ranges", part.grid_topk)
+        if any(not 0 <= layer < self.num_layers for layer in self.dense_layers):
+            raise ValueError(f"dense_layers must be in 0..{self.num_layers - 1}, got {list(self.dense_layers)}")
+        if self.dense_steps < 0:
+            raise ValueError(f"dense_steps must not be negative, got {self.dense_steps}")
+        if self.flow_shift is not None and not self.flow_shift > 0:
+            raise ValueError(f"flow_shift must be positive, got {self.flow_shift}")
+        # refuses an unknown budget
+        self._scaled(self.grid_topk[0][0], self.num_tiles[0])
+        if self.guidance_form not in ("standard", "additive"):
+            raise ValueError(f"guidance_form must be standard or additive, got {self.guidance_form!r}")
+        if (self.golden is None) != (self.golden_tolerance is None):
+            raise ValueError(
+                f"golden and golden_tolerance come together, got {self.golden} and {self.golden_tolerance}"
+            )
+
+    def _check_topk(self, name: str, rows: tuple[tuple[int, ...], ...]) -> None:
+        if len(rows) != len(self.grids):
+            raise ValueError(f"{name} must have one row per grid, got {len(rows)} rows and {len(self.grids)} grids")
+        by_tiles: dict[int, tuple[int, ...]] = {}
+        for row, num_tiles, grid in zip(rows, self.num_tiles, self.grids, strict=True):
+            if not row or len(row) != self.num_layers:
+                raise ValueError(f"{name} must have one entry per layer, got {len(row)} for grid {grid}")
+            if min(row) < 1 or max(row) > num_tiles:
+                raise ValueError(
+                    f"{name} must be in 1..{num_tiles}, the tiles of grid {grid}, got {min(row)}..{max(row)}"
+                )
+            if by_tiles.setdefault(num_tiles, row) != row:
+                raise ValueError(f"{name} has {by_tiles[num_tiles]} and {row} for grids of {num_tiles} tiles")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.grid_topk[0])
+
+    def layer_topk(self, num_tiles: int, *, progress: float = 1.0, step: int | None = None) -> tuple[int, ...]:
+        """Kv tiles per query tile of each layer on a grid of `num_tiles` tiles.
+
+        Args:
+            num_tiles: video tiles of the grid.
+            progress: denoising progress in [0, 1], 0 is pure noise.
+            step: denoising step from 0; None disregards `dense_steps`.
+        """
+        if step is not None and step < self.dense_steps:
+            return (num_tiles,) * self.num_layers
+        rows = next((part.grid_topk for part in self.topk_ranges if part.start <= progress < part.stop), self.grid_topk)
+        if num_tiles in self.num_tiles:
+            counts = rows[self.num_tiles.index(num_tiles)]
+        else:
+            counts = tuple(self._scaled(count, num_tiles) for count in rows[0])
+        return tuple(num_tiles if layer in self.dense_layers else count for layer, count in enumerate(counts))
+
+    def _scaled(self, count: int, num_tiles: int) -> int:
+        rule = ConstantSparsity(topk=count, budget=self.budget, reference_tiles=self.num_tiles[0])
+        return rule.target_topk(num_tiles)
+
+    def sampled_at(self, steps: tuple[float, ...]) -> SparseAttentionConfig:
+        """The same weights' settings as a generator of these steps: flow shift and guidance are in the weights."""
+        if self.step_list == steps:
+            return self
+        return replace(self, step_list=steps, flow_shift=None, guidance_form="standard", guidance_scale=1.0)
+
+    def to_json(self) -> str:
+        """The file's text."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> SparseAttentionConfig:
+        """The config a file's text describes.
+
+        Raises:
+            ValueError: no JSON object, another schema version, unknown or missing keys, a value out of range.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"it is no JSON ({error})") from None
+        if not isinstance(values, Mapping):
+            raise ValueError(f"it must hold a JSON object, got {type(values).__name__}")
+        # first of all: another version may have other keys
+        version = values.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {version}, this version reads {SCHEMA_VERSION}")
+        known = {field.name for field in fields(cls)}
+        if set(values) != known:
+            missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
+            raise ValueError(f"keys missing {missing}, keys unknown {unknown}")
+        try:
+            return cls(**{**values, "topk_ranges": tuple(TopkRange(**part) for part in values["topk_ranges"])})
+        except TypeError as error:
+            raise ValueError(f"a value has the wrong type ({error})") from None
+
+
+class ExportedSparsity(ConstantSparsity):
+    """The top-k of a `sparse_attention.json` at every step: a model that was converted into a run goes on with it.
+
+    Args:
+        config: of the export.
+
+    Raises:
+        ValueError: the export has another top-k in some denoising steps, which the sampling of a run does not follow.
+    """
+
+    def __init__(self, config: SparseAttentionConfig):
+        for name, value in (("dense_steps", config.dense_steps), ("topk_ranges", list(config.topk_ranges))):
+            if value:
+                raise ValueError(
+                    f"{SPARSE_CONFIG} has {name}={value}, which the sampling of a run does not follow: sample the "
+                    "export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)"
+                )
+        super().__init__(topk=max(config.grid_topk[0]), dense_layers=config.dense_layers)
+        self._config = config
+
+    def topk_per_layer(
+        self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current"
+    ) -> int | tuple[int, ...]:
+        if at == "dense":
+            return num_tiles
+        row = self._config.layer_topk(num_tiles)
+        return row[0] if len(set(row)) == 1 else row
+
+
+def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:
+    """The `sparse_attention.json` of a weights folder.
+
+    Raises:
+        ValueError: the file is missing, has another schema version or does not parse; the text names it.
+    """
+    path = Path(folder) / SPARSE_CONFIG
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: it says how the gates of a sparse checkpoint are used") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: it is no text ({error})") from None
+    try:
+        return SparseAttentionConfig.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def write_sparse_config(folder: str | Path, config: SparseAttentionConfig) -> Path:
+    """Write `sparse_attention.json` into a weights folder, whole or not at all; returns its path."""
+    path = Path(folder) / SPARSE_CONFIG
+    temporary = path.with_name(f".writing-{path.name}")
+    temporary.write_text(config.to_json(), encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def has_sparse_config(folder: str | Path) -> bool:
+    """Whether a weights folder has a `sparse_attention.json`."""
+    return (Path(folder) / SPARSE_CONFIG).is_file()

@@ -1,0 +1,102 @@
+"""`config.json` of diffusers' `WanTransformer3DModel`: into the arguments of a `VideoDiT`, and out of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vsa.checkpoints.weight_files import pretrained_folder, read_json
+from vsa.models.video_dit import VideoDiT
+
+CLASS_NAME = "WanTransformer3DModel"
+SPARSE_FLAG = "sparse_attention"
+"""Key of an exported `config.json` that names the file the gates need."""
+
+# what a config.json that leaves a key out means (diffusers 0.42)
+_DEFAULTS: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 40,
+    "attention_head_dim": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "ffn_dim": 13824,
+    "num_layers": 40,
+    "cross_attn_norm": True,
+    "eps": 1e-6,
+    "image_dim": None,
+    "added_kv_proj_dim": None,
+    "rope_max_seq_len": 1024,
+}
+# keys with one value this model can compute
+_FIXED = {"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None}
+
+
+def read_transformer_config(source: str | Path) -> dict[str, Any]:
+    """`config.json` of a transformer, see `pretrained_folder` for what `source` may be.
+
+    Raises:
+        ValueError: nothing there, or no JSON.
+    """
+    return read_json(pretrained_folder(source) / "config.json")
+
+
+def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of the `VideoDiT` that computes what a `WanTransformer3DModel` of this config does.
+
+    Raises:
+        ValueError: another class, or a key or value this model has no counterpart for.
+    """
+    name = config.get("_class_name")
+    if name == "WanModel":
+        raise ValueError("_class_name is WanModel, Wan's original layout: scripts/convert_checkpoint.py makes it ours")
+    if name != CLASS_NAME:
+        raise ValueError(f"_class_name must be {CLASS_NAME}, got {name}")
+    for key, value in config.items():
+        if key in _FIXED and value != _FIXED[key]:
+            raise ValueError(f"{key}={value} is not supported, only {_FIXED[key]}")
+        known = key in _DEFAULTS or key in _FIXED or key == SPARSE_FLAG or key.startswith("_")
+        if not known and value is not None:
+            raise ValueError(f"config key {key}={value} is unknown: the model might compute something else")
+    arguments = {key: config.get(key, default) for key, default in _DEFAULTS.items()}
+    arguments["patch_size"] = tuple(arguments["patch_size"])
+    # as diffusers does
+    arguments["out_channels"] = arguments["out_channels"] or arguments["in_channels"]
+    return arguments
+
+
+def transformer_config(model: VideoDiT) -> dict[str, Any]:
+    """`config.json` of the `WanTransformer3DModel` that computes what a model with dense attention does.
+
+    Raises:
+        ValueError: the model has something that class cannot express.
+    """
+    if model.absolute_positions:
+        raise ValueError(
+            f"model.absolute_positions=true has no counterpart in {CLASS_NAME}, it needs model.absolute_positions=false"
+        )
+    if model.rope_theta != 10000:
+        raise ValueError(f"model.rope_theta must be 10000 in {CLASS_NAME}, the model has {model.rope_theta}")
+    block: Any = model.blocks[0]
+    has_image = model.image_dim is not None
+    arguments = {
+        "patch_size": list(model.patch_size),
+        "num_attention_heads": model.num_heads,
+        "attention_head_dim": model.head_dim,
+        "in_channels": model.in_channels,
+        "out_channels": model.out_channels,
+        "text_dim": model.text_dim,
+        "freq_dim": model.condition_embedder.freq_dim,
+        "ffn_dim": block.ffn.net[0].proj.out_features,
+        "num_layers": len(model.blocks),
+        "cross_attn_norm": not isinstance(block.norm2, nn.Identity),
+        "eps": block.norm1.eps,
+        "image_dim": model.image_dim,
+        "added_kv_proj_dim": block.attn2.add_k_proj.in_features if has_image else None,
+        "rope_max_seq_len": model.rope_max_seq_len,
+    }
+    return {"_class_name": CLASS_NAME, **arguments, **_FIXED}

@@ -1,0 +1,97 @@
+"""How every command reports bad input and memory that runs out: one line, exit status 1."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> Iterator[None]:
+    """Turn an error of the user's input into `error: ...` on stderr and exit status 1.
+
+    Input errors are ValueError and OSError, and whatever stands in `extra`. Anything else is a defect of ours and
+    keeps its traceback.
+
+    Args:
+        extra: further exceptions that are input errors.
+        traceback: True lets input errors through with theirs too; None follows Hydra's own switch HYDRA_FULL_ERROR=1.
+    """
+    if traceback is None:
+        traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    if traceback:
+        yield
+        return
+    try:
+        yield
+    except (ValueError, OSError, *extra) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def usable_device(name: str | None, *, rank: int = 0) -> str:
+    """A device that works here.
+
+    Args:
+        name: as a user gave it; None takes a GPU when there is one.
+        rank: of the process; plain "cuda" shares the GPUs of a machine out by it.
+
+    Raises:
+        ValueError: names the device and why it cannot be used.
+    """
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        name = f"cuda:{rank % torch.cuda.device_count()}"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {name!r} cannot be used: {reason}") from None
+    return name
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise ValueError when nothing can be written under `folder`, which need not exist yet."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"cannot write to {folder}: {nearest} is no folder that can be written to")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation on the CPU or a GPU failed."""
+    import torch
+
+    # the CPU's allocator has no exception of its own
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )
+
+
+def too_large(make: Callable[[], Any], error: BaseException | None) -> str:
+    """What to say when `make` ran out of memory: the size of the network that it builds, and what failed."""
+    # the CPU's allocator begins with its place in C++
+    reason = str(error).partition("\n")[0].rpartition("Allocator: ")[2] or type(error).__name__
+    import torch
+    from torch import nn
+
+    try:
+        with torch.device("meta"):
+            built = make()
+    except RuntimeError:
+        built = None
+    if not isinstance(built, nn.Module):
+        return f"not enough memory: {reason}"
+    count = sum(p.numel() for p in built.parameters())
+    size = f"{count:,} parameters, {4 * count / 2**30:,.1f} GiB in fp32"
+    return f"the model is too large for the memory here: {size} ({reason})"

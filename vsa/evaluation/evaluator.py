@@ -1,0 +1,363 @@
+"""Judging the checkpoints of a run from outside: validation loss, agreement with a reference, signs of broken clips.
+
+N clips, T H W frames, height and width of a clip.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vsa.attention.full import FullAttention
+from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.config import build
+from vsa.data.batch import VideoBatch
+from vsa.diffusion import flow_matching as fm
+from vsa.evaluation.figures import draw_evaluation
+from vsa.evaluation.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
+from vsa.files import atomic_file
+from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
+from vsa.sampling.contact_sheet import contact_sheet
+from vsa.sampling.pipeline import (
+    LoadedRun,
+    ProgressFn,
+    SampleSettings,
+    clip_seeds,
+    decode_latents,
+    sample_latents,
+    settings_dict,
+)
+
+CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
+    "black": black_frames,
+    "uniform": uniform_frames,
+    "motion": motion,
+    "flicker": flicker,
+}
+"""What is measured on every clip by itself."""
+
+SHEET_CLIPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """Everything that decides the numbers of a checkpoint, besides the checkpoint.
+
+    Args:
+        prompts: N captions.
+        seed: clip i starts from the noise of (seed, i), in the run and in its reference.
+        steps: Euler steps; None: as the run is sampled, which is what a run with a step list needs.
+        guidance: classifier-free guidance scale; None: as the run is sampled.
+        flow_shift: of the sampler's noise levels; None: that of the training.
+        batch_size: clips and validation samples computed together; changes nothing beyond rounding.
+        weights: averaged or trained weights.
+        reference: what clips are compared with: "dense" is the same model with all tiles, "none" is nothing, anything
+            else names another run's checkpoint and its digest.
+        val_loss: compute the validation loss.
+        lpips: folder of LPIPS weights; None leaves it out.
+    """
+
+    prompts: tuple[str, ...]
+    seed: int = 0
+    steps: int | None = 32
+    guidance: float | None = 1.0
+    flow_shift: float | None = None
+    batch_size: int = 16
+    weights: Literal["ema", "model"] = "ema"
+    reference: str = "dense"
+    val_loss: bool = True
+    lpips: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError(
+                "no prompts: the run samples none and holds no captions out, give --prompt TEXT or --prompts FILE"
+            )
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits that tell rows of different settings apart."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What came out for one checkpoint.
+
+    Args:
+        record: plain values: step, settings, metrics, clips.
+        videos: uint8 `[N, T, H, W, 3]`.
+        reference: the same of the reference, None without one.
+    """
+
+    record: Mapping[str, Any]
+    videos: Tensor
+    reference: Tensor | None
+
+
+class Evaluator:
+    """Measures checkpoints of one run under the same settings.
+
+    Args:
+        settings: what to measure.
+        reference: the other run to compare with; None where `settings.reference` is "dense" or "none".
+        lpips: distance of two clips; None leaves it out.
+    """
+
+    def __init__(
+        self,
+        settings: EvaluationSettings,
+        *,
+        reference: LoadedRun | None = None,
+        lpips: Callable[[Tensor, Tensor], float] | None = None,
+    ):
+        self.settings = settings
+        self._reference, self._lpips = reference, lpips
+        self._kept: tuple[SampleSettings, Tensor] | None = None
+
+    def __call__(self, run: LoadedRun, checkpoint: Checkpoint, progress: ProgressFn | None = None) -> Evaluation:
+        """Validation loss, clips and their metrics.
+
+        Args:
+            run: loaded from `checkpoint`.
+            checkpoint: where the weights come from.
+            progress: called with the number of clip-steps that were just done.
+
+        Raises:
+            ValueError: there is nothing to compare with, or no validation data.
+        """
+        s = self.settings
+        ours = self._ours(run)
+        other = self._other(run, ours)
+        metrics: dict[str, float] = {}
+        if s.val_loss:
+            metrics |= validation_loss(run, checkpoint.state, batch_size=s.batch_size)
+        videos, finite = sample_clips(run, s.prompts, ours, progress)
+        wanted = None if other is None else self._reference_clips(*other, progress)
+        clips = [
+            {"prompt": prompt, "finite": bool(ok), **self._clip(videos, wanted, i)}
+            for i, (prompt, ok) in enumerate(zip(s.prompts, finite, strict=True))
+        ]
+        metrics["non_finite"] = 1 - float(finite.double().mean())
+        for name in clips[0]:
+            if name not in ("prompt", "finite"):
+                metrics[name] = sum(clip[name] for clip in clips) / len(clips)
+        if wanted is not None:
+            # of all pixels: one clip that equals its reference would make the mean over clips infinite
+            metrics["psnr"] = psnr(videos, wanted)
+        record = {
+            "step": run.step,
+            "digest": weights_digest(checkpoint, s.weights),
+            "settings": asdict(s),
+            "settings_digest": s.digest,
+            "data_range": DATA_RANGE,
+            "metrics": metrics,
+            "clips": clips,
+            "sampling": settings_dict(ours, run),
+            "reference_sampling": None if other is None else settings_dict(other[1], other[0]),
+            "torch": torch.__version__,
+        }
+        return Evaluation(record=record, videos=videos, reference=wanted)
+
+    def clip_steps(self, run: LoadedRun) -> int:
+        """Clip-steps of one evaluation, for its progress: sampler steps of all clips and of their references."""
+        ours = self._ours(run)
+        other = self._other(run, ours)
+        return len(self.settings.prompts) * (ours.steps + (0 if other is None else other[1].steps))
+
+    def _ours(self, run: LoadedRun) -> SampleSettings:
+        s = self.settings
+        return run.settings(
+            seed=s.seed, steps=s.steps, guidance=s.guidance, flow_shift=s.flow_shift, batch_size=s.batch_size
+        )
+
+    def _other(self, run: LoadedRun, ours: SampleSettings) -> tuple[LoadedRun, SampleSettings] | None:
+        """The reference of a run and how it is sampled.
+
+        From the same noise, with the same steps and noise levels; where one of the two has a step list, each is
+        sampled in its own way.
+        """
+        if self.settings.reference == "none":
+            return None
+        if self._reference is None:
+            blocks: Any = run.model.blocks
+            if all(isinstance(block.method, FullAttention) for block in blocks):
+                raise ValueError(
+                    f"{run.source} has dense attention, there is no sparsity to compare: give --reference RUN_FOLDER "
+                    "or --reference none"
+                )
+            return run, replace(ours, topk=run.model.layout_for(ours.latent_shape).num_video_tiles)
+        if self._reference.codec.hash != run.codec.hash:
+            raise ValueError(
+                f"the reference {self._reference.source} has codec {self._reference.codec.id}, "
+                f"{run.source} has {run.codec.id}"
+            )
+        own = self._reference.settings(seed=ours.seed, latent_shape=ours.latent_shape, batch_size=ours.batch_size)
+        if ours.step_list is not None or own.step_list is not None:
+            return self._reference, own
+        return self._reference, replace(ours, topk=own.topk)
+
+    def _reference_clips(self, run: LoadedRun, settings: SampleSettings, progress: ProgressFn | None) -> Tensor:
+        # those of another run are the same for every checkpoint
+        if self._kept is not None and self._kept[0] == settings and run is self._reference:
+            return self._kept[1]
+        clips = sample_clips(run, self.settings.prompts, settings, progress)[0]
+        self._kept = settings, clips
+        return clips
+
+    def _clip(self, videos: Tensor, reference: Tensor | None, i: int) -> dict[str, Any]:
+        found: dict[str, Any] = {name: measure(videos[i]) for name, measure in CLIP_METRICS.items()}
+        if reference is not None:
+            found |= {f"reference_{name}": measure(reference[i]) for name, measure in CLIP_METRICS.items()}
+            found["flicker_excess"] = found["flicker"] - found["reference_flicker"]
+            found |= {"psnr": psnr(videos[i], reference[i]), "ssim": ssim(videos[i], reference[i])}
+            if self._lpips is not None:
+                found["lpips"] = self._lpips(videos[i], reference[i])
+        return found
+
+
+def weights_digest(checkpoint: Checkpoint, weights: str) -> str:
+    """SHA-256 of the file the weights are in.
+
+    Raises:
+        ValueError: the checkpoint has no such weights.
+    """
+    if not checkpoint.has(weights):
+        raise ValueError(f"checkpoint {checkpoint.path} has no {weights} weights")
+    return checkpoint.state["files"][f"{weights}.safetensors"]
+
+
+@torch.no_grad()
+def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int) -> dict[str, float]:
+    """The run's own `val/loss` and `val/loss_decile_D`: its held-out samples, noise, timesteps and top-k of the step.
+
+    Args:
+        run: the model, with the statistics its latents were normalised with.
+        state: of its checkpoint; has the config of data and objective, and the seed.
+        batch_size: most samples computed together.
+
+    Raises:
+        ValueError: the data are not there or hold nothing out, or the objective is none of data.
+    """
+    objective = build(state["config"]["task"]["objective"])
+    if not isinstance(objective, FlowMatchingLoss):
+        raise ValueError(
+            f"{run.source} was trained on {type(objective).__name__}, which has no validation loss: use --no-val-loss"
+        )
+    data = build(state["config"]["data"])
+    data.setup()
+    batches = data.val_dataloader()
+    if not len(batches):
+        raise ValueError(f"the data of {run.source} hold no validation samples out: use --no-val-loss")
+    mean, std = (values.to(run.device).view(1, -1, 1, 1, 1) for values in (run.latent_mean, run.latent_std))
+    sums, counts = torch.zeros(2, 10, dtype=torch.float64)
+    for whole in batches:
+        for batch in split_batch(whole, batch_size):
+            batch = batch.to(run.device)
+            latents = (batch.latents - mean) / std
+            topk = run.settings(latent_shape=latents.shape[1:]).topk
+            terms = objective(run.model, batch, latents, seed=state["seed"] + VALIDATION_SEED, topk=topk)
+            mse, decile = terms.mse.double().cpu(), fm.decile(terms.sigmas)
+            sums.index_add_(0, decile, mse)
+            counts.index_add_(0, decile, torch.ones_like(mse))
+    deciles = {f"val/loss_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
+    return {"val/loss": float(sums.sum() / counts.sum()), **deciles}
+
+
+def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
+    """Parts of at most `size` samples; slots and seeds travel along, so every sample keeps its noise and timestep."""
+    for start in range(0, len(batch.sample_ids), size):
+        part = slice(start, start + size)
+        values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+        yield replace(batch, **{n: v[part] for n, v in values.items() if isinstance(v, (Tensor, tuple))})
+
+
+def sample_clips(
+    run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
+) -> tuple[Tensor, Tensor]:
+    """The clips of `vsa.sampling.pipeline.generate`, and which of them came out finite.
+
+    Returns:
+        uint8 `[N, T, H, W, 3]`, with zeros decoded in place of NaN and infinity, and bool `[N]`.
+    """
+    seeds = clip_seeds(settings.seed, len(prompts))
+    videos, finite = [], []
+    for start in range(0, len(prompts), settings.batch_size):
+        part = slice(start, start + settings.batch_size)
+        latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress)
+        finite.append(latents.isfinite().flatten(1).all(1).cpu())
+        latents = latents.nan_to_num(0, 0, 0)
+        videos.append(decode_latents(run.codec, latents, run.latent_mean, run.latent_std))
+    return torch.cat(videos), torch.cat(finite)
+
+
+def record_path(folder: Path, checkpoint_name: str) -> Path:
+    return folder / f"{checkpoint_name}.json"
+
+
+def read_record(folder: Path, checkpoint: Checkpoint, settings: EvaluationSettings) -> dict[str, Any] | None:
+    """The record of these weights under these settings, None when it is not there yet."""
+    try:
+        record = json.loads(record_path(folder, checkpoint.path.name).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    same_weights = record.get("digest") == weights_digest(checkpoint, settings.weights)
+    return record if same_weights and record.get("settings_digest") == settings.digest else None
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation, checkpoint_name: str) -> None:
+    """Write `step-N.json` and `step-N.png` (reference beside run), then `evaluation.csv` and `evaluation.png` anew.
+
+    The table and the figure are made from every `step-*.json` of the folder: one row a checkpoint, a repeated
+    evaluation replaces its row, rows of checkpoints that are gone stay. The figure shows the rows that have the
+    settings of this evaluation. Infinity and NaN, which JSON has no numbers for, are the strings "inf" and "nan".
+    """
+    record = evaluation.record
+    videos, prompts = evaluation.videos[:SHEET_CLIPS], record["settings"]["prompts"][:SHEET_CLIPS]
+    titles = [f"{_label(record['sampling'])}: {prompt}" for prompt in prompts]
+    if evaluation.reference is not None:
+        against = [f"reference, {_label(record['reference_sampling'])}: {prompt}" for prompt in prompts]
+        titles = [title for pair in zip(against, titles, strict=True) for title in pair]
+        videos = torch.stack([evaluation.reference[:SHEET_CLIPS], videos], 1).flatten(0, 1)
+    contact_sheet(videos, titles, folder / f"{checkpoint_name}.png")
+    with atomic_file(record_path(folder, checkpoint_name)) as temporary:
+        temporary.write_text(json.dumps(_plain(record), indent=1, allow_nan=False), encoding="utf-8")
+    rows = [_row(json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("step-*.json")]
+    rows.sort(key=lambda row: row["step"])
+    with atomic_file(folder / "evaluation.csv") as temporary, open(temporary, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    alike = [row for row in rows if row["settings"] == record["settings_digest"]]
+    draw_evaluation(alike, folder / "evaluation.png", title=str(folder))
+
+
+def _label(sampling: Mapping[str, Any]) -> str:
+    topk, tiles = sampling["topk"], sampling["num_tiles"]
+    if isinstance(topk, int):
+        return f"top {topk} of {tiles}"
+    return f"top {min(topk)} to {max(topk)} of {tiles}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    metrics = {name: f"{float(value):.9g}" for name, value in record["metrics"].items()}
+    return {"step": record["step"], "settings": record["settings_digest"], **metrics}

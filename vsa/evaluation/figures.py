@@ -1,0 +1,286 @@
+"""Curves of a run and of its evaluations, and measurements by layer.
+
+Matplotlib's object interface only: no window system, no global figure state.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from vsa.plotting import save_figure, set_title
+
+
+def read_metric(metrics_csv: str | Path, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of one column of a run's `metrics.csv`, rows without a value left out.
+
+    Raises:
+        ValueError: the file has no such column, or a value that is no number; names file and column.
+    """
+    with open(metrics_csv, newline="") as file:
+        reader = csv.DictReader(file)
+        if column not in (reader.fieldnames or []):
+            raise ValueError(f"{metrics_csv} has no column {column}, it has {', '.join(reader.fieldnames or [])}")
+        rows = [(row["step"], row[column]) for row in reader if row[column]]
+    try:
+        return np.array([int(s) for s, _ in rows]), np.array([float(v) for _, v in rows])
+    except ValueError as error:
+        raise ValueError(f"{metrics_csv}, column {column}: {error}") from None
+
+
+def logged_metrics(metrics_csv: str | Path, columns: Sequence[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Steps and values of those of `columns` in which something was logged, in their order; none without the file.
+
+    Raises:
+        ValueError: a value that is no number; names file and column.
+    """
+    if not Path(metrics_csv).exists():
+        return {}
+    with open(metrics_csv, newline="") as file:
+        there = csv.DictReader(file).fieldnames or []
+    read = {column: read_metric(metrics_csv, column) for column in columns if column in there}
+    return {column: (steps, values) for column, (steps, values) in read.items() if len(steps)}
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    total = np.cumsum(np.insert(values, 0, 0.0))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return (total[ends] - total[starts]) / (ends - starts)
+
+
+def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") -> Path:
+    """Training loss and validation loss over optimizer steps; of many rows the running mean, and every row faintly.
+
+    Args:
+        metrics_csv: a run's metrics; `train/loss` (of a mixed objective `train/loss_data`) and `val/loss` are drawn as
+            far as they were logged.
+        path: PNG to write.
+        title: above the axes.
+    """
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    steps, losses = _train_loss(metrics_csv)
+    window = len(losses) // 30
+    if window > 1:
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _running_mean(losses, window), color="tab:blue", label=f"train, mean of {window} rows")
+    elif len(losses):
+        # a curve of one point is a point
+        axes.plot(steps, losses, ".-", color="tab:blue", label="train")
+    val_steps, val_losses = _logged(metrics_csv, "val/loss")
+    if len(val_losses):
+        axes.plot(val_steps, val_losses, "o-", color="tab:orange", label="validation (fixed noise)")
+    _finish_loss_axes(axes, "flow-matching loss (MSE of the velocity)")
+    set_title(axes.set_title, title, width=80)
+    return save_figure(figure, path)
+
+
+def loss_curves(runs: Mapping[str, Path], path: str | Path, *, title: str = "") -> Path:
+    """The losses of several runs in one plot: the training loss as a running mean, the validation loss dashed.
+
+    Args:
+        runs: `metrics.csv` by the name of the run; each as for `loss_curve`.
+        path: PNG to write.
+        title: above the axes.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, metrics in runs.items():
+        steps, losses = _train_loss(metrics)
+        (line,) = axes.plot(steps, _running_mean(losses, max(1, len(losses) // 30)), ".-", markersize=3, label=name)
+        axes.plot(*_logged(metrics, "val/loss"), "o--", color=line.get_color(), markersize=4, alpha=0.6)
+    _finish_loss_axes(axes, "training loss, running mean (dashed: validation)")
+    set_title(axes.set_title, title, width=80)
+    return save_figure(figure, path)
+
+
+def _train_loss(metrics_csv: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    # of a mixture the part that validation measures, too
+    return _logged(metrics_csv, "train/loss_data", "train/loss")
+
+
+def _logged(metrics_csv: str | Path, *columns: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of the first of `columns` that a run logged, empty where it logged none."""
+    return next(iter(logged_metrics(metrics_csv, columns).values()), (np.array([]), np.array([])))
+
+
+def _finish_loss_axes(axes: Axes, label: str) -> None:
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines] or [np.array([])])
+    if len(values):
+        axes.legend()
+    else:
+        axes.text(0.5, 0.5, "no loss logged yet", ha="center", transform=axes.transAxes)
+    if len(values) and values.min() > 0:
+        axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3, which="both")
+
+
+def health_curves(metrics_csv: str | Path, path: str | Path, *, title: str = "") -> Path:
+    """Critic loss, gap between critic and teacher, and spread of the generated latents of a distillation.
+
+    Args:
+        metrics_csv: a run's metrics; what it has not is left out.
+        path: PNG to write.
+        title: above the axes.
+    """
+    figure = Figure(figsize=(7, 8), layout="constrained")
+    panels = (
+        ("loss of the critic", {"fake_score/loss": "training"}),
+        ("gap between critic and teacher (rms)", {"dmd/gap": "training", "val/gap": "validation, last step"}),
+        ("generated latents", {"generated/std": "std (data: 1)", "generated/saturation": "share saturated"}),
+    )
+    for axes, (label, columns) in zip(figure.subplots(len(panels), 1, sharex=True), panels, strict=True):
+        for column, name in columns.items():
+            steps, values = _logged(metrics_csv, column)
+            if len(values):
+                axes.plot(steps, values, ".-", linewidth=0.8, label=name)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    axes.set_xlabel("iteration")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    set_title(figure.suptitle, title, width=80)
+    return save_figure(figure, path)
+
+
+def layer_heatmaps(
+    tables: Mapping[str, Tensor],
+    path: str | Path,
+    *,
+    layers: Sequence[int],
+    timesteps: Sequence[float],
+    title: str = "",
+) -> Path:
+    """One panel per table, layers down and noise levels across; the numbers stand in the cells where they have room.
+
+    Args:
+        tables: float `[layers, timesteps]` by name; NaN is left grey. Colours run from 0 to 1, or to the largest value
+            where that is above 1.
+        path: PNG to write.
+        layers: numbers of the layers.
+        timesteps: noise levels in [0, 1].
+        title: above the panels.
+
+    Raises:
+        ValueError: a table of another shape.
+    """
+    for name, table in tables.items():
+        if table.shape != (len(layers), len(timesteps)):
+            raise ValueError(f"{name} must be [{len(layers)}, {len(timesteps)}], got {list(table.shape)}")
+    columns = min(3, len(tables))
+    rows = math.ceil(len(tables) / columns)
+    height = 1.2 + min(6.0, 0.24 * len(layers))
+    figure = Figure(
+        figsize=(1.4 + 0.55 * len(timesteps) * columns + columns, 0.6 + height * rows), layout="constrained"
+    )
+    colours = colormaps["viridis"].with_extremes(bad="lightgrey")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(tables) :]:
+        axes.axis("off")
+    for axes, (name, table) in zip(grid.flat, tables.items(), strict=False):
+        values = table.float().numpy()
+        top = max(1.0, float(np.nanmax(values, initial=1.0)))
+        picture = axes.imshow(values, aspect="auto", cmap=colours, vmin=0.0, vmax=top)
+        axes.set_title(name, fontsize=9)
+        axes.set_xticks(range(len(timesteps)), [f"{t:g}" for t in timesteps], fontsize=8)
+        every = math.ceil(len(layers) / 24)
+        axes.set_yticks(range(0, len(layers), every), [str(n) for n in layers[::every]], fontsize=8)
+        axes.set_xlabel("noise level", fontsize=8)
+        axes.set_ylabel("layer", fontsize=8)
+        figure.colorbar(picture, ax=axes, fraction=0.08).ax.tick_params(labelsize=7)
+        if len(layers) <= 24 and len(timesteps) <= 10:
+            for (row, column), value in np.ndenumerate(values):
+                if np.isfinite(value):
+                    ink = "black" if value > 0.6 * top else "white"
+                    axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=6)
+    set_title(figure.suptitle, title, width=round(9 * figure.get_figwidth()))
+    return save_figure(figure, path)
+
+
+SHARE_PANEL = "share of frames that are black (98% of their pixels below 10%) or uniform, of clips that are not finite"
+PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("validation loss (thin: by noise level)", ("val/loss",)),
+    ("PSNR against the reference, dB", ("psnr",)),
+    ("SSIM against the reference", ("ssim",)),
+    ("LPIPS against the reference", ("lpips",)),
+    (SHARE_PANEL, ("black", "uniform", "non_finite")),
+    ("share of the luma range (reference dashed)", ("motion", "flicker", "flicker_excess")),
+)
+
+
+def draw_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> Path:
+    """The metrics of evaluated checkpoints over optimizer steps; panels that no row has values for are left out.
+
+    Args:
+        rows: by step, with values as numbers or as text.
+        path: PNG to write.
+        title: above the panels.
+    """
+    names = {name for row in rows for name in row}
+    panels = [(heading, [m for m in metrics if m in names]) for heading, metrics in PANELS]
+    panels = [(heading, metrics) for heading, metrics in panels if metrics]
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.8 * columns, 3.8 * lines), layout="constrained")
+    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in grid[len(panels) :]:
+        axes.axis("off")
+    for axes, (heading, metrics) in zip(grid, panels, strict=False):
+        if "val/loss" in metrics:
+            _draw_deciles(figure, axes, rows)
+        for place, metric in enumerate(metrics):
+            steps, values = _finite(rows, metric)
+            # smaller and smaller: equal curves show each other
+            line = axes.plot(steps, values, "o-", label=metric, markersize=7 - 2 * place, clip_on=False)[0]
+            axes.plot(*_finite(rows, f"reference_{metric}"), "--", color=line.get_color(), alpha=0.6)
+            lost = sum(metric in row for row in rows) - len(steps)
+            if lost:
+                axes.plot([], [], " ", label=f"{metric}: {lost} infinite or NaN, not drawn")
+        if heading == SHARE_PANEL:
+            # shares that are all 0 lie on the axis
+            axes.set_ylim(0, max(0.1, axes.get_ylim()[1]))
+        axes.set_title(textwrap.fill(heading, 52), fontsize=9)
+        axes.set_xlabel("optimizer step")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        axes.grid(alpha=0.3)
+        # below the axes, where no curve is
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
+    set_title(figure.suptitle, title, width=round(9 * figure.get_figwidth()))
+    return save_figure(figure, path)
+
+
+def _draw_deciles(figure: Figure, axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The validation loss by tenth of the noise levels, with the levels on a colour bar."""
+    colours = colormaps["viridis"].resampled(10)
+    for decile in range(10):
+        steps, values = _finite(rows, f"val/loss_decile_{decile}")
+        if steps:
+            axes.plot(steps, values, ".-", color=colours(decile), linewidth=0.8, markersize=4)
+    if axes.lines:
+        bar = figure.colorbar(ScalarMappable(Normalize(0, 1), colours), ax=axes, fraction=0.05)
+        bar.set_label("noise level", fontsize=8)
+        bar.ax.tick_params(labelsize=7)
+
+
+def _finite(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name) not in (None, "")]
+    finite = [(step, value) for step, value in points if math.isfinite(value)]
+    return [step for step, _ in finite], [value for _, value in finite]

@@ -1,0 +1,103 @@
+"""Files that appear under their final name complete or not at all, and what a full disk says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# no space, over quota, over the process's own limit
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFullError(OSError):
+    """There is no room for a file; its text is the whole message."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@contextmanager
+def writing(path: Path, temporary: Path | None = None, *, needed: int | None = None) -> Iterator[None]:
+    """Let an OSError inside name what is being written; Python's own names nothing when a write fails.
+
+    Args:
+        path: file or folder, under the name it gets in the end.
+        temporary: where it is written until then.
+        needed: bytes of the whole, where they are known.
+
+    Raises:
+        DiskFullError: there is no room; says how much was needed, how much is written and how much is free.
+    """
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise DiskFullError(error.errno, _message(error, path, temporary or path, needed), str(path)) from error
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def _message(error: OSError, path: Path, written: Path, needed: int | None) -> str:
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    parts = [] if needed is None else [f"{_size(needed)} needed"]
+    parts += [f"{_size(_bytes(written))} written", f"{_size(shutil.disk_usage(nearest).free)} free"]
+    # not the error's own words, which may hold the temporary name
+    return f"cannot write {path}: {os.strerror(error.errno or 0)} ({', '.join(parts)})"
+
+
+def _bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """A temporary path beside `path` to write to; it gets the final name when the block ends without an error.
+
+    The temporary file lies in the same folder, hence on the same file system, so the last step is one rename; file and
+    folder are flushed to the disk around it. On an error the temporary file is removed and `path` stays as it was.
+
+    Args:
+        path: the final name; its folder is created when missing.
+
+    Raises:
+        DiskFullError: names `path`, what was written of it and what is free.
+    """
+    path = Path(path)
+    # keeps the suffix, by which some writers choose the format
+    temporary = path.parent / f".tmp-{secrets.token_hex(8)}{path.suffix}"
+    try:
+        with writing(path, temporary):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            _fsync(temporary)
+            os.replace(temporary, path)
+            _fsync(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

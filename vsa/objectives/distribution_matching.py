@@ -1,0 +1,301 @@
+"""What distillation minimises: distribution matching of a few-step generator, as functions of three networks.
+
+B samples of a micro-batch, C T H W latent dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vsa.data.batch import VideoBatch
+from vsa.diffusion import distribution_matching as dm
+from vsa.diffusion import flow_matching as fm
+from vsa.diffusion import sampler
+from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
+from vsa.models.forward_hooks import added_to, outputs_of
+from vsa.models.video_dit import VideoDiT
+from vsa.objectives.discriminator import Discriminator, Gan
+from vsa.objectives.step_embedding import StepEmbedding
+
+TopK = int | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Networks:
+    """The three roles.
+
+    Args:
+        generator: makes data in a few steps.
+        fake_score: the critic, follows the distribution of the generator.
+        real_score: the frozen teacher.
+        discriminator: classifier on features of the critic, None without a GAN term.
+        fake_steps: tells the critic which step made its input, None where it is not told.
+    """
+
+    generator: VideoDiT
+    fake_score: VideoDiT
+    real_score: VideoDiT
+    discriminator: Discriminator | None = None
+    fake_steps: StepEmbedding | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NegativeText:
+    """The caption of the teacher's unconditional pass.
+
+    Args:
+        text: `[1, S, E]`, padded as the captions are.
+        mask: bool `[1, S]`, None where the padding is attended to.
+    """
+
+    text: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredRollout:
+    """Generated data and what the scores say of it.
+
+    Args:
+        x0: `[B, C, T, H, W]` generated data, with its graph where there is one.
+        index: step of the list that made it.
+        loss: `[B]`.
+        sigmas: float64 `[B]` on the CPU, noise levels at which it was scored.
+        raw_norm: float64 `[B]`, see `DmdGradient`; None for the update of the critic.
+        normalizer: float64 `[B]`, see `DmdGradient`; None for the update of the critic.
+        parts: `[B]` each, what `loss` was mixed from.
+    """
+
+    x0: Tensor
+    index: int
+    loss: Tensor
+    sigmas: Tensor
+    raw_norm: Tensor | None = None
+    normalizer: Tensor | None = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributionMatching:
+    """Distribution matching distillation (DMD2, arXiv:2405.14867) with its conventions named.
+
+    Args:
+        shift: of the noise levels at which the scores are compared, as a function of the token count.
+        timesteps: step list of the generator, falling, the first one 1000.
+        timesteps_shift: flow shift that the list is warped by; 1: the list is what the model reads.
+        source: `simulate` runs the generator from noise, `data_latent` noises real latents; see `rollout`.
+        guidance: scale of the teacher's guidance in the named form.
+        cfg_form: `standard`, `uncond + s * (cond - uncond)`, or `additive`, `cond + s * (cond - uncond)`.
+        min_ratio: smallest noise level of the scores.
+        max_ratio: largest noise level of the scores.
+        velocity: weight of the velocity-matching regulariser: the generator's velocity at the scored input against
+            that of the guided teacher; costs a pass of the generator.
+        gan: a GAN term against the data's latents, see `Gan`; costs a pass of the critic in either update.
+        step_aware: the critic is told which step made its input (`StepEmbedding`), so that every step's output is
+            matched with the teacher's distribution. Without (DMD2) the mixture of all steps' outputs is, in which
+            the steps may be off in opposite directions.
+
+    Raises:
+        ValueError: a list that does not fit the schedule, or another value out of range.
+    """
+
+    shift: fm.FlowShift
+    timesteps: tuple[float, ...] = (1000, 757, 522)
+    timesteps_shift: float = 1.0
+    source: Literal["simulate", "data_latent"] = "simulate"
+    guidance: float = 4.5
+    cfg_form: dm.CfgForm = "standard"
+    min_ratio: float = 0.02
+    max_ratio: float = 0.98
+    velocity: float = 0.0
+    gan: Gan | None = None
+    step_aware: bool = False
+
+    def __post_init__(self):
+        # both refuse what they do not know: at the start, not at the first step
+        steps = self.step_list
+        dm.score_sigmas(
+            seed=0, iteration=0, num_slots=1, update="generator", min_ratio=self.min_ratio, max_ratio=self.max_ratio
+        )
+        if steps[0] != fm.TIMESTEP_SCALE:
+            raise ValueError(f"objective.timesteps must start at 1000, which is pure noise, got {list(self.timesteps)}")
+        if self.source not in ("simulate", "data_latent"):
+            raise ValueError(f"objective.source must be simulate or data_latent, got {self.source!r}")
+        if not self.velocity >= 0:
+            raise ValueError(f"objective.velocity must be at least 0, got {self.velocity}")
+        if not isinstance(self.step_aware, bool):
+            raise ValueError(f"objective.step_aware must be true or false, got {self.step_aware!r}")
+        if self.step_aware and len(steps) == 1:
+            raise ValueError(
+                f"objective.step_aware has no effect: objective.timesteps={list(self.timesteps)} is one step"
+            )
+        dm.standard_scale(self.guidance, self.cfg_form)
+
+    @property
+    def step_list(self) -> tuple[float, ...]:
+        """The step list as the generator reads it."""
+        return sampler.step_list(self.timesteps, self.timesteps_shift)
+
+    @property
+    def guided(self) -> bool:
+        """Whether the teacher needs a negative embedding."""
+        return dm.standard_scale(self.guidance, self.cfg_form) != 1
+
+    def index(self, *, seed: int, iteration: int, update: Update) -> int:
+        """Step of the list whose output an update looks at; the same on all ranks."""
+        return rollout_index(seed=seed, iteration=iteration, num_steps=len(self.timesteps), update=update)
+
+    def generate(
+        self, generator: VideoDiT, batch: VideoBatch, latents: Tensor, *, update: Update, index: int, topk: TopK
+    ) -> Tensor:
+        """Data of the generator `[B, C, T, H, W]` at step `index` of its list, from noise of the update's own."""
+        velocity = _conditioned(generator, batch, topk)
+        seeds = stream_seeds(batch.seeds, f"{update} rollout")
+        return rollout(velocity, latents, seeds, self.step_list, index, self.source)
+
+    def generator_update(
+        self,
+        networks: Networks,
+        batch: VideoBatch,
+        latents: Tensor,
+        negative: NegativeText | None,
+        *,
+        seed: int,
+        iteration: int,
+        topk: TopK,
+        index: int | None = None,
+    ) -> ScoredRollout:
+        """Distribution matching loss of a micro-batch with normalised latents `[B, C, T, H, W]` (DMD, section 3.2).
+
+        Args:
+            networks: the three roles; gradients reach the generator alone.
+            batch: captions and seeds.
+            latents: for shape and device, and as data with `source=data_latent`.
+            negative: the teacher's unconditional caption; needed when `guided`.
+            seed: of the run.
+            iteration: of the distillation.
+            topk: tiles per query tile of roles with sparse attention.
+            index: step of the list; None: that of the iteration.
+        """
+        if index is None:
+            index = self.index(seed=seed, iteration=iteration, update="generator")
+        x0 = self.generate(networks.generator, batch, latents, update="generator", index=index, topk=topk)
+        sigmas, x_t, noise = self._noised(networks, batch, x0, seed=seed, iteration=iteration, update="generator")
+        with torch.no_grad():
+            timestep = fm.to_timestep(sigmas).to(x_t.device)
+            fake = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
+            real = self._guided_velocity(networks.real_score, batch, negative, x_t, timestep, topk)
+            fake_x0, real_x0 = (dm.predicted_x0(x_t, v.to(x_t.dtype), sigmas) for v in (fake, real))
+        gradient = dm.dmd_gradient(x0, real_x0, fake_x0)
+        parts = {"dmd": dm.dmd_loss(x0, gradient.gradient)}
+        loss = parts["dmd"]
+        if self.velocity > 0:
+            own = _conditioned(networks.generator, batch, topk)(x_t, timestep)
+            parts["velocity"] = dm.velocity_matching_loss(own, real)
+            loss = loss + self.velocity * parts["velocity"]
+        if self.gan is not None:
+            # another pass of the critic, this one with a graph down to the generator
+            noised = fm.add_noise(x0, noise, sigmas)
+            parts["gan"] = dm.gan_generator_loss(self._logits(networks, batch, noised, timestep, topk, index)[0])
+            loss = loss + self.gan.generator_weight * parts["gan"]
+        return ScoredRollout(
+            x0=x0,
+            index=index,
+            loss=loss,
+            sigmas=sigmas,
+            raw_norm=gradient.raw_norm,
+            normalizer=gradient.normalizer,
+            parts=parts,
+        )
+
+    def fake_score_update(
+        self, networks: Networks, batch: VideoBatch, latents: Tensor, *, seed: int, iteration: int, topk: TopK
+    ) -> ScoredRollout:
+        """Flow matching of the critic on fresh data of the generator; arguments as in `generator_update`."""
+        index = self.index(seed=seed, iteration=iteration, update="fake_score")
+        with torch.no_grad():
+            x0 = self.generate(networks.generator, batch, latents, update="fake_score", index=index, topk=topk)
+        sigmas, x_t, noise = self._noised(networks, batch, x0, seed=seed, iteration=iteration, update="fake_score")
+        timestep = fm.to_timestep(sigmas).to(x_t.device)
+        if self.gan is None:
+            velocity = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
+            loss = dm.critic_loss(velocity, x0, noise)
+            return ScoredRollout(x0=x0, index=index, loss=loss, sigmas=sigmas, parts={"flow": loss})
+        fake, velocity = self._logits(networks, batch, x_t, timestep, topk, index)
+        # data at the same noise levels, with the same noise
+        real, _ = self._logits(networks, batch, fm.add_noise(latents.to(x_t), noise, sigmas), timestep, topk, index)
+        parts = {"flow": dm.critic_loss(velocity, x0, noise), "gan": dm.gan_critic_loss(real, fake)}
+        loss = parts["flow"] + self.gan.critic_weight * parts["gan"]
+        return ScoredRollout(x0=x0, index=index, loss=loss, sigmas=sigmas, parts=parts)
+
+    def _fake_velocity(
+        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
+    ) -> Tensor:
+        """The critic's velocity for data that step `index` of the list made."""
+        assert self.step_aware == (networks.fake_steps is not None)
+        velocity = _conditioned(networks.fake_score, batch, topk)
+        if networks.fake_steps is None:
+            return velocity(x_t, timestep)
+        with added_to(networks.fake_score.condition_embedder.time_embedder, networks.fake_steps(index)):
+            return velocity(x_t, timestep)
+
+    def _logits(
+        self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
+    ) -> tuple[Tensor, Tensor]:
+        """Logits `[B, layers]` of the critic's features, and its velocity."""
+        assert self.gan is not None
+        assert networks.discriminator is not None
+        with outputs_of({layer: networks.fake_score.blocks[layer] for layer in self.gan.layers}) as features:
+            velocity = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
+        logits = networks.discriminator(features)
+        # a sharded critic gathers its outer weights for a backward that comes through its output only
+        return logits + 0 * velocity.float().flatten(1).mean(1, keepdim=True), velocity
+
+    def _noised(
+        self, networks: Networks, batch: VideoBatch, x0: Tensor, *, seed: int, iteration: int, update: Update
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Noise levels `[B]`, the scores' input without graph, and the noise in it."""
+        tokens = networks.generator.layout_for(x0.shape[1:]).num_tokens
+        sigmas = dm.score_sigmas(
+            seed=seed,
+            iteration=iteration,
+            num_slots=batch.num_slots,
+            update=update,
+            shift=self.shift(tokens),
+            min_ratio=self.min_ratio,
+            max_ratio=self.max_ratio,
+        )[batch.slots]
+        noise = fm.noise_like(x0, stream_seeds(batch.seeds, f"{update} score"))
+        return sigmas, fm.add_noise(x0.detach(), noise, sigmas), noise
+
+    def _guided_velocity(
+        self,
+        real_score: VideoDiT,
+        batch: VideoBatch,
+        negative: NegativeText | None,
+        x_t: Tensor,
+        timestep: Tensor,
+        topk: TopK,
+    ) -> Tensor:
+        cond = _conditioned(real_score, batch, topk)(x_t, timestep)
+        if not self.guided:
+            return cond
+        assert negative is not None
+        mask = None if negative.mask is None else negative.mask.expand(len(x_t), -1)
+        text = negative.text.expand(len(x_t), -1, -1)
+        uncond = real_score(x_t, timestep, text, mask, cond_latents=batch.cond_latents, topk=topk)
+        return dm.guide_score(cond.float(), uncond.float(), self.guidance, self.cfg_form)
+
+
+def _conditioned(network: VideoDiT, batch: VideoBatch, topk: TopK) -> Callable[[Tensor, Tensor], Tensor]:
+    """The network's velocity for the captions of a batch."""
+
+    def velocity(x_t: Tensor, timestep: Tensor) -> Tensor:
+        return network(x_t, timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents, topk=topk)
+
+    return velocity

@@ -1,0 +1,216 @@
+"""Flow matching on data, and what a finetuning to sparse attention adds to it.
+
+B samples of a micro-batch, C T H W latent dims, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vsa.data.batch import VideoBatch
+from vsa.diffusion import flow_matching as fm
+from vsa.models.forward_hooks import outputs_of
+from vsa.models.video_dit import VideoDiT
+
+VALIDATION_SEED = 7919
+"""Added to the run's seed for validation noise and timesteps, which must differ from those of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """Per-sample pieces of a loss.
+
+    Args:
+        mse: fp32 `[B]`, mean over the tokens of each sample.
+        weights: fp32 `[B]`.
+        sigmas: float64 `[B]` on the CPU.
+        total_weight: sum of the weights of the whole global batch.
+        parts: fp32 `[B]` each, what `mse` was mixed from where it is a mixture; logged by name.
+    """
+
+    mse: Tensor
+    weights: Tensor
+    sigmas: Tensor
+    total_weight: float
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedBatch:
+    """What a model is asked at one training step.
+
+    Args:
+        x_t: `[B, C, T, H, W]`.
+        timestep: `[B]`.
+        target: `[B, C, T, H, W]` velocity.
+        weights: see `LossTerms`.
+        sigmas: see `LossTerms`.
+        total_weight: see `LossTerms`.
+    """
+
+    x_t: Tensor
+    timestep: Tensor
+    target: Tensor
+    weights: Tensor
+    sigmas: Tensor
+    total_weight: float
+
+    def terms(self, mse: Tensor, **parts: Tensor) -> LossTerms:
+        """Loss terms with per-sample losses `[B]`."""
+        return LossTerms(mse=mse, weights=self.weights, sigmas=self.sigmas, total_weight=self.total_weight, parts=parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowMatchingLoss:
+    """Velocity matching on data: mean squared error against eps - x0 (methods.md 1.4).
+
+    Args:
+        distribution: of the timesteps, `logit_normal` or `uniform`.
+        logit_mean: of the normal behind `logit_normal`.
+        logit_std: of the same.
+        shift: flow shift as a function of the token count.
+        weighting: name of the per-timestep weight.
+    """
+
+    shift: fm.FlowShift
+    distribution: Literal["logit_normal", "uniform"] = "logit_normal"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    weighting: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform"
+
+    def __post_init__(self):
+        # both refuse what they do not know: at the start, not at the first step
+        sigmas = fm.sample_sigmas(
+            seed=0,
+            step=0,
+            num_slots=1,
+            distribution=self.distribution,
+            logit_mean=self.logit_mean,
+            logit_std=self.logit_std,
+        )
+        fm.loss_weights(sigmas, self.weighting)
+
+    def __call__(
+        self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: int | Sequence[int]
+    ) -> LossTerms:
+        """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`."""
+        noised = self.noised(model, batch, latents, seed=seed)
+        velocity = model(
+            noised.x_t, noised.timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents, topk=topk
+        )
+        return noised.terms(fm.sample_mse(velocity, noised.target))
+
+    def noised(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int) -> NoisedBatch:
+        """Noisy latents, timesteps and targets of a micro-batch.
+
+        Timesteps are stratified over the global batch, so every rank knows the sum of all weights.
+        """
+        tokens = model.layout_for(latents.shape[1:]).num_tokens
+        all_sigmas = fm.sample_sigmas(
+            seed=seed,
+            step=batch.step,
+            num_slots=batch.num_slots,
+            distribution=self.distribution,
+            shift=self.shift(tokens),
+            logit_mean=self.logit_mean,
+            logit_std=self.logit_std,
+        )
+        sigmas = all_sigmas[batch.slots]
+        noise = fm.noise_like(latents, batch.seeds)
+        sigma = sigmas.to(latents.device, torch.float32)
+        return NoisedBatch(
+            x_t=fm.add_noise(latents, noise, sigma),
+            timestep=fm.to_timestep(sigma),
+            target=fm.velocity_target(latents, noise),
+            weights=fm.loss_weights(sigmas, self.weighting).to(latents.device, torch.float32),
+            sigmas=sigmas,
+            total_weight=float(fm.loss_weights(all_sigmas, self.weighting).sum()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneLoss(FlowMatchingLoss):
+    """`data * L_data + velocity * L_velocity + attention * L_attention` on the same noised latents.
+
+    L_data is flow matching on the data. L_velocity is the mean squared error against the velocity of the frozen
+    dense teacher, which has no shift between the data and what the teacher was trained on. L_attention compares
+    the self-attention output of every layer with the teacher's, relative to its mean square, averaged over layers.
+    Called as it is, the loss is L_data alone (validation).
+
+    Args:
+        shift: of the timesteps, see `FlowMatchingLoss`.
+        data: weight of L_data.
+        velocity: weight of L_velocity; above 0 needs a teacher.
+        attention: weight of L_attention; above 0 needs a teacher.
+
+    Raises:
+        ValueError: a negative weight, or none above 0.
+
+    Source: velocity matching as in TurboDiffusion's sparse adaptation (arXiv 2512.16093).
+    """
+
+    data: float = 1.0
+    velocity: float = 0.0
+    attention: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("data", "velocity", "attention"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"objective.{name} must be at least 0, got {getattr(self, name)}")
+        if self.data + self.velocity + self.attention == 0:
+            raise ValueError("objective.data, objective.velocity and objective.attention are all 0: nothing to train")
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.velocity > 0 or self.attention > 0
+
+    def mixed(
+        self,
+        model: VideoDiT,
+        teacher: VideoDiT | None,
+        batch: VideoBatch,
+        latents: Tensor,
+        *,
+        seed: int,
+        topk: int | Sequence[int],
+    ) -> LossTerms:
+        """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`, and each part by name."""
+        noised = self.noised(model, batch, latents, seed=seed)
+        with attention_outputs(model, self.attention > 0) as ours:
+            velocity = model(
+                noised.x_t, noised.timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents, topk=topk
+            )
+        parts = {"data": fm.sample_mse(velocity, noised.target)}
+        if teacher is not None:
+            with torch.no_grad(), attention_outputs(teacher, self.attention > 0) as theirs:
+                wanted = teacher(
+                    noised.x_t, noised.timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents
+                )
+            parts["velocity"] = fm.sample_mse(velocity, wanted)
+            if self.attention > 0:
+                layouts = [net.layout_for(latents.shape[1:], latents.device) for net in (model, teacher)]
+                errors = [
+                    relative_error(layouts[0].unpermute(ours[i]), layouts[1].unpermute(theirs[i])) for i in sorted(ours)
+                ]
+                parts["attention"] = torch.stack(errors).mean(0)
+        total = torch.stack([getattr(self, name) * part for name, part in parts.items()]).sum(0)
+        return noised.terms(total, **parts)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    """Mean squared error of each sample over the mean square of `wanted`, fp32 `[B]`, of `[B, L, C]`."""
+    found, wanted = found.float().flatten(1), wanted.float().flatten(1)
+    return (found - wanted).square().mean(1) / wanted.square().mean(1).clamp(min=1e-12)
+
+
+def attention_outputs(model: VideoDiT, wanted: bool) -> AbstractContextManager[dict[int, Tensor]]:
+    """Collects the projected self-attention output `[B, L, C]` of every layer of the forward run inside."""
+    blocks: Any = model.blocks
+    return outputs_of({i: block.attn1.to_out[0] for i, block in enumerate(blocks)} if wanted else {})

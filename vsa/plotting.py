@@ -1,0 +1,101 @@
+"""What every picture shares: files that appear whole, and text of any language and length.
+
+Matplotlib's object interface only: no window system, no global figure state.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import unicodedata
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib import rcParams
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
+
+from vsa.files import atomic_file
+
+# of matplotlib's own families: boxes for every letter, or signs at other code points than Unicode's
+_NO_TEXT = ("Last Resort", "STIXNonUnicode", "STIXSize", "cm")
+
+
+def save_figure(figure: Figure, path: str | Path) -> Path:
+    """Write a PNG so that no half of it ever stands under its name."""
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+    return Path(path)
+
+
+class Fitted(NamedTuple):
+    """Text that fits its place.
+
+    Args:
+        text: lines to draw.
+        style: arguments of the matplotlib text.
+    """
+
+    text: str
+    style: dict[str, Any]
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n") + 1
+
+
+def fit_text(text: str, width: int, lines: int) -> Fitted:
+    """At most `lines` lines of about `width` Latin letters; a text that is longer ends with an ellipsis.
+
+    A letter that no installed font has is written as its code point (`\\u732b`). Dollar signs are no formulas.
+
+    Args:
+        text: of a user, in any language.
+        width: letters in a line; of scripts with letters twice as wide, half as many.
+        lines: most lines.
+    """
+    words = " ".join(text.split())
+    families, missing = _fonts_for({ord(letter) for letter in words})
+    wide = any(unicodedata.east_asian_width(letter) in "WF" for letter in words if ord(letter) not in missing)
+    shown = "".join(_code_point(letter) if ord(letter) in missing else letter for letter in words)
+    cut = textwrap.wrap(shown, width // 2 if wide else width, max_lines=lines, placeholder=" …")
+    return Fitted("\n".join(cut), {"family": families, "parse_math": False})
+
+
+def set_title(setter: Callable[..., Any], title: str, *, width: int) -> None:
+    """Call `set_title` of axes or `suptitle` of a figure with a title of any length, its lines cut after two."""
+    fitted = [fit_text(line, width, 2) for line in title.splitlines()]
+    families = [family for line in fitted for family in line.style["family"]]
+    if fitted:
+        style = {**fitted[0].style, "family": list(dict.fromkeys(families))}
+        setter("\n".join(line.text for line in fitted), fontsize=9, **style)
+
+
+def _code_point(letter: str) -> str:
+    return letter.encode("unicode_escape").decode()
+
+
+def _fonts_for(letters: Iterable[int]) -> tuple[list[str], set[int]]:
+    """Font families that together have the letters, the usual ones first, and the letters that none has."""
+    families = list(rcParams["font.family"])
+    missing = set(letters).difference(*map(_letters_of, families))
+    for family in _upright_families() if missing else ():
+        if found := missing & _letters_of(family):
+            families.append(family)
+            missing -= found
+    return families, missing
+
+
+@cache
+def _upright_families() -> tuple[str, ...]:
+    """Installed families of text in the normal weight: matplotlib warns about each one it has to replace."""
+    fonts = [font for font in fontManager.ttflist if font.style == "normal" and font.weight in (400, "normal")]
+    return tuple(sorted({font.name for font in fonts if not font.name.startswith(_NO_TEXT)}))
+
+
+@cache
+def _letters_of(family: str) -> frozenset[int]:
+    """Code points that a font family has; none of a bitmap font, which cannot be drawn at any size."""
+    font = get_font(findfont(FontProperties(family=[family])))
+    return frozenset(font.get_charmap()) if font.scalable else frozenset()

@@ -1,0 +1,128 @@
+"""Pages of clips: a few frames of each with its prompt. Long prompts are cut, the pictures keep their size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from vsa.plotting import Fitted, fit_text, save_figure
+
+# inches, and letters and lines of 8 points that fit them
+_GAP = 0.1
+_LINE = 0.14
+_LETTERS_PER_INCH = 13
+_MOST_LINES = 4
+
+
+class _Page:
+    """A figure whose parts have their place in inches from the upper left corner."""
+
+    def __init__(self, width: float, height: float):
+        self.figure = Figure(figsize=(width, height))
+        self._size = width, height
+
+    def picture(self, pixels: np.ndarray, left: float, top: float, width: float, height: float) -> None:
+        w, h = self._size
+        axes = self.figure.add_axes((left / w, 1 - (top + height) / h, width / w, height / h))
+        axes.axis("off")
+        axes.imshow(pixels, aspect="auto")
+
+    def text(self, fitted: Fitted, left: float, top: float, **style: Any) -> None:
+        w, h = self._size
+        style = {"fontsize": 8, "verticalalignment": "top", **style}
+        self.figure.text(left / w, 1 - top / h, fitted.text, **fitted.style, **style)
+
+
+def contact_sheet(
+    videos: Tensor, prompts: Sequence[str], path: str | Path, *, frames: int = 4, columns: int = 2
+) -> Path:
+    """A page of clips: a few frames of each side by side, its prompt above, cut after four lines.
+
+    Args:
+        videos: uint8 `[N, T, H, W, 3]`.
+        prompts: N captions.
+        path: PNG to write.
+        frames: frames shown per clip, evenly spaced from the first to the last.
+        columns: clips per row.
+
+    Raises:
+        ValueError: not one prompt per clip.
+    """
+    if len(videos) != len(prompts) or len(videos) == 0:
+        raise ValueError(f"expected one prompt per clip, got {len(prompts)} prompts and {len(videos)} clips")
+    strips = [_strip(video, frames) for video in videos]
+    width, height = _strip_size(videos, frames, frame_width=1.3)
+    titles = [fit_text(prompt, round(width * _LETTERS_PER_INCH), _MOST_LINES) for prompt in prompts]
+    columns = min(columns, len(videos))
+    rows = math.ceil(len(videos) / columns)
+    # the prompts of a row end where its pictures begin
+    above = [_LINE * max(title.lines for title in titles[row * columns : (row + 1) * columns]) for row in range(rows)]
+    page = _Page(_GAP + columns * (width + _GAP), sum(above) + rows * (height + 2 * _GAP) + _GAP)
+    top = _GAP
+    for row, room in enumerate(above):
+        for column, clip in enumerate(range(row * columns, min((row + 1) * columns, len(videos)))):
+            left = _GAP + column * (width + _GAP)
+            page.text(titles[clip], left, top + room, verticalalignment="bottom")
+            page.picture(strips[clip], left, top + room + _GAP / 2, width, height)
+        top += room + height + 2 * _GAP
+    return save_figure(page.figure, path)
+
+
+def side_by_side(
+    columns: Mapping[str, Tensor], prompts: Sequence[str], path: str | Path, *, frames: int = 3, title: str = ""
+) -> Path:
+    """The same prompts sampled in several ways: a row per prompt, a column per way, a few frames in every cell.
+
+    Args:
+        columns: uint8 `[N, T, H, W, 3]` by the title of the column; all of one shape.
+        prompts: N captions.
+        path: PNG to write.
+        frames: frames shown per clip, evenly spaced from the first to the last.
+        title: above the picture.
+
+    Raises:
+        ValueError: no column or no prompt, not one clip per prompt, or columns of different shapes.
+    """
+    shapes = {name: tuple(videos.shape) for name, videos in columns.items()}
+    if not prompts or {shape[0] for shape in shapes.values()} != {len(prompts)}:
+        raise ValueError(f"expected one clip per prompt in every column, got {len(prompts)} prompts and {shapes}")
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"columns must have one shape, got {shapes}")
+    width, height = _strip_size(next(iter(columns.values())), frames, frame_width=1.1)
+    names = [fit_text(name, round(width * _LETTERS_PER_INCH), _MOST_LINES) for name in columns]
+    # prompts stand at the left of their row, as long as it is high
+    beside, down = 1.9, max(height, 4 * _LINE) + _GAP
+    labels = [fit_text(prompt, round(beside * _LETTERS_PER_INCH), int(down / _LINE)) for prompt in prompts]
+    across = beside + 2 * _GAP + len(columns) * (width + _GAP)
+    heading = fit_text(title, round(across * _LETTERS_PER_INCH), 2)
+    head = _GAP + _LINE * heading.lines + _GAP + _LINE * max(name.lines for name in names) + _GAP / 2
+    page = _Page(across, head + down * len(prompts))
+    page.text(heading, across / 2, _GAP, horizontalalignment="center")
+    for column, (name, videos) in enumerate(zip(names, columns.values(), strict=True)):
+        left = beside + 2 * _GAP + column * (width + _GAP)
+        page.text(name, left, head - _GAP / 2, verticalalignment="bottom")
+        for row, video in enumerate(videos):
+            page.picture(_strip(video, frames), left, head + row * down, width, height)
+    for row, label in enumerate(labels):
+        page.text(label, _GAP, head + row * down)
+    return save_figure(page.figure, path)
+
+
+def _strip(video: Tensor, frames: int) -> np.ndarray:
+    """At most `frames` frames of `[T, H, W, 3]` beside each other, evenly spaced from the first to the last."""
+    picked = torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long()
+    return np.concatenate([np.pad(f, ((0, 0), (0, 2), (0, 0)), constant_values=255) for f in video[picked].numpy()], 1)
+
+
+def _strip_size(videos: Tensor, frames: int, *, frame_width: float) -> tuple[float, float]:
+    """Width and height in inches of the strips of `[N, T, H, W, 3]`."""
+    _, length, height, width, _ = videos.shape
+    across = frame_width * min(frames, length)
+    return across, across * height / (min(frames, length) * (width + 2))

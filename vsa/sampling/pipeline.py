@@ -1,0 +1,414 @@
+"""From a trained run to videos: load weights, encode prompts, sample, decode.
+
+N clips, B clips per batch, C T H W latent channels, frames and size, S E text tokens and width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, mean_topk, resolve_topk
+from vsa.checkpoints.lora import plain_tensors
+from vsa.checkpoints.run_checkpoint import Checkpoint, load_model_tensors, resolve_checkpoint
+from vsa.checkpoints.sparse_config import ExportedSparsity, SparseAttentionConfig
+from vsa.config import build, check_targets, model_factory
+from vsa.data.batch import TextPadding, pad_text
+from vsa.data.codecs import Codec
+from vsa.data.text import TextEncoder
+from vsa.diffusion.flow_matching import FlowShift, noise_like
+from vsa.diffusion.rollout import rollout_noise
+from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step, step_list
+from vsa.models.video_dit import VideoDiT
+
+ProgressFn = Callable[[int], None]
+"""Called with the number of clip-steps that were just done (clips of the batch, once per sampler step)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """Everything that decides what a prompt becomes, besides the weights.
+
+    Args:
+        seed: clip i of a call starts from the noise of (seed, i).
+        steps: Euler steps, or the length of `step_list`.
+        guidance: classifier-free guidance scale in the standard form; 1 leaves the second pass out.
+        flow_shift: shift of the Euler steps' noise levels; 1 with a step list, which has its shift inside.
+        topk: video kv tiles per query tile, one for all layers or one per layer.
+        latent_shape: (C, T, H, W) of one clip.
+        batch_size: clips computed together; does not change them beyond rounding.
+        text_padding: what fills prompts up, as in training.
+        step_list: timesteps of a distilled generator, sampled with `sample_few_step`; None: Euler steps.
+
+    Raises:
+        ValueError: a value out of range, or steps and flow shift that are not those of the step list.
+    """
+
+    seed: int = 0
+    steps: int = 32
+    guidance: float = 1.0
+    flow_shift: float = 1.0
+    topk: int | tuple[int, ...]
+    latent_shape: tuple[int, int, int, int]
+    batch_size: int = 16
+    text_padding: TextPadding = "mask"
+    step_list: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if (self.topk if isinstance(self.topk, int) else min(self.topk)) < 1:
+            raise ValueError(f"topk must be at least 1, got {self.topk}")
+        if len(self.latent_shape) != 4 or min(self.latent_shape) < 1:
+            raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {self.latent_shape}")
+        if not self.flow_shift > 0:
+            raise ValueError(f"flow shift must be positive, got {self.flow_shift}")
+        if not math.isfinite(self.guidance):
+            raise ValueError(f"guidance must be a finite number, got {self.guidance}")
+        if self.step_list is not None and (self.steps, self.flow_shift) != (len(step_list(self.step_list)), 1):
+            raise ValueError(
+                f"step list {list(self.step_list)} takes {len(self.step_list)} steps and flow shift 1, got "
+                f"steps={self.steps} and flow_shift={self.flow_shift}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRun:
+    """A trained model with what it needs to read prompts and to make pixels.
+
+    Args:
+        model: in eval mode, on its device.
+        codec: the codec of the training latents.
+        text_encoder: the encoder of the training captions.
+        latent_mean: `[C]` statistics the latents were normalised with.
+        latent_std: `[C]`.
+        sparsity: schedule of the run.
+        flow_shift: shift of the training timesteps.
+        latent_shapes: shapes the model was trained on.
+        step: optimizer step of the weights.
+        source: checkpoint folder.
+        weights: "ema" or "model".
+        text_padding: what filled the training captions up.
+        sampling: how the run samples its own clips; see `sampling_of`. Not read for a run with a step list: what its
+            config says is how its teacher is sampled.
+        step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
+    """
+
+    model: VideoDiT
+    codec: Codec
+    text_encoder: TextEncoder
+    latent_mean: Tensor
+    latent_std: Tensor
+    sparsity: SparsitySchedule
+    flow_shift: FlowShift
+    latent_shapes: tuple[tuple[int, ...], ...]
+    step: int
+    source: str
+    weights: str
+    text_padding: TextPadding = "mask"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    step_list: tuple[float, ...] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def settings(
+        self,
+        *,
+        seed: int = 0,
+        steps: int | None = None,
+        guidance: float | None = None,
+        flow_shift: float | None = None,
+        topk: int | tuple[int, ...] | None = None,
+        sparsity: float | None = None,
+        at: SparsityPoint = "current",
+        latent_shape: Sequence[int] | None = None,
+        batch_size: int = 16,
+    ) -> SampleSettings:
+        """Settings with what is left out taken from the run: its largest shape and its last trained top-k.
+
+        Args:
+            steps: left out, with guidance and flow shift: as the run samples its own clips. Where it does not say:
+                32 steps, guidance 1 and the shift of the training. A run with a step list is sampled at that list,
+                with guidance 1 unless it is given.
+            topk: tiles per query tile, of all layers or of each.
+            sparsity: share of tiles skipped in every layer, instead of `topk`.
+            at: where to take the run's own top-k from when both are left out: the last step that the weights were
+                trained in (current), all tiles (dense), or the end value of the schedule (target).
+
+        Raises:
+            ValueError: both top-k and sparsity are given, top-k is above the number of tiles, the latent shape does
+                not fit the model, or steps or a flow shift are given for a run with a step list.
+        """
+        if latent_shape is None:
+            latent_shape = max(self.latent_shapes, key=lambda shape: shape[1] * shape[2] * shape[3])
+        shape = tuple(int(n) for n in latent_shape)
+        if len(shape) != 4:
+            raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {shape}")
+        num_tiles = self.model.layout_for(shape).num_video_tiles
+        if topk is not None and sparsity is not None:
+            raise ValueError(f"give topk or sparsity, not both: got topk={topk} and sparsity={sparsity}")
+        if topk is not None and (topk if isinstance(topk, int) else max(topk)) > num_tiles:
+            raise ValueError(f"topk {topk} is above the number of tiles {num_tiles} of latents {shape}")
+        if sparsity is not None:
+            topk = resolve_topk(sparsity, num_tiles)
+        elif topk is None:
+            topk = self.sparsity.topk_after(self.step, num_tiles, len(self.model.blocks), at)
+        given = {"steps": steps, "guidance": guidance, "flow_shift": flow_shift}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.step_list is None:
+            own = {"flow_shift": self.flow_shift(math.prod(self.model.grid(shape))), **self.sampling}
+        else:
+            for name in ("steps", "flow_shift"):
+                if name in given:
+                    raise ValueError(
+                        f"{name} {given[name]} has no meaning for {self.source}: it is distilled to the timesteps "
+                        f"{list(self.step_list)}"
+                    )
+            own = {"steps": len(self.step_list), "step_list": self.step_list}
+        return SampleSettings(
+            seed=seed,
+            **{**own, **given},
+            topk=topk,
+            latent_shape=shape,  # type: ignore[arg-type]
+            batch_size=batch_size,
+            text_padding=self.text_padding,
+        )
+
+
+def sampling_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps, guidance and flow shift of the clips that a run samples itself, as far as its config says."""
+    samples = (config.get("callbacks") or {}).get("samples") or {}
+    names = ("steps", "guidance", "flow_shift")
+    return {name: samples[name] for name in names if samples.get(name) is not None}
+
+
+def choose_weights(checkpoint: Checkpoint, weights: Literal["ema", "model"] | None = None) -> Literal["ema", "model"]:
+    """The weights to take from a checkpoint: those asked for, or the averaged ones where it has any.
+
+    Raises:
+        ValueError: no weights of the name asked for.
+    """
+    if weights is None:
+        return "ema" if checkpoint.has("ema") else "model"
+    if not checkpoint.has(weights):
+        raise ValueError(f"checkpoint {checkpoint.path} has no {weights} weights")
+    return weights
+
+
+def load_run(
+    path: str | Path, *, weights: Literal["ema", "model"] | None = None, device: torch.device | str | None = None
+) -> LoadedRun:
+    """The model of a run, ready to sample.
+
+    Args:
+        path: a run folder (its newest valid checkpoint) or a checkpoint folder.
+        weights: "ema" for the averaged weights, "model" for the trained ones; None: see `choose_weights`.
+        device: None takes a GPU when there is one.
+
+    Raises:
+        ValueError: nothing valid at `path`, no weights of that name, a config that builds something else than our
+            classes, or a codec or text encoder that is not the one of the training data.
+    """
+    if weights not in (None, "ema", "model"):
+        raise ValueError(f"weights must be ema or model, got {weights!r}")
+    checkpoint = resolve_checkpoint(path)
+    state = checkpoint.state
+    timesteps = state.get("step_list")
+    weights = choose_weights(checkpoint, weights)
+    config = state.get("config") or {}
+    check_targets(config)
+    if "data" not in config:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} holds weights without a codec and a text encoder: convert it once more with "
+            "--like RUN, a run that was trained on such latents and captions (convert_checkpoint.py), or sample its "
+            "export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)"
+        )
+    for key in ("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"])):
+        if key not in config:
+            raise ValueError(f"checkpoint {checkpoint.path} has no config for {key}")
+    codec = _matching(config, "codec", state, checkpoint.path)
+    text_encoder = _matching(config, "text_encoder", state, checkpoint.path)
+    schedule = _schedule(state, config)
+    # the weights are overwritten: their initialisation must not move the caller's random state
+    with torch.random.fork_rng(devices=[]):
+        model = model_factory(config)()
+    load_model_tensors(model, plain_tensors(checkpoint, weights), str(checkpoint.path))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return LoadedRun(
+        model=model.to(device).eval().requires_grad_(False),
+        codec=codec,
+        text_encoder=text_encoder,
+        latent_mean=torch.tensor(state["latent_mean"]),
+        latent_std=torch.tensor(state["latent_std"]),
+        sparsity=schedule,
+        flow_shift=build(config["task"]["objective"]["shift"]),
+        latent_shapes=tuple(tuple(shape) for shape in state["latent_shapes"]),
+        step=checkpoint.step,
+        source=str(checkpoint.path),
+        weights=weights,
+        text_padding=config["data"].get("text_padding", "mask"),
+        sampling=sampling_of(config),
+        step_list=None if timesteps is None else step_list(timesteps),
+    )
+
+
+def _schedule(state: Mapping[str, Any], config: Mapping[str, Any]) -> SparsitySchedule:
+    """The run's own, or what an export that became a run says."""
+    if "sparse_attention" in state:
+        return ExportedSparsity(SparseAttentionConfig.from_json(json.dumps(state["sparse_attention"])))
+    schedule: SparsitySchedule = build(config["sparsity"])
+    schedule.load_state_dict(state.get("sparsity_state", {}))
+    return schedule
+
+
+def _matching(config: Mapping[str, Any], key: str, state: Mapping[str, Any], source: Path) -> Any:
+    """The codec or text encoder of a config, which must be the one the training data were made with."""
+    node = config["data"].get(key)
+    if node is None:
+        raise ValueError(f"checkpoint {source} has no config for data.{key}, prompts cannot become videos")
+    found = build(node)
+    if found.hash != state[key]["hash"]:
+        raise ValueError(
+            f"data.{key} of checkpoint {source} is {found.id} with hash {found.hash}, but the training data were made "
+            f"with {state[key]['id']}, hash {state[key]['hash']}"
+        )
+    return found
+
+
+def clip_seeds(seed: int, count: int) -> Tensor:
+    """int64 `[count]` noise seeds of the clips of one call, distinct for distinct (seed, position)."""
+    digests = (hashlib.blake2b(f"clip/{seed}/{i}".encode(), digest_size=8).digest() for i in range(count))
+    return torch.tensor([int.from_bytes(d, "little") >> 1 for d in digests], dtype=torch.int64)
+
+
+def encode_prompts(
+    text_encoder: TextEncoder, prompts: Sequence[str], device: torch.device | str, padding: TextPadding = "mask"
+) -> tuple[Tensor, Tensor | None]:
+    """Text embeddings of prompts, zero-padded to the encoder's length so that batches do not change a clip.
+
+    Args:
+        text_encoder: encoder of the training captions.
+        prompts: B captions; "" is the null embedding.
+        device: where the tensors go.
+        padding: see `vsa.data.batch.TextPadding`.
+
+    Returns:
+        text `[B, S, E]` float32 and mask bool `[B, S]`, True where a token is real (None for zeros).
+    """
+    text, mask = pad_text(text_encoder.encode_batch(prompts), length=text_encoder.max_tokens, padding=padding)
+    return text.to(device), None if mask is None else mask.to(device)
+
+
+@torch.no_grad()
+def sample_latents(
+    model: VideoDiT,
+    text_encoder: TextEncoder,
+    prompts: Sequence[str],
+    seeds: Tensor,
+    settings: SampleSettings,
+    progress: ProgressFn | None = None,
+) -> Tensor:
+    """Normalised latents of one batch of prompts, by Euler steps or at a step list, with classifier-free guidance.
+
+    A clip depends on its prompt and its seed, not on its batch: the fresh noise of a step list is that of the seed too.
+
+    Args:
+        model: velocity model; its mode (train or eval) is left as it is.
+        text_encoder: encoder of the training captions.
+        prompts: B captions.
+        seeds: int64 `[B]` noise seeds.
+        settings: how to sample; `batch_size` and `seed` are not read.
+        progress: called with B after every step.
+
+    Returns:
+        float32 `[B, C, T, H, W]` on the model's device.
+    """
+    device = next(model.parameters()).device
+    guided = settings.guidance != 1.0
+    # conditional and unconditional halves share one forward
+    captions = [*prompts, *([""] * len(prompts) if guided else [])]
+    text, mask = encode_prompts(text_encoder, captions, device, settings.text_padding)
+
+    def velocity(x: Tensor, timestep: Tensor) -> Tensor:
+        if not guided:
+            return model(x, timestep, text, mask, topk=settings.topk).float()
+        both = model(torch.cat([x, x]), torch.cat([timestep, timestep]), text, mask, topk=settings.topk).float()
+        cond, uncond = both.chunk(2)
+        return guide(cond, uncond, settings.guidance)
+
+    noise = noise_like(torch.empty(len(prompts), *settings.latent_shape, device=device), seeds)
+    on_step = None if progress is None else (lambda i, x: progress(len(prompts)))
+    if settings.step_list is None:
+        return sample_euler(velocity, noise, euler_sigmas(settings.steps, settings.flow_shift), on_step)
+    fresh = partial(rollout_noise, noise, seeds)
+    return sample_few_step(velocity, noise, settings.step_list, fresh=fresh, on_step=on_step)
+
+
+def decode_latents(codec: Codec, latents: Tensor, latent_mean: Tensor, latent_std: Tensor) -> Tensor:
+    """uint8 videos `[B, T, H, W, 3]` on the CPU from normalised latents `[B, C, t, h, w]`, decoded where they lie."""
+    mean, std = (s.to(latents.device, torch.float32).view(1, -1, 1, 1, 1) for s in (latent_mean, latent_std))
+    return torch.stack([codec.decode(row).cpu() for row in latents.float() * std + mean])
+
+
+def generate(
+    run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
+) -> Tensor:
+    """Videos for prompts; clip i depends on its prompt, (seed, i) and the settings.
+
+    Args:
+        run: from `load_run`.
+        prompts: N captions.
+        settings: from `LoadedRun.settings`.
+        progress: called after every sampler step with the number of clips it advanced; N * steps in all.
+
+    Returns:
+        uint8 `[N, T, H, W, 3]`.
+
+    Raises:
+        ValueError: there is no prompt.
+    """
+    if not prompts:
+        raise ValueError("need at least one prompt, got none")
+    seeds = clip_seeds(settings.seed, len(prompts))
+    videos = []
+    for start in range(0, len(prompts), settings.batch_size):
+        part = slice(start, start + settings.batch_size)
+        latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress)
+        videos.append(decode_latents(run.codec, latents, run.latent_mean, run.latent_std))
+    return torch.cat(videos)
+
+
+def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]:
+    """Plain values of the settings and of the weights they were used with, for a JSON beside the samples."""
+    shape = settings.latent_shape
+    num_tiles = run.model.layout_for(shape).num_video_tiles
+    return {
+        "checkpoint": run.source,
+        "step": run.step,
+        "weights": run.weights,
+        "seed": settings.seed,
+        "steps": settings.steps,
+        "step_list": None if settings.step_list is None else list(settings.step_list),
+        "guidance": settings.guidance,
+        "flow_shift": settings.flow_shift,
+        "topk": settings.topk,
+        "num_tiles": num_tiles,
+        "sparsity": 1 - mean_topk(settings.topk, num_tiles) / num_tiles,
+        "latent_shape": list(shape),
+        "batch_size": settings.batch_size,
+        "codec": {"id": run.codec.id, "hash": run.codec.hash},
+        "text_encoder": {"id": run.text_encoder.id, "hash": run.text_encoder.hash},
+    }

@@ -1,0 +1,45 @@
+"""A folder of sampled clips: mp4 and GIF beside their prompts, a contact sheet, and a JSON of what made them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vsa.data.video_files import write_gif, write_video
+from vsa.files import atomic_file
+from vsa.sampling.contact_sheet import contact_sheet
+
+
+def file_stem(index: int, prompt: str) -> str:
+    """File name of a clip: its number and what fits of its prompt."""
+    words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60].strip("-")
+    return f"{index:03d}-{words}" if words else f"{index:03d}"
+
+
+def write_clips(
+    folder: Path, prompts: Sequence[str], videos: Tensor, record: Mapping[str, Any], *, fps: float = 8
+) -> None:
+    """Write clips to `folder`; `samples.json` comes last, so a folder that has it is a whole one.
+
+    Args:
+        folder: made when missing.
+        prompts: N captions.
+        videos: uint8 `[N, T, H, W, 3]`.
+        record: what made them, for the JSON.
+        fps: frames per second of the files.
+    """
+    clips = []
+    for i, (prompt, video) in enumerate(zip(prompts, videos, strict=True)):
+        stem = file_stem(i, prompt)
+        write_video(folder / f"{stem}.mp4", video, fps=fps)
+        write_gif(folder / f"{stem}.gif", video, fps=fps)
+        clips.append({"index": i, "prompt": prompt, "mp4": f"{stem}.mp4", "gif": f"{stem}.gif"})
+    contact_sheet(videos[:16], prompts[:16], folder / "contact_sheet.png")
+    whole = {**record, "fps": fps, "frames_height_width": list(videos.shape[1:4]), "clips": clips}
+    with atomic_file(folder / "samples.json") as temporary:
+        temporary.write_text(json.dumps(whole, indent=1), encoding="utf-8")

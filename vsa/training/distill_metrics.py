@@ -1,0 +1,215 @@
+"""Signs of health of a distillation: what is measured in its iterations, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsa.diffusion import flow_matching as fm
+from vsa.objectives.distribution_matching import ScoredRollout
+
+SATURATED = 5.0
+"""Latents beyond so many standard deviations of the data count as saturated."""
+
+
+class DecileMeans:
+    """Means of per-sample values by timestep decile, over everything that was added.
+
+    Args:
+        device: where the sums lie.
+    """
+
+    def __init__(self, device: torch.device):
+        # sums and counts
+        self._table = torch.zeros(2, 10, dtype=torch.float64, device=device)
+
+    def add(self, values: Tensor, sigmas: Tensor) -> None:
+        """Add values `[B]` at noise levels `[B]`; one that is not finite does not count, its update is skipped."""
+        values = values.detach().double()
+        decile = fm.decile(sigmas).to(values.device)
+        finite = values.isfinite()
+        for row, addend in zip(self._table, (values, torch.ones_like(values)), strict=True):
+            row.index_add_(0, decile, torch.where(finite, addend, 0))
+
+    def metrics(self, name: str, strategy: Any) -> dict[str, float]:
+        """`name`, the mean of all, and `name_decile_D`, over all ranks (a collective); nothing when nothing came."""
+        sums, counts = strategy.reduce(self._table, reduce_op="sum").cpu()
+        if counts.sum() == 0:
+            return {}
+        by_decile = {f"{name}_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
+        return {name: float(sums.sum() / counts.sum()), **by_decile}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpread:
+    """How generated latents lie, in standard deviations of the data.
+
+    Args:
+        std: root of the mean over the channels of the variance over samples, time and space; that of the data is 1.
+        mean: root mean square of the channels' means; that of the data is 0. A cast of colour raises it.
+        saturation: share of values beyond `SATURATED`.
+    """
+
+    std: float
+    mean: float
+    saturation: float
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """`PREFIX/std`, `PREFIX/mean` and `PREFIX/saturation`."""
+        return {f"{prefix}/std": self.std, f"{prefix}/mean": self.mean, f"{prefix}/saturation": self.saturation}
+
+
+class SpreadMeter:
+    """Adds latents up, batch by batch, to their `LatentSpread`."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, latents: Tensor) -> None:
+        """Add normalised latents `[B, C, T, H, W]`."""
+        x = latents.detach().double()
+        axes = (0, *range(2, x.ndim))
+        count = torch.full((x.shape[1],), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
+        beyond = (x.abs() > SATURATED).double().sum(axes)
+        sums = torch.stack([x.sum(axes), x.square().sum(axes), beyond, count])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def spread(self, strategy: Any) -> LatentSpread | None:
+        """Of everything added on all ranks (a collective); None when nothing was."""
+        if self._sums is None:
+            return None
+        total, squares, beyond, count = strategy.reduce(self._sums, reduce_op="sum").cpu()
+        means = total / count
+        variance = (squares / count - means.square()).clamp(min=0)
+        return LatentSpread(
+            std=float(variance.mean().sqrt()),
+            mean=float(means.square().mean().sqrt()),
+            saturation=float(beyond.sum() / count.sum()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollapseRule:
+    """When the output of a generator counts as collapsed: blank, blown up, or of one colour.
+
+    Samples that are all alike are not noticed: their latents spread as those of a single clip do.
+
+    Args:
+        min_std: smallest standard deviation, that of the data is 1.
+        max_std: largest standard deviation.
+        max_saturation: largest share of saturated values.
+        max_mean: largest root mean square of the channels' means; a cast of colour raises it.
+        patience: judged batches in a row after which training stops.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    min_std: float = 0.1
+    max_std: float = 5.0
+    max_saturation: float = 0.2
+    max_mean: float = 1.0
+    patience: int = 20
+
+    def __post_init__(self):
+        if not 0 <= self.min_std < 1 < self.max_std:
+            raise ValueError(f"collapse must satisfy 0 <= min_std < 1 < max_std, got {self.min_std} and {self.max_std}")
+        if not 0 < self.max_saturation <= 1:
+            raise ValueError(f"collapse.max_saturation must be in (0, 1], got {self.max_saturation}")
+        if not self.max_mean > 0:
+            raise ValueError(f"collapse.max_mean must be positive, got {self.max_mean}")
+        if self.patience < 1:
+            raise ValueError(f"collapse.patience must be at least 1, got {self.patience}")
+
+    def breaks(self, spread: LatentSpread) -> bool:
+        """Whether a batch counts as collapsed; nan does."""
+        within = self.min_std <= spread.std <= self.max_std and spread.mean <= self.max_mean
+        return not (within and spread.saturation <= self.max_saturation)
+
+
+class CollapseWatch:
+    """Counts collapsed batches in a row and stops the run.
+
+    Args:
+        rule: what counts.
+    """
+
+    def __init__(self, rule: CollapseRule):
+        self._rule = rule
+        self._in_row = 0
+
+    def judge(self, spread: LatentSpread) -> bool:
+        """Look at the last-step output of one iteration: whether too many in a row were collapsed."""
+        self._in_row = self._in_row + 1 if self._rule.breaks(spread) else 0
+        return self._in_row >= self._rule.patience
+
+    def report(self, spread: LatentSpread) -> str:
+        """What was seen last, and what it should have been."""
+        rule = self._rule
+        return (
+            f"the generator has collapsed: {self._in_row} batches in a row had latents of standard deviation "
+            f"{spread.std:.3g} (data 1, allowed {rule.min_std} to {rule.max_std}), mean {spread.mean:.3g} (data 0, "
+            f"allowed {rule.max_mean}) and {spread.saturation:.1%} beyond {SATURATED:g} (allowed "
+            f"{rule.max_saturation:.1%}): training stopped; go on from an earlier checkpoint, if there is one, with a "
+            "lower optim.lr or a smaller task.objective.guidance"
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """For `state.json`."""
+        return {"collapsed_in_row": self._in_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Put back what `state_dict` gave."""
+        self._in_row = state["collapsed_in_row"]
+
+
+class IterationMetrics:
+    """What iterations measured, to be logged together.
+
+    Args:
+        device: where the sums lie.
+    """
+
+    # of the others the mean says all
+    BY_DECILE = ("dmd/gap", "fake_score/loss")
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._means: dict[str, DecileMeans] = {}
+        self.spread = SpreadMeter()
+        self._norms: dict[str, Tensor] = {}
+
+    def _add(self, name: str, values: Tensor, sigmas: Tensor) -> None:
+        self._means.setdefault(name, DecileMeans(self._device)).add(values, sigmas)
+
+    def add_generator(self, scored: ScoredRollout) -> None:
+        """A micro-batch of the generator's update."""
+        assert scored.raw_norm is not None
+        assert scored.normalizer is not None
+        self._add("dmd/gap", scored.raw_norm, scored.sigmas)
+        self._add("dmd/normalizer", scored.normalizer, scored.sigmas)
+        for name, part in scored.parts.items():
+            self._add(f"generator/loss_{name}", part, scored.sigmas)
+
+    def add_fake_score(self, scored: ScoredRollout) -> None:
+        """A micro-batch of the critic's update."""
+        for name, part in scored.parts.items():
+            # flow matching is what all critics have
+            self._add("fake_score/loss" if name == "flow" else f"fake_score/loss_{name}", part, scored.sigmas)
+
+    def add_norms(self, norms: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Gradient norms of an update, by name; those of the last one count."""
+        self._norms |= {f"{prefix}grad_norm/{name}": norm for name, norm in norms.items()}
+
+    def metrics(self, strategy: Any) -> dict[str, Tensor | float]:
+        """Everything by name; a collective."""
+        values: dict[str, Tensor | float] = {}
+        for name, means in self._means.items():
+            found = means.metrics(name, strategy)
+            values |= {key: value for key, value in found.items() if key == name or name in self.BY_DECILE}
+        spread = self.spread.spread(strategy)
+        return {**values, **({} if spread is None else spread.metrics("generated")), **self._norms}

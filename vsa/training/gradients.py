@@ -1,0 +1,80 @@
+"""What stands between gradients and an optimizer step: norms, the finite check, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vsa.training.optimizer import ROLES
+
+
+class UpdateGuard:
+    """Clips the gradients of one network, and drops all of them when one is not finite.
+
+    A dropped update leaves weights and moments with every bit they had.
+
+    Args:
+        clip: largest global gradient norm; 0 clips nothing.
+        max_skipped: dropped updates in a row after which training stops.
+        network: for messages, where there are several.
+
+    Attributes:
+        skipped: whether the last update was dropped.
+        skipped_total: updates dropped so far.
+    """
+
+    def __init__(self, *, clip: float, max_skipped: int, network: str = ""):
+        self.clip, self._max_skipped, self._network = clip, max_skipped, network
+        self.skipped = False
+        self.skipped_total = self._in_row = 0
+
+    def __call__(self, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Tensor]:
+        """Check and clip the gradients that `optimizer` is about to use.
+
+        Args:
+            optimizer: built by `vsa.training.optimizer`.
+            step: for the message.
+
+        Returns:
+            Gradient norms before clipping by parameter role, and of all as "total".
+
+        Raises:
+            FloatingPointError: too many updates in a row were dropped.
+        """
+        grads: dict[str, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            grads.setdefault(group["role"], []).extend(p.grad for p in group["params"] if p.grad is not None)
+        found = {}
+        for role in filter(grads.get, grads):
+            norm = torch.nn.utils.get_total_norm(grads[role])
+            found[role] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        total = torch.linalg.vector_norm(torch.stack(list(found.values())))
+        self.skipped = not math.isfinite(total.item())
+        if self.skipped:
+            optimizer.zero_grad(set_to_none=True)
+            self._in_row += 1
+            self.skipped_total += 1
+            if self._in_row >= self._max_skipped:
+                of = f" of {self._network}" if self._network else ""
+                raise FloatingPointError(
+                    f"gradients{of} were not finite for {self._in_row} steps in a row, "
+                    f"the last one step {step}: training stopped"
+                )
+        else:
+            self._in_row = 0
+            if self.clip > 0:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
+        return {"total": total, **{role: found[role] for role in ROLES if role in found}}
+
+    def state_dict(self) -> dict[str, int]:
+        """Counters, for `state.json`."""
+        return {"skipped_steps": self.skipped_total, "skipped_in_row": self._in_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Put back what `state_dict` gave."""
+        self.skipped_total, self._in_row = state["skipped_steps"], state["skipped_in_row"]

@@ -1,0 +1,355 @@
+"""What every training job shares: networks, data, sparsity, optimizer, step metrics, checkpoint state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.run_checkpoint import (
+    Checkpoint,
+    load_model_tensors,
+    load_optimizer_tensors,
+    optimizer_state,
+    read_checkpoint,
+)
+from vsa.checkpoints.wan import Gates, gate_names
+from vsa.checkpoints.wan_names import is_gate
+from vsa.checkpoints.weight_source import Start, refuse_other_sizes
+from vsa.data.batch import VideoBatch
+from vsa.evaluation.figures import loss_curve
+from vsa.models.flops import FlopCount
+from vsa.models.video_dit import VideoDiT
+from vsa.training.gradients import UpdateGuard
+from vsa.training.modules.teacher import Teacher
+from vsa.training.optimizer import AdamW
+from vsa.training.parallel import ParallelPlan, build_model
+
+if TYPE_CHECKING:
+    # the data module loads the video libraries
+    from vsa.data.datamodule import PlanDataModule
+
+
+class DiffusionModule(L.LightningModule):
+    """One trained network under one optimizer.
+
+    Everything random is a function of (seed, step, sample), the learning rate and the top-k of the step, so a
+    checkpoint needs no random state and a resumed run is the same run.
+
+    Args:
+        model: builds the network.
+        optim: recipe of the optimizer.
+        sparsity: top-k by optimizer step.
+        parallel: activation checkpointing and compile.
+        latent_scale: divide latents by the standard deviation of each channel, or all by its root mean square over
+            the channels, which keeps faint detail bands of a wavelet codec faint.
+        grad_clip: largest global gradient norm; 0 clips nothing.
+        max_skipped: consecutive steps with non-finite gradients after which training stops.
+        seed: of the initial weights, timesteps and validation noise.
+    """
+
+    step_list: tuple[float, ...] | None = None
+    """Timesteps of a few-step generator; None: sampled with many steps."""
+
+    headline: tuple[str, ...] = ("train/loss", "val/loss")
+    """Metrics that say how a run went."""
+
+    @property
+    def reference(self) -> Teacher | None:
+        """Frozen network whose clips are shown beside those of `model`, sampled with many steps."""
+        return None
+
+    def __init__(
+        self,
+        *,
+        model: Callable[..., VideoDiT],
+        optim: AdamW,
+        sparsity: SparsitySchedule,
+        parallel: ParallelPlan,
+        latent_scale: Literal["channel", "shared"] = "channel",
+        grad_clip: float = 1.0,
+        max_skipped: int = 10,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if latent_scale not in ("channel", "shared"):
+            raise ValueError(f"latent_scale must be channel or shared, got {latent_scale!r}")
+        self.model: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
+        self.sparsity = sparsity
+        self.latent_scale = latent_scale
+        self.latent_mean = self.latent_std = torch.empty(0)
+        self.seed = seed
+        self.guard = UpdateGuard(clip=grad_clip, max_skipped=max_skipped)
+        self.resume: Checkpoint | None = None
+        self.init_from: Start | None = None
+        self.config: Mapping[str, Any] = {}
+        # called once nothing speaks against the run any more, before it writes anything
+        self.on_ready: Callable[[], None] = lambda: None
+        self.flops_total = 0.0
+        self._flops: dict[Any, FlopCount] = {}
+        self._model_factory = model
+        self._optim = optim
+        self._parallel = parallel
+
+    # set-up
+
+    def setup(self, stage: str) -> None:
+        self._agree_on_resume()
+        self.latent_mean, self.latent_std = self.statistics()
+        with torch.device("meta"):
+            self.check_start(self._model_factory())
+
+    def _agree_on_resume(self) -> None:
+        """Resume what rank 0 chose: it alone has read every byte, and may have found the newest one damaged."""
+        if self.resume is None:
+            return
+        path = self.trainer.strategy.broadcast(str(self.resume.path))
+        if path != str(self.resume.path):
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            self.resume = read_checkpoint(path, verify=False)
+            data.start_step = self.resume.step
+            # whatever was taken from the other one is found again
+            self.check_weights(data)
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation `[C]` that latents are normalised with: of the data, scaled by `latent_scale`."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        std = data.latent_std
+        return data.latent_mean, std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
+
+    def check_start(self, model: VideoDiT) -> None:
+        """Refuse data and settings that do not fit the model, before it takes any memory.
+
+        Args:
+            model: on the meta device.
+
+        Raises:
+            ValueError: names what does not fit.
+        """
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        # the stream refuses a batch that cannot be divided, but it is made after the run folder is opened
+        parts = self.accumulate * self.trainer.world_size
+        if data.batch_size % parts:
+            raise ValueError(
+                f"data.batch_size={data.batch_size} is not divisible by the {parts} micro-batches of a step "
+                f"(trainer.accumulate_grad_batches={self.accumulate} times {self.trainer.world_size} ranks)"
+            )
+        if model.image_dim is not None:
+            raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
+        taken = model.in_channels - model.out_channels
+        if data.cond_channels != taken:
+            raise ValueError(
+                f"the model takes {taken} channels of image condition (model.in_channels - model.out_channels), "
+                f"the data have {data.cond_channels}"
+            )
+        shapes = list(data.buckets)
+        # a top-k that no bucket can hold is a mistake; smaller buckets clamp
+        tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
+        method: Any = model.blocks[0].method
+        if tiles == 1 and isinstance(method, VideoSparseAttention):
+            raise ValueError(
+                f"attention.tile_thw={list(method.tile_thw)} makes one tile of the largest latents, "
+                f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
+            )
+        self.sparsity.check(tiles, len(model.blocks))
+        if self.resume is not None and (before := str(self.resume.state.get("plan_hash"))) != data.plan_hash:
+            raise ValueError(
+                f"{self.resume.path} was trained on another data plan (hash {before[:12]}, "
+                f"now {data.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
+            )
+        if self.resume is not None:
+            # checkpoints of before there were measured schedules have no such state
+            self.sparsity.load_state_dict(self.resume.state.get("sparsity_state", {}))
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+
+        def make() -> VideoDiT:
+            model = self._model_factory()
+            self.prepare_model(model)
+            return model
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            # a checkpoint to resume from holds every weight, one to start from all but gates and adapters
+            initialise = None if self.resume is not None else self._starts_fresh
+            self.model = build_model(make, self.device_mesh, self._parallel, initialise=initialise)
+
+    def _starts_fresh(self, name: str) -> bool:
+        return self.init_from is None or is_gate(name) or ".lora_" in name
+
+    def prepare_model(self, model: VideoDiT) -> None:
+        """What a job changes about a fresh network before it is sharded."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self._optim.build(self.model, self.model.parameter_roles())
+
+    def check_weights(self, data: PlanDataModule) -> None:
+        """Build the network without memory and refuse weights to start from that do not fit it or the data.
+
+        Raises:
+            ValueError: names what differs, with both values.
+        """
+        with torch.device("meta"):
+            model = self._model_factory()
+        if self.init_from is not None:
+            self.init_from.check(model, self.gates_of(model))
+            self.init_from.check_data(data)
+        if self.resume is not None:
+            refuse_other_sizes(model, self.resume)
+        with torch.device("meta"):
+            self.prepare_model(model)
+
+    def gates_of(self, model: VideoDiT) -> Gates:
+        """Which gates `init_from` has to hold: those of the model."""
+        return "required" if gate_names(model) else "absent"
+
+    def on_fit_start(self) -> None:
+        """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
+        if self.resume is not None:
+            self.load_checkpoint(self.resume)
+            self._set_trainer_step(self.resume.step)
+        else:
+            self.load_start()
+        self.load_frozen()
+        self.on_ready()
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Weights, moments and counters of a run to resume."""
+        load_model_tensors(self.model, checkpoint.tensors("model"), str(checkpoint.path))
+        load_optimizer_tensors(self.raw_optimizer, checkpoint.tensors("optimizer"), str(checkpoint.path))
+        self.guard.load_state_dict(checkpoint.state)  # type: ignore[arg-type]
+        self.flops_total = checkpoint.state["flops_total"]
+
+    def load_start(self) -> None:
+        """Weights of a new run that does not start from random ones."""
+        if self.init_from is not None:
+            self.init_from.load(self.model, self.gates_of(self.model))
+
+    def load_frozen(self) -> None:
+        """Fill the networks that checkpoints leave out."""
+
+    def _set_trainer_step(self, step: int) -> None:
+        loop = self.trainer.fit_loop.epoch_loop
+        optimizer_steps = loop.automatic_optimization.optim_progress.optimizer.step.total
+        optimizer_steps.ready = optimizer_steps.completed = step
+        batches: Any = loop.batch_progress.total
+        batches.ready = batches.started = batches.processed = batches.completed = step * self.accumulate
+        loop._batches_that_stepped = step
+
+    @property
+    def raw_optimizer(self) -> torch.optim.Optimizer:
+        return self.trainer.optimizers[0]
+
+    @property
+    def accumulate(self) -> int:
+        return self.trainer.accumulate_grad_batches
+
+    # one step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._optim.set_lr(self.raw_optimizer, self.global_step)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norms = self.guard(optimizer, self.global_step)
+        if self.logs_this_step(self.global_step + 1):
+            named = {f"grad_norm/{name}": norm for name, norm in norms.items()}
+            self.log_step({**named, "skipped_steps": self.guard.skipped_total}, self.global_step + 1)
+
+    @property
+    def model_moved(self) -> bool:
+        """Whether the step that just ended changed `model`."""
+        return not self.guard.skipped
+
+    @property
+    def model_steps(self) -> int:
+        """Optimizer steps of `model` so far."""
+        return self.global_step
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """Stored latents `[B, C, T, H, W]` to zero mean and unit variance per channel."""
+        shape = (1, -1, 1, 1, 1)
+        mean = self.latent_mean.to(latents.device).view(shape)
+        return (latents - mean) / self.latent_std.to(latents.device).view(shape)
+
+    def topk(self, latent_shape: Sequence[int], step: int) -> int | tuple[int, ...]:
+        """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`: of all layers, or
+        of each."""
+        tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
+        return self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks))
+
+    def topk_after(
+        self, latent_shape: Sequence[int], steps: int, at: SparsityPoint = "current"
+    ) -> int | tuple[int, ...]:
+        """Video kv tiles per query tile at which the weights after `steps` optimizer steps are looked at."""
+        tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
+        return self.sparsity.topk_after(steps, tiles, len(self.model.blocks), at)
+
+    def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
+        """Training FLOPs of one sample in optimizer step `step` (from 0)."""
+        return self.flops_of(self.model, batch, step, training=True)
+
+    def flops_of(self, network: VideoDiT, batch: VideoBatch, step: int, *, training: bool) -> FlopCount:
+        """FLOPs of one sample in one pass of a network, forward alone or with its backward."""
+        shape = tuple(batch.latents.shape[1:])
+        key = (id(network), shape, self.topk(shape, step), batch.text.shape[1], training)
+        if key not in self._flops:
+            self._flops[key] = network.flops(*key[1:4], training=training)
+        return self._flops[key]
+
+    # metrics
+
+    def logs_this_step(self, step: int) -> bool:
+        """Whether optimizer step `step` (counted from 1 when complete) writes metrics."""
+        trainer: Any = self.trainer
+        return step % trainer.log_every_n_steps == 0 or step == trainer.max_steps
+
+    def log_step(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
+        """Send metrics of a completed optimizer step to every logger; this is where the device is waited for."""
+        values = {name: float(value) for name, value in metrics.items()}
+        if self.trainer.is_global_zero:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(values, step)
+
+    def on_validation_end(self) -> None:
+        # a resumed run does not validate at its first step again, so a kill must not cost these metrics
+        if self.trainer.is_global_zero:
+            for logger in self.trainer.loggers:
+                logger.save()
+
+    def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:
+        """The run's curves as a PNG."""
+        loss_curve(metrics_csv, path, title=title)
+
+    # checkpoints
+
+    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The groups of tensors of a checkpoint that this module owns."""
+        return {"model": dict(self.model.named_parameters()), "optimizer": optimizer_state(self.raw_optimizer)}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The part of `state.json` that this module owns."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        return {
+            "step": self.global_step,
+            "seed": self.seed,
+            **self.guard.state_dict(),
+            "flops_total": self.flops_total,
+            # the resolved config: what builds the model again for sampling
+            "config": self.config,
+            "plan_hash": data.plan_hash,
+            "sparsity_state": self.sparsity.state_dict(),
+            "latent_mean": self.latent_mean.tolist(),
+            "latent_std": self.latent_std.tolist(),
+            "codec": {"id": data.codec_id, "hash": data.codec_hash},
+            "text_encoder": {"id": data.text_encoder_id, "hash": data.text_encoder_hash},
+            "latent_shapes": [list(bucket) for bucket in data.buckets],
+        }

@@ -1,0 +1,455 @@
+"""Distillation of a dense teacher into a sparse few-step generator (DMD2), with three networks.
+
+B samples of a micro-batch, C T H W latent dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.full import FullAttention
+from vsa.attention.sparsity import SparsitySchedule
+from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.checkpoints.wan import Gates
+from vsa.data.batch import VideoBatch, pad_text
+from vsa.diffusion import flow_matching as fm
+from vsa.evaluation.figures import health_curves
+from vsa.models.flops import FlopCount
+from vsa.models.video_dit import VideoDiT
+from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
+from vsa.objectives.flow_matching import VALIDATION_SEED
+from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
+from vsa.training.gradients import UpdateGuard
+from vsa.training.modules.base import DiffusionModule
+from vsa.training.modules.critic import FakeScore
+from vsa.training.modules.teacher import Teacher
+from vsa.training.optimizer import AdamW
+from vsa.training.parallel import ParallelPlan, ShardedDataParallel, refuse_shared_parameters
+
+if TYPE_CHECKING:
+    # the data module loads the video libraries
+    from vsa.data.datamodule import PlanDataModule
+
+
+class DistillModule(DiffusionModule):
+    """Distil a dense teacher into a generator of few steps and sparse attention (VSA paper, section 2.3).
+
+    `model` is the generator. An iteration updates the generator when its turn has come, then the critic, on the same
+    samples with noise of their own. `global_step` counts iterations, and so does the sparsity schedule; learning rates
+    follow the updates of their own network. All choices are functions of (seed, iteration, sample). Metrics are means
+    since the last log line; after a resume the first line has those since the resume.
+
+    Args:
+        model: builds a network; called with another attention for the scores.
+        optim: recipe of the generator's optimizer.
+        fake_score_optim: recipe of the critic's.
+        sparsity: top-k of the generator by iteration.
+        objective: the losses, with step list and guidance.
+        parallel: activation checkpointing, compile, sharding.
+        generator_every: iterations per update of the generator.
+        fake_score_warmup: iterations in which only the critic is trained.
+        teacher: dense checkpoint of real and fake score; None: `init_from`.
+        gates: initial (the generator's checkpoint is dense) or required (it has trained gates).
+        negative_prompt: caption of the teacher's unconditional pass; "" is the data's null embedding.
+        fake_score_attention: of the critic.
+        real_score_attention: of the teacher. Score networks of sparse attention keep as many tiles as the generator.
+        collapse: when training stops because the generator's output is broken; None: never.
+        latent_scale: see `DiffusionModule`; a run that the teacher comes from brings its statistics along.
+        grad_clip: largest global gradient norm of the generator.
+        fake_score_grad_clip: of the critic.
+        max_skipped: consecutive non-finite updates of a network after which training stops.
+        seed: of everything random.
+
+    Raises:
+        ValueError: an option out of range, or guidance without a negative caption.
+
+    Source: DMD2 (arXiv:2405.14867), sections 4.2 to 4.5.
+    """
+
+    headline = ("fake_score/loss", "dmd/gap", "val/gap")
+
+    def __init__(
+        self,
+        *,
+        model: Callable[..., VideoDiT],
+        optim: AdamW,
+        fake_score_optim: AdamW,
+        sparsity: SparsitySchedule,
+        objective: DistributionMatching,
+        parallel: ParallelPlan,
+        generator_every: int = 5,
+        fake_score_warmup: int = 0,
+        teacher: str | None = None,
+        gates: Literal["initial", "required"] = "initial",
+        negative_prompt: str | None = "",
+        fake_score_attention: Callable[..., AttentionMethod] = FullAttention,
+        real_score_attention: Callable[..., AttentionMethod] = FullAttention,
+        collapse: CollapseRule | None = None,
+        latent_scale: Literal["channel", "shared"] = "channel",
+        grad_clip: float = 1.0,
+        fake_score_grad_clip: float = 1.0,
+        max_skipped: int = 10,
+        seed: int = 0,
+    ):
+        if generator_every < 1:
+            raise ValueError(f"task.generator_every must be at least 1, got {generator_every}")
+        if fake_score_warmup < 0:
+            raise ValueError(f"task.fake_score_warmup must not be negative, got {fake_score_warmup}")
+        if gates not in ("initial", "required"):
+            raise ValueError(f"task.gates must be initial or required, got {gates!r}")
+        if objective.guided and negative_prompt is None:
+            raise ValueError(
+                f"objective.guidance={objective.guidance} ({objective.cfg_form}) needs a negative embedding, but "
+                'task.negative_prompt=null: "" is the null embedding of the data'
+            )
+        if not objective.guided and negative_prompt:
+            raise ValueError(
+                f"task.negative_prompt={negative_prompt!r} has no effect: objective.guidance={objective.guidance} "
+                f"({objective.cfg_form}) is no guidance"
+            )
+        super().__init__(
+            model=model,
+            optim=optim,
+            sparsity=sparsity,
+            parallel=parallel,
+            latent_scale=latent_scale,
+            grad_clip=grad_clip,
+            max_skipped=max_skipped,
+            seed=seed,
+        )
+        self.automatic_optimization = False
+        self.objective = objective
+        self.step_list = objective.step_list
+        self.generator_every, self.fake_score_warmup = generator_every, fake_score_warmup
+        self.gates: Literal["initial", "required"] = gates
+        self.negative_prompt = negative_prompt
+        self.teacher = Teacher(lambda: model(attention=real_score_attention), teacher)
+        self.fake_score = FakeScore(
+            lambda: model(attention=fake_score_attention),
+            recipe=fake_score_optim,
+            guard=UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score"),
+            gan=objective.gan,
+            num_steps=len(objective.timesteps) if objective.step_aware else None,
+        )
+        # the trainer's own accumulation is for modules that leave their optimizer to it
+        self.micro_batches = 1
+        self._collapse = None if collapse is None else CollapseWatch(collapse)
+        self._negative: NegativeText | None = None
+        self._batches: list[VideoBatch] = []
+        self._generator_moved = False
+        self._window = self._validation = IterationMetrics(torch.device("cpu"))
+
+    # set-up
+
+    def check_weights(self, data: PlanDataModule) -> None:
+        if self.resume is not None:
+            missing = {"teacher", "step_list", "fake_score", "collapse"} - set(self.resume.state)
+            if missing:
+                lacks = ", ".join(sorted(missing))
+                raise ValueError(f"{self.resume.path} is no whole checkpoint of a distillation: it lacks {lacks}")
+            self._refuse_other_cycle(self.resume)
+        self.teacher.find(self.resume, self.init_from, data)
+        if self.init_from is None and self.resume is None:
+            self.init_from = self.teacher.start
+        super().check_weights(data)
+        self.fake_score.check(self.teacher.start)
+
+    def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
+        """The generator's own updates are counted from iterations, and its weights belong to its steps."""
+        task = checkpoint.state["config"]["task"]
+        pairs = {f"task.{name}": (task[name], getattr(self, name)) for name in ("generator_every", "fake_score_warmup")}
+        for name in ("source", "cfg_form"):
+            pairs[f"task.objective.{name}"] = task["objective"][name], getattr(self.objective, name)
+        pairs["the timesteps"] = checkpoint.state["step_list"], list(self.objective.step_list)
+        for name, (before, now) in pairs.items():
+            if before != now:
+                raise ValueError(f"{checkpoint.path} was trained with {name}={before}, the settings have {now}")
+
+    def check_start(self, model: VideoDiT) -> None:
+        super().check_start(model)
+        turns = self.generator_updates(self.trainer.max_steps)
+        total = getattr(self._optim.schedule, "total_steps", turns)
+        if total < turns:
+            raise ValueError(
+                f"optim.schedule.total_steps={total}, but the generator has {turns} updates in "
+                f"trainer.max_steps={self.trainer.max_steps}: its learning rate would end before the run"
+            )
+
+    def gates_of(self, model: VideoDiT) -> Gates:
+        return self.gates
+
+    @property
+    def reference(self) -> Teacher:
+        return self.teacher
+
+    def setup(self, stage: str) -> None:
+        self.trainer.accumulate_grad_batches = self.micro_batches
+        super().setup(stage)
+        found = None if self.init_from is None else self.init_from.statistics
+        ours = (self.latent_mean, self.latent_std)
+        if found is not None and not all(torch.allclose(torch.tensor(a), b) for a, b in zip(found, ours, strict=True)):
+            raise ValueError(
+                f"{self.init_from.source} was trained on latents of another scale than the teacher "  # type: ignore
+                f"{self.teacher.start.source}: their means and deviations differ"
+            )
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Those that the teacher was trained with, on whatever data; else as in pretraining."""
+        found = self.teacher.start.statistics
+        return super().statistics() if found is None else (torch.tensor(found[0]), torch.tensor(found[1]))
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        super().configure_model()
+        self.fake_score.build(self.device_mesh, self._parallel, seed=self.seed)
+        self.teacher.build(self.device_mesh, self._parallel)
+        refuse_shared_parameters(
+            {"generator": self.model, "fake_score": self.fake_score.network, "real_score": self.teacher.network}
+        )
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        return [self._optim.build(self.model, self.model.parameter_roles()), self.fake_score.optimizer()]
+
+    def load_start(self) -> None:
+        super().load_start()
+        self.fake_score.load_start(self.teacher.start)
+
+    def load_frozen(self) -> None:
+        self.teacher.load(self.device)
+        if self.objective.guided:
+            self._negative = self._negative_text()
+        self._window = IterationMetrics(self.device)
+
+    def _negative_text(self) -> NegativeText:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self.negative_prompt:
+            (rows,) = data.text_encoder.encode_batch([self.negative_prompt])
+        else:
+            rows = data.store.null_text
+        text, mask = pad_text([rows], length=data.text_encoder.max_tokens, padding=data.text_padding)
+        return NegativeText(text=text.to(self.device), mask=None if mask is None else mask.to(self.device))
+
+    def _set_trainer_step(self, step: int) -> None:
+        super()._set_trainer_step(step)
+        self._count_iteration(step)
+
+    @property
+    def networks(self) -> Networks:
+        return Networks(
+            generator=self.model,
+            fake_score=self.fake_score.network,
+            real_score=self.teacher.network,
+            discriminator=self.fake_score.discriminator,
+            fake_steps=self.fake_score.steps,
+        )
+
+    # one iteration
+
+    def updates_generator(self, iteration: int) -> bool:
+        """Whether it is the generator's turn."""
+        since = iteration - self.fake_score_warmup
+        return since >= 0 and since % self.generator_every == 0
+
+    def generator_updates(self, iteration: int) -> int:
+        """Turns of the generator before `iteration`."""
+        return max(0, -(-(iteration - self.fake_score_warmup) // self.generator_every))
+
+    @property
+    def model_steps(self) -> int:
+        return self.generator_updates(self.global_step)
+
+    @property
+    def model_moved(self) -> bool:
+        return self._generator_moved
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.trainer.optimizers
+        self._optim.set_lr(generator, self.generator_updates(self.global_step))
+        self.fake_score.recipe.set_lr(critic, self.global_step)
+
+    def training_step(self, batch: VideoBatch, batch_idx: int) -> None:
+        # overfitting repeats the first batches on purpose
+        trainer: Any = self.trainer
+        iteration = self.global_step
+        assert batch.step == iteration or trainer.overfit_batches, (batch.step, iteration)
+        self._batches.append(batch)
+        if len(self._batches) < self.accumulate:
+            return
+        # the critic learns from the generator as it is after its update, so the micro-batches are passed twice
+        generator, critic = trainer.optimizers
+        self._generator_moved = False
+        if self.updates_generator(iteration):
+            for scored in self._scored(self._generator_terms):
+                self._window.add_generator(scored)
+            self._window.add_norms(self.guard(generator, iteration))
+            self._step(generator, self.guard)
+            self._generator_moved = not self.guard.skipped
+            # a GAN term's way to the generator leads through the critic
+            critic.zero_grad(set_to_none=True)
+        spread = SpreadMeter()
+        for scored in self._scored(self._fake_score_terms):
+            self._window.add_fake_score(scored)
+            if scored.index == len(self.objective.timesteps) - 1:
+                spread.add(scored.x0)
+                self._window.spread.add(scored.x0)
+        self._window.add_norms(self.fake_score.guard(critic, iteration), "fake_score/")
+        self._step(critic, self.fake_score.guard)
+        self._batches.clear()
+        self._count_iteration(iteration + 1)
+        # here and not when the batch has ended: a checkpoint is written in between
+        found = spread.spread(trainer.strategy)
+        stop = self._collapse is not None and found is not None and self._collapse.judge(found)
+        if stop or self.logs_this_step(iteration + 1):
+            self._log_window()
+        if stop:
+            raise FloatingPointError(f"iteration {iteration}: {self._collapse.report(found)}")  # type: ignore
+
+    def _scored(self, terms: Callable[[VideoBatch, Tensor], ScoredRollout]) -> Iterator[ScoredRollout]:
+        """Gradients of every micro-batch of the iteration, summed; all ranks add theirs at the last one."""
+        for number, batch in enumerate(self._batches, 1):
+            scored = terms(batch, self.normalise(batch.latents))
+            loss = fm.weighted_loss(scored.loss, torch.ones_like(scored.loss), batch.num_slots)
+            with self._reduced_when(number == len(self._batches)):
+                # the strategy averages over ranks; the normaliser is global already
+                (loss * self.trainer.world_size).backward()
+            yield scored
+
+    def _reduced_when(self, last: bool) -> AbstractContextManager[None]:
+        strategy = self.trainer.strategy
+        return (
+            nullcontext() if last or not isinstance(strategy, ShardedDataParallel) else strategy.block_backward_sync()
+        )
+
+    def _generator_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
+        iteration = self.global_step
+        return self.objective.generator_update(
+            self.networks,
+            batch,
+            latents,
+            self._negative,
+            seed=self.seed,
+            iteration=iteration,
+            topk=self.topk(batch.latents.shape[1:], iteration),
+        )
+
+    def _fake_score_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
+        iteration = self.global_step
+        topk = self.topk(batch.latents.shape[1:], iteration)
+        return self.objective.fake_score_update(
+            self.networks, batch, latents, seed=self.seed, iteration=iteration, topk=topk
+        )
+
+    def _step(self, optimizer: torch.optim.Optimizer, guard: UpdateGuard) -> None:
+        # not through lightning, which would count every update of either network as a step
+        if not guard.skipped:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _count_iteration(self, done: int) -> None:
+        total: Any = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        total.ready = total.completed = done
+
+    def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
+        """FLOPs of one sample in an iteration: rollouts, score passes and backwards of its updates."""
+
+        def cost(network: VideoDiT, training: bool, times: int = 1) -> list[FlopCount]:
+            return [self.flops_of(network, batch, step, training=training)] * times
+
+        nets = self.networks
+
+        def rollout(update: Literal["generator", "fake_score"]) -> int:
+            index = self.objective.index(seed=self.seed, iteration=step, update=update)
+            return index if self.objective.source == "simulate" else 0
+
+        # the last pass of a rollout has a backward in the generator's update only
+        judged = 0 if self.objective.gan is None else 1
+        counts = cost(nets.generator, False, rollout("fake_score") + 1) + cost(nets.fake_score, True, 1 + judged)
+        if self.updates_generator(step):
+            trained = 2 if self.objective.velocity > 0 else 1
+            counts += cost(nets.generator, False, rollout("generator")) + cost(nets.generator, True, trained)
+            counts += cost(nets.fake_score, False) + cost(nets.fake_score, True, judged)
+            counts += cost(nets.real_score, False, 2 if self.objective.guided else 1)
+        names = ("executed", "self_attention", "dense_equivalent")
+        return FlopCount(**{name: sum(getattr(count, name) for count in counts) for name in names})
+
+    # metrics
+
+    def _log_window(self) -> None:
+        generator, critic = self.trainer.optimizers
+        metrics = self._window.metrics(self.trainer.strategy)
+        for shown, name in (("loss", "fake_score/loss"), ("gap", "dmd/gap")):
+            # the generator may have had no turn, and what was not finite is left out
+            if name in metrics:
+                self.log(shown, metrics[name], prog_bar=True, logger=False)
+        self.log_step(
+            {
+                **metrics,
+                "lr": generator.param_groups[0]["lr"],
+                "fake_score/lr": critic.param_groups[0]["lr"],
+                "updates/generator": self.generator_updates(self.global_step) - self.guard.skipped_total,
+                "updates/fake_score": self.global_step - self.fake_score.guard.skipped_total,
+                "skipped_steps": self.guard.skipped_total,
+                "fake_score/skipped_steps": self.fake_score.guard.skipped_total,
+            },
+            self.global_step,
+        )
+        self._window = IterationMetrics(self.device)
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation = IterationMetrics(self.device)
+
+    def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
+        """Last-step output of the averaged generator from fixed noise, scored at fixed noise levels."""
+        # no classifier: its verdict is not looked at
+        scored = replace(self.objective, gan=None).generator_update(
+            self.networks,
+            batch,
+            self.normalise(batch.latents),
+            self._negative,
+            seed=self.seed + VALIDATION_SEED,
+            iteration=0,
+            topk=self.topk_after(batch.latents.shape[1:], self.global_step),
+            index=len(self.objective.timesteps) - 1,
+        )
+        self._validation.add_generator(scored)
+        self._validation.spread.add(scored.x0)
+
+    def on_validation_epoch_end(self) -> None:
+        found = self._validation.metrics(self.trainer.strategy)
+        metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in found.items() if "loss" not in name}
+        self.log_step(metrics, self.global_step)
+        # for callbacks that watch it
+        self.log("val/gap", metrics.get("val/gap", math.nan), logger=False)
+
+    def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:
+        health_curves(metrics_csv, path, title=title)
+
+    # checkpoints
+
+    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {**super().checkpoint_tensors(), **self.fake_score.checkpoint_tensors(self.trainer.optimizers[1])}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        return {
+            **super().checkpoint_state(),
+            "teacher": self.teacher.state(),
+            "step_list": list(self.objective.step_list),
+            **self.fake_score.checkpoint_state(),
+            "collapse": None if self._collapse is None else self._collapse.state_dict(),
+        }
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().load_checkpoint(checkpoint)
+        self.fake_score.load(checkpoint, self.trainer.optimizers[1])
+        if self._collapse is not None and checkpoint.state["collapse"] is not None:
+            self._collapse.load_state_dict(checkpoint.state["collapse"])

@@ -1,0 +1,155 @@
+"""Finetuning of a pretrained video DiT to sparse attention, with a frozen dense teacher where one is asked for.
+
+B samples of a micro-batch, C T H W latent dims, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from vsa.attention.full import FullAttention
+from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
+from vsa.checkpoints.lora import LoRA
+from vsa.checkpoints.wan import Gates
+from vsa.data.batch import VideoBatch
+from vsa.models.video_dit import VideoDiT
+from vsa.objectives.flow_matching import FinetuneLoss, LossTerms
+from vsa.training.modules.pretrain import PretrainModule
+from vsa.training.modules.teacher import Teacher
+from vsa.training.optimizer import AdamW
+from vsa.training.parallel import ParallelPlan
+
+if TYPE_CHECKING:
+    # the data module loads the video libraries
+    from vsa.data.datamodule import PlanDataModule
+
+
+class FinetuneModule(PretrainModule):
+    """Finetune a pretrained checkpoint to sparse attention (VSA paper, section 2.3 and appendix C.5).
+
+    Starts from `init_from`: a run of this project or a folder or hub id in diffusers' Wan layout. The gates of a dense
+    checkpoint start at their documented identity, so with all tiles kept the first step is the pretrained model.
+
+    Args:
+        model: builds the network.
+        optim: recipe of the optimizer.
+        sparsity: top-k by optimizer step.
+        objective: the loss.
+        parallel: activation checkpointing, compile, sharding.
+        gates: initial (the checkpoint is dense) or required (it has trained gates and goes on from them).
+        trainable: patterns of parameter names that are trained; None: all, with `lora` the gates only.
+        lora: adapters to train in place of the weights they stand beside.
+        teacher: dense checkpoint for the velocity and attention parts of the loss; None: `init_from`.
+        latent_scale: see `PretrainModule`; a run it starts from brings its statistics along.
+        validate_at: see `PretrainModule`.
+        grad_clip: largest global gradient norm.
+        max_skipped: consecutive non-finite steps after which training stops.
+        seed: of everything random.
+
+    Raises:
+        ValueError: unknown `gates`, or attention matching of compiled blocks.
+    """
+
+    objective: FinetuneLoss
+
+    def __init__(
+        self,
+        *,
+        model: Callable[..., VideoDiT],
+        optim: AdamW,
+        sparsity: SparsitySchedule,
+        objective: FinetuneLoss,
+        parallel: ParallelPlan,
+        gates: Literal["initial", "required"] = "initial",
+        trainable: Sequence[str] | None = None,
+        lora: LoRA | None = None,
+        teacher: str | None = None,
+        latent_scale: Literal["channel", "shared"] = "channel",
+        validate_at: Sequence[SparsityPoint] = ("current",),
+        grad_clip: float = 1.0,
+        max_skipped: int = 10,
+        seed: int = 0,
+    ):
+        if gates not in ("initial", "required"):
+            raise ValueError(f"task.gates must be initial or required, got {gates!r}")
+        if objective.attention > 0 and parallel.compile:
+            raise ValueError("task.objective.attention looks into the blocks and cannot be had with parallel.compile")
+        super().__init__(
+            model=model,
+            optim=optim,
+            sparsity=sparsity,
+            objective=objective,
+            parallel=parallel,
+            latent_scale=latent_scale,
+            validate_at=validate_at,
+            grad_clip=grad_clip,
+            max_skipped=max_skipped,
+            seed=seed,
+        )
+        self.gates: Literal["initial", "required"] = gates
+        self.lora = lora
+        self.trainable = tuple(trainable) if trainable is not None else None
+        self._teacher = Teacher(self._dense, teacher) if objective.needs_teacher else None
+
+    def prepare_model(self, model: VideoDiT) -> None:
+        """Adapters, and what is frozen."""
+        roles = model.parameter_roles()
+        patterns = self.trainable
+        if patterns is None:
+            patterns = ("*",) if self.lora is None else tuple(name for name in roles if roles[name] == "gate")
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in roles):
+                raise ValueError(f"task.trainable pattern {pattern!r} fits no parameter")
+        chosen = {name for name in roles if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        own = dict(model.named_parameters())
+        if self.lora is not None:
+            self.lora.inject(model)
+        for name, parameter in own.items():
+            parameter.requires_grad_(name in chosen)
+
+    def gates_of(self, model: VideoDiT) -> Gates:
+        return self.gates
+
+    def _dense(self) -> VideoDiT:
+        """The teacher's network: the trained one with full attention and without adapters."""
+        return self._model_factory(attention=FullAttention)
+
+    def check_weights(self, data: PlanDataModule) -> None:
+        if self.init_from is None and self.resume is None:
+            raise ValueError("init_from=null, but finetuning starts from a checkpoint: a run, a folder or a hub id")
+        if self.resume is not None:
+            node = self.resume.state["config"]["task"].get("lora")
+            if (node is None) != (self.lora is None):
+                raise ValueError(f"{self.resume.path} was trained with task.lora={node}, the settings have {self.lora}")
+        super().check_weights(data)
+        if self._teacher is not None:
+            self._teacher.find(self.resume, self.init_from, data)
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Those that the run it starts from was trained with, on whatever data; else as in pretraining."""
+        if self.resume is not None:
+            return torch.tensor(self.resume.state["latent_mean"]), torch.tensor(self.resume.state["latent_std"])
+        found = self.init_from.statistics if self.init_from is not None else None
+        return super().statistics() if found is None else (torch.tensor(found[0]), torch.tensor(found[1]))
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        state = super().checkpoint_state()
+        return state if self._teacher is None else {**state, "teacher": self._teacher.state()}
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self._teacher is not None:
+            self._teacher.build(self.device_mesh, self._parallel)
+
+    def load_frozen(self) -> None:
+        if self._teacher is not None:
+            self._teacher.load(self.device)
+
+    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: int | Sequence[int]) -> LossTerms:
+        teacher = None if self._teacher is None else self._teacher.network
+        return self.objective.mixed(self.model, teacher, batch, latents, seed=self.seed, topk=topk)

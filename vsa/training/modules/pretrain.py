@@ -1,0 +1,147 @@
+"""Flow-matching training of a video DiT from data.
+
+B samples of a micro-batch, C T H W latent dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, check_points
+from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.data.batch import VideoBatch
+from vsa.diffusion import flow_matching as fm
+from vsa.models.video_dit import VideoDiT
+from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms
+from vsa.training.loss_window import LossWindow
+from vsa.training.modules.base import DiffusionModule
+from vsa.training.optimizer import AdamW
+from vsa.training.parallel import ParallelPlan
+
+
+class PretrainModule(DiffusionModule):
+    """Pretrain a video DiT with sparse attention from scratch (VSA paper, section 3.1).
+
+    Args:
+        model: builds the network.
+        optim: recipe of the optimizer.
+        sparsity: top-k by optimizer step.
+        objective: the loss.
+        parallel: activation checkpointing and compile.
+        latent_scale: see `DiffusionModule`.
+        validate_at: where the validation loss is computed: at the current top-k (`val/loss`), with all tiles
+            (`val/loss_dense`), at the end value of the schedule (`val/loss_target`); each costs a forward.
+        grad_clip: largest global gradient norm.
+        max_skipped: consecutive non-finite steps after which training stops.
+        seed: of everything random.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Callable[..., VideoDiT],
+        optim: AdamW,
+        sparsity: SparsitySchedule,
+        objective: FlowMatchingLoss,
+        parallel: ParallelPlan,
+        latent_scale: Literal["channel", "shared"] = "channel",
+        validate_at: Sequence[SparsityPoint] = ("current",),
+        grad_clip: float = 1.0,
+        max_skipped: int = 10,
+        seed: int = 0,
+    ):
+        points = check_points("validate_at", validate_at)
+        if "current" not in points:
+            raise ValueError(f"validate_at must hold current, whose loss is val/loss, got {list(validate_at)}")
+        super().__init__(
+            model=model,
+            optim=optim,
+            sparsity=sparsity,
+            parallel=parallel,
+            latent_scale=latent_scale,
+            grad_clip=grad_clip,
+            max_skipped=max_skipped,
+            seed=seed,
+        )
+        self.objective = objective
+        self.validate_at = points
+        self._window = LossWindow()
+        # for the progress bar
+        self._shown_loss: float | None = None
+        self._validated = torch.empty(0)
+
+    def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
+        # overfitting repeats the first batches on purpose
+        trainer: Any = self.trainer
+        assert batch.step == self.global_step or trainer.overfit_batches, (batch.step, self.global_step)
+        topk = self.topk(batch.latents.shape[1:], self.global_step)
+        terms = self.loss_terms(batch, self.normalise(batch.latents), topk)
+        loss = fm.weighted_loss(terms.mse, terms.weights, terms.total_weight)
+        parts = {
+            f"loss_{name}": fm.weighted_loss(part, terms.weights, terms.total_weight)
+            for name, part in terms.parts.items()
+        }
+        self._window.add({"loss": loss, **parts}, terms.mse, terms.sigmas)
+        # the trainer divides by the micro-batches, the strategy averages over ranks; the normaliser is global already
+        return loss * self.accumulate * self.trainer.world_size
+
+    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: int | Sequence[int]) -> LossTerms:
+        """What a training step minimises, of a micro-batch with normalised latents `[B, C, T, H, W]`."""
+        return self.objective(self.model, batch, latents, seed=self.seed, topk=topk)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        # here and not when the batch has ended: a checkpoint is written in between
+        step = self.global_step + 1
+        self._window.end_step()
+        if self.logs_this_step(step):
+            losses = self._window.metrics(self.trainer.strategy)
+            self._window = LossWindow()
+            self._shown_loss = losses["loss"]
+            named = {f"train/{name}": value for name, value in losses.items()}
+            self.log_step({**named, "lr": self.raw_optimizer.param_groups[0]["lr"]}, step)
+
+    def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
+        if self._shown_loss is not None:
+            self.log("loss", self._shown_loss, prog_bar=True, logger=False)
+            self._shown_loss = None
+
+    def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
+        latents = self.normalise(batch.latents)
+        done: dict[int | tuple[int, ...], LossTerms] = {}
+        for table, at in zip(self._validated, self.validate_at, strict=True):
+            topk = self.topk_after(batch.latents.shape[1:], self.global_step, at)
+            if topk not in done:
+                done[topk] = self.objective(self.model, batch, latents, seed=self.seed + VALIDATION_SEED, topk=topk)
+            mse = done[topk].mse.double()
+            decile = fm.decile(done[topk].sigmas).to(mse.device)
+            for row, values in ((0, mse), (1, torch.ones_like(mse))):
+                table[row].index_add_(0, decile, values)
+
+    def on_validation_epoch_start(self) -> None:
+        # sums and counts by decile: ranks meet different deciles, so the tables are added up once at the end
+        self._validated = torch.zeros(len(self.validate_at), 2, 10, dtype=torch.float64, device=self.device)
+
+    def on_validation_epoch_end(self) -> None:
+        tables = self.trainer.strategy.reduce(self._validated, reduce_op="sum").cpu()
+        metrics = {}
+        for (sums, counts), at in zip(tables, self.validate_at, strict=True):
+            name = "val/loss" if at == "current" else f"val/loss_{at}"
+            metrics[name] = float(sums.sum() / counts.sum())
+            metrics |= {f"{name}_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
+        self.log_step(metrics, self.global_step)
+        # for callbacks that watch it
+        self.log("val/loss", metrics["val/loss"], logger=False)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        return {**super().checkpoint_state(), "loss_window": self._window.state_dict(self.trainer.strategy)}
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        super().load_checkpoint(checkpoint)
+        # older checkpoints have none: the first log line then has the steps since the resume
+        if "loss_window" in checkpoint.state:
+            self._window.load_state_dict(checkpoint.state["loss_window"])

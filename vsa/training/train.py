@@ -1,0 +1,304 @@
+"""One training run: compose, build, fit. Reads top-down."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.errors import HydraException
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from vsa.attention.sparsity import SparsitySchedule
+from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve_checkpoint
+from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
+from vsa.checkpoints.wan_config import transformer_config
+from vsa.checkpoints.weight_source import resolve_start
+from vsa.config import build, check_targets, model_factory
+from vsa.errors import one_line_errors
+from vsa.training.callbacks.diagnostics import Diagnostics
+from vsa.training.config_changes import changed_settings
+from vsa.training.ending import fit, nothing_to_do, stopped_by_signals
+from vsa.training.hydra_guard import checked_hydra, require_checked
+from vsa.training.metrics_csv import MetricsCSV
+from vsa.training.parallel import choose_strategy, rank_zero_reports
+
+INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
+"""What a config can cause beside ValueError and OSError."""
+
+
+KNOWN_WARNINGS = (
+    # our streams split their items over workers themselves
+    r".*`IterableDataset` has `__len__` defined.*",
+    r".*does not have many workers.*",
+    # the velocity is a view, and nothing writes into it
+    r".*FSDP2-wrapped module .* returned a view tensor.*",
+    # the validation loss is reduced before it is logged
+    r".*It is recommended to use .*sync_dist.*",
+    # lightning against a newer torch
+    r".*isinstance\(treespec, LeafSpec\).*",
+)
+
+
+def command(main: Callable[[], None]) -> None:
+    """Run a Hydra entry point so that bad input and signals end in one line (HYDRA_FULL_ERROR=1 adds the traceback)."""
+    traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    # Hydra prints errors in a way of its own unless told to let them through
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        with one_line_errors(*INPUT_ERRORS, traceback=traceback), stopped_by_signals(), checked_hydra():
+            main()
+    except SystemExit as stop:
+        if traceback and stop.__cause__ is not None:
+            raise stop.__cause__ from None
+        raise
+
+
+def run(cfg: DictConfig) -> None:
+    """The Hydra job: `train`, with input errors reported here because Hydra would announce them first."""
+    with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
+        require_checked()
+        train(cfg)
+
+
+def train(cfg: DictConfig) -> None:
+    """Train as `cfg` says; the run folder is `cfg.run_dir`.
+
+    Raises:
+        ValueError: an impossible setting, named with its value.
+    """
+    check_targets(cfg)
+    _check_precision(cfg.trainer.precision)
+    run_dir = _run_dir(cfg)
+    # before anything is read to go on from, and until the last file is written
+    with locked(run_dir) if _is_first_process(cfg) else nullcontext(), RunFolder(run_dir) as folder:
+        _train(cfg.copy(), run_dir, folder)
+
+
+def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder) -> None:
+    for message in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    rank_zero_module.log.addFilter(_no_advert)
+    resume = _resume(cfg, run_dir)
+
+    datamodule = build(cfg.data)
+    datamodule.start_step = resume.step if resume is not None else 0
+    _check_model(cfg, datamodule)
+    if cfg.flop_budget is not None:
+        # schedules that end with the run follow
+        cfg.trainer.max_steps = _steps_of_budget(cfg.flop_budget, datamodule, cfg)
+    if nothing_to_do(cfg.trainer.max_steps, resume):
+        return
+    module = build(cfg.task, model=model_factory(cfg))
+    if cfg.flop_budget is not None and not module.automatic_optimization:
+        raise ValueError(
+            f"flop_budget={cfg.flop_budget} is for jobs of one network, this one ends at trainer.max_steps"
+        )
+    module.resume = resume
+    if cfg.init_from is not None and resume is None:
+        module.init_from = resolve_start(cfg.init_from)
+    module.check_weights(datamodule)
+    module.config = OmegaConf.to_container(cfg, resolve=True)
+    before = resume.state.get("config") if resume is not None else None
+    if before and (changes := changed_settings(before, cfg)):
+        rank_zero_info(f"settings that differ from the checkpoint's: {changes}")
+    # first: another one may fail after it has written a checkpoint
+    callbacks = [_Started(folder), *(build(node) for node in cfg.callbacks.values() if node is not None)]
+    loggers = [build(node) for node in cfg.logger.values() if node is not None]
+    trainer = _trainer(cfg, module, callbacks, loggers)
+    if module.sparsity.measured and not any(isinstance(c, Diagnostics) for c in trainer.callbacks):  # type: ignore
+        raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
+    # some make their files as soon as lightning sets up, when not everything is checked
+    trainer.loggers = [logger for logger in loggers if isinstance(logger, MetricsCSV)]
+    module.on_ready = partial(_open_run_folder, cfg, folder, trainer, loggers)
+
+    rank_zero_info(f"run folder: {run_dir}")
+    fit(trainer, module, datamodule, run_dir)
+
+
+def _no_advert(record: logging.LogRecord) -> bool:
+    """Lets everything pass but Lightning's tips to install another of its packages."""
+    return "Tip:" not in record.getMessage()
+
+
+def _check_precision(precision: Any) -> None:
+    if precision not in (32, "32", "32-true"):
+        raise ValueError(
+            f"trainer.precision={precision} is not supported, expected 32-true: parameters stay in fp32, and on GPUs "
+            "the sharding strategy computes in bf16 by itself"
+        )
+
+
+def _run_dir(cfg: DictConfig) -> Path:
+    if not cfg.run_dir:
+        raise ValueError(f"run_dir={cfg.run_dir} is not a folder: leave it out, or give one")
+    # a folder that is given may lie anywhere, one that is made of names lies in the output folder
+    if str(cfg.run_dir) == f"{cfg.output_dir}/{cfg.name}/{cfg.run}":
+        check_name("name", str(cfg.name))
+        check_name("run", str(cfg.run))
+    return Path(str(cfg.run_dir))
+
+
+def _is_first_process(cfg: DictConfig) -> bool:
+    """Whether this is rank 0 of all nodes; until its ranks meet, lightning's own launcher counts those of a node."""
+    nodes = cfg.trainer.get("num_nodes", 1)
+    return rank_zero_only.rank == 0 and (nodes == 1 or LightningEnvironment().node_rank() == 0)
+
+
+def _overwrites(cfg: DictConfig) -> bool:
+    # "no" would be a text, and so true
+    if not isinstance(cfg.overwrite, bool):
+        raise ValueError(f"overwrite={cfg.overwrite} is neither true nor false")
+    return cfg.overwrite and cfg.ckpt_path is None
+
+
+def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
+    check_folder(run_dir, overwrite=_overwrites(cfg))
+    if cfg.ckpt_path is not None:
+        # one process reads every byte, the others take its choice when they meet it (DiffusionModule.setup)
+        found = resolve_checkpoint(cfg.ckpt_path, run_dir, verify=_is_first_process(cfg))
+        if not _is_first_process(cfg) and 0 <= cfg.trainer.max_steps <= found.step:
+            # they never meet where nothing is left to do, which each decides by itself
+            found = resolve_checkpoint(cfg.ckpt_path, run_dir)
+        before = found.state.get("config", {}).get("task", {}).get("_target_")
+        if before != cfg.task._target_:
+            raise ValueError(
+                f"{found.path} is a checkpoint of {before}, the settings have task._target_={cfg.task._target_}: "
+                "to start from its weights use init_from="
+            )
+        began = found.state.get("config", {}).get("init_from")
+        if cfg.init_from not in (None, began):
+            raise ValueError(f"init_from={cfg.init_from}, but the run of ckpt_path={cfg.ckpt_path} began from {began}")
+        cfg.init_from = began
+        rank_zero_info(f"resuming from {found.path}")
+        return found
+    if list_checkpoints(run_dir / "checkpoints") and not _overwrites(cfg):
+        raise ValueError(
+            f"run folder {run_dir} already holds checkpoints: resume with ckpt_path=last, "
+            "name another run with run=NAME, or start anew with overwrite=true"
+        )
+    return None
+
+
+def _check_model(cfg: DictConfig, datamodule: Any) -> None:
+    """Refuse a model that cannot be built or does not fit the encoders, before any data is prepared."""
+    with torch.device("meta"):
+        model = model_factory(cfg)()
+    channels = datamodule.codec.channels
+    # an image condition takes input channels of its own; it is compared with the data when training starts
+    conditioned = model.in_channels > channels == model.out_channels
+    for key in ("out_channels",) if conditioned else ("in_channels", "out_channels"):
+        if getattr(model, key) != channels:
+            raise ValueError(f"model.{key}={getattr(model, key)}, but data.codec makes latents of {channels} channels")
+    width = datamodule.text_encoder.dim
+    if model.text_dim != width:
+        raise ValueError(f"model.text_dim={model.text_dim}, but data.text_encoder makes tokens of width {width}")
+    try:
+        transformer_config(model)
+    except ValueError as error:
+        # told now, not after the training
+        rank_zero_info(f"note: this model cannot be exported to diffusers: {error}")
+
+
+def _open_run_folder(cfg: DictConfig, folder: RunFolder, trainer: L.Trainer, loggers: list[Any]) -> None:
+    """The first write of a run: almost every check has passed by now."""
+    if trainer.is_global_zero:
+        folder.open(OmegaConf.to_yaml(cfg, resolve=True), overwrite=_overwrites(cfg))
+    trainer.loggers = loggers
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    for logger in loggers:
+        if isinstance(logger, MetricsCSV):
+            logger.start(data.start_step)
+        else:
+            # made now, so that what is wrong with it is told now
+            getattr(logger, "experiment", None)
+
+
+class _Started(L.Callback):
+    """Keeps the run folder once an optimizer step has been made: what fails before leaves an old run whole."""
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._first = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._first = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step > self._first:
+            self._folder.keep()
+
+
+def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
+    settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+    if not module.automatic_optimization:
+        # the trainer refuses to accumulate for a module that steps its own optimizers
+        module.micro_batches = settings.pop("accumulate_grad_batches")
+    if settings["devices"] == "auto" and TorchElasticEnvironment.detect():
+        # torchrun has started the processes already: as many as it says, on as many nodes
+        settings["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
+        settings["num_nodes"] = int(os.environ["WORLD_SIZE"]) // settings["devices"]
+    # on the CPU, where it matters, auto is one process
+    local = int(settings["devices"]) if str(settings["devices"]).isdecimal() else 1
+    settings["strategy"] = choose_strategy(
+        settings["strategy"],
+        accelerator=settings["accelerator"],
+        processes=local * settings.get("num_nodes", 1),
+    )
+    return build(settings, callbacks=callbacks, logger=loggers, default_root_dir=cfg.run_dir)
+
+
+def _steps_of_budget(budget: float, datamodule: Any, cfg: DictConfig) -> int:
+    """Optimizer steps whose executed training FLOPs come nearest to the budget (the paper compares at equal FLOPs).
+
+    A sparsity schedule may end with the run: it is built anew for every number of steps that is tried.
+    """
+    if not 0 < budget < math.inf:
+        raise ValueError(f"flop_budget must be positive, got {budget}")
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    with torch.device("meta"):
+        model = model_factory(cfg)()
+    shapes = datamodule.buckets
+    tiles = {shape: model.layout_for(shape).num_video_tiles for shape in shapes}
+    share = {shape: datamodule.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
+
+    @cache
+    def flops(shape: tuple[int, ...], topk: int | tuple[int, ...]) -> float:
+        return model.flops(shape, topk, datamodule.text_encoder.max_tokens).executed
+
+    def total(steps: int) -> float:
+        trial = cfg.copy()
+        trial.trainer.max_steps = max(steps, 1)
+        sparsity: SparsitySchedule = build(trial.sparsity)
+        ends = [sparsity.final_step(n) for n in tiles.values()]
+        if None in ends:
+            raise ValueError(f"flop_budget needs a schedule known in advance, {type(sparsity).__name__} is measured")
+
+        def step_flops(step: int) -> float:
+            topks = {shape: sparsity.topk_per_layer(step, n, len(model.blocks)) for shape, n in tiles.items()}
+            return sum(share[shape] * flops(shape, topk) for shape, topk in topks.items())
+
+        end = min(max(n for n in ends if n is not None), steps)
+        return math.fsum(map(step_flops, range(end))) + (steps - end) * step_flops(end)
+
+    most = math.ceil(budget / sum(share[shape] * flops(shape, 1) for shape in shapes)) + 1
+    # the first number of steps that reaches the budget, or the one before
+    reached = bisect_left(range(most), budget, key=total)
+    steps = max(1, min(reached - 1, reached, key=lambda n: abs(total(n) - budget)))
+    rank_zero_info(f"flop_budget={budget:.3g}: {steps} steps of {total(steps) / steps:.3g} FLOPs on average")
+    return steps
