@@ -84,7 +84,7 @@ def test_training_commands_fit_the_ranks_they_start(command):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("train", overrides=overrides)
     job = next((job for job in ("finetune", "distill") if f"experiment={job}" in command), "pretrain")
-    assert cfg.task._target_ == f"vsa.training.{job}.{job.title()}Module"
+    assert cfg.task._target_ == f"vsa.training.modules.{job}.{job.title()}Module"
     trainer = cfg.trainer
     if launcher[0] == "torchrun":
         # lightning refuses its world otherwise
