@@ -6,14 +6,12 @@ from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.pooling import block_mean_pool
-from vsa_kernels.recall import RecallBuffer
 from vsa_kernels.selection import select_topk
 
 __all__ = [
     "BlockIndex",
     "Blocks",
     "CoarseFineOutput",
-    "RecallBuffer",
     "block_mean_pool",
     "block_sparse_attn",
     "coarse_fine_attn",

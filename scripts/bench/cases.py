@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vsa_kernels import RecallBuffer, block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels import block_mean_pool, block_sparse_attn, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
 from vsa.attention.full import FullAttention
@@ -48,7 +48,7 @@ def fine(shape: Shape, setup: Setup) -> Measured:
 
 
 def vsa(shape: Shape, setup: Setup) -> Measured:
-    """The whole operator: `coarse_fine_attn` as self-attention, also with the coarse gate alone and with recall."""
+    """The whole operator: `coarse_fine_attn` as self-attention, also with the coarse gate alone."""
     p = problem(shape, setup.lists, setup.dtype, setup.device)
     case, ops, skipped = _self_attention(p), list[Op](), Skipped()
     add_peers(ops, skipped, p, setup.peers, whole=True)
@@ -70,14 +70,6 @@ def vsa(shape: Shape, setup: Setup) -> Measured:
 
         ops.append(_ours(backend, p, backend, both, leaves))
         ops.append(_ours(f"{backend}, no fine gate", p, backend, coarse, leaves[:4]))
-        if backend == "triton":
-            batch, heads = q.shape[0], q.shape[2]
-            buffer = RecallBuffer.allocate(case.q_blocks, case.kv_blocks, batch=batch, heads=heads, topk=shape.topk)
-
-            def recalled(buffer: RecallBuffer = buffer) -> Tensor:
-                return coarse_fine_attn(q, k, v, gate_coarse, gate_fine, **blocks, backend="triton", recall=buffer).out
-
-            ops.append(_ours(f"{backend}, with recall", p, backend, recalled, leaves))
     return Measured(measure(ops, setup.device, setup.repeats, setup.ahead), skipped)
 
 

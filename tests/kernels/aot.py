@@ -215,11 +215,6 @@ def fine(p: Problem) -> None:
     delta = triton_bwd.delta(out, out, lse, lse)
     for share in ({}, shares):
         triton_bwd.backward(out, delta, lse, q, k, v, mask, 0.1, **share)
-    if p.head_dim in (64, 128) and p.dtype != "fp32":
-        rows = (*lse.shape[:2], mask.q_blocks.num)
-        seed = torch.zeros((), dtype=torch.int64)
-        recall = triton_bwd.Recall(lse.new_empty(*rows, 33), lse.new_empty(rows, dtype=torch.int32), seed)
-        triton_bwd.backward(out, delta, lse, q, k, v, mask, 0.1, recall=recall)
 
 
 def coarse(p: Problem) -> None:
@@ -286,6 +281,7 @@ def gates(p: Problem) -> None:
 def operator(p: Problem) -> None:
     """The whole operator, forward and backward."""
     from vsa_kernels.coarse_fine import triton_op
+    from vsa_kernels.coarse_fine.op import Call, Saved
 
     q_blocks, kv_blocks = p.sides()
     if p.blocks[0] == p.blocks[1]:
@@ -293,9 +289,10 @@ def operator(p: Problem) -> None:
     q, gate = p.tokens(q_blocks, p.heads), p.tokens(q_blocks, p.heads)
     k, v = (p.tokens(kv_blocks, p.heads // p.group) for _ in range(2))
     for fine_gate in (None, gate):
-        given = (q, k, v, gate, fine_gate, q_blocks, kv_blocks, 8)
-        out, *saved = triton_op.forward(*given, 24, 0.1)
-        triton_op.backward(out, triton_op.Saved(*saved), *given, 0.1)
+        sizes = [x for b in (q_blocks, kv_blocks) for x in (b.offsets, b.max_size, b.min_size)]
+        call = Call(q, k, v, gate, fine_gate, *sizes, topk=8, capacity=24, scale=0.1)
+        out, *saved = triton_op.forward(call)
+        triton_op.backward(out, Saved(*saved), call)
 
 
 STAGES: tuple[Callable[[Problem], None], ...] = (fine, coarse, transpose, pooling, selection, gates, operator)

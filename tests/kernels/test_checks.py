@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vsa_kernels import BlockIndex, Blocks, RecallBuffer, block_mean_pool, block_sparse_attn, select_topk
-from vsa_kernels.coarse_fine import api, coarse_attn, coarse_fine_attn
+from vsa_kernels import BlockIndex, Blocks, block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
 from vsa_kernels.coarse_fine.op import coarse_fine_bwd, coarse_fine_fwd
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
 
@@ -99,17 +99,16 @@ def test_an_empty_batch_gives_empty_results(sizes, device):
 
 
 def test_an_empty_batch_launches_nothing(device):
-    """The op of the whole operator returns what its fake promises, with and without a recall."""
+    """The op of the whole operator returns what its fake promises."""
     blocks = Blocks.from_sizes([4, 2], device)
     sizes = (blocks.offsets, 4, 2)
     x = torch.randn(0, 6, 2, 16, device=device)
-    out, *saved = coarse_fine_fwd(x, x, x, x, x, *sizes, *sizes, 1, 2, 0.3)
+    arguments = (x, x, x, x, x, *sizes, *sizes, 1, 2, 0.3)
+    out, *saved = coarse_fine_fwd(*arguments)
     assert out.shape == x.shape
     assert [tuple(s.shape) for s in saved[3:6]] == [(0, 2, 2), (0, 2, 2, 2), (0, 2, 2)]
-    seed = torch.zeros((), dtype=torch.int64, device=device)
-    for recall, shapes in (((), []), ((seed, 3), [(0, 2, 2, 3), (0, 2, 2)])):
-        grads = coarse_fine_bwd(x, *saved, x, x, x, x, x, *sizes, *sizes, 1, 0.3, *recall)
-        assert [tuple(g.shape) for g in grads] == [(0, 6, 2, 16)] * 5 + shapes
+    grads = coarse_fine_bwd(x, *saved, *arguments)
+    assert [tuple(g.shape) for g in grads] == [(0, 6, 2, 16)] * 5
 
 
 def offsets(change: Callable[[Tensor], Tensor]) -> Callable[[Blocks], Blocks]:
@@ -178,25 +177,3 @@ def test_dtypes_of_index_tensors(name, message, device):
         fine[name] = fine[name].long()
     with pytest.raises(ValueError, match=message):
         block_sparse_attn(x, x, x, replace(index, **fine), kv_valid=valid, **sides)
-
-
-@pytest.mark.parametrize(
-    ("field", "change", "message"),
-    [
-        ("probe", lambda x: x.to("meta"), "recall.probe must be on .* like q, got meta"),
-        ("seed", lambda x: x.to("meta"), "recall.seed must be on .* like q, got meta"),
-        ("record", lambda x: x.to("meta"), "recall.record must be on .* like q, got meta"),
-        ("probe", Tensor.long, "recall.probe must be torch.int32, got torch.int64"),
-        ("seed", Tensor.int, "recall.seed must be torch.int64, got torch.int32"),
-        ("record", Tensor.double, "recall.record must be torch.float32, got torch.float64"),
-        ("probe", lambda x: x[..., :1], r"recall.probe and recall.seed must be \[1, 2, 2\] and one number"),
-    ],
-)
-def test_recall_buffers(field, change, message, device, monkeypatch):
-    monkeypatch.setattr(api, "resolve_backend", lambda *_: "triton")
-    blocks = Blocks.from_sizes([4, 2], device)
-    buffer = RecallBuffer.allocate(blocks, blocks, batch=1, heads=2, topk=1)
-    x = torch.randn(1, 6, 2, 16, device=device)
-    wrong = replace(buffer, **{field: change(getattr(buffer, field))})
-    with pytest.raises(ValueError, match=message):
-        coarse_fine_attn(x, x, x, x, None, q_blocks=blocks, kv_blocks=blocks, topk=1, recall=wrong)

@@ -252,7 +252,7 @@ def test_opcheck(change, gated, triton_device):
     torch.library.opcheck(coarse_fine_fwd, args)
     detached = [x.detach() if isinstance(x, Tensor) else x for x in args]
     _, *saved = coarse_fine_fwd(*detached)
-    torch.library.opcheck(coarse_fine_bwd, (change(problem.dout), *saved, *detached[:12], detached[13]))
+    torch.library.opcheck(coarse_fine_bwd, (change(problem.dout), *saved, *detached))
 
 
 def test_backward_repeats_bit_for_bit(triton_device):
@@ -296,18 +296,19 @@ def hollow(monkeypatch):
     """The op on any device, with tensors of the right shapes in place of the kernels: for tests of the graph alone."""
     from vsa_kernels.coarse_fine import triton_op
 
-    def forward(q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, capacity, scale):
-        (B, L, H, D), Hkv = q.shape, k.shape[2]
+    def forward(call):
+        q, topk, capacity = call.q, call.topk, call.capacity
+        (B, L, H, D), Hkv, q_blocks, kv_blocks = q.shape, call.k.shape[2], call.q_blocks, call.kv_blocks
         rows, lists = (B, H, q_blocks.num), torch.arange(capacity, dtype=torch.int32).clamp(max=topk - 1)
         mean = (q.new_zeros(B, n.num, h, D) for n, h in ((q_blocks, H), (kv_blocks, Hkv), (kv_blocks, Hkv)))
         indices, counts = lists.expand(*rows, capacity).contiguous(), torch.full(rows, topk, dtype=torch.int32)
         coarse = q.new_zeros(B, q_blocks.num, H, D)
         return (topk * q, q.clone(), q.new_zeros(B, H, L), coarse, q.new_zeros(rows), indices, counts, *mean)
 
-    def backward(dout, saved, q, k, v, gate_coarse, gate_fine, q_blocks, kv_blocks, topk, scale):
-        assert saved.kv_indices.shape[-1] == list_capacity(topk, kv_blocks.num)
-        assert (saved.kv_num_blocks == topk).all()
-        return [topk * dout, *(torch.zeros_like(x) for x in (k, v, gate_coarse, gate_fine) if x is not None)]
+    def backward(dout, saved, call):
+        assert saved.kv_indices.shape[-1] == call.capacity == list_capacity(call.topk, call.kv_blocks.num)
+        assert (saved.kv_num_blocks == call.topk).all()
+        return [call.topk * dout, *(torch.zeros_like(x) for x in (call.k, call.v, *call[3:5]) if x is not None)]
 
     monkeypatch.setattr(triton_op, "forward", forward)
     monkeypatch.setattr(triton_op, "backward", backward)

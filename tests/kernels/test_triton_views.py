@@ -129,10 +129,11 @@ def test_coarse_fine(triton_device):
     def grads(kind: str | None) -> tuple[Tensor, ...]:
         at = [x if kind is None else view(x, kind) for x in (case.q_blocks.offsets, case.kv_blocks.offsets)]
         blocks = (at[0], 5, 3, at[1], 7, 2)
-        out, *saved = coarse_fine_fwd(*fixed, *blocks, 2, 3, 0.3)
+        arguments = (*fixed, *blocks, 2, 3, 0.3)
+        out, *saved = coarse_fine_fwd(*arguments)
         if kind is not None:
             saved[4:6] = (view(x, kind) for x in saved[4:6])
-        return out, *saved, *coarse_fine_bwd(case.dout, *saved, *fixed, *blocks, 2, 0.3)
+        return out, *saved, *coarse_fine_bwd(case.dout, *saved, *arguments)
 
     want = grads(None)
     for kind in ("strided", "reversed"):

@@ -10,8 +10,6 @@ B batch, L / S query / kv tokens, H / Hkv heads, D head dim, N blocks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -56,17 +54,16 @@ def _share(share, i_b, i_n, i_h, N, H, whole, D: tl.constexpr, BLOCK_D: tl.const
     return tl.load(share + at + o_d, mask=o_d < D, other=0.0) / whole
 
 
-@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q", "num_kv", "slots"])
+@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q", "num_kv"])
 def _dq_kernel(
     q, k, v, dout, lse, delta, dq, q_share,
-    kv_indices, kv_num_blocks, q_offsets, kv_offsets, kv_valid, strips, scale,
+    kv_indices, kv_num_blocks, q_offsets, kv_offsets, kv_valid, scale,
     q_b, q_l, q_h, k_b, k_l, k_h, v_b, v_l, v_h, do_b, do_l, do_h, dq_b, dq_l, idx_b, idx_h, idx_n, num_b, num_h,
-    L, S, H, num_q, num_kv, slots,
+    L, S, H, num_q, num_kv,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr, Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr,
     BLOCK_N: tl.constexpr, KV_PARTS: tl.constexpr, KV_SIZE: tl.constexpr, EVEN_KV: tl.constexpr,
     LISTED: tl.constexpr, HAS_VALID: tl.constexpr, SHARED: tl.constexpr, DESC: tl.constexpr, PRECISION: tl.constexpr,
-    MASS: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_bh = tl.program_id(0) % (num_q * Q_PARTS), tl.program_id(0) // (num_q * Q_PARTS)
     i_b, i_h = i_bh // H, i_bh % H
@@ -86,13 +83,6 @@ def _dq_kernel(
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     factor = scale * LOG2E
     o_n = tl.arange(0, BLOCK_N)
-    if MASS:
-        # strips of 16 rows belong to one warp each; they meet in `_probe_kernel`
-        STRIPS: tl.constexpr = BLOCK_M // 16
-        i_row = (i_bh * num_q + i_n).to(tl.int64)
-        p_strips = strips + (i_row * Q_PARTS + i_part) * slots * STRIPS + tl.arange(0, STRIPS)
-        b_mass = tl.zeros([STRIPS], dtype=tl.float32)
-        per_row = 1.0 / whole
     for j in range(listed * KV_PARTS):
         i_kp = j % KV_PARTS
         i_kv = tl.load(p_list + j // KV_PARTS) if LISTED else j // KV_PARTS
@@ -117,85 +107,12 @@ def _dq_kernel(
         if not EVEN_KV and kv_size < BLOCK_N:
             b_s = tl.where(o_n[None, :] < kv_size, b_s, -float("inf"))
         b_p = tl.math.exp2(b_s * factor - b_lse[:, None])
-        # before dq's product, and without a branch: otherwise ptxas serialises every product of the loop (C7515)
-        if MASS:
-            # [STRIPS]
-            b_strip = tl.sum(tl.sum(tl.reshape(b_p, [STRIPS, 16, BLOCK_N]), 2), 1)
-            if KV_PARTS > 1:
-                # every part of a kv block overwrites what the parts before it left
-                b_strip += tl.where(i_kp == 0, 0.0, b_mass)
-                b_mass = b_strip
-            tl.store(p_strips + j // KV_PARTS * STRIPS, b_strip * per_row)
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     b_dq *= scale
     if SHARED:
         b_dq += _share(q_share, i_b, i_n, i_h, num_q, H, whole, D, BLOCK_D)[None, :]
     store_tile(dq, b_dq, i_b, i_h, q_start, q_size, dq_b, dq_l, D, D, BLOCK_M, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q", "num_kv", "slots"])
-def _probe_kernel(
-    q, k, lse, strips, record, probe, seed, kv_indices, kv_num_blocks, q_offsets, kv_offsets, kv_valid, scale,
-    q_b, q_l, q_h, k_b, k_l, k_h, idx_b, idx_h, idx_n, num_b, num_h,
-    L, S, H, num_q, num_kv, slots,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr, Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr, KV_PARTS: tl.constexpr, KV_SIZE: tl.constexpr, EVEN_KV: tl.constexpr,
-    HAS_VALID: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Per query block: adds up the strips' masses; one random unselected kv block, its number and its ratio."""
-    i_n, i_bh = tl.program_id(0) % num_q, tl.program_id(0) // num_q
-    i_b, i_h = i_bh // H, i_bh % H
-    p_list = kv_indices + i_b.to(tl.int64) * idx_b + i_h.to(tl.int64) * idx_h + i_n.to(tl.int64) * idx_n
-    listed = tl.load(kv_num_blocks + i_b.to(tl.int64) * num_b + i_h.to(tl.int64) * num_h + i_n)
-    # the rank of the probe among the unselected blocks
-    i_row = i_bh * num_q + i_n
-    left = num_kv - listed
-    b_random = tl.randint(tl.load(seed), i_row).to(tl.uint32, bitcast=True).to(tl.uint64)
-    rank = ((b_random * left.to(tl.uint64)) >> 32).to(tl.int32)
-    below = tl.zeros([32], dtype=tl.int32)
-    for first in range(0, listed, 32):
-        o_slot = first + tl.arange(0, 32)
-        i_kv = tl.load(p_list + o_slot, mask=o_slot < listed, other=0)
-        # i_kv - slot unselected blocks come before this one
-        below += ((o_slot < listed) & (i_kv - o_slot <= rank)).to(tl.int32)
-    # without unselected blocks any block will do: its share is multiplied by 0
-    i_probe = tl.where(left > 0, rank + tl.sum(below, 0), 0)
-    o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    ratio = 0.0
-    for i_part in range(Q_PARTS):
-        q_start, q_size, _ = span(q_offsets, i_n, i_part, L, Q_SIZE, BLOCK_M, Q_SIZE > 0)
-        # [BLOCK_M, BLOCK_D]
-        b_q = load_tile(q, i_b, i_h, q_start, q_size, q_b, q_l, q_h, D, BLOCK_M, BLOCK_D, EVEN_Q)
-        b_lse = tl.load(lse + i_bh.to(tl.int64) * L + q_start + o_m, mask=o_m < q_size, other=float("inf"))
-        # a query without kv tokens has no ratio and counts as 0
-        b_lse = tl.where(b_lse == -float("inf"), float("inf"), b_lse) * LOG2E
-        for i_kp in range(KV_PARTS):
-            kv_start, kv_size, _ = span(kv_offsets, i_probe, i_kp, S, KV_SIZE, BLOCK_N, KV_SIZE > 0)
-            if HAS_VALID:
-                kv_size = tl.minimum(kv_size, tl.load(kv_valid + i_b.to(tl.int64) * num_kv + i_probe) - i_kp * BLOCK_N)
-            # [BLOCK_N, BLOCK_D]
-            b_k = load_tile(k, i_b, i_h // GROUP, kv_start, kv_size, k_b, k_l, k_h, D, BLOCK_N, BLOCK_D, EVEN_KV)
-            # [BLOCK_M, BLOCK_N]
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-            if not EVEN_KV:
-                b_s = tl.where(o_n[None, :] < kv_size, b_s, -float("inf"))
-            # over both axes at once: one after the other, triton's layouts for sm_100 fail
-            ratio += tl.sum(tl.math.exp2(b_s * scale * LOG2E - b_lse[:, None]))
-    _, _, whole = span(q_offsets, i_n, 0, L, Q_SIZE, BLOCK_M, Q_SIZE > 0)
-    p_record = record + i_row.to(tl.int64) * (slots + 1)
-    tl.store(p_record + slots, ratio * left / whole)
-    tl.store(probe + i_row, tl.where(left > 0, i_probe, -1))
-    STRIPS: tl.constexpr = BLOCK_M // 16
-    o_strip = tl.arange(0, STRIPS)
-    for first in range(0, slots, 32):
-        o_slot = first + tl.arange(0, 32)
-        b_mass = tl.zeros([32, STRIPS], dtype=tl.float32)
-        for i_part in range(Q_PARTS):
-            at = ((i_row.to(tl.int64) * Q_PARTS + i_part) * slots + o_slot[:, None]) * STRIPS + o_strip[None, :]
-            b_mass += tl.load(strips + at, mask=(o_slot < listed)[:, None], other=0.0)
-        tl.store(p_record + o_slot, tl.sum(b_mass, 1), mask=o_slot < slots)
 
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "at_b", "at_h", "L", "S", "H", "num_q", "num_kv"])
@@ -305,20 +222,6 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> Tensor:
     return result
 
 
-class Recall(NamedTuple):
-    """Where `backward` leaves what it knows of the recall, and the seed of its probes.
-
-    Args:
-        record: fp32 `[B, H, Nq, Kmax + 1]` contiguous, all of it is written: `RecallBuffer.mass`, then its `ratio`.
-        probe: int32 `[B, H, Nq]` contiguous, all of it is written.
-        seed: int64, one element.
-    """
-
-    record: Tensor
-    probe: Tensor
-    seed: Tensor
-
-
 def backward(
     dout: Tensor,
     delta: Tensor,
@@ -332,7 +235,6 @@ def backward(
     q_share: Tensor | None = None,
     k_share: Tensor | None = None,
     v_share: Tensor | None = None,
-    recall: Recall | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `block_sparse_attn`.
 
@@ -349,10 +251,8 @@ def backward(
             k_share and v_share `[B, Nkv, Hkv, D]`, or none of the three.
         k_share: see q_share.
         v_share: see q_share.
-        recall: also written, see `vsa_kernels.recall`; None: off, at no cost.
     """
-    shares = (q_share, k_share, v_share)
-    return _run(dout, delta, lse, q, k, v, mask, scale, False, shares, recall)
+    return _run(dout, delta, lse, q, k, v, mask, scale, False, (q_share, k_share, v_share))
 
 
 def dense(
@@ -364,18 +264,18 @@ def dense(
 
 def _run(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float,
-    half: bool, shares: tuple[Tensor | None, Tensor | None, Tensor | None], recall: Recall | None = None,
+    half: bool, shares: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, dout = rows_ready(q), rows_ready(k), rows_ready(v), rows_ready(dout)
     stage = "coarse_" if mask is None else ""
-    dq = _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dq", q, k, mask, half), shares[0], recall)
+    dq = _run_dq(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dq", q, k, mask, half), shares[0])
     dk, dv = _run_dkv(dout, delta, lse, q, k, v, mask, scale, Plan.of(f"{stage}dkv", q, k, mask, half), shares[1:])
     return dq, dk, dv
 
 
 def _run_dq(
     dout: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float,
-    plan: Plan, share: Tensor | None, recall: Recall | None,
+    plan: Plan, share: Tensor | None,
 ) -> Tensor:  # fmt: skip
     B, L, H, D = q.shape
     dq = q.new_empty((B, L, H, D))
@@ -384,25 +284,13 @@ def _run_dq(
         lists = (mask.index.kv_indices, mask.index.kv_num_blocks)
         list_at = list_strides(*lists)
     kv = described((k, v), plan.kv, *_offsets(mask)[1:]) if plan.describe else None
-    strips, slots = None, 0
-    if recall is not None:
-        slots = recall.record.shape[-1] - 1
-        strips = lse.new_empty((B * H * plan.q.num, plan.q.parts, slots, plan.q.block // 16))
     launch(
         _dq_kernel, (plan.q.num * plan.q.parts * B * H,),
-        q, *(kv or (k, v)), dout, lse, delta, dq, share, *lists, *_offsets(mask), strips, scale,
+        q, *(kv or (k, v)), dout, lse, delta, dq, share, *lists, *_offsets(mask), scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:2], *list_at,
-        L, k.shape[1], H, plan.q.num, plan.kv.num, slots,
-        SHARED=share is not None, DESC=kv is not None, MASS=recall is not None, **plan.constants,
+        L, k.shape[1], H, plan.q.num, plan.kv.num,
+        SHARED=share is not None, DESC=kv is not None, **plan.constants,
     )  # fmt: skip
-    if recall is not None:
-        constants = {name: x for name, x in plan.constants.items() if name not in ("LISTED", "maxnreg", "num_stages")}
-        launch(
-            _probe_kernel, (plan.q.num * B * H,),
-            q, k, lse, strips, *recall, *lists, *_offsets(mask), scale,
-            *q.stride()[:3], *k.stride()[:3], *list_at, L, k.shape[1], H, plan.q.num, plan.kv.num, slots,
-            num_stages=1, **constants,
-        )  # fmt: skip
     return dq
 
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.checks import check_blocks, check_device, check_qkv
 from vsa_kernels.coarse_fine import reference
-from vsa_kernels.coarse_fine.op import coarse_fine_fwd
+from vsa_kernels.coarse_fine.op import Call, Saved, coarse_fine_fwd
 from vsa_kernels.coarse_fine.reference import CoarseFineOutput
 from vsa_kernels.dispatch import resolve_backend
 from vsa_kernels.modes import lowered, refuse_forward_mode
-from vsa_kernels.recall import RecallBuffer
 from vsa_kernels.selection.api import list_capacity
 
 
@@ -30,7 +29,6 @@ def coarse_fine_attn(
     topk: int,
     scale: float | None = None,
     backend: str | None = None,
-    recall: RecallBuffer | None = None,
 ) -> CoarseFineOutput:
     """Video sparse attention where every kv block may be selected: both stages, the selection and the gates.
 
@@ -57,11 +55,10 @@ def coarse_fine_attn(
         topk: kv blocks per query block and head; Nkv or more selects all.
         scale: factor on both stages' logits, default D ** -0.5.
         backend: of `block_sparse_attn`; None: automatic, see `resolve_backend`.
-        recall: filled by the backward of this call, one buffer per call; needs backend triton. None: off.
 
     Raises:
-        ValueError: topk below 1; shapes, dtypes, devices, the backend or the recall buffer do not fit, the blocks do
-            not cover the tokens, or a tangent of forward-mode AD comes in.
+        ValueError: topk below 1; shapes, dtypes, devices or the backend do not fit, the blocks do not cover the
+            tokens, or a tangent of forward-mode AD comes in.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", sections 2.2 and 2.3.
     """
@@ -80,21 +77,19 @@ def coarse_fine_attn(
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     if chosen == "triton" and factor < 0:
         raise ValueError(f"scale must not be negative for backend triton, got {factor}")
-    if recall is not None and chosen != "triton":
-        raise ValueError(f"recall needs backend triton, got {chosen}")
     if chosen != "triton":
         blocks = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
         return reference.forward(q, k, v, gate_coarse, gate_fine, **blocks, topk=topk, scale=factor, backend=chosen)
-    kept, capacity = min(topk, kv_blocks.num), list_capacity(topk, kv_blocks.num)
-    known = ()
-    if recall is not None:
-        recall.check(q, q_blocks.num, capacity)
-        known = (recall.record, recall.probe, recall.seed)
-    out, fine, lse, coarse, _, indices, counts, *_ = coarse_fine_fwd(
+    kept = min(topk, kv_blocks.num)
+    call = Call(
         *(q, k, v, gate_coarse, gate_fine),
         *(q_blocks.offsets, q_blocks.max_size, q_blocks.min_size),
         *(kv_blocks.offsets, kv_blocks.max_size, kv_blocks.min_size),
-        *(kept, capacity, factor, *known),
+        topk=kept,
+        capacity=list_capacity(topk, kv_blocks.num),
+        scale=factor,
     )
-    index = BlockIndex(kv_indices=indices, kv_num_blocks=counts, max_blocks=kept, min_blocks=kept)
-    return CoarseFineOutput(out, index, fine, lse, coarse)
+    out, *saved = coarse_fine_fwd(*call)
+    saved = Saved(*saved)
+    index = BlockIndex(kv_indices=saved.kv_indices, kv_num_blocks=saved.kv_num_blocks, max_blocks=kept, min_blocks=kept)
+    return CoarseFineOutput(out, index, saved.fine, saved.lse, saved.coarse)

@@ -5,16 +5,14 @@ B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import triton_bwd, triton_fwd
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.block_sparse.triton_bwd import Recall
 from vsa_kernels.coarse_fine import triton_gate
+from vsa_kernels.coarse_fine.op import Call, Saved
 from vsa_kernels.coarse_fine.triton_scores import scores as coarse_scores
 from vsa_kernels.pooling import triton_pool
 from vsa_kernels.selection import triton_topk
@@ -23,88 +21,32 @@ from vsa_kernels.selection import triton_topk
 _SCORE_BYTES = 64 << 20
 
 
-class Saved(NamedTuple):
-    """What the forward leaves to the backward, beside the inputs.
-
-    Args:
-        fine: `[B, L, H, D]`.
-        lse: fp32 `[B, H, L]`.
-        coarse: fp32 `[B, Nq, H, D]`.
-        coarse_lse: fp32 `[B, H, Nq]`.
-        kv_indices: int32 `[B, H, Nq, Kmax]`.
-        kv_num_blocks: int32 `[B, H, Nq]`.
-        q_mean: fp32 `[B, Nq, H, D]`.
-        k_mean: fp32 `[B, Nkv, Hkv, D]`.
-        v_mean: fp32 `[B, Nkv, Hkv, D]`.
-    """
-
-    fine: Tensor
-    lse: Tensor
-    coarse: Tensor
-    coarse_lse: Tensor
-    kv_indices: Tensor
-    kv_num_blocks: Tensor
-    q_mean: Tensor
-    k_mean: Tensor
-    v_mean: Tensor
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate_coarse: Tensor,
-    gate_fine: Tensor | None,
-    q_blocks: Blocks,
-    kv_blocks: Blocks,
-    topk: int,
-    capacity: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out `[B, L, H, D]`, then the fields of `Saved`; arguments as in `coarse_fine_attn`.
-
-    Args:
-        topk: at most Nkv.
-        capacity: Kmax, at least topk.
-    """
-    half = _is_half(q)
+def forward(call: Call) -> tuple[Tensor, ...]:
+    """out `[B, L, H, D]`, then the fields of `Saved`."""
+    q, k, v, scale, half = call.q, call.k, call.v, call.scale, _is_half(call.q)
+    q_blocks, kv_blocks = call.q_blocks, call.kv_blocks
     q_mean, k_mean, v_mean = _means(q, k, v, q_blocks, kv_blocks)
     coarse, coarse_lse = triton_fwd.dense(q_mean, k_mean, v_mean, scale, half=half)
-    indices, counts = _select(q_mean, k_mean, scale, topk, capacity, "tf32" if half else "ieee")
-    mask = _mask(indices, counts, q_blocks, kv_blocks, topk)
-    fine, lse = triton_fwd.forward(q, k, v, mask, scale)
-    out = triton_gate.combine(fine, coarse, gate_coarse, gate_fine, q_blocks)
-    return out, fine, lse, coarse, coarse_lse, indices, counts, q_mean, k_mean, v_mean
+    indices, counts = _select(q_mean, k_mean, scale, call.topk, call.capacity, "tf32" if half else "ieee")
+    fine, lse = triton_fwd.forward(q, k, v, _mask(indices, counts, q_blocks, kv_blocks, call.topk), scale)
+    out = triton_gate.combine(fine, coarse, call.gate_coarse, call.gate_fine, q_blocks)
+    return out, *Saved(fine, lse, coarse, coarse_lse, indices, counts, q_mean, k_mean, v_mean)
 
 
-def backward(
-    dout: Tensor,
-    saved: Saved,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate_coarse: Tensor,
-    gate_fine: Tensor | None,
-    q_blocks: Blocks,
-    kv_blocks: Blocks,
-    topk: int,
-    scale: float,
-    recall: Recall | None = None,
-) -> list[Tensor]:
-    """dq, dk, dv, dgate_coarse and, with a fine gate, dgate_fine; recall is written where it is given."""
-    gate = triton_gate.combine_backward(dout, saved.fine, saved.coarse, gate_coarse, gate_fine, q_blocks)
-    shares = triton_bwd.dense(
-        *(gate.dcoarse, gate.delta_coarse, saved.coarse_lse, saved.q_mean, saved.k_mean, saved.v_mean, scale),
-        half=_is_half(q),
+def backward(dout: Tensor, saved: Saved, call: Call) -> list[Tensor]:
+    """dq, dk, dv, dgate_coarse and, with a fine gate, dgate_fine."""
+    q_blocks, kv_blocks = call.q_blocks, call.kv_blocks
+    gate = triton_gate.combine_backward(dout, saved.fine, saved.coarse, call.gate_coarse, call.gate_fine, q_blocks)
+    q_share, k_share, v_share = triton_bwd.dense(
+        *(gate.dcoarse, gate.delta_coarse, saved.coarse_lse, saved.q_mean, saved.k_mean, saved.v_mean, call.scale),
+        half=_is_half(call.q),
     )
-    mask = _mask(saved.kv_indices, saved.kv_num_blocks, q_blocks, kv_blocks, topk)
-    q_share, k_share, v_share = shares
+    mask = _mask(saved.kv_indices, saved.kv_num_blocks, q_blocks, kv_blocks, call.topk)
     dq, dk, dv = triton_bwd.backward(
-        *(gate.dfine, gate.delta, saved.lse, q, k, v, mask, scale),
+        *(gate.dfine, gate.delta, saved.lse, call.q, call.k, call.v, mask, call.scale),
         q_share=q_share,
         k_share=k_share,
         v_share=v_share,
-        recall=recall,
     )
     grads = [dq, dk, dv, gate.dgate_coarse]
     return grads if gate.dgate_fine is None else [*grads, gate.dgate_fine]
