@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lightning as L
 import pytest
 
 import vsa.checkpoints.run_folder as run_folder
+from tests.disks import small_files
 from vsa.checkpoints.run_folder import MANIFEST, RunFolder, check_folder, check_name, locked
 
 
@@ -136,11 +140,14 @@ def test_overwriting_moves_aside_opens_and_removes(tmp_path):
     first = json.loads((folder / MANIFEST).read_text())
     assert first.keys() == {"written_by", "version", "run_id", "created"}
     assert first["written_by"] == "vsa-train"
-    # what an overwrite that was killed left behind
-    (tmp_path / ".run.overwritten-0123abcd" / "checkpoints").mkdir(parents=True)
-    (tmp_path / ".run2.overwritten-0123abcd").mkdir()
-    open_folder(folder, "new: true\n", overwrite=True)
-    assert sorted(os.listdir(tmp_path)) == [".run2.overwritten-0123abcd", "run"]
+    # what an overwrite that was killed left behind goes when this run has got going
+    lefts = [".run.overwritten-0123abcd", ".run.removing-0123abcd", ".run2.overwritten-0123abcd"]
+    for left in lefts:
+        (tmp_path / left / "checkpoints").mkdir(parents=True)
+    with RunFolder(folder) as opened:
+        opened.open("new: true\n", overwrite=True)
+        assert set(lefts) < set(os.listdir(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == [lefts[2], "run"]
     assert contents(folder).keys() == {"config.yaml", MANIFEST}
     assert (folder / "config.yaml").read_text() == "new: true\n"
     assert json.loads((folder / MANIFEST).read_text())["run_id"] != first["run_id"]
@@ -208,6 +215,94 @@ def test_an_old_run_comes_back_when_the_new_one_cannot_be_opened(tmp_path, monke
     with pytest.raises(OSError, match="No space left"):
         open_folder(tmp_path / "other", "new: true\n", overwrite=False)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("where", ["moved", "opened", "made a checkpoint", "of something else"])
+def test_a_run_is_put_back_when_the_one_over_it_was_killed_before_its_first_step(tmp_path, where):
+    folder = a_run(tmp_path / "run")
+    (folder / "checkpoints" / "step-00000002").mkdir(parents=True)
+    before = contents(tmp_path)
+    RunFolder(folder).open("new: true\n", overwrite=True)
+    if where == "moved":
+        shutil.rmtree(folder)
+    if where == "made a checkpoint":
+        (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    if where == "of something else":
+        (folder / MANIFEST).unlink()
+    if where in ("moved", "opened"):
+        with pytest.warns(UserWarning, match=rf"^run folder {folder}: put its old run back"), locked(folder):
+            pass
+        assert contents(tmp_path) == before
+    else:
+        left = contents(tmp_path)
+        with locked(folder):
+            pass
+        assert contents(tmp_path) == left
+
+
+def test_undoing_leaves_alone_what_was_not_changed(tmp_path, recwarn):
+    folder = a_run(tmp_path / "run")
+    before, manifest = contents(folder), (folder / MANIFEST).stat()
+    with pytest.raises(KeyError):
+        fail_in(folder, overwrite=False)
+    assert contents(folder) == before
+    assert (folder / MANIFEST).stat().st_mtime_ns == manifest.st_mtime_ns
+    assert not recwarn
+
+
+def test_undoing_on_a_full_disk_says_so_beside_the_error(tmp_path):
+    folder = a_run(tmp_path / "run", "old: " + "x" * 20_000)
+    said = pytest.warns(UserWarning, match=rf"^{folder}/config.yaml could not be put back: cannot write")
+    with small_files(10_000), said, pytest.raises(KeyError):
+        fail_in(folder, overwrite=False)
+    # nothing was cut off
+    assert (folder / "config.yaml").read_text() == "new: true\n"
+    assert (folder / "metrics.csv").read_text() == "step\n"
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_signals_do_not_stop_the_undoing(tmp_path, monkeypatch, thread):
+    folder = a_run(tmp_path / "run")
+    before = contents(tmp_path)
+    remove = shutil.rmtree
+
+    def slow(path, **kwargs):
+        # the old run stands there before anything is removed
+        assert (folder / "config.yaml").read_text() == "old: true\n"
+        if not thread:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+        remove(path, **kwargs)
+
+    def work() -> None:
+        with pytest.raises(KeyError):
+            fail_in(folder, overwrite=True)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    if thread:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work).result()
+    else:
+        work()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert contents(tmp_path) == before
+
+
+def test_an_undoing_that_fails_names_where_the_old_run_is(tmp_path, monkeypatch):
+    folder = a_run(tmp_path / "run")
+
+    rename = os.rename
+
+    def refuse(source, target):
+        if Path(target) == folder or ".removing-" in str(target):
+            raise PermissionError(13, "Permission denied", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    where = r"could not be put back: .* the run before is .*/\.run\.overwritten-\w{8}$"
+    with pytest.warns(UserWarning, match=where), pytest.raises(KeyError):
+        fail_in(folder, overwrite=True)
 
 
 def test_a_resumed_run_keeps_its_manifest_and_an_old_one_gets_one(tmp_path):
@@ -289,6 +384,50 @@ def test_a_process_that_was_forked_does_not_hold_the_lock(tmp_path):
     finally:
         end.set()
         worker.join()
+
+
+def deny(monkeypatch, *folders: Path) -> None:
+    """No rights to write into some folders, also for root."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in folders and access(path, mode))
+
+
+def test_a_folder_that_only_itself_can_be_written_to_is_locked_inside(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    deny(monkeypatch, tmp_path)
+    for _ in range(2):
+        with locked(folder):
+            assert (folder / ".lock").is_file()
+            with pytest.raises(ValueError, match=f"in use by process {os.getpid()}"), locked(folder):
+                pass
+            open_folder(folder, "new: true\n", overwrite=False)
+            with pytest.raises(ValueError, match=rf"^overwrite=true cannot replace {folder}: the folder above it"):
+                open_folder(folder, "new: true\n", overwrite=True)
+    assert contents(folder).keys() == {"config.yaml", MANIFEST}
+    deny(monkeypatch, folder)
+    with pytest.raises(ValueError, match=f"cannot write to {tmp_path}"), locked(folder):
+        pass
+
+
+def test_a_mount_point_is_not_overwritten(tmp_path, monkeypatch):
+    folder = a_run(tmp_path / "run")
+    before = contents(tmp_path)
+
+    def busy(source, target):
+        raise OSError(errno.EBUSY, "Device or resource busy", str(source))
+
+    monkeypatch.setattr(os, "rename", busy)
+    with pytest.raises(ValueError, match=rf"^overwrite=true cannot replace {folder}: it is a mount point\. Remove"):
+        open_folder(folder, "new: true\n", overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_a_full_disk_does_not_cost_the_lock(tmp_path):
+    told = pytest.raises(ValueError, match="in use by another process")
+    with small_files(0), locked(tmp_path / "run"), told, locked(tmp_path / "run"):
+        pass
+    assert contents(tmp_path) == {}
 
 
 # through `train`

@@ -33,6 +33,8 @@ from vsa.checkpoints.wan import export_pretrained
 from vsa.config import model_factory
 from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
+from vsa.training.callbacks.checkpoint import Checkpointing
+from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ParallelPlan, ShardedDataParallel, build_model, rank_zero_reports
 
@@ -349,7 +351,8 @@ def test_the_streaming_writer_makes_the_file_of_the_library(tmp_path):
     assert largest <= 1
 
 
-def test_a_full_disk_of_one_rank_ends_all(training, monkeypatch):
+@pytest.mark.parametrize("what", ["checkpoint", "metrics"])
+def test_a_full_disk_of_one_rank_ends_all(training, monkeypatch, what):
     fsdp = (*COMMON, "trainer=fsdp", "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_steps=1")
     save_file, calls = checkpointing.save_file, []
 
@@ -360,8 +363,22 @@ def test_a_full_disk_of_one_rank_ends_all(training, monkeypatch):
             raise OSError(28, "No space left on device")
         return save_file(path, group, wholes)
 
+    write = Checkpointing._write
+
+    def full_disk(logger):
+        raise OSError(28, "No space left on device")
+
+    def second_fails(callback, trainer, module):
+        with monkeypatch.context() as patch:
+            if trainer.global_step == 2:
+                patch.setattr(MetricsCSV, "save", full_disk)
+            write(callback, trainer, module)
+
     def on_rank(rank: int) -> str:
-        monkeypatch.setattr(checkpointing, "save_file", third_fails)
+        if what == "checkpoint":
+            monkeypatch.setattr(checkpointing, "save_file", third_fails)
+        else:
+            monkeypatch.setattr(Checkpointing, "_write", second_fails)
         with pytest.raises(OSError) as failure:
             training(*fsdp)
         return str(failure.value)

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import vsa.training.callbacks.samples as samples_module
+import vsa.training.loss_window as loss_window_module
 from vsa.checkpoints.run_checkpoint import optimizer_state
 from vsa.data.video_files import read_video
 from vsa.diffusion.flow_matching import sample_sigmas
@@ -143,6 +144,30 @@ def test_a_step_that_is_not_finite_is_left_out_of_its_line():
     broken.add({"loss": torch.tensor(torch.nan)}, torch.tensor([torch.nan]), torch.tensor([0.5]).double())
     broken.end_step()
     assert math.isnan(broken.metrics(strategy)["loss"])
+
+
+@pytest.mark.parametrize("names", [("loss",), ("loss", "loss_mse", "loss_attention"), ("loss", "loss_other")])
+def test_a_window_of_other_losses_is_dropped_at_a_resume(monkeypatch, names):
+    said: list[str] = []
+    monkeypatch.setattr(loss_window_module, "rank_zero_info", said.append)
+    strategy = SingleDeviceStrategy("cpu")
+
+    def step(window: LossWindow, loss: float, names: tuple[str, ...]) -> None:
+        losses = {name: torch.tensor(loss) for name in names}
+        window.add(losses, torch.tensor([loss]), torch.tensor([0.1]).double())
+        window.end_step()
+
+    before = LossWindow()
+    step(before, 1.0, ("loss", "loss_attention"))
+    state = before.state_dict(strategy)
+    for resumed_names, mean in ((("loss", "loss_attention"), 2.0), (names, 3.0)):
+        assert not said
+        resumed = LossWindow()
+        resumed.load_state_dict(state)
+        step(resumed, 3.0, resumed_names)
+        assert resumed.metrics(strategy) == dict.fromkeys((*resumed_names, "loss_decile_1"), mean)
+    assert len(said) == 1
+    assert said[0].startswith("the checkpoint has loss, loss_attention of 1 steps not logged yet, the run now has loss")
 
 
 def test_validation_has_noise_levels_of_its_own():

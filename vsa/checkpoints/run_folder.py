@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import json
 import os
 import secrets
 import shutil
+import signal
 import socket
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +27,12 @@ from vsa.files import atomic_file
 
 MANIFEST = "run.json"
 PROJECT = "vsa-train"
+# where a folder can be written to and not be renamed
+_INNER_LOCK = ".lock"
+_CANNOT_MOVE = (
+    "overwrite=true cannot replace {}: {}. Remove what is in it by hand, or name another run with run=NAME or "
+    "run_dir=FOLDER"
+)
 
 
 def check_name(key: str, value: str) -> None:
@@ -40,27 +50,34 @@ def check_name(key: str, value: str) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run folder, which need not exist, until the block ends or this process does.
 
-    The lock lies beside the folder, which may be moved and replaced meanwhile. It and the folders made for it are
-    removed at the end.
+    The lock lies beside the folder, which may be moved and replaced meanwhile, or inside where that cannot be. It and
+    the folders made for it are removed at the end. A run that was moved aside by a process that ended before its first
+    step is put back.
 
     Raises:
         ValueError: another process has it, or nothing can be written there.
     """
     folder = folder.resolve()
-    refuse_unwritable(folder.parent)
-    made = [parent for parent in folder.parents if not parent.exists()]
-    folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f".{folder.name}.lock"
+    if folder.is_dir() and os.access(folder, os.W_OK) and not os.access(folder.parent, os.W_OK):
+        path = folder / _INNER_LOCK
+    refuse_unwritable(path.parent)
+    made = [parent for parent in path.parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
     # no process waits for a whole run; half a second is for one that is just ending
     lock = FileLock(path, timeout=0.5)
     try:
         with lock:
             # on a file system without locks filelock keeps a file that it reads and removes itself
             if isinstance(lock, SoftFileLock):
+                _put_back(folder)
                 yield
                 return
             try:
-                path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}))
+                # a full disk costs the second process the name of the first
+                with suppress(OSError):
+                    path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}))
+                _put_back(folder)
                 yield
             finally:
                 path.unlink(missing_ok=True)
@@ -108,7 +125,9 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
         return
     if not folder.is_dir():
         raise ValueError(f"run folder {folder} is not a folder: name another run with run=NAME")
-    if not any(folder.iterdir()):
+    if overwrite and not os.access(folder.resolve().parent, os.W_OK):
+        raise ValueError(_CANNOT_MOVE.format(folder, "the folder above it cannot be written to"))
+    if not _holds_files(folder):
         return
     if not overwrite:
         if not _is_run(folder):
@@ -128,6 +147,10 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
     inner = next((path for path in _folders_below(folder) if _is_run(path)), None)
     if inner is not None:
         raise ValueError(f"overwrite=true cannot remove {folder}: it contains another run, {inner}")
+
+
+def _holds_files(folder: Path) -> bool:
+    return any(path.name != _INNER_LOCK for path in folder.iterdir())
 
 
 def _is_run(folder: Path) -> bool:
@@ -160,6 +183,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         # what undoes the opening: a folder to remove, one to put back, or files with their content (None: remove)
+        self._opened = False
         self._new = False
         self._old: Path | None = None
         self._before: dict[str, bytes | None] = {}
@@ -170,8 +194,9 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.keep()
-        else:
-            self._undo()
+        elif self._opened:
+            with _signals_ignored():
+                self._undo()
 
     def open(self, config: str, *, overwrite: bool) -> None:
         """Make the folder with its manifest and its config.
@@ -186,8 +211,14 @@ class RunFolder:
         check_folder(self.path, overwrite=overwrite)
         # a relative name could mean another folder later
         self.path = self.path.resolve()
+        self._opened = True
         if overwrite and self.path.exists():
-            self._old = _moved_aside(self.path)
+            try:
+                self._old = _moved(self.path, self.path, "overwritten")
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                raise ValueError(_CANNOT_MOVE.format(self.path, "it is a mount point")) from error
         self._new = not self.path.exists()
         if not self._new:
             self._before = {name: _content(self.path / name) for name in (MANIFEST, "config.yaml", "metrics.csv")}
@@ -199,39 +230,93 @@ class RunFolder:
             path.write_text(config)
 
     def keep(self) -> None:
-        """Make the opening final: the run that was moved aside is removed."""
-        old = self._old
-        self._new, self._old, self._before = False, None, {}
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
-            if old.exists():
-                warnings.warn(f"{old}, which was the run folder {self.path}, could not be removed", stacklevel=2)
+        """Make the opening final: the run that was moved aside is removed, and what killed processes left."""
+        if not self._opened:
+            return
+        self._opened, self._new, self._old, self._before = False, False, None, {}
+        for old in _beside(self.path, "overwritten"):
+            # one that is half removed must not be put back
+            with suppress(OSError):
+                _moved(old, self.path, "removing")
+        for doomed in _beside(self.path, "removing"):
+            shutil.rmtree(doomed, ignore_errors=True)
+        for left in (*_beside(self.path, "overwritten"), *_beside(self.path, "removing")):
+            warnings.warn(f"{left}, which was the run folder {self.path}, could not be removed", stacklevel=2)
 
     def _undo(self) -> None:
-        if self._new:
-            shutil.rmtree(self.path, ignore_errors=True)
-        if self._old is not None:
-            os.rename(self._old, self.path)
-        for name, content in self._before.items():
-            if content is None:
-                (self.path / name).unlink(missing_ok=True)
-            else:
-                (self.path / name).write_bytes(content)
+        # never an error of its own: the one that ends the run is more important
+        try:
+            if self._new or self._old is not None:
+                _replace(self.path, self._old)
+        except OSError as failure:
+            old = f", the run before is {self._old}" if self._old is not None and self._old.exists() else ""
+            warnings.warn(f"run folder {self.path} could not be put back: {failure}{old}", stacklevel=3)
+        # what is removed makes room
+        for name, content in sorted(self._before.items(), key=lambda item: item[1] is not None):
+            path = self.path / name
+            try:
+                if content is None:
+                    path.unlink(missing_ok=True)
+                elif _content(path) != content:
+                    with atomic_file(path) as temporary:
+                        temporary.write_bytes(content)
+            except OSError as failure:
+                warnings.warn(f"{path} could not be put back: {failure}", stacklevel=3)
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """Let SIGINT and SIGTERM pass while a run that ends anyway puts back what it found."""
+    # no other thread can, nor does any other get the exceptions they raise
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if here else {}
+    for number in before:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _content(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def _moved_aside(folder: Path) -> Path:
-    """Rename a folder to a hidden name beside it, and return that."""
-    prefix = f".{folder.name}.overwritten-"
-    # left by a process that was killed before it had removed what it moved
-    for left in [path for path in folder.parent.iterdir() if path.name.startswith(prefix)]:
-        shutil.rmtree(left, ignore_errors=True)
-    aside = folder.with_name(prefix + secrets.token_hex(4))
-    os.rename(folder, aside)
+def _beside(folder: Path, why: str) -> list[Path]:
+    """What was renamed to a hidden name beside a run folder, the oldest first."""
+    found = folder.parent.glob(glob.escape(f".{folder.name}.{why}-") + "*")
+    return sorted(found, key=lambda path: path.stat().st_ctime_ns)
+
+
+def _moved(path: Path, folder: Path, why: str) -> Path:
+    """Rename a path to a hidden name beside a run folder, and return that."""
+    aside = folder.with_name(f".{folder.name}.{why}-{secrets.token_hex(4)}")
+    os.rename(path, aside)
     return aside
+
+
+def _replace(folder: Path, old: Path | None) -> None:
+    """Remove a folder, which need not exist, and give its name to `old`; no moment leaves half of either there."""
+    doomed = _moved(folder, folder, "removing") if folder.exists() else None
+    if old is not None:
+        os.rename(old, folder)
+    if doomed is not None:
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _put_back(folder: Path) -> None:
+    """Undo an overwrite whose process was killed before its first step, when the old run was not yet removed."""
+    olds = [path for path in _beside(folder, "overwritten") if _has_manifest(path)]
+    own = list_checkpoints(folder / "checkpoints")
+    # files of something else are refused later
+    if not olds or own or (folder.exists() and not _has_manifest(folder) and _holds_files(folder)):
+        return
+    _replace(folder, olds[-1])
+    warnings.warn(
+        f"run folder {folder}: put its old run back, which was to be overwritten by one that made no step",
+        stacklevel=2,
+    )
 
 
 def _manifest() -> dict[str, str]:

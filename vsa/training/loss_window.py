@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from vsa.diffusion import flow_matching as fm
@@ -42,7 +43,14 @@ class LossWindow:
 
     def end_step(self) -> None:
         """The micro-batches added since the last call were one optimizer step."""
-        self._names = list(self._micro_batches[0])
+        names = list(self._micro_batches[0])
+        if len(self._steps_before) and names != self._names:
+            rank_zero_info(
+                f"the checkpoint has {', '.join(self._names)} of {len(self._steps_before)} steps not logged yet, the "
+                f"run now has {', '.join(names)}: its next log line has the steps since the resume only"
+            )
+            self._steps_before, self._deciles_before = torch.empty(0).double(), torch.zeros(2, 10).double()
+        self._names = names
         sums = [torch.stack([losses[name] for losses in self._micro_batches]).sum() for name in self._names]
         self._steps.append(torch.stack(sums))
         self._micro_batches.clear()

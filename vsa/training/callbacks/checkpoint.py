@@ -119,17 +119,23 @@ class Checkpointing(L.Callback):
         ema = find_ema(trainer)
         if ema is not None:
             tensors["ema"] = dict(ema.average)
-        # a collective: every rank makes it, whatever the disk says
+        # collectives, this one and the writing: every rank makes them, whatever the disk says
         state = pl_module.checkpoint_state()
         failure = None
         try:
             if trainer.is_global_zero:
                 for logger in trainer.loggers:
                     logger.save()
-            self.saved = write_checkpoint(self.folder, tensors, state, writes=trainer.is_global_zero)
-            if trainer.is_global_zero:
-                for path in list_checkpoints(self.folder)[: -self.keep]:
-                    remove_checkpoint(path)
+        except OSError as error:
+            failure = error
+        writes = trainer.is_global_zero and failure is None
+        try:
+            path = write_checkpoint(self.folder, tensors, state, writes=writes)
+            if failure is None:
+                self.saved = path
+            if writes:
+                for old in list_checkpoints(self.folder)[: -self.keep]:
+                    remove_checkpoint(old)
         except OSError as error:
             failure = error
         # a full disk of rank 0 must end the other ranks too, not leave them waiting
