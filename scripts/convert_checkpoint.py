@@ -27,6 +27,13 @@ from vsa.attention.sparsity import SparsitySchedule, resolve_topk
 from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.lora import plain_tensors
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.sampling_settings import (
+    read_sampling_part,
+    sampling_of,
+    sampling_of_export,
+    sampling_part,
+    write_sampling_part,
+)
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, has_sparse_config, read_sparse_config
 from vsa.checkpoints.wan import (
     attention_of,
@@ -43,8 +50,7 @@ from vsa.config import build, check_targets, model_factory
 from vsa.diffusion.sampler import step_list
 from vsa.errors import one_line_errors
 from vsa.models.video_dit import VideoDiT
-from vsa.sampling.export_settings import read_sampling_part, sampling_of_export, sampling_part, write_sampling_part
-from vsa.sampling.pipeline import choose_weights, sampling_of
+from vsa.sampling.pipeline import choose_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FASTVIDEO_TILE = (4, 4, 4)
@@ -62,7 +68,7 @@ class Source:
         read: gives a tensor by name.
         sparse: how its gates are used; None when it has none, or does not say.
         step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
-        sampling: see `vsa.sampling.export_settings`; None where nothing says it.
+        sampling: see `vsa.checkpoints.sampling_settings`; None where nothing says it.
     """
 
     name: str

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import SafetensorError
 
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_checkpoint, resolve_checkpoint
+from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.config import build, check_targets
 from vsa.data.datamodule import PlanDataModule
 from vsa.data.prompts import read_prompts
@@ -32,7 +33,7 @@ from vsa.evaluation.evaluator import (
     write_evaluation,
 )
 from vsa.evaluation.video_metrics import load_lpips
-from vsa.sampling.pipeline import LoadedRun, choose_weights, load_run, sampling_of
+from vsa.sampling.pipeline import LoadedRun, choose_weights, load_run
 from vsa.training.callbacks.samples import HELD_OUT_PROMPTS
 
 

@@ -12,9 +12,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from vsa.checkpoints.moved import moved_target
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
+from vsa.moved import moved_target
 
 ALLOWED_TARGETS = (
     "vsa.",

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from vsa.checkpoints.moved import MOVED, moved_target, moved_targets
 from vsa.checkpoints.run_checkpoint import read_checkpoint, resolve_checkpoint
 from vsa.config import check_targets
+from vsa.moved import MOVED, moved_target, moved_targets
 
 BEFORE = [
     "vsa.attention.annealing.CosineSparsity",

@@ -13,9 +13,9 @@ import vsa.training.train as run_module
 from scripts.convert_checkpoint import main as convert
 from scripts.sample import main as sample
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.checkpoints.sampling_settings import SAMPLING
 from vsa.checkpoints.sparse_config import read_sparse_config
 from vsa.config import build
-from vsa.sampling.export_settings import SAMPLING
 from vsa.sampling.pipeline import LoadedRun, clip_seeds, load_run, sample_latents, settings_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vsa.checkpoints.run_checkpoint import read_checkpoint
+from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.data.toy_videos import render_clip, score_clip
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.rollout import rollout, rollout_noise
@@ -29,7 +30,6 @@ from vsa.sampling.pipeline import (
     generate,
     load_run,
     sample_latents,
-    sampling_of,
     settings_dict,
 )
 

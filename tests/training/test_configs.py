@@ -20,10 +20,10 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.config import build, check_targets, model_factory
 from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion.distribution_matching import standard_scale
-from vsa.sampling.pipeline import sampling_of
 from vsa.training.config_changes import changed_settings
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.train import _check_precision

@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vsa.checkpoints.moved import moved_targets
 from vsa.checkpoints.weight_files import sync
 from vsa.files import writing
 from vsa.models.sharding import local, place, whole
+from vsa.moved import moved_targets
 
 SCHEMA = 1
 _DTYPES = {

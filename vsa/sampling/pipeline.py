@@ -20,6 +20,7 @@ from torch import Tensor
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, mean_topk, resolve_topk
 from vsa.checkpoints.lora import plain_tensors
 from vsa.checkpoints.run_checkpoint import Checkpoint, load_model_tensors, resolve_checkpoint
+from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.checkpoints.sparse_config import ExportedSparsity, SparseAttentionConfig
 from vsa.config import build, check_targets, model_factory
 from vsa.data.batch import TextPadding, pad_text
@@ -185,13 +186,6 @@ class LoadedRun:
             batch_size=batch_size,
             text_padding=self.text_padding,
         )
-
-
-def sampling_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Steps, guidance and flow shift of the clips that a run samples itself, as far as its config says."""
-    samples = (config.get("callbacks") or {}).get("samples") or {}
-    names = ("steps", "guidance", "flow_shift")
-    return {name: samples[name] for name in names if samples.get(name) is not None}
 
 
 def choose_weights(checkpoint: Checkpoint, weights: Literal["ema", "model"] | None = None) -> Literal["ema", "model"]:

@@ -13,10 +13,16 @@ from typing import Any
 
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.checkpoints.weight_files import read_json
-from vsa.sampling.pipeline import sampling_of
 
 SAMPLING = "sampling.json"
 _STATE = ("latent_mean", "latent_std", "latent_shapes", "codec", "text_encoder")
+
+
+def sampling_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps, guidance and flow shift of the clips that a run samples itself, as far as its config says."""
+    samples = (config.get("callbacks") or {}).get("samples") or {}
+    names = ("steps", "guidance", "flow_shift")
+    return {name: samples[name] for name in names if samples.get(name) is not None}
 
 
 def sampling_part(state: Mapping[str, Any]) -> dict[str, Any] | None:
