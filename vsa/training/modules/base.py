@@ -28,6 +28,7 @@ from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount
 from vsa.models.video_dit import VideoDiT
 from vsa.training.gradients import UpdateGuard
+from vsa.training.lightning_compat import set_step
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
@@ -216,7 +217,7 @@ class DiffusionModule(L.LightningModule):
         """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
         if self.resume is not None:
             self.load_checkpoint(self.resume)
-            self._set_trainer_step(self.resume.step)
+            set_step(self.trainer, self.resume.step)
         else:
             self.load_start()
         self.load_frozen()
@@ -236,14 +237,6 @@ class DiffusionModule(L.LightningModule):
 
     def load_frozen(self) -> None:
         """Fill the networks that checkpoints leave out."""
-
-    def _set_trainer_step(self, step: int) -> None:
-        loop = self.trainer.fit_loop.epoch_loop
-        optimizer_steps = loop.automatic_optimization.optim_progress.optimizer.step.total
-        optimizer_steps.ready = optimizer_steps.completed = step
-        batches: Any = loop.batch_progress.total
-        batches.ready = batches.started = batches.processed = batches.completed = step * self.accumulate
-        loop._batches_that_stepped = step
 
     @property
     def raw_optimizer(self) -> torch.optim.Optimizer:

@@ -29,6 +29,7 @@ from vsa.objectives.distribution_matching import DistributionMatching, NegativeT
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.gradients import UpdateGuard
+from vsa.training.lightning_compat import set_accumulation, set_manual_step
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.modules.critic import FakeScore
 from vsa.training.modules.teacher import Teacher
@@ -192,7 +193,7 @@ class DistillModule(DiffusionModule):
         return self.teacher
 
     def setup(self, stage: str) -> None:
-        self.trainer.accumulate_grad_batches = self.micro_batches
+        set_accumulation(self.trainer, self.micro_batches)
         super().setup(stage)
         found = None if self.init_from is None else self.init_from.statistics
         ours = (self.latent_mean, self.latent_std)
@@ -238,10 +239,6 @@ class DistillModule(DiffusionModule):
             rows = data.store.null_text
         text, mask = pad_text([rows], length=data.text_encoder.max_tokens, padding=data.text_padding)
         return NegativeText(text=text.to(self.device), mask=None if mask is None else mask.to(self.device))
-
-    def _set_trainer_step(self, step: int) -> None:
-        super()._set_trainer_step(step)
-        self._count_iteration(step)
 
     @property
     def networks(self) -> Networks:
@@ -305,7 +302,7 @@ class DistillModule(DiffusionModule):
         self._window.add_norms(self.fake_score.guard(critic, iteration), "fake_score/")
         self._step(critic, self.fake_score.guard)
         self._batches.clear()
-        self._count_iteration(iteration + 1)
+        set_manual_step(trainer, iteration + 1)
         # here and not when the batch has ended: a checkpoint is written in between
         found = spread.spread(trainer.strategy)
         stop = self._collapse is not None and found is not None and self._collapse.judge(found)
@@ -354,10 +351,6 @@ class DistillModule(DiffusionModule):
         if not guard.skipped:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-    def _count_iteration(self, done: int) -> None:
-        total: Any = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
-        total.ready = total.completed = done
 
     def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
         """FLOPs of one sample in an iteration: rollouts, score passes and backwards of its updates."""
@@ -451,5 +444,6 @@ class DistillModule(DiffusionModule):
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         super().load_checkpoint(checkpoint)
         self.fake_score.load(checkpoint, self.trainer.optimizers[1])
+        set_manual_step(self.trainer, checkpoint.step)
         if self._collapse is not None and checkpoint.state["collapse"] is not None:
             self._collapse.load_state_dict(checkpoint.state["collapse"])
