@@ -22,6 +22,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates
 from vsa.data.batch import VideoBatch, pad_text
 from vsa.diffusion import flow_matching as fm
+from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import health_curves
 from vsa.models.flops import FlopCount
 from vsa.models.video_dit import VideoDiT
@@ -196,17 +197,17 @@ class DistillModule(DiffusionModule):
         set_accumulation(self.trainer, self.micro_batches)
         super().setup(stage)
         found = None if self.init_from is None else self.init_from.statistics
-        ours = (self.latent_mean, self.latent_std)
+        ours = (self.statistics.mean, self.statistics.std)
         if found is not None and not all(torch.allclose(torch.tensor(a), b) for a, b in zip(found, ours, strict=True)):
             raise ValueError(
                 f"{self.init_from.source} was trained on latents of another scale than the teacher "  # type: ignore
                 f"{self.teacher.start.source}: their means and deviations differ"
             )
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
+    def choose_statistics(self) -> LatentStatistics:
         """Those that the teacher was trained with, on whatever data; else as in pretraining."""
         found = self.teacher.start.statistics
-        return super().statistics() if found is None else (torch.tensor(found[0]), torch.tensor(found[1]))
+        return super().choose_statistics() if found is None else LatentStatistics.of(found)
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -314,7 +315,7 @@ class DistillModule(DiffusionModule):
     def _scored(self, terms: Callable[[VideoBatch, Tensor], ScoredRollout]) -> Iterator[ScoredRollout]:
         """Gradients of every micro-batch of the iteration, summed; all ranks add theirs at the last one."""
         for number, batch in enumerate(self._batches, 1):
-            scored = terms(batch, self.normalise(batch.latents))
+            scored = terms(batch, self.statistics.normalise(batch.latents))
             loss = fm.weighted_loss(scored.loss, torch.ones_like(scored.loss), batch.num_slots)
             with self._reduced_when(number == len(self._batches)):
                 # the strategy averages over ranks; the normaliser is global already
@@ -407,7 +408,7 @@ class DistillModule(DiffusionModule):
         scored = replace(self.objective, gan=None).generator_update(
             self.networks,
             batch,
-            self.normalise(batch.latents),
+            self.statistics.normalise(batch.latents),
             self._negative,
             seed=self.seed + VALIDATION_SEED,
             iteration=0,
