@@ -236,7 +236,7 @@ def evaluate(
     pictures: dict[str, Tensor] = {}
 
     def measure(name: str, latents: Tensor, settings: Mapping[str, Any]) -> None:
-        videos = decode_latents(teacher.codec, latents, teacher.latent_mean, teacher.latent_std)
+        videos = decode_latents(teacher.codec, latents, teacher.statistics)
         distance = latent_distance(latents, reference)
         records[name] = {**score(videos, prompts), "distance": distance, "settings": settings}
         pictures[name] = videos[SHOWN, videos.shape[1] // 2]

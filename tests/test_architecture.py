@@ -1,5 +1,6 @@
 """Imports stay where the layers put them, seen from fresh interpreters."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,25 @@ def test_model_and_kernels_import_without_triton():
 
 def test_probe_sees_a_forbidden_import():
     assert "omegaconf" in _loaded_by("import omegaconf")
+
+
+def test_only_one_file_touches_lightnings_private_state():
+    paths = [ROOT / "vsa/data/datamodule.py", *(ROOT / "vsa/training").rglob("*.py")]
+    trees = {path.name: list(ast.walk(ast.parse(path.read_text()))) for path in paths}
+    uses = {name: [node for node in nodes if isinstance(node, ast.Attribute)] for name, nodes in trees.items()}
+    set_in = {name: {ast.unparse(n) for n in found if isinstance(n.ctx, ast.Store)} for name, found in uses.items()}
+    compat = "lightning_compat.py"
+    # what a class of ours sets or defines, and private names of hydra and torch
+    ours = {text.removeprefix("self.") for name in trees if name != compat for text in set_in[name]}
+    ours |= {node.name for name in trees for node in trees[name] if isinstance(node, ast.FunctionDef)}
+    ours |= {"_target_", "_cdata", "_foreach_lerp_"}
+
+    def touched(name: str) -> set[str]:
+        imports = [n for n in trees[name] if isinstance(n, ast.ImportFrom) and "lightning" in (n.module or "")]
+        private = {node.attr for node in uses[name]} | {alias.name for node in imports for alias in node.names}
+        private = {attr for attr in private if attr.startswith("_") and not attr.startswith("__") and attr not in ours}
+        loops = {node.attr for node in uses[name] if node.attr.endswith("_loop")}
+        return private | loops | {text for text in set_in[name] if text.startswith(("trainer.", "self.trainer."))}
+
+    assert touched(compat) >= {"_SubprocessScriptLauncher", "_launcher", "fit_loop", "trainer.should_stop"}
+    assert {name: touched(name) for name in trees if name != compat and touched(name)} == {}

@@ -218,7 +218,7 @@ def test_decode_undoes_the_normalisation(run: LoadedRun):
     video = render_clip(0, 0, size=(16, 64, 64))[0]
     raw = run.codec.encode(video)
     mean, std = run.latent_mean.view(-1, 1, 1, 1), run.latent_std.view(-1, 1, 1, 1)
-    decoded = decode_latents(run.codec, ((raw - mean) / std)[None], run.latent_mean, run.latent_std)
+    decoded = decode_latents(run.codec, ((raw - mean) / std)[None], run.statistics)
     assert (decoded[0].int() - run.codec.decode(raw).int()).abs().max() <= 1
 
 

@@ -32,7 +32,7 @@ from vsa.objectives.discriminator import Gan
 from vsa.objectives.distribution_matching import DistributionMatching
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.sampling.pipeline import load_run
-from vsa.training.distill_metrics import CollapseRule, CollapseWatch, DecileMeans, LatentSpread, SpreadMeter
+from vsa.training.distill_metrics import CollapseRule, CollapseWatch, LatentSpread, SpreadMeter
 from vsa.training.gradients import UpdateGuard
 from vsa.training.parallel import build_model, refuse_shared_parameters
 
@@ -123,7 +123,7 @@ class Keep(L.Callback):
         self.start = {role: copy.deepcopy(net) for role, net in roles.items()}
         self.start["real_score"] = copy.deepcopy(pl_module.teacher.network)
         self.negative = pl_module._negative
-        self.mean, self.std = pl_module.latent_mean, pl_module.latent_std
+        self.mean, self.std = pl_module.statistics.mean, pl_module.statistics.std
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.batches.append(batch)
@@ -605,7 +605,12 @@ def test_the_critic_steps_on_its_own_update_alone(distill):
             def __call__(self, optimizer, iteration):
                 (batch,) = module._batches
                 scored = module.objective.fake_score_update(
-                    module.networks, batch, module.normalise(batch.latents), seed=0, iteration=iteration, topk=4
+                    module.networks,
+                    batch,
+                    module.statistics.normalise(batch.latents),
+                    seed=0,
+                    iteration=iteration,
+                    topk=4,
                 )
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 wanted = torch.autograd.grad(scored.loss.mean(), parameters)
@@ -630,7 +635,14 @@ def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
 
         def loss():
             scored = objective.generator_update(
-                networks, batch, module.normalise(batch.latents), module._negative, seed=0, iteration=0, topk=4, index=0
+                networks,
+                batch,
+                module.statistics.normalise(batch.latents),
+                module._negative,
+                seed=0,
+                iteration=0,
+                topk=4,
+                index=0,
             )
             return scored.parts["gan"].double().sum()
 
@@ -673,7 +685,7 @@ def test_layers_that_are_not_there_are_refused(distill, layers, message):
 def test_a_critic_is_told_the_step_by_a_bias_of_its_time_embedding(distill):
     def look(trainer, module):
         networks, batch = module.networks, kept.batches[-1]
-        latents = module.normalise(batch.latents)
+        latents = module.statistics.normalise(batch.latents)
         bias, rows = networks.fake_score.condition_embedder.time_embedder.linear_2.bias, networks.fake_steps.weight
 
         def losses(told: bool, index: int, iteration: int) -> list[float]:
@@ -856,16 +868,6 @@ def test_a_learning_rate_that_ends_before_the_run_is_refused(distill):
     with pytest.raises(ValueError, match=r"total_steps=2, but the generator has 3 updates in trainer.max_steps=12"):
         distill(*wsd)
     distill(*wsd, "trainer.max_steps=10")
-
-
-def test_what_is_not_finite_is_left_out_of_the_metrics():
-    class Alone:
-        def reduce(self, tensor, reduce_op):
-            return tensor
-
-    means = DecileMeans(torch.device("cpu"))
-    means.add(torch.tensor([1.0, math.nan, 3.0, math.inf]), torch.tensor([0.1, 0.1, 0.5, 0.9]))
-    assert means.metrics("x", Alone()) == {"x": 2, "x_decile_1": 1, "x_decile_5": 3}
 
 
 def test_a_distilled_run_is_sampled_at_its_list(distill, training):

@@ -24,6 +24,7 @@ from vsa.attention.layout import Segment, TileLayout
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, read_sparse_config, write_sparse_config
 from vsa.checkpoints.wan import refuse_other_attention
 from vsa.checkpoints.weight_files import save_tensors
+from vsa.files import atomic_file
 from vsa.models.blocks import TransformerBlock
 from vsa.models.rope import rope_tables
 from vsa.models.video_dit import VideoDiT
@@ -142,9 +143,8 @@ def write_golden(
         cases.append({"layer": layer, "topk": kept, "seed": used})
     # one entry: the library writes several in any order, and the file should be the same each time
     header = {"golden": json.dumps({"grid_thw": grid, "num_tiles": num_tiles, "cases": cases})}
-    temporary = folder / f".writing-{GOLDEN}"
-    save_tensors(tensors, temporary, header)
-    temporary.replace(folder / GOLDEN)
+    with atomic_file(folder / GOLDEN) as temporary:
+        save_tensors(tensors, temporary, header)
     write_sparse_config(folder, replace(sparse, golden=GOLDEN, golden_tolerance=tolerance))
     return folder / GOLDEN
 

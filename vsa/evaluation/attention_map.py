@@ -91,7 +91,7 @@ def draw_attention(
     """
     seeds = clip_seeds(settings.seed, 1)
     latents = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings)
-    video = decode_latents(run.codec, latents, run.latent_mean, run.latent_std)[0]
+    video = decode_latents(run.codec, latents, run.statistics)[0]
     text, mask = encode_prompts(run.text_encoder, [prompt], run.device, settings.text_padding)
     found = record_attention(run.model, latents, text, mask, sigma=sigma, topk=settings.topk, seed=settings.seed)
     found = {index: tensors for index, tensors in found.items() if "kv_indices" in tensors}

@@ -21,7 +21,7 @@ from vsa.attention.full import FullAttention
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.config import build
 from vsa.data.batch import VideoBatch
-from vsa.diffusion import flow_matching as fm
+from vsa.diffusion.decile_means import DecileMeans
 from vsa.evaluation.figures import draw_evaluation
 from vsa.evaluation.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
 from vsa.files import atomic_file
@@ -258,19 +258,15 @@ def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int
     batches = data.val_dataloader()
     if not len(batches):
         raise ValueError(f"the data of {run.source} hold no validation samples out: use --no-val-loss")
-    mean, std = (values.to(run.device).view(1, -1, 1, 1, 1) for values in (run.latent_mean, run.latent_std))
-    sums, counts = torch.zeros(2, 10, dtype=torch.float64)
+    means = DecileMeans()
     for whole in batches:
         for batch in split_batch(whole, batch_size):
             batch = batch.to(run.device)
-            latents = (batch.latents - mean) / std
+            latents = run.statistics.normalise(batch.latents)
             topk = run.settings(latent_shape=latents.shape[1:]).topk
             terms = objective(run.model, batch, latents, seed=state["seed"] + VALIDATION_SEED, topk=topk)
-            mse, decile = terms.mse.double().cpu(), fm.decile(terms.sigmas)
-            sums.index_add_(0, decile, mse)
-            counts.index_add_(0, decile, torch.ones_like(mse))
-    deciles = {f"val/loss_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
-    return {"val/loss": float(sums.sum() / counts.sum()), **deciles}
+            means.add(terms.mse, terms.sigmas)
+    return means.metrics("val/loss")
 
 
 def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
@@ -296,7 +292,7 @@ def sample_clips(
         latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress)
         finite.append(latents.isfinite().flatten(1).all(1).cpu())
         latents = latents.nan_to_num(0, 0, 0)
-        videos.append(decode_latents(run.codec, latents, run.latent_mean, run.latent_std))
+        videos.append(decode_latents(run.codec, latents, run.statistics))
     return torch.cat(videos), torch.cat(finite)
 
 

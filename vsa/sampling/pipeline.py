@@ -27,6 +27,7 @@ from vsa.data.batch import TextPadding, pad_text
 from vsa.data.codecs import Codec
 from vsa.data.text import TextEncoder
 from vsa.diffusion.flow_matching import FlowShift, noise_like
+from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step, step_list
 from vsa.models.video_dit import VideoDiT
@@ -123,6 +124,10 @@ class LoadedRun:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def statistics(self) -> LatentStatistics:
+        return LatentStatistics(mean=self.latent_mean, std=self.latent_std)
 
     def settings(
         self,
@@ -351,10 +356,9 @@ def sample_latents(
     return sample_few_step(velocity, noise, settings.step_list, fresh=fresh, on_step=on_step)
 
 
-def decode_latents(codec: Codec, latents: Tensor, latent_mean: Tensor, latent_std: Tensor) -> Tensor:
+def decode_latents(codec: Codec, latents: Tensor, statistics: LatentStatistics) -> Tensor:
     """uint8 videos `[B, T, H, W, 3]` on the CPU from normalised latents `[B, C, t, h, w]`, decoded where they lie."""
-    mean, std = (s.to(latents.device, torch.float32).view(1, -1, 1, 1, 1) for s in (latent_mean, latent_std))
-    return torch.stack([codec.decode(row).cpu() for row in latents.float() * std + mean])
+    return torch.stack([codec.decode(row).cpu() for row in statistics.denormalise(latents.float())])
 
 
 def generate(
@@ -381,7 +385,7 @@ def generate(
     for start in range(0, len(prompts), settings.batch_size):
         part = slice(start, start + settings.batch_size)
         latents = sample_latents(run.model, run.text_encoder, prompts[part], seeds[part], settings, progress)
-        videos.append(decode_latents(run.codec, latents, run.latent_mean, run.latent_std))
+        videos.append(decode_latents(run.codec, latents, run.statistics))
     return torch.cat(videos)
 
 

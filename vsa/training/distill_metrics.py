@@ -9,39 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vsa.diffusion import flow_matching as fm
+from vsa.diffusion.decile_means import DecileMeans
 from vsa.objectives.distribution_matching import ScoredRollout
 
 SATURATED = 5.0
 """Latents beyond so many standard deviations of the data count as saturated."""
-
-
-class DecileMeans:
-    """Means of per-sample values by timestep decile, over everything that was added.
-
-    Args:
-        device: where the sums lie.
-    """
-
-    def __init__(self, device: torch.device):
-        # sums and counts
-        self._table = torch.zeros(2, 10, dtype=torch.float64, device=device)
-
-    def add(self, values: Tensor, sigmas: Tensor) -> None:
-        """Add values `[B]` at noise levels `[B]`; one that is not finite does not count, its update is skipped."""
-        values = values.detach().double()
-        decile = fm.decile(sigmas).to(values.device)
-        finite = values.isfinite()
-        for row, addend in zip(self._table, (values, torch.ones_like(values)), strict=True):
-            row.index_add_(0, decile, torch.where(finite, addend, 0))
-
-    def metrics(self, name: str, strategy: Any) -> dict[str, float]:
-        """`name`, the mean of all, and `name_decile_D`, over all ranks (a collective); nothing when nothing came."""
-        sums, counts = strategy.reduce(self._table, reduce_op="sum").cpu()
-        if counts.sum() == 0:
-            return {}
-        by_decile = {f"{name}_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
-        return {name: float(sums.sum() / counts.sum()), **by_decile}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +156,7 @@ class IterationMetrics:
         self._norms: dict[str, Tensor] = {}
 
     def _add(self, name: str, values: Tensor, sigmas: Tensor) -> None:
-        self._means.setdefault(name, DecileMeans(self._device)).add(values, sigmas)
+        self._means.setdefault(name, DecileMeans(self._device, finite_only=True)).add(values, sigmas)
 
     def add_generator(self, scored: ScoredRollout) -> None:
         """A micro-batch of the generator's update."""
@@ -209,7 +181,8 @@ class IterationMetrics:
         """Everything by name; a collective."""
         values: dict[str, Tensor | float] = {}
         for name, means in self._means.items():
-            found = means.metrics(name, strategy)
+            means.gather(strategy)
+            found = means.metrics(name)
             values |= {key: value for key, value in found.items() if key == name or name in self.BY_DECILE}
         spread = self.spread.spread(strategy)
         return {**values, **({} if spread is None else spread.metrics("generated")), **self._norms}

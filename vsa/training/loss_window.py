@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from vsa.diffusion import flow_matching as fm
+from vsa.diffusion.decile_means import DecileMeans
 
 
 class LossWindow:
@@ -57,33 +57,29 @@ class LossWindow:
 
     def metrics(self, strategy: Any) -> dict[str, float]:
         """Mean of every loss over the steps, and `loss_decile_D` over their samples, of all ranks; a collective."""
-        steps, (sums, counts) = self._totals(strategy)
+        steps, deciles = self._totals(strategy)
         steps = steps[steps.isfinite().all(1)]
         # the mean of no step is nan
         means = steps.mean(0)
-        deciles = {f"loss_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
-        return {**dict(zip(self._names, means.tolist(), strict=True)), **deciles}
+        return {**dict(zip(self._names, means.tolist(), strict=True)), **deciles.by_decile("loss")}
 
-    def _totals(self, strategy: Any) -> tuple[Tensor, Tensor]:
-        """float64 `[steps, names]` losses of the steps and `[2, 10]` sums and counts by decile, over all ranks."""
+    def _totals(self, strategy: Any) -> tuple[Tensor, DecileMeans]:
+        """float64 `[steps, names]` losses of the steps and the means by decile, over all ranks."""
         steps = torch.stack(self._steps).double().cpu() if self._steps else torch.empty(0, len(self._names)).double()
-        deciles = torch.zeros(2, 10, dtype=torch.float64)
+        deciles = DecileMeans(finite_only=True)
         if self._samples:
-            mse = torch.cat([values for values, _ in self._samples]).double().cpu()
-            decile = fm.decile(torch.cat([sigmas for _, sigmas in self._samples]))
-            finite = mse.isfinite()
-            deciles[0].index_add_(0, decile[finite], mse[finite])
-            deciles[1].index_add_(0, decile[finite], torch.ones_like(mse[finite]))
-        flat = torch.cat([steps.flatten(), deciles.flatten()]).to(strategy.root_device)
+            deciles.add(*(torch.cat(tensors) for tensors in zip(*self._samples, strict=True)))
+        flat = torch.cat([steps.flatten(), deciles.table.flatten()]).to(strategy.root_device)
         flat = strategy.reduce(flat, reduce_op="sum").cpu()
-        steps, deciles = flat[: steps.numel()].view_as(steps), flat[steps.numel() :].view(2, 10)
+        steps, table = flat[: steps.numel()].view_as(steps), flat[steps.numel() :].view(2, 10)
         steps = torch.cat([self._steps_before.view(-1, len(self._names)), steps]) if len(self._steps_before) else steps
-        return steps, deciles + self._deciles_before
+        deciles.table = table + self._deciles_before
+        return steps, deciles
 
     def state_dict(self, strategy: Any) -> dict[str, Any]:
         """The window so far, for `state.json`, so that a resumed run logs what a straight one does; a collective."""
         steps, deciles = self._totals(strategy)
-        return {"names": self._names, "steps": steps.tolist(), "deciles": deciles.tolist()}
+        return {"names": self._names, "steps": steps.tolist(), "deciles": deciles.table.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the window that `state_dict` gave."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -10,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
+from vsa.training.lightning_compat import MeshStrategy
 
 aten = torch.ops.aten
 
@@ -157,7 +155,7 @@ def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:
                 raise ValueError(f"{other} and {role} share a parameter ({theirs} and {name}): each needs its own")
 
 
-class ShardedDataParallel(ModelParallelStrategy):
+class ShardedDataParallel(MeshStrategy):
     """FSDP2 for a module that shards its networks over `device_mesh` in `configure_model`.
 
     Every rank trains on its own part of the batch.
@@ -182,19 +180,19 @@ class ShardedDataParallel(ModelParallelStrategy):
     def setup_environment(self) -> None:
         # refused before ranks connect: one that has failed would leave the others without a partner
         self.set_world_ranks()
-        ranks = self.world_size
-        copies = self._replicate if isinstance(self._replicate, int) else ranks
-        if ranks % copies:
-            raise ValueError(f"trainer.strategy.replicate={copies} does not divide the {ranks} ranks")
-        # in place of the base class's, which would make a mesh of its own
-        self._setup_distributed()
-        mesh = init_device_mesh(
-            self.root_device.type, (copies, ranks // copies), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
+        if self.world_size % self._copies:
+            raise ValueError(f"trainer.strategy.replicate={self._copies} does not divide the {self.world_size} ranks")
+        super().setup_environment()
+
+    @property
+    def _copies(self) -> int:
+        return self._replicate if isinstance(self._replicate, int) else self.world_size
+
+    def make_mesh(self) -> DeviceMesh:
+        shape = (self._copies, self.world_size // self._copies)
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         # a mesh of one axis spares a second reduction
-        self._device_mesh = mesh["dp_shard"] if copies == 1 else mesh
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        return mesh["dp_shard"] if self._copies == 1 else mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -212,11 +210,6 @@ class ShardedDataParallel(ModelParallelStrategy):
         finally:
             for module in sharded:
                 module.set_requires_gradient_sync(True, recurse=False)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """End the processes this one started: they fail for the same reason or wait for this one for ever."""
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            self._launcher.kill(signal.SIGKILL)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from vsa.training.callbacks.diagnostics import Diagnostics
 from vsa.training.config_changes import changed_settings
 from vsa.training.ending import fit, nothing_to_do, stopped_by_signals
 from vsa.training.hydra_guard import checked_hydra, require_checked
+from vsa.training.lightning_compat import attach_loggers
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.parallel import choose_strategy, rank_zero_reports
 
@@ -121,7 +122,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder) -> None:
     if module.sparsity.measured and not any(isinstance(c, Diagnostics) for c in trainer.callbacks):  # type: ignore
         raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
     # some make their files as soon as lightning sets up, when not everything is checked
-    trainer.loggers = [logger for logger in loggers if isinstance(logger, MetricsCSV)]
+    attach_loggers(trainer, [logger for logger in loggers if isinstance(logger, MetricsCSV)])
     module.on_ready = partial(_open_run_folder, cfg, folder, trainer, loggers)
 
     rank_zero_info(f"run folder: {run_dir}")
@@ -216,7 +217,7 @@ def _open_run_folder(cfg: DictConfig, folder: RunFolder, trainer: L.Trainer, log
     """The first write of a run: almost every check has passed by now."""
     if trainer.is_global_zero:
         folder.open(OmegaConf.to_yaml(cfg, resolve=True), overwrite=_overwrites(cfg))
-    trainer.loggers = loggers
+    attach_loggers(trainer, loggers)
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     for logger in loggers:
         if isinstance(logger, MetricsCSV):

@@ -19,6 +19,7 @@ from vsa.checkpoints.run_checkpoint import (
 )
 from vsa.training.callbacks.ema import find_ema
 from vsa.training.callbacks.throughput import find_throughput
+from vsa.training.lightning_compat import stop_without_validation
 from vsa.training.modules.base import DiffusionModule
 
 
@@ -93,9 +94,8 @@ class Checkpointing(L.Callback):
         self._agree(trainer)
         stop = self.received is not None
         if stop:
-            trainer.should_stop = True
-            # lightning validates before it stops early, but who asked to stop may not wait for that
-            trainer.limit_val_batches = 0
+            # who asked to stop may not wait for a validation
+            stop_without_validation(trainer)
         if stop or trainer.global_step % self.every_n_steps == 0:
             self.save(trainer, pl_module)
 

@@ -160,7 +160,7 @@ class Diagnostics(L.Callback):
     @torch.no_grad()
     def _measure(self, pl_module: Any, batch: VideoBatch, topk: int | tuple[int, ...]) -> tuple[list[int], Tensor]:
         """Layers that select tiles, and fp32 `[metrics, layers, timesteps]`."""
-        latents = pl_module.normalise(batch.latents)
+        latents = pl_module.statistics.normalise(batch.latents)
         noise = noise_like(latents, batch.seeds)
         layout = pl_module.model.layout_for(latents.shape[1:], latents.device)
         tokens = stats.sample_tokens(layout.num_tokens, self.queries, seed=self.seed)

@@ -10,6 +10,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from vsa.training.lightning_compat import close_bars
+
 
 class TimedProgressBar(TQDMProgressBar):
     """Lightning's bar, redrawn at the first step that ends `seconds` after the last redraw, however long steps take.
@@ -70,9 +72,4 @@ class TimedProgressBar(TQDMProgressBar):
         super().on_train_epoch_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # left open they would be drawn once more, after the message
-        if self._train_progress_bar is not None:
-            self._train_progress_bar.n = self._done
-        for bar in (self._val_progress_bar, self._train_progress_bar):
-            if bar is not None:
-                bar.close()
+        close_bars(self, self._done)

@@ -24,10 +24,12 @@ from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import Start, refuse_other_sizes
 from vsa.data.batch import VideoBatch
+from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount
 from vsa.models.video_dit import VideoDiT
 from vsa.training.gradients import UpdateGuard
+from vsa.training.lightning_compat import set_step
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
@@ -84,7 +86,7 @@ class DiffusionModule(L.LightningModule):
         self.model: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
         self.sparsity = sparsity
         self.latent_scale = latent_scale
-        self.latent_mean = self.latent_std = torch.empty(0)
+        self.statistics: LatentStatistics = None  # type: ignore[assignment] (known in setup)
         self.seed = seed
         self.guard = UpdateGuard(clip=grad_clip, max_skipped=max_skipped)
         self.resume: Checkpoint | None = None
@@ -102,7 +104,7 @@ class DiffusionModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         self._agree_on_resume()
-        self.latent_mean, self.latent_std = self.statistics()
+        self.statistics = self.choose_statistics()
         with torch.device("meta"):
             self.check_start(self._model_factory())
 
@@ -118,11 +120,12 @@ class DiffusionModule(L.LightningModule):
             # whatever was taken from the other one is found again
             self.check_weights(data)
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation `[C]` that latents are normalised with: of the data, scaled by `latent_scale`."""
+    def choose_statistics(self) -> LatentStatistics:
+        """What latents are normalised with: the statistics of the data, scaled by `latent_scale`."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         std = data.latent_std
-        return data.latent_mean, std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
+        std = std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
+        return LatentStatistics(mean=data.latent_mean, std=std)
 
     def check_start(self, model: VideoDiT) -> None:
         """Refuse data and settings that do not fit the model, before it takes any memory.
@@ -216,7 +219,7 @@ class DiffusionModule(L.LightningModule):
         """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
         if self.resume is not None:
             self.load_checkpoint(self.resume)
-            self._set_trainer_step(self.resume.step)
+            set_step(self.trainer, self.resume.step)
         else:
             self.load_start()
         self.load_frozen()
@@ -236,14 +239,6 @@ class DiffusionModule(L.LightningModule):
 
     def load_frozen(self) -> None:
         """Fill the networks that checkpoints leave out."""
-
-    def _set_trainer_step(self, step: int) -> None:
-        loop = self.trainer.fit_loop.epoch_loop
-        optimizer_steps = loop.automatic_optimization.optim_progress.optimizer.step.total
-        optimizer_steps.ready = optimizer_steps.completed = step
-        batches: Any = loop.batch_progress.total
-        batches.ready = batches.started = batches.processed = batches.completed = step * self.accumulate
-        loop._batches_that_stepped = step
 
     @property
     def raw_optimizer(self) -> torch.optim.Optimizer:
@@ -273,12 +268,6 @@ class DiffusionModule(L.LightningModule):
     def model_steps(self) -> int:
         """Optimizer steps of `model` so far."""
         return self.global_step
-
-    def normalise(self, latents: Tensor) -> Tensor:
-        """Stored latents `[B, C, T, H, W]` to zero mean and unit variance per channel."""
-        shape = (1, -1, 1, 1, 1)
-        mean = self.latent_mean.to(latents.device).view(shape)
-        return (latents - mean) / self.latent_std.to(latents.device).view(shape)
 
     def topk(self, latent_shape: Sequence[int], step: int) -> int | tuple[int, ...]:
         """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`: of all layers, or
@@ -347,8 +336,8 @@ class DiffusionModule(L.LightningModule):
             "config": self.config,
             "plan_hash": data.plan_hash,
             "sparsity_state": self.sparsity.state_dict(),
-            "latent_mean": self.latent_mean.tolist(),
-            "latent_std": self.latent_std.tolist(),
+            "latent_mean": self.statistics.mean.tolist(),
+            "latent_std": self.statistics.std.tolist(),
             "codec": {"id": data.codec_id, "hash": data.codec_hash},
             "text_encoder": {"id": data.text_encoder_id, "hash": data.text_encoder_hash},
             "latent_shapes": [list(bucket) for bucket in data.buckets],

@@ -22,6 +22,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates
 from vsa.data.batch import VideoBatch, pad_text
 from vsa.diffusion import flow_matching as fm
+from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import health_curves
 from vsa.models.flops import FlopCount
 from vsa.models.video_dit import VideoDiT
@@ -29,6 +30,7 @@ from vsa.objectives.distribution_matching import DistributionMatching, NegativeT
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.gradients import UpdateGuard
+from vsa.training.lightning_compat import set_accumulation, set_manual_step
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.modules.critic import FakeScore
 from vsa.training.modules.teacher import Teacher
@@ -192,20 +194,20 @@ class DistillModule(DiffusionModule):
         return self.teacher
 
     def setup(self, stage: str) -> None:
-        self.trainer.accumulate_grad_batches = self.micro_batches
+        set_accumulation(self.trainer, self.micro_batches)
         super().setup(stage)
         found = None if self.init_from is None else self.init_from.statistics
-        ours = (self.latent_mean, self.latent_std)
+        ours = (self.statistics.mean, self.statistics.std)
         if found is not None and not all(torch.allclose(torch.tensor(a), b) for a, b in zip(found, ours, strict=True)):
             raise ValueError(
                 f"{self.init_from.source} was trained on latents of another scale than the teacher "  # type: ignore
                 f"{self.teacher.start.source}: their means and deviations differ"
             )
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
+    def choose_statistics(self) -> LatentStatistics:
         """Those that the teacher was trained with, on whatever data; else as in pretraining."""
         found = self.teacher.start.statistics
-        return super().statistics() if found is None else (torch.tensor(found[0]), torch.tensor(found[1]))
+        return super().choose_statistics() if found is None else LatentStatistics.of(found)
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -238,10 +240,6 @@ class DistillModule(DiffusionModule):
             rows = data.store.null_text
         text, mask = pad_text([rows], length=data.text_encoder.max_tokens, padding=data.text_padding)
         return NegativeText(text=text.to(self.device), mask=None if mask is None else mask.to(self.device))
-
-    def _set_trainer_step(self, step: int) -> None:
-        super()._set_trainer_step(step)
-        self._count_iteration(step)
 
     @property
     def networks(self) -> Networks:
@@ -305,7 +303,7 @@ class DistillModule(DiffusionModule):
         self._window.add_norms(self.fake_score.guard(critic, iteration), "fake_score/")
         self._step(critic, self.fake_score.guard)
         self._batches.clear()
-        self._count_iteration(iteration + 1)
+        set_manual_step(trainer, iteration + 1)
         # here and not when the batch has ended: a checkpoint is written in between
         found = spread.spread(trainer.strategy)
         stop = self._collapse is not None and found is not None and self._collapse.judge(found)
@@ -317,7 +315,7 @@ class DistillModule(DiffusionModule):
     def _scored(self, terms: Callable[[VideoBatch, Tensor], ScoredRollout]) -> Iterator[ScoredRollout]:
         """Gradients of every micro-batch of the iteration, summed; all ranks add theirs at the last one."""
         for number, batch in enumerate(self._batches, 1):
-            scored = terms(batch, self.normalise(batch.latents))
+            scored = terms(batch, self.statistics.normalise(batch.latents))
             loss = fm.weighted_loss(scored.loss, torch.ones_like(scored.loss), batch.num_slots)
             with self._reduced_when(number == len(self._batches)):
                 # the strategy averages over ranks; the normaliser is global already
@@ -354,10 +352,6 @@ class DistillModule(DiffusionModule):
         if not guard.skipped:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-    def _count_iteration(self, done: int) -> None:
-        total: Any = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
-        total.ready = total.completed = done
 
     def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
         """FLOPs of one sample in an iteration: rollouts, score passes and backwards of its updates."""
@@ -414,7 +408,7 @@ class DistillModule(DiffusionModule):
         scored = replace(self.objective, gan=None).generator_update(
             self.networks,
             batch,
-            self.normalise(batch.latents),
+            self.statistics.normalise(batch.latents),
             self._negative,
             seed=self.seed + VALIDATION_SEED,
             iteration=0,
@@ -451,5 +445,6 @@ class DistillModule(DiffusionModule):
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         super().load_checkpoint(checkpoint)
         self.fake_score.load(checkpoint, self.trainer.optimizers[1])
+        set_manual_step(self.trainer, checkpoint.step)
         if self._collapse is not None and checkpoint.state["collapse"] is not None:
             self._collapse.load_state_dict(checkpoint.state["collapse"])

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
@@ -17,6 +16,7 @@ from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.checkpoints.lora import LoRA
 from vsa.checkpoints.wan import Gates
 from vsa.data.batch import VideoBatch
+from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.flow_matching import FinetuneLoss, LossTerms
 from vsa.training.modules.pretrain import PretrainModule
@@ -130,12 +130,12 @@ class FinetuneModule(PretrainModule):
         if self._teacher is not None:
             self._teacher.find(self.resume, self.init_from, data)
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
+    def choose_statistics(self) -> LatentStatistics:
         """Those that the run it starts from was trained with, on whatever data; else as in pretraining."""
         if self.resume is not None:
-            return torch.tensor(self.resume.state["latent_mean"]), torch.tensor(self.resume.state["latent_std"])
+            return LatentStatistics.of((self.resume.state["latent_mean"], self.resume.state["latent_std"]))
         found = self.init_from.statistics if self.init_from is not None else None
-        return super().statistics() if found is None else (torch.tensor(found[0]), torch.tensor(found[1]))
+        return super().choose_statistics() if found is None else LatentStatistics.of(found)
 
     def checkpoint_state(self) -> dict[str, Any]:
         state = super().checkpoint_state()

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, check_points
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
+from vsa.diffusion.decile_means import DecileMeans
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms
 from vsa.training.loss_window import LossWindow
@@ -72,14 +72,14 @@ class PretrainModule(DiffusionModule):
         self._window = LossWindow()
         # for the progress bar
         self._shown_loss: float | None = None
-        self._validated = torch.empty(0)
+        self._validated: dict[SparsityPoint, DecileMeans] = {}
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
         # overfitting repeats the first batches on purpose
         trainer: Any = self.trainer
         assert batch.step == self.global_step or trainer.overfit_batches, (batch.step, self.global_step)
         topk = self.topk(batch.latents.shape[1:], self.global_step)
-        terms = self.loss_terms(batch, self.normalise(batch.latents), topk)
+        terms = self.loss_terms(batch, self.statistics.normalise(batch.latents), topk)
         loss = fm.weighted_loss(terms.mse, terms.weights, terms.total_weight)
         parts = {
             f"loss_{name}": fm.weighted_loss(part, terms.weights, terms.total_weight)
@@ -111,28 +111,22 @@ class PretrainModule(DiffusionModule):
             self._shown_loss = None
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
-        latents = self.normalise(batch.latents)
+        latents = self.statistics.normalise(batch.latents)
         done: dict[int | tuple[int, ...], LossTerms] = {}
-        for table, at in zip(self._validated, self.validate_at, strict=True):
+        for at, means in self._validated.items():
             topk = self.topk_after(batch.latents.shape[1:], self.global_step, at)
             if topk not in done:
                 done[topk] = self.objective(self.model, batch, latents, seed=self.seed + VALIDATION_SEED, topk=topk)
-            mse = done[topk].mse.double()
-            decile = fm.decile(done[topk].sigmas).to(mse.device)
-            for row, values in ((0, mse), (1, torch.ones_like(mse))):
-                table[row].index_add_(0, decile, values)
+            means.add(done[topk].mse, done[topk].sigmas)
 
     def on_validation_epoch_start(self) -> None:
-        # sums and counts by decile: ranks meet different deciles, so the tables are added up once at the end
-        self._validated = torch.zeros(len(self.validate_at), 2, 10, dtype=torch.float64, device=self.device)
+        self._validated = {at: DecileMeans(self.device) for at in self.validate_at}
 
     def on_validation_epoch_end(self) -> None:
-        tables = self.trainer.strategy.reduce(self._validated, reduce_op="sum").cpu()
-        metrics = {}
-        for (sums, counts), at in zip(tables, self.validate_at, strict=True):
-            name = "val/loss" if at == "current" else f"val/loss_{at}"
-            metrics[name] = float(sums.sum() / counts.sum())
-            metrics |= {f"{name}_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}
+        metrics: dict[str, float] = {}
+        for at, means in self._validated.items():
+            means.gather(self.trainer.strategy)
+            metrics |= means.metrics("val/loss" if at == "current" else f"val/loss_{at}")
         self.log_step(metrics, self.global_step)
         # for callbacks that watch it
         self.log("val/loss", metrics["val/loss"], logger=False)

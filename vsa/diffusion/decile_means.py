@@ -1,0 +1,53 @@
+"""Means by noise level.
+
+B samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vsa.diffusion.flow_matching import decile
+
+
+class DecileMeans:
+    """Means of per-sample values by timestep decile, over everything that was added.
+
+    Args:
+        device: where the sums lie.
+        finite_only: leave out values that are not finite, for training, where their update is skipped.
+
+    Attributes:
+        table: float64 `[2, 10]` sums and counts by decile.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, finite_only: bool = False):
+        self.table = torch.zeros(2, 10, dtype=torch.float64, device=device)
+        self._finite_only = finite_only
+
+    def add(self, values: Tensor, sigmas: Tensor) -> None:
+        """Add values `[B]` at noise levels `[B]`."""
+        values = values.detach().double().to(self.table.device)
+        counted = values.isfinite() if self._finite_only else torch.ones_like(values, dtype=torch.bool)
+        index = decile(sigmas).to(values.device)
+        for row, addend in zip(self.table, (values, torch.ones_like(values)), strict=True):
+            row.index_add_(0, index, torch.where(counted, addend, 0))
+
+    def gather(self, strategy: Any) -> None:
+        """Make the sums those of all ranks, on the CPU (a collective)."""
+        self.table = strategy.reduce(self.table, reduce_op="sum").cpu()
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """`name`, the mean of all, and `name_decile_D`; nothing when nothing came."""
+        sums, counts = self.table.cpu()
+        if counts.sum() == 0:
+            return {}
+        return {name: float(sums.sum() / counts.sum()), **self.by_decile(name)}
+
+    def by_decile(self, name: str) -> dict[str, float]:
+        """`name_decile_D` of the deciles that have values."""
+        sums, counts = self.table.cpu()
+        return {f"{name}_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}

@@ -1,0 +1,42 @@
+"""The scale of latents: stored ones as a codec makes them, normalised ones as networks see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LatentStatistics:
+    """What latents are normalised with.
+
+    Args:
+        mean: `[C]` fp32 mean of each channel.
+        std: `[C]` fp32 standard deviation of each channel.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    @classmethod
+    def of(cls, pair: tuple[Sequence[float], Sequence[float]]) -> LatentStatistics:
+        """Those of a pair of lists, mean and standard deviation."""
+        mean, std = (torch.tensor(values) for values in pair)
+        return cls(mean=mean, std=std)
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """Stored latents `[B, C, T, H, W]` to zero mean and unit variance per channel."""
+        mean, std = self._like(latents)
+        return (latents - mean) / std
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """Normalised latents `[B, C, T, H, W]` to what the codec decodes."""
+        mean, std = self._like(latents)
+        return latents * std + mean
+
+    def _like(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (1, -1, 1, 1, 1)
+        return self.mean.to(latents.device).view(shape), self.std.to(latents.device).view(shape)

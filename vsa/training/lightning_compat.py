@@ -1,0 +1,73 @@
+"""All that we do to Lightning beside its public interface: an upgrade of it can break this file only."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def set_step(trainer: L.Trainer, step: int) -> None:
+    """Let `fit` go on after `step` optimizer steps; public resuming reads a pickled checkpoint."""
+    loop = trainer.fit_loop.epoch_loop
+    optimizer_steps = loop.automatic_optimization.optim_progress.optimizer.step.total
+    optimizer_steps.ready = optimizer_steps.completed = step
+    batches: Any = loop.batch_progress.total
+    batches.ready = batches.started = batches.processed = batches.completed = step * trainer.accumulate_grad_batches
+    loop._batches_that_stepped = step
+
+
+def set_manual_step(trainer: L.Trainer, step: int) -> None:
+    """The number of steps of a module that steps its own optimizers, otherwise one for each call of either."""
+    total: Any = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+    total.ready = total.completed = step
+
+
+def set_accumulation(trainer: L.Trainer, micro_batches: int) -> None:
+    """Micro-batches of a step; the constructor refuses them for a module that steps its own optimizers."""
+    trainer.accumulate_grad_batches = micro_batches
+
+
+def stop_without_validation(trainer: L.Trainer) -> None:
+    """End `fit` after this step; by itself it would validate before that."""
+    trainer.should_stop = True
+    trainer.limit_val_batches = 0
+
+
+def attach_loggers(trainer: L.Trainer, loggers: list[Any]) -> None:
+    """Use these loggers from now on; given to the constructor, some would make their files before all is checked."""
+    trainer.loggers = loggers
+
+
+def close_bars(bar: TQDMProgressBar, done: int) -> None:
+    """Close the bars of a run that failed after `done` batches: left open they are drawn again after the message."""
+    if bar._train_progress_bar is not None:
+        bar._train_progress_bar.n = done
+    for each in (bar._val_progress_bar, bar._train_progress_bar):
+        if each is not None:
+            each.close()
+
+
+class MeshStrategy(ModelParallelStrategy):
+    """The strategy of modules that shard their networks, over a mesh that a subclass makes."""
+
+    def make_mesh(self) -> DeviceMesh:
+        """The mesh of all ranks, which are connected by now."""
+        raise NotImplementedError
+
+    def setup_environment(self) -> None:
+        # in place of the base class's, which would make a mesh of its own
+        self._setup_distributed()
+        self._device_mesh = self.make_mesh()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the processes this one started: they fail for the same reason or wait for this one for ever."""
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher.kill(signal.SIGKILL)
