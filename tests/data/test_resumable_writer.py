@@ -14,7 +14,7 @@ import torch
 
 import vsa.data.resumable_writer as parts
 from vsa.data.codecs import HaarCodec
-from vsa.data.encode import encode_folder
+from vsa.data.encode import UnusableFiles, encode_folder
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 from vsa.data.video_files import write_video
@@ -211,6 +211,21 @@ def test_other_settings_are_refused_by_name(videos: Path, tmp_path: Path) -> Non
     assert LatentReader(out).text("01", 0)[0] == "other words"
 
 
+def test_parts_of_other_settings_are_looked_at_again(videos: Path, tmp_path: Path) -> None:
+    out, copy = tmp_path / "out", tmp_path / "videos"
+    copy.mkdir()
+    for name, content in files_of(videos).items():
+        (copy / name).write_bytes(content)
+    encode_folder(copy, out, **OPTIONS, rank=0, world_size=2)
+    before = files_of(out)
+    # in a part that is done, and has to be made again
+    (copy / "00.mp4").write_bytes(b"no video")
+    (copy / "02.mp4").unlink()
+    with pytest.raises(UnusableFiles, match=r"00\.mp4"):
+        encode_folder(copy, out, **{**OPTIONS, "skip_bad": False}, overwrite=True)
+    assert files_of(out) == before
+
+
 def test_overwriting_goes_on_after_an_interruption(videos: Path, straight: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "out"
     encode_folder(videos, out, **{**OPTIONS, "dtype": "float32"})
@@ -288,6 +303,39 @@ def test_overwriting_removes_what_the_index_lists_and_nothing_else(
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match=r"file is not a folder"):
         encode_folder(videos, tmp_path / "file", **OPTIONS)
+
+
+@pytest.mark.parametrize("again", ["joined", "encoded", "written"])
+def test_an_interrupted_removal_leaves_no_data_set_and_goes_on(
+    videos: Path, straight: dict[str, bytes], tmp_path: Path, monkeypatch, make_dataset, again: str
+) -> None:
+    out = tmp_path / "out"
+    encode_folder(videos, out, **{**OPTIONS, "samples_per_shard": 1})
+    unlink, removed = Path.unlink, []
+
+    def second_is_killed(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == out:
+            removed.append(path)
+            if len(removed) == 2:
+                raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", second_is_killed)
+        with pytest.raises(KeyboardInterrupt):
+            encode_folder(videos, out, **OPTIONS, overwrite=True)
+    with pytest.raises(ValueError, match=r"index\.json"):
+        LatentReader(out)
+    (out / "README.md").write_text("mine")
+    if again != "joined":
+        parts.shutil.rmtree(out / "parts")
+    if again == "written":
+        other = files_of(make_dataset(tmp_path / "other"))
+        make_dataset(out)
+        assert files_of(out) == {**other, "README.md": b"mine"}
+    else:
+        encode_folder(videos, out, **OPTIONS)
+        assert files_of(out) == {**straight, "README.md": b"mine"}
 
 
 def test_joining_replaces_no_file_of_others(videos: Path, straight: dict[str, bytes], tmp_path: Path) -> None:

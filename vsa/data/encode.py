@@ -119,7 +119,25 @@ def encode_folder(
     names = [path.relative_to(folder).as_posix() for path in files]
     ids = sample_ids(names)
     found = read_captions(folder, Path(captions) if captions else None, files)
-    share = {"count": len(files), "part_size": samples_per_shard, "rank": rank, "world_size": world_size}
+    listing = "\n".join(f"{name}\t{found.of.get(path)}" for name, path in zip(names, files, strict=True))
+    settings = {
+        "videos": f"{len(files)} files ({hashlib.sha256(listing.encode('utf-8', 'replace')).hexdigest()[:12]})",
+        "codec": f"{codec.id} ({codec.hash})",
+        "text_encoder": f"{text_encoder.id} ({text_encoder.hash})",
+        "size": size,
+        "frames": frames,
+        "fps": fps,
+        "buckets": [str(bucket) for bucket in buckets],
+        "image_condition": image_condition,
+        "dtype": dtype,
+    }
+    share: dict[str, Any] = {
+        "count": len(files),
+        "part_size": samples_per_shard,
+        "settings": settings,
+        "rank": rank,
+        "world_size": world_size,
+    }
     pending = [i for _, span in pending_parts(out, **share) for i in span]
     bad = {i: found.missing[path] for i, path in enumerate(files) if path in found.missing}
     for i in track(pending, description="looking at files", transient=True, disable=not progress):
@@ -179,22 +197,10 @@ def encode_folder(
                 writer.add(ids[i], latents, found.of[files[i]], info, condition)
         return PartContent(skipped=skipped, notes=notes)
 
-    listing = "\n".join(f"{name}\t{found.of.get(path)}" for name, path in zip(names, files, strict=True))
     report = write_parts(
         out,
         write,
         **share,
-        settings={
-            "videos": f"{len(files)} files ({hashlib.sha256(listing.encode('utf-8', 'replace')).hexdigest()[:12]})",
-            "codec": f"{codec.id} ({codec.hash})",
-            "text_encoder": f"{text_encoder.id} ({text_encoder.hash})",
-            "size": size,
-            "frames": frames,
-            "fps": fps,
-            "buckets": [str(bucket) for bucket in buckets],
-            "image_condition": image_condition,
-            "dtype": dtype,
-        },
         overwrite=overwrite,
         title="encoding videos",
         progress=progress,

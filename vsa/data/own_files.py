@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tarfile
+from collections.abc import Collection
 from pathlib import Path
 
 from vsa.data.index import INDEX_NAME, DatasetIndex
 
 # the owner that every member of our shards has
 _OWNER = "vsa"
+# the index of a data set that is being removed: shards that only it lists are ours
+_REMOVED_INDEX = f".removed-{INDEX_NAME}"
 # the names that `atomic_file` gives
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}\.(tar|json)")
 
@@ -31,12 +35,29 @@ def is_leftover(path: Path) -> bool:
     return first is not None and first.uname == _OWNER
 
 
-def remove_dataset(root: Path) -> None:
-    """Removes the shards that the index of a folder lists, then the index; what else lies there stays.
+def listed_shards(root: Path) -> Collection[str]:
+    """Names of the shards that are known to be those of a data set in `root`: there, or in the middle of its removal.
 
     Raises:
-        ValueError: there is no index, or it is not one of ours.
+        ValueError: the index is not one of ours.
     """
-    for name in DatasetIndex.load(root / INDEX_NAME).shards:
+    for name in (INDEX_NAME, _REMOVED_INDEX):
+        if (root / name).exists():
+            return DatasetIndex.load(root / name).shards
+    return ()
+
+
+def remove_dataset(root: Path) -> None:
+    """Removes the index of a folder and the shards that it lists; what else lies there stays.
+
+    An interrupted removal leaves no data set, and goes on at the next call.
+
+    Raises:
+        ValueError: the index is not one of ours.
+    """
+    shards, removed = listed_shards(root), root / _REMOVED_INDEX
+    if (root / INDEX_NAME).exists():
+        os.replace(root / INDEX_NAME, removed)
+    for name in shards:
         (root / name).unlink(missing_ok=True)
-    (root / INDEX_NAME).unlink()
+    removed.unlink(missing_ok=True)

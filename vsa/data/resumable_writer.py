@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vsa.data.index import INDEX_NAME, DatasetIndex, Span, pooled_statistics
-from vsa.data.own_files import remove_dataset, shard_files
+from vsa.data.own_files import listed_shards, remove_dataset, shard_files
 from vsa.files import atomic_file
 
 _PARTS = "parts"
@@ -76,14 +76,12 @@ def check_target(root: str | Path, *, overwrite: bool) -> None:
     root = Path(root)
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root} is not a folder")
-    own: Collection[str] = ()
-    if (root / INDEX_NAME).exists():
-        try:
-            own = DatasetIndex.load(root / INDEX_NAME).shards
-        except ValueError as error:
-            raise ValueError(f"{error}: choose another folder, or remove that file") from error
-        if not overwrite:
-            raise ValueError(f"{root} already holds a data set: choose another folder, or replace it with --overwrite")
+    try:
+        own = listed_shards(root)
+    except ValueError as error:
+        raise ValueError(f"{error}: choose another folder, or remove that file") from error
+    if (root / INDEX_NAME).exists() and not overwrite:
+        raise ValueError(f"{root} already holds a data set: choose another folder, or replace it with --overwrite")
     parts = root / _PARTS
     if parts.is_dir():
         # an interrupted join leaves shards in the root that no index lists yet
@@ -96,9 +94,11 @@ def check_target(root: str | Path, *, overwrite: bool) -> None:
 
 
 def pending_parts(
-    root: str | Path, *, count: int, part_size: int, rank: int = 0, world_size: int = 1
+    root: str | Path, *, count: int, part_size: int, settings: Mapping[str, Any], rank: int = 0, world_size: int = 1
 ) -> list[tuple[Path, range]]:
     """Folder and sample numbers of every part that this process has yet to write; arguments as of `write_parts`.
+
+    Where one part has other settings, none is done.
 
     Raises:
         ValueError: `part_size` or `rank` out of range.
@@ -108,7 +108,8 @@ def pending_parts(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
     mine = _all_parts(Path(root), count, part_size)[rank::world_size]
-    return [(folder, span) for folder, span in mine if not (folder / _DONE).is_file()]
+    anew = bool(_differing(Path(root), {**settings, "samples_per_shard": part_size}))
+    return [(folder, span) for folder, span in mine if anew or not (folder / _DONE).is_file()]
 
 
 def write_parts(
@@ -146,12 +147,13 @@ def write_parts(
         ValueError: a finished data set or parts of other settings are there; settings are named with both values.
     """
     root = Path(root)
-    find_pending = partial(pending_parts, root, count=count, part_size=part_size, rank=rank, world_size=world_size)
+    share = {"count": count, "part_size": part_size, "rank": rank, "world_size": world_size}
+    find_pending = partial(pending_parts, root, **share, settings=settings)
     # refuses a share out of range before anything is removed
     find_pending()
     if overwrite and world_size > 1:
         raise ValueError(f"overwrite needs one process, got {world_size}: remove {root} first")
-    settings = json.loads(json.dumps({**settings, "samples_per_shard": part_size}))
+    settings = {**settings, "samples_per_shard": part_size}
     check_target(root, overwrite=overwrite)
     _make_room(root, settings, overwrite=overwrite)
 
@@ -179,9 +181,8 @@ def join_parts(root: str | Path) -> DatasetIndex:
         The index of the whole.
     """
     root = Path(root)
-    if (root / INDEX_NAME).exists():
-        # only now is there something to replace it with
-        remove_dataset(root)
+    # only now is there something to replace it with
+    remove_dataset(root)
     numbers: dict[str, int] = {}
     indexes: list[DatasetIndex] = []
     for folder in sorted((root / _PARTS).iterdir()):
@@ -220,13 +221,7 @@ def _all_parts(root: Path, count: int, part_size: int) -> list[tuple[Path, range
 
 def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
     """Removes begun parts of other settings, or refuses to."""
-    begun = [json.loads(path.read_text()) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
-    differing = [
-        (name, part["settings"].get(name), settings.get(name))
-        for part in begun
-        for name in sorted({*settings, *part["settings"]})
-        if part["settings"].get(name) != settings.get(name)
-    ]
+    differing = _differing(root, settings)
     if differing and not overwrite:
         name, old, new = differing[0]
         raise ValueError(
@@ -235,6 +230,18 @@ def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
         )
     if differing:
         shutil.rmtree(root / _PARTS)
+
+
+def _differing(root: Path, settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Name, old and new value of the settings in which begun parts differ."""
+    settings = json.loads(json.dumps(settings))
+    begun = [json.loads(path.read_text()) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
+    return [
+        (name, part["settings"].get(name), settings.get(name))
+        for part in begun
+        for name in sorted({*settings, *part["settings"]})
+        if part["settings"].get(name) != settings.get(name)
+    ]
 
 
 def _write_part(

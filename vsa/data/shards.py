@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from vsa.data.index import (
     deviation_or_one,
     valid_id,
 )
-from vsa.data.own_files import is_leftover, remove_dataset, shard_files
+from vsa.data.own_files import is_leftover, listed_shards, remove_dataset, shard_files
 from vsa.data.text import TextEncoder
 from vsa.files import atomic_file, writing
 
@@ -84,12 +84,9 @@ class ShardWriter:
             raise ValueError(f"latent dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
         if samples_per_shard < 1:
             raise ValueError(f"samples_per_shard must be at least 1, got {samples_per_shard}")
-        if (self.root / INDEX_NAME).exists():
-            if not overwrite:
-                raise ValueError(f"{self.root} already holds a data set: choose another folder, or pass overwrite=True")
-            own: Collection[str] = DatasetIndex.load(self.root / INDEX_NAME).shards
-        else:
-            own = [path.name for path in shard_files(self.root) if is_leftover(path)]
+        if (self.root / INDEX_NAME).exists() and not overwrite:
+            raise ValueError(f"{self.root} already holds a data set: choose another folder, or pass overwrite=True")
+        own = listed_shards(self.root) or [path.name for path in shard_files(self.root) if is_leftover(path)]
         for path in shard_files(self.root):
             if path.name not in own:
                 raise ValueError(
@@ -109,8 +106,7 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         self.root.mkdir(parents=True, exist_ok=True)
-        if (self.root / INDEX_NAME).exists():
-            remove_dataset(self.root)
+        remove_dataset(self.root)
         for path in (*shard_files(self.root), *self.root.glob(".tmp-*")):
             if is_leftover(path):
                 path.unlink()
