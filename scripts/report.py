@@ -60,11 +60,12 @@ def main(argv: list[str] | None = None) -> None:
         # of a distillation: the critic's loss, and the gap between critic and teacher
         distilled = is_distillation(metrics)
         loss, val = ("fake_score/loss", "val/gap") if distilled else ("train/loss", "val/loss")
-        steps = read_metric(metrics, loss)[0]
+        # nothing yet of a run that was stopped before its first logged row
+        steps = read_metric(metrics, loss)[0] if last_value(metrics, loss) is not None else []
         (health_curves if distilled else loss_curve)(metrics, run / "loss.png", title=str(run))
         shown = [last_value(metrics, column) for column in (loss, val, "throughput/tokens_per_second")]
         cells = ["-" if value is None else f"{value:.4g}" for value in shown]
-        table.add_row(name, str(steps[-1]) if len(steps) else "0", *cells)
+        table.add_row(name, str(steps[-1]) if len(steps) else "-", *cells)
         if not distilled:
             together[name] = metrics
     console = Console()

@@ -199,6 +199,18 @@ def test_report_draws_the_loss_of_each_run(tmp_path: Path, capsys):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.csv").write_text("step,train/loss\n10,1.5\n20,0.25\n")
+    # stopped before its first logged row, after a validation or before it
+    for name, metrics in (("e", "step\n"), ("f", ""), ("g", "step,val/loss\n1,0.125\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text(metrics)
+    script("report").main([str(tmp_path / name) for name in "aefgb"])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {name: [row[1:] for row in shown if row[:1] == [name]] for name in "aefg"} == {
+        "a": [["20", "0.25", "-", "-"]],
+        "e": [["-", "-", "-", "-"]],
+        "f": [["-", "-", "-", "-"]],
+        "g": [["-", "-", "0.125", "-"]],
+    }
     script("report").main([str(tmp_path / "a"), str(tmp_path / "b")])
     assert (tmp_path / "a" / "loss.png").is_file()
     assert (tmp_path / "b" / "loss.png").is_file()

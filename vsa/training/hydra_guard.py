@@ -42,6 +42,21 @@ TARGETS = {
 
 NAMES_OF_CODE = (("launcher", "setup"), ("sweeper", "custom_search_space"))
 
+SUBMITIT_KEYS = frozenset(
+    (
+        *("_target_", "submitit_folder", "name", "comment", "timeout_min", "time", "max_num_timeout", "signal_delay_s"),
+        *("nodes", "tasks_per_node", "ntasks_per_node", "array_parallelism", "wait_for_completion", "stderr_to_stdout"),
+        *("cpus_per_task", "cpus_per_gpu", "gpus_per_node", "gpus_per_task", "num_gpus", "gres"),
+        *("mem", "mem_gb", "mem_per_cpu", "mem_per_gpu"),
+        *("partition", "qos", "account", "constraint", "exclude", "exclusive", "dependency", "mail_type", "mail_user"),
+        *("setup", "additional_parameters"),
+    )
+)
+"""What the launchers of submitit may be told; `setup` is refused with its reason."""
+
+CODE_OF_SLURM = ("export", "wrap", "prolog", "epilog", "task-prolog", "task-epilog")
+"""Words in the options of sbatch that run commands or set variables."""
+
 PACKAGES = re.compile(r"pkg://(hydra\.conf|(vsa|hydra_plugins)([./][\w./]*)?)$")
 """Packages that may hold configs: looking into one imports it. Installed plugins are imported by Hydra anyway."""
 
@@ -79,10 +94,25 @@ def _refusal(path: tuple[str, ...], value: Any, node: DictConfig) -> str | None:
             return "a line break would add a command to a batch script"
         if "${" in text:
             return "it cannot be resolved when the config is checked"
+    if top == "launcher" and ".submitit_launcher." in str(node.launcher.get("_target_")):
+        return _submitit_refusal(path)
     if top in ("job_logging", "hydra_logging"):
         return _logging_refusal(path, text)
     if path[:2] == ("job", "env_set") and last not in node.job.env_copy:
         return "set variables where the command is started"
+    return None
+
+
+def _submitit_refusal(path: tuple[str, ...]) -> str | None:
+    if path[1] not in SUBMITIT_KEYS:
+        return "expected resources, limits and names of jobs only"
+    if path[1] == "additional_parameters" and len(path) > 2:
+        option = path[2].lower().replace("_", "-")
+        if not re.fullmatch(r"[a-z0-9-]+", option):
+            return "it is not the name of an option of sbatch"
+        # sbatch also takes the beginning of a name
+        if any(word in option or word.startswith(option) for word in CODE_OF_SLURM):
+            return "it would run commands or set variables in the jobs"
     return None
 
 
