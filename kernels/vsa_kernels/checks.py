@@ -52,6 +52,13 @@ def check_blocks(name: str, blocks: Blocks, of: str, x: Tensor) -> None:
     check_device(f"{name}.offsets", offsets, of, x)
 
 
+def check_allowed(name: str, allowed: Tensor | None, num_q: int, num_kv: int, like: str, other: Tensor) -> None:
+    """Allowed pairs of blocks, bool `[Nq, Nkv]` where they are given, on the device of the other tensor."""
+    if allowed is not None and (allowed.dtype != torch.bool or allowed.shape != (num_q, num_kv)):
+        raise ValueError(f"{name} must be bool {[num_q, num_kv]}, got {allowed.dtype} {list(allowed.shape)}")
+    check_device(name, allowed, like, other)
+
+
 def check_device(name: str, x: Tensor | None, like: str, other: Tensor) -> None:
     """x, where it is given, lives where the other tensor does; the names are for the message."""
     if x is not None and x.device != other.device:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -50,12 +51,12 @@ def test_permute_round_trip_and_blocks(segments, tile, partition, block_order):
     sizes = layout.blocks.sizes
     assert sizes.sum() == layout.num_tokens == sum(s.num_tokens for s in segments)
     assert (sizes.min(), sizes.max()) == (layout.blocks.min_size, layout.blocks.max_size)
-    assert layout.blocks.num == layout.num_blocks == len(layout.block_segment)
+    assert layout.blocks.num == layout.num_blocks
     # a block never leaves its segment, and segments keep their places
     bounds = [0, *itertools.accumulate(s.num_tokens for s in segments)]
-    for n, (start, stop) in enumerate(itertools.pairwise(layout.blocks.offsets.tolist())):
-        segment = int(layout.block_segment[n])
+    for start, stop in itertools.pairwise(layout.blocks.offsets.tolist()):
         tokens = layout.order[start:stop]
+        segment = bisect.bisect_right(bounds, start) - 1
         assert bounds[segment] <= tokens.min()
         assert tokens.max() < bounds[segment + 1]
         assert stop - start <= math.prod(tile)
@@ -181,21 +182,20 @@ def test_selection_rule():
         Segment((1, 1, 2), "cond", 1),
     ]
     layout = TileLayout.build(segments, tile_thw=(1, 2, 2))
-    assert layout.block_segment.tolist() == [0, 1, 1, 2, 3]
-    rule = layout.selection
-    assert rule is not None
-    assert rule.always is not None
-    assert rule.candidates.int().tolist() == [[0, 1, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0]]
-    assert rule.always.int().tolist() == [[1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]
-    assert rule.block_ids.tolist() == [1, 2, 3]
+    assert layout.candidates is not None
+    assert layout.always is not None
+    assert layout.candidates.int().tolist() == [[0, 1, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0]]
+    assert layout.always.int().tolist() == [[1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]
     assert layout.sample_spans == ((0, 11), (11, 17))
     assert layout.text_spans == ((0, 3, 0), (15, 17, 1))
     assert layout.video_spans == ((3, 15),)
     assert layout.video_tiles == (2, 1)
     packed = TileLayout.build([Segment((1, 2, 2)), Segment((1, 2, 2), "video", 1)], tile_thw=(1, 2, 2))
-    assert packed.selection is not None
-    assert packed.selection.always is None
-    assert TileLayout.build([Segment((1, 2, 2))], tile_thw=(1, 2, 2)).selection is None
+    assert packed.candidates is not None
+    assert packed.always is None
+    plain = TileLayout.build([Segment((1, 2, 2))], tile_thw=(1, 2, 2))
+    assert plain.candidates is None
+    assert plain.always is None
 
 
 def test_low_fill_warns_once_and_proposes():

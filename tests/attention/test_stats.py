@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 from vsa_kernels import BlockIndex, Blocks
+from vsa_kernels.coarse_fine import reference
 
-from vsa.attention import stats, video_sparse
+from vsa.attention import stats
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
 from vsa.attention.layout import Segment
@@ -190,7 +191,7 @@ def test_all_tiles_run_dense_while_the_coarse_stage_and_its_gate_train(monkeypat
     def refuse(*args, **rest):
         raise AssertionError("the block-sparse kernel ran with all tiles kept")
 
-    monkeypatch.setattr(video_sparse, "block_sparse_attn", refuse)
+    monkeypatch.setattr(reference, "block_sparse_attn", refuse)
     method = make_layer(gates=False, fine_gate=False)
     layout, q, k, v, x = make_row(method)
     ctx = AttnContext(layout=layout, topk=layout.num_video_tiles)

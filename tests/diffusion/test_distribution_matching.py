@@ -58,15 +58,13 @@ def test_no_guidance_is_one_in_the_standard_and_zero_in_the_additive_form():
 # the gradient
 
 
-def by_hand(x0: Tensor, real: Tensor, fake: Tensor, mask: Tensor | None = None) -> Tensor:
+def by_hand(x0: Tensor, real: Tensor, fake: Tensor) -> Tensor:
     """The published gradient, sample by sample and element by element."""
     out = torch.zeros_like(x0)
     for b in range(len(x0)):
-        weights = torch.ones(x0[b].numel()).tolist() if mask is None else mask[b].flatten().tolist()
-        values = [t[b].flatten().tolist() for t in (x0, real, fake)]
-        elements = list(zip(weights, *values, strict=True))
-        norm = math.fsum(w * abs(x - r) for w, x, r, _ in elements) / math.fsum(weights)
-        out[b] = torch.tensor([(f - r) / norm if w else 0.0 for w, _, r, f in elements], dtype=x0.dtype).view_as(x0[b])
+        elements = list(zip(*(t[b].flatten().tolist() for t in (x0, real, fake)), strict=True))
+        norm = math.fsum(abs(x - r) for x, r, _ in elements) / len(elements)
+        out[b] = torch.tensor([(f - r) / norm for _, r, f in elements], dtype=x0.dtype).view_as(x0[b])
     return out
 
 
@@ -121,33 +119,6 @@ def test_close_predictions_in_low_precision_keep_their_difference():
     s = sigma.view(-1, 1)
     fp32 = (x_t - s * velocity.float()) - (x_t - s * (velocity + gap).float())
     assert ((fp32 - exact).abs() > 0.5 * exact.abs()).double().mean() > 0.5
-
-
-def test_masked_gradient_and_loss_do_not_see_excluded_elements():
-    x0, real, fake = (randn(*SHAPE, seed=i) for i in range(3))
-    mask = torch.tensor([0.0, 1.0, 0.5, 2.0], dtype=torch.float64)[
-        randn(*SHAPE, seed=5).abs().clamp(max=1.9).mul(2).long()
-    ]
-    expected = by_hand(x0, real, fake, mask)
-    poisoned = [torch.where(mask == 0, torch.full_like(v, bad), v) for v, bad in ((real, math.nan), (fake, math.inf))]
-    got = dm.dmd_gradient(x0, *poisoned, mask)
-    torch.testing.assert_close(got.gradient, expected)
-    assert (got.gradient[mask == 0] == 0).all()
-    leaf = torch.where(mask == 0, torch.full_like(x0, math.nan), x0).requires_grad_()
-    dm.dmd_loss(leaf, got.gradient, mask).sum().backward()
-    total = mask.sum((1, 2, 3, 4), keepdim=True)
-    torch.testing.assert_close(leaf.grad, mask * expected / total)
-    # control: without the mask the poison is seen
-    assert not dm.dmd_gradient(x0, *poisoned).gradient.isfinite().all()
-    # a bool mask that broadcasts, and one that counts nothing
-    rows = torch.tensor([True, False, True, True]).view(1, 1, 4, 1, 1)
-    torch.testing.assert_close(
-        dm.dmd_gradient(x0, real, fake, rows).gradient[:, :, 0],
-        dm.dmd_gradient(*(v[:, :, [0, 2, 3]] for v in (x0, real, fake))).gradient[:, :, 0],
-    )
-    nothing = dm.dmd_gradient(x0, real, fake, torch.zeros(1, dtype=torch.bool))
-    assert (nothing.gradient == 0).all()
-    assert (nothing.raw_norm == 0).all()
 
 
 def test_non_finite_predictions_stay_in_the_gradient_of_their_sample():
@@ -218,11 +189,6 @@ def test_critic_loss_is_flow_matching_on_constant_data():
     # controls: the opposite velocity, and data instead of velocity
     for wrong in (x0 - noise, x0):
         assert (loss - (velocity - wrong).square().mean((1, 2, 3, 4))).abs().min() > 0.05
-    mask = torch.tensor([True, False, True, True]).view(1, 1, 4, 1, 1)
-    torch.testing.assert_close(
-        dm.critic_loss(velocity, x0, noise, mask),
-        dm.critic_loss(*(v[:, :, [0, 2, 3]] for v in (velocity, x0, noise))),
-    )
 
 
 def test_best_critic_predicts_the_mean_of_what_the_generator_made():

@@ -16,7 +16,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 from vsa_kernels import BlockIndex, Blocks, block_sparse_attn, select_topk
-from vsa_kernels.coarse_fine import api, coarse_attn, coarse_fine_attn, reference
+from vsa_kernels.coarse_fine import api, coarse_attn, coarse_fine_attn, coarse_fine_stages, combine
 from vsa_kernels.coarse_fine.api import list_capacity
 from vsa_kernels.coarse_fine.op import coarse_fine_bwd, coarse_fine_fwd
 from vsa_kernels.testing import assert_within_budget
@@ -120,7 +120,7 @@ def compose(problem: Problem, index: BlockIndex) -> dict[str, Tensor]:
     coarse, _ = coarse_attn(q, k, v, **problem.blocks)
     fine, _ = block_sparse_attn(q, k, v, index, **problem.blocks, backend="reference")
     gate = gate_fine[0] if gate_fine else None
-    return gradients(problem, reference.combine(fine, coarse, gate_coarse, gate, problem.blocks["q_blocks"]), inputs)
+    return gradients(problem, combine(fine, coarse, gate_coarse, gate, problem.blocks["q_blocks"]), inputs)
 
 
 def assert_chosen(kept: Tensor, scores: Tensor, topk: int, tolerance: float) -> None:
@@ -217,7 +217,7 @@ def test_gates(sizes, gated, triton_device):
     gate_fine = rest[0] if gated else None
     coarse = torch.randn(2, len(sizes), 3, 48, device=triton_device)
     leaves = [x.double().requires_grad_() for x in (fine, coarse, gate_coarse, *rest)]
-    exact = reference.combine(leaves[0], leaves[1], leaves[2], leaves[3] if gated else None, blocks)
+    exact = combine(leaves[0], leaves[1], leaves[2], leaves[3] if gated else None, blocks)
     half = fine.dtype != torch.float32
     close = partial(torch.testing.assert_close, atol=2e-2 if half else 1e-5, rtol=1e-2 if half else 1e-5)
     close(triton_gate.combine(fine, coarse, gate_coarse, gate_fine, blocks).double(), exact)
@@ -390,7 +390,7 @@ def test_flops_are_the_executed_ones(hollow):
     assert forward == 4 * pairs * 8
     assert counter.get_total_flops() - forward == 10 * pairs * 8
     with FlopCounterMode(display=False) as counter:
-        reference.forward(*inputs, q_blocks=blocks, kv_blocks=blocks, topk=2, scale=1.0, backend="gather")
+        coarse_fine_stages(*inputs[:3], q_blocks=blocks, kv_blocks=blocks, topk=2, backend="gather")
     assert counter.get_total_flops() == forward
 
 
@@ -428,6 +428,8 @@ def test_meta_tensors_need_no_kernel(monkeypatch):
         ({"gate_coarse": torch.zeros(1, 8, 1, 16)}, r"gate_coarse must be torch.float32 \[1, 8, 2, 16\] like q"),
         ({"gate_fine": torch.zeros(1, 8, 2, 16).half()}, "gate_fine must be torch.float32 .* got torch.float16"),
         ({"backend": "cuda"}, "backend must be one of"),
+        ({"candidates": torch.ones(2, 3).bool()}, r"candidates must be bool \[2, 2\], got torch.bool \[2, 3\]"),
+        ({"always": torch.ones(2, 2)}, r"always must be bool \[2, 2\], got torch.float32 \[2, 2\]"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -16,21 +16,21 @@ from vsa.attention.context import AttnContext
 from vsa.attention.layout import Segment, TileLayout
 
 
-def dense_attn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Softmax attention over all keys, `softmax(q k^T * scale) v`.
+def dense_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Softmax attention over all keys, `softmax(q k^T / sqrt(D)) v`.
 
     Args:
         q: `[B, L, H, D]` queries.
         k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
         v: `[B, S, Hkv, D]` values.
-        scale: factor on the scores; None: `1 / sqrt(D)`.
+        mask: bool `[B, 1, 1, S]`, keys that are seen; None: all.
 
     Returns:
         `[B, L, H, D]`.
     """
     grouped = q.shape[2] != k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
 def dense_attn_per_sample(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> Tensor:

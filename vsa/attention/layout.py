@@ -72,21 +72,6 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TileSelection:
-    """Which tiles a video query tile may select, in rows with text or with several samples.
-
-    Args:
-        candidates: bool `[Nv, N]`, video tiles of the query's own sample.
-        always: bool `[Nv, N]`, text tiles of the query's own sample; None when the row has no text.
-        block_ids: int64 `[Nv]`, position of each video tile among all blocks: the query block of a row of the index.
-    """
-
-    candidates: Tensor
-    always: Tensor | None
-    block_ids: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class TileLayout:
     """Token order and blocks of a row; made by `TileLayout.build`, immutable, tensors on `device`.
 
@@ -103,7 +88,6 @@ class TileLayout:
         inverse: int64 `[L]`, tile-major index of the i-th raster token.
         is_identity: the two orders are the same.
         blocks: all N blocks over the tile-major tokens.
-        block_segment: int64 `[N]`, segment of each block.
         video_tiles: video tiles of each sample, in the order samples appear.
         num_video_tiles: the largest of them: what "all tiles" means as a top-k.
         fill: tokens per slot of the video tiles; a short tile costs a kernel a whole one.
@@ -113,10 +97,9 @@ class TileLayout:
         sample_spans: token range of each sample.
         text_spans: token range and sample position of each text or cond segment.
         video_spans: token ranges of the video tokens, neighbours merged.
-        video_blocks: the Nv video blocks over the video tokens alone.
-        video_slots: int64 `[Lv]`, slot of each video token when every tile has `video_blocks.max_size` slots; None
-            when all tiles are full.
-        selection: None when every tile may select every tile: one sample and no text.
+        video_blocks: the Nv video blocks over the video tokens alone; `blocks` itself in a row without text.
+        candidates: bool `[Nv, N]`, video tiles of the query tile's own sample, which it may select; None: all N.
+        always: bool `[Nv, N]`, text tiles of the query tile's own sample; None in a row without text.
     """
 
     segments: tuple[Segment, ...]
@@ -130,7 +113,6 @@ class TileLayout:
     inverse: Tensor
     is_identity: bool
     blocks: Blocks
-    block_segment: Tensor
     video_tiles: tuple[int, ...]
     num_video_tiles: int
     fill: float
@@ -139,8 +121,8 @@ class TileLayout:
     text_spans: tuple[tuple[int, int, int], ...]
     video_spans: tuple[Span, ...]
     video_blocks: Blocks
-    video_slots: Tensor | None
-    selection: TileSelection | None
+    candidates: Tensor | None
+    always: Tensor | None
 
     @staticmethod
     def build(
@@ -194,6 +176,8 @@ class TileLayout:
 
     def take_video(self, x: Tensor) -> Tensor:
         """Video tokens `[B, Lv, ...]` of a tile-major x `[B, L, ...]`."""
+        if not self.text_spans:
+            return x
         parts = [x[:, start:stop] for start, stop in self.video_spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -210,13 +194,9 @@ class TileLayout:
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim=1)
 
     def tile_to_tokens(self, x: Tensor) -> Tensor:
-        """Copies of a per-tile x `[B, Nv, ...]` for each of its tokens, `[B, Lv, ...]`.
-
-        Built from copies with one reader each, so that the sum in its backward has a fixed order on every device.
-        """
-        size = self.video_blocks.max_size
-        spread = x[:, :, None].expand(-1, -1, size, *x.shape[2:]).flatten(1, 2)
-        return spread if self.video_slots is None else spread.index_select(1, self.video_slots)
+        """Copies of a per-tile x `[B, Nv, ...]` for each of its tokens, `[B, Lv, ...]`."""
+        num_tokens = sum(stop - start for start, stop in self.video_spans)
+        return x.repeat_interleave(self.video_blocks.sizes, dim=1, output_size=num_tokens)
 
 
 def _tiles(segment: Segment, tile: Grid | None, partition: Partition, block_order: BlockOrder) -> SegmentTiles:
@@ -266,20 +246,17 @@ def _fill(segments: Sequence[Segment], parts: Sequence[SegmentTiles], tile: Grid
     return fill
 
 
-def _select(segments: Sequence[Segment], block_segment: Tensor, device: torch.device) -> TileSelection | None:
-    """Candidate and always-visible tiles of each video tile, None when there is nothing to restrict."""
+def _select(
+    segments: Sequence[Segment], block_segment: Tensor, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Candidates and always-visible tiles of a layout."""
     has_text = not all(s.is_video for s in segments)
     if not has_text and len({s.sample for s in segments}) == 1:
-        return None
+        return None, None
     sample = torch.tensor([s.sample for s in segments], device="cpu")[block_segment]
     is_video = torch.tensor([s.is_video for s in segments], device="cpu")[block_segment]
-    rows = is_video.nonzero()[:, 0]
-    same = sample[rows, None] == sample
-    return TileSelection(
-        candidates=(same & is_video).to(device),
-        always=(same & ~is_video).to(device) if has_text else None,
-        block_ids=rows.to(device),
-    )
+    same = sample[is_video, None] == sample
+    return (same & is_video).to(device), (same & ~is_video).to(device) if has_text else None
 
 
 # rows repeat from step to step; the bound keeps a run over many grids from holding all of their index tensors
@@ -320,11 +297,8 @@ def _build_fresh(
     video_sizes = [n for s, p in zip(segments, parts, strict=True) if s.is_video for n in p.sizes]
     if not video_sizes:
         raise ValueError(f"a row needs at least one video or image segment, got {[s.kind for s in segments]}")
-    video_blocks = _blocks(video_sizes, device)
-    video_slots = None
-    if video_blocks.min_size != video_blocks.max_size:
-        kept = torch.arange(video_blocks.max_size, device="cpu") < torch.tensor(video_sizes, device="cpu")[:, None]
-        video_slots = kept.flatten().nonzero()[:, 0].to(device)
+    blocks = _blocks(sizes, device)
+    candidates, always = _select(segments, block_segment, device)
     supers = {} if tile is None or (block_order == "raster" and partition == "cube") else dict.fromkeys(SUPER_SIZES)
     super_offsets = {
         g: torch.tensor(list(_offsets([n for p in parts for n in p.groups[g]])), dtype=torch.int32, device=device)
@@ -341,8 +315,7 @@ def _build_fresh(
         order=order.to(device),
         inverse=torch.empty_like(order).scatter_(0, order, identity).to(device),
         is_identity=torch.equal(order, identity),
-        blocks=_blocks(sizes, device),
-        block_segment=block_segment.to(device),
+        blocks=blocks,
         video_tiles=tuple(num_tiles[sample] for sample in samples),
         num_video_tiles=max(num_tiles.values()),
         fill=fill,
@@ -353,7 +326,7 @@ def _build_fresh(
         ),
         text_spans=tuple((a, b, samples.index(s.sample)) for s, a, b in spans if not s.is_video),
         video_spans=_merged([(a, b) for s, a, b in spans if s.is_video]),
-        video_blocks=video_blocks,
-        video_slots=video_slots,
-        selection=_select(segments, block_segment, device),
+        video_blocks=blocks if len(video_sizes) == len(sizes) else _blocks(video_sizes, device),
+        candidates=candidates,
+        always=always,
     )

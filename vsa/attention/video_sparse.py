@@ -19,75 +19,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from vsa_kernels import BlockIndex, Blocks, block_sparse_attn, select_topk
-from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
-from vsa_kernels.dispatch import check_backend_name, resolve_backend
+from vsa_kernels import BlockIndex
+from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, coarse_fine_stages, combine
+from vsa_kernels.dispatch import check_backend_name
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.full import dense_attn, dense_attn_per_sample
-from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout, TileSelection
-
-
-class VideoSparseOutput(NamedTuple):
-    """Result of `video_sparse_attn`.
-
-    Args:
-        fine: `[B, L, H, D]` output per query token.
-        coarse: `[B, Nq, H, D]` output per query tile.
-        scores: `[B, H, Nq, Nkv]` coarse logits.
-        index: the selected tiles; None when all of them are kept.
-    """
-
-    fine: Tensor
-    coarse: Tensor
-    scores: Tensor
-    index: BlockIndex | None
-
-
-def video_sparse_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_blocks: Blocks,
-    kv_blocks: Blocks,
-    topk: int,
-    scale: float | None = None,
-    backend: str | None = None,
-) -> VideoSparseOutput:
-    """Coarse and fine stage of VSA where every kv tile may be selected; L and S may differ.
-
-    With `topk` at or above the number of kv tiles the fine stage is dense attention.
-
-    Args:
-        q: `[B, L, H, D]` queries, tile-major, RoPE and qk-norm applied.
-        k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
-        v: `[B, S, Hkv, D]` values.
-        q_blocks: query tiles.
-        kv_blocks: kv tiles.
-        topk: kv tiles per query tile and head.
-        scale: factor on the scores; None: `1 / sqrt(D)`.
-        backend: of `block_sparse_attn`; None picks by device.
-
-    Raises:
-        ValueError: topk below 1.
-
-    Source: VSA, section 2.2.
-    """
-    if topk < 1:
-        raise ValueError(f"topk must be at least 1, got {topk}")
-    coarse, scores = coarse_attn(q, k, v, q_blocks=q_blocks, kv_blocks=kv_blocks, scale=scale)
-    if topk >= kv_blocks.num:
-        return VideoSparseOutput(dense_attn(q, k, v, scale), coarse, scores, None)
-    # scores, not probabilities: the same order without ties where the softmax underflows
-    index = select_topk(scores, topk)
-    fine, _ = block_sparse_attn(q, k, v, index, q_blocks=q_blocks, kv_blocks=kv_blocks, scale=scale, backend=backend)
-    return VideoSparseOutput(fine, coarse, scores, index)
+from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 
 
 class VideoSparseAttention(AttentionMethod):
@@ -108,8 +51,7 @@ class VideoSparseAttention(AttentionMethod):
         gate_init: identity (G_c = 0 and G_f = 1 for any input: a layer starts as plain sparse attention) or model
             (weights as the model initialises its linear layers; biases 0 for the coarse and 1 for the fine gate).
             The paper zero-initialises the coarse gate to finetune and does not say how to start from scratch.
-        backend: of `block_sparse_attn`; None picks by device. With `triton` the layer is one op, but for a row with
-            text or several samples, a recorder, or all tiles kept.
+        backend: of `coarse_fine_attn`; None picks by device.
 
     Raises:
         ValueError: dim is not num_heads * head_dim, or an unknown gate_init.
@@ -181,77 +123,60 @@ class VideoSparseAttention(AttentionMethod):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         """`fine` `[B, L, H, D]` per token and `coarse` `[B, Nv, H, D]` per video tile."""
         layout, topk = ctx.layout, _checked_topk(q, ctx)
-        if layout.selection is None:
-            blocks = layout.blocks
-            out = video_sparse_attn(q, k, v, q_blocks=blocks, kv_blocks=blocks, topk=topk, backend=self.backend)
-        else:
-            out = self._attend_mixed(q, k, v, layout, layout.selection, topk)
-        if ctx.recorder is not None:
-            self._record(q, k, out, ctx)
-        return {"fine": out.fine, "coarse": out.coarse}
-
-    def _attend_mixed(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, rule: TileSelection, topk: int
-    ) -> VideoSparseOutput:
-        """Rows with text or several samples: restricted selection, dense text queries."""
-        q_video, q_blocks, kv_blocks = layout.take_video(q), layout.video_blocks, layout.blocks
-        coarse, scores = coarse_attn(q_video, k, v, q_blocks=q_blocks, kv_blocks=kv_blocks, candidates=rule.candidates)
+        video, blocks = layout.take_video(q), {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
+        index = None
         if topk >= layout.num_video_tiles:
-            return VideoSparseOutput(dense_attn_per_sample(q, k, v, layout), coarse, scores, None)
-        # a row of a smaller sample keeps all of its candidates
-        index = select_topk(scores, topk, candidates=rule.candidates, always=rule.always)
-        fine, _ = block_sparse_attn(q_video, k, v, index, q_blocks=q_blocks, kv_blocks=kv_blocks, backend=self.backend)
-        texts = []
-        for start, stop, sample in layout.text_spans:
-            first, last = layout.sample_spans[sample]
-            texts.append(dense_attn(q[:, start:stop], k[:, first:last], v[:, first:last]))
-        return VideoSparseOutput(layout.merge(fine, texts), coarse, scores, index)
-
-    def _record(self, q: Tensor, k: Tensor, out: VideoSparseOutput, ctx: AttnContext) -> None:
-        index, rule = out.index, ctx.layout.selection
-        if index is None:
-            num = ctx.layout.num_blocks
-            seen = torch.ones(num, num, dtype=torch.bool, device=out.fine.device)
-            if rule is not None:
-                seen = rule.candidates if rule.always is None else rule.candidates | rule.always
-            index = BlockIndex.from_dense(seen[None, None])
-        assert ctx.recorder is not None
-        # references, not copies: what a recorder keeps stays in memory
-        tensors = {"q": q, "k": k, "fine": out.fine, "coarse": out.coarse, "scores": out.scores}
-        ctx.recorder(
-            self.layer_idx,
-            {
-                **{name: tensor.detach() for name, tensor in tensors.items()},
-                "kv_indices": index.kv_indices,
-                "kv_num_blocks": index.kv_num_blocks,
-            },
-        )
+            coarse, scores = coarse_attn(video, k, v, **blocks, candidates=layout.candidates)
+            fine = dense_attn_per_sample(q, k, v, layout)
+        else:
+            allowed = {"candidates": layout.candidates, "always": layout.always}
+            stages = coarse_fine_stages(video, k, v, **blocks, topk=topk, **allowed, backend=self.backend)
+            coarse, scores, index = stages.coarse, stages.scores, stages.index
+            fine = layout.merge(stages.fine, _text_attn(q, k, v, layout))
+        if ctx.recorder is not None:
+            tensors = {"q": q, "k": k, "fine": fine, "coarse": coarse, "scores": scores}
+            index = _all_tiles(layout) if index is None else index
+            # references, not copies: what a recorder keeps stays in memory
+            recorded = {name: tensor.detach() for name, tensor in tensors.items()}
+            lists = {"kv_indices": index.kv_indices, "kv_num_blocks": index.kv_num_blocks}
+            ctx.recorder(self.layer_idx, recorded | lists)
+        return {"fine": fine, "coarse": coarse}
 
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        layout, fine, coarse = ctx.layout, parts["fine"], parts["coarse"]
+        layout, fine = ctx.layout, parts["fine"]
         if "gate_fine" in extra:
             fine = fine * extra["gate_fine"]
         video, gate = layout.take_video(fine), layout.take_video(extra["gate_compress"])
-        if layout.video_slots is None:
-            # equal tiles: broadcast, so that backward keeps one coarse row per tile and not one per token
-            tiles = (-1, layout.video_blocks.max_size)
-            video = torch.addcmul(video.unflatten(1, tiles), gate.unflatten(1, tiles), coarse[:, :, None]).flatten(1, 2)
-        else:
-            video = torch.addcmul(video, gate, layout.tile_to_tokens(coarse))
-        return layout.merge(video, [fine[:, start:stop] for start, stop, _ in layout.text_spans])
+        texts = [fine[:, start:stop] for start, stop, _ in layout.text_spans]
+        return layout.merge(combine(video, parts["coarse"], gate, None, layout.video_blocks), texts)
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """`combine(attend(...))`, as one op where a GPU runs it and nobody wants to see the parts."""
+        """`combine(attend(...))`, as one call of the operator unless all tiles are kept or the parts are recorded."""
         if ctx.recorder is not None:
             gates = {name: gate.detach() for name, gate in extra.items()}
             ctx = replace(ctx, recorder=partial(_record_with, ctx.recorder, gates))
         layout, topk = ctx.layout, _checked_topk(q, ctx)
-        plain = layout.selection is None and ctx.recorder is None and topk < layout.num_blocks
-        if not plain or resolve_backend(self.backend, q.device, q.dtype, self.head_dim) != "triton":
+        if ctx.recorder is not None or topk >= layout.num_video_tiles:
             return super().attend_combine(q, k, v, extra, ctx)
-        gates = (extra["gate_compress"], extra.get("gate_fine"))
-        blocks = layout.blocks
-        return coarse_fine_attn(q, k, v, *gates, q_blocks=blocks, kv_blocks=blocks, topk=topk, backend="triton").out
+        gate_fine = extra.get("gate_fine")
+        video = coarse_fine_attn(
+            layout.take_video(q),
+            k,
+            v,
+            layout.take_video(extra["gate_compress"]),
+            None if gate_fine is None else layout.take_video(gate_fine),
+            q_blocks=layout.video_blocks,
+            kv_blocks=layout.blocks,
+            topk=topk,
+            candidates=layout.candidates,
+            always=layout.always,
+            backend=self.backend,
+        ).out
+        texts = _text_attn(q, k, v, layout)
+        if gate_fine is not None:
+            spans = layout.text_spans
+            texts = [text * gate_fine[:, a:b] for text, (a, b, _) in zip(texts, spans, strict=True)]
+        return layout.merge(video, texts)
 
     def pairs(self, layout: TileLayout, topk: int) -> float:
         """Pairs of the fine stage (exact when the tiles are full) and of the coarse stage."""
@@ -262,6 +187,21 @@ class VideoSparseAttention(AttentionMethod):
             kept = video * min(topk, tiles) / tiles if tiles else 0.0
             total += video * (kept + text) + text * (video + text)
         return total
+
+
+def _text_attn(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> list[Tensor]:
+    """Dense attention of each text or cond segment to its sample."""
+    spans = [(start, stop, *layout.sample_spans[sample]) for start, stop, sample in layout.text_spans]
+    return [dense_attn(q[:, a:b], k[:, first:last], v[:, first:last]) for a, b, first, last in spans]
+
+
+def _all_tiles(layout: TileLayout) -> BlockIndex:
+    seen = layout.candidates
+    if seen is None:
+        seen = torch.ones(layout.num_blocks, layout.num_blocks, dtype=torch.bool, device=layout.device)
+    elif layout.always is not None:
+        seen = seen | layout.always
+    return BlockIndex.from_dense(seen[None, None])
 
 
 def _record_with(recorder: Recorder, more: dict[str, Tensor], layer_idx: int, tensors: dict[str, Tensor]) -> None:

@@ -112,7 +112,7 @@ class DmdGradient(NamedTuple):
 
 
 @torch.no_grad()
-def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor, token_mask: Tensor | None = None) -> DmdGradient:
+def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor) -> DmdGradient:
     """Distribution matching gradient `(fake_x0 - real_x0) / max(mean|x0 - real_x0|, MIN_NORMALIZER)`, per sample.
 
     DMD, section 3.2: the integrand of eq. 7 is `w * alpha * (fake_score - real_score)`, a score is
@@ -123,7 +123,7 @@ def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor, token_mask: Tenso
     every noise level and at every scale of the data. It belongs to a sample: taken over a batch, a sample at high
     noise would drown the others.
 
-    A nan or inf in a counted element stays: one in `x0` or `real_x0` makes the gradient of the whole sample
+    A nan or inf stays: one in `x0` or `real_x0` makes the gradient of the whole sample
     non-finite, one in `fake_x0` its element. So a check of the gradients sees it and can skip the update. (Published
     code turns nan into 0, which hides a broken network.) A sample whose teacher returns `x0` itself is divided by
     `MIN_NORMALIZER`.
@@ -132,10 +132,9 @@ def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor, token_mask: Tenso
         x0: `[B, ...]` generated data.
         real_x0: same shape, data predicted by the guided teacher from the noised `x0`, see `predicted_x0`.
         fake_x0: same shape, data predicted by the critic from the same input.
-        token_mask: bool or weights, broadcastable to `x0`; elements with 0 count nowhere and get gradient 0.
 
     Returns:
-        Gradient, normaliser and raw norm; a sample without a counted element gets 0.
+        Gradient, normaliser and raw norm.
 
     Raises:
         ValueError: if the shapes differ.
@@ -145,30 +144,21 @@ def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor, token_mask: Tenso
             raise ValueError(f"x0 and {name} must have one shape, got {tuple(x0.shape)} and {tuple(value.shape)}")
     x0, real_x0, fake_x0 = x0.double(), real_x0.double(), fake_x0.double()
     raw, distance = fake_x0 - real_x0, (x0 - real_x0).abs()
-    if token_mask is None:
-        normalizer = distance.flatten(1).mean(1)
-    else:
-        mask = token_mask.to(x0).expand_as(x0)
-        # an excluded element may hold inf or nan, and 0 * nan is nan
-        raw, distance = (torch.where(mask == 0, torch.zeros_like(x0), v) for v in (raw, distance))
-        total = mask.flatten(1).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
-        normalizer = (mask * distance).flatten(1).sum(1) / total
-    normalizer = normalizer.clamp_min(MIN_NORMALIZER)
-    raw_norm = sample_mse(raw, torch.zeros_like(raw), token_mask).sqrt()
+    normalizer = distance.flatten(1).mean(1).clamp_min(MIN_NORMALIZER)
+    raw_norm = sample_mse(raw, torch.zeros_like(raw)).sqrt()
     return DmdGradient(raw / per_sample(normalizer, raw), normalizer, raw_norm)
 
 
-def dmd_loss(x0: Tensor, gradient: Tensor, token_mask: Tensor | None = None) -> Tensor:
+def dmd_loss(x0: Tensor, gradient: Tensor) -> Tensor:
     """Loss whose gradient by the generated data is `gradient`, averaged over the elements of each sample.
 
-    `0.5 * mean((x0 - stop(x0 - gradient))^2)`: autograd gives `gradient / n` for the n elements of a sample
-    (`mask * gradient / sum(mask)` with a mask), and its value is half the mean square of the gradient. It says
-    nothing about progress. The difference is formed in float64, so that a gradient far smaller than `x0` survives.
+    `0.5 * mean((x0 - stop(x0 - gradient))^2)`: autograd gives `gradient / n` for the n elements of a sample,
+    and its value is half the mean square of the gradient. It says nothing about progress. The difference is formed in
+    float64, so that a gradient far smaller than `x0` survives.
 
     Args:
         x0: `[B, ...]` generated data, with its graph.
         gradient: same shape, from `dmd_gradient`.
-        token_mask: as given to `dmd_gradient`.
 
     Returns:
         float64 `[B]`.
@@ -179,10 +169,10 @@ def dmd_loss(x0: Tensor, gradient: Tensor, token_mask: Tensor | None = None) -> 
     if x0.shape != gradient.shape:
         raise ValueError(f"x0 and gradient must have one shape, got {tuple(x0.shape)} and {tuple(gradient.shape)}")
     x0 = x0.double()
-    return 0.5 * sample_mse(x0, (x0 - gradient.double()).detach(), token_mask)
+    return 0.5 * sample_mse(x0, (x0 - gradient.double()).detach())
 
 
-def critic_loss(velocity: Tensor, x0: Tensor, noise: Tensor, token_mask: Tensor | None = None) -> Tensor:
+def critic_loss(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
     """Flow matching of the critic on generated data, without weights over timesteps.
 
     DMD, section 3.2, eq. 6, in terms of velocities. The generated data is constant here, also if it carries a
@@ -192,7 +182,6 @@ def critic_loss(velocity: Tensor, x0: Tensor, noise: Tensor, token_mask: Tensor 
         velocity: `[B, ...]` prediction of the critic at `add_noise(x0, noise, sigma)`.
         x0: same shape, generated data.
         noise: same shape, the noise in that input.
-        token_mask: bool or weights, broadcastable to `velocity`.
 
     Returns:
         `[B]` mean squared errors, fp32 (fp64 for fp64 inputs).
@@ -202,10 +191,10 @@ def critic_loss(velocity: Tensor, x0: Tensor, noise: Tensor, token_mask: Tensor 
     """
     if x0.shape != noise.shape:
         raise ValueError(f"x0 and noise must have one shape, got {tuple(x0.shape)} and {tuple(noise.shape)}")
-    return sample_mse(velocity, velocity_target(x0, noise).detach(), token_mask)
+    return sample_mse(velocity, velocity_target(x0, noise).detach())
 
 
-def velocity_matching_loss(student: Tensor, teacher: Tensor, token_mask: Tensor | None = None) -> Tensor:
+def velocity_matching_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """Regulariser: mean squared distance of a sparse student's velocity from the dense teacher's at one input.
 
     It holds a student near the teacher without data of the teacher's quality (TurboDiffusion trains its sparse
@@ -214,7 +203,6 @@ def velocity_matching_loss(student: Tensor, teacher: Tensor, token_mask: Tensor 
     Args:
         student: `[B, ...]` velocity.
         teacher: same shape, velocity of the frozen network at the same input and caption.
-        token_mask: bool or weights, broadcastable to `student`.
 
     Returns:
         `[B]`, fp32 (fp64 for fp64 inputs).
@@ -222,7 +210,7 @@ def velocity_matching_loss(student: Tensor, teacher: Tensor, token_mask: Tensor 
     Raises:
         ValueError: if the shapes differ.
     """
-    return sample_mse(student, teacher.detach(), token_mask)
+    return sample_mse(student, teacher.detach())
 
 
 def gan_generator_loss(fake_logits: Tensor) -> Tensor:

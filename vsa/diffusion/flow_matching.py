@@ -243,16 +243,15 @@ def loss_weights(sigma: Tensor, name: Literal["uniform", "sigma_sqrt", "cosmap"]
     raise ValueError(f"loss weighting must be uniform, sigma_sqrt or cosmap, got {name!r}")
 
 
-def sample_mse(pred: Tensor, target: Tensor, token_mask: Tensor | None = None) -> Tensor:
+def sample_mse(pred: Tensor, target: Tensor) -> Tensor:
     """Mean squared error of each sample, in fp32 (fp64 for fp64 inputs).
 
     Args:
         pred: `[B, ...]` prediction of the model.
         target: same shape.
-        token_mask: bool or weights, broadcastable to `pred`; elements with 0 do not count.
 
     Returns:
-        `[B]`; 0 for a sample without a counted element.
+        `[B]`.
 
     Raises:
         ValueError: if the shapes differ.
@@ -260,13 +259,7 @@ def sample_mse(pred: Tensor, target: Tensor, token_mask: Tensor | None = None) -
     if pred.shape != target.shape:
         raise ValueError(f"pred and target must have one shape, got {tuple(pred.shape)} and {tuple(target.shape)}")
     dtype = torch.float64 if pred.dtype == torch.float64 else torch.float32
-    error = pred.to(dtype) - target.to(dtype)
-    if token_mask is None:
-        return error.square().flatten(1).mean(1)
-    mask = token_mask.to(dtype).expand_as(error)
-    # masked before the square: an excluded element may hold inf or nan, and its gradient would be nan too
-    error = torch.where(mask == 0, torch.zeros_like(error), error)
-    return (mask * error.square()).flatten(1).sum(1) / mask.flatten(1).sum(1).clamp_min(torch.finfo(dtype).tiny)
+    return (pred.to(dtype) - target.to(dtype)).square().flatten(1).mean(1)
 
 
 def weighted_loss(mse: Tensor, weights: Tensor, weight_total: Tensor | float) -> Tensor:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
+from vsa.attention.full import dense_attn
 from vsa.models.embeddings import FeedForward, LayerNormFp32, at_least_fp32
 from vsa.models.rope import Rope, apply_rope
 
@@ -97,17 +97,11 @@ class CrossAttention(AttentionProjections):
     def forward(self, x: Tensor, text: Tensor, text_mask: Tensor | None, image: Tensor | None) -> Tensor:
         q = self.heads(self.norm_q(self.to_q(x)))
         k = self.heads(self.norm_k(self.to_k(text)))
-        out = dense_attention(q, k, self.heads(self.to_v(text)), text_mask)
+        out = dense_attn(q, k, self.heads(self.to_v(text)), text_mask)
         if self.has_image and image is not None:
             k = self.heads(self.norm_added_k(self.add_k_proj(image)))
-            out = out + dense_attention(q, k, self.heads(self.add_v_proj(image)), None)
+            out = out + dense_attn(q, k, self.heads(self.add_v_proj(image)))
         return self.to_out[0](out.flatten(2))
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention of q `[B, L, H, D]` over k, v `[B, S, H, D]`, mask bool `[B, 1, 1, S]`."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 class TransformerBlock(nn.Module):

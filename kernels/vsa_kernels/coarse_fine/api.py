@@ -8,10 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks
-from vsa_kernels.checks import check_blocks, check_device, check_qkv
-from vsa_kernels.coarse_fine import reference
+from vsa_kernels.checks import check_allowed, check_blocks, check_device, check_qkv
 from vsa_kernels.coarse_fine.op import Call, Saved, coarse_fine_fwd
-from vsa_kernels.coarse_fine.reference import CoarseFineOutput
+from vsa_kernels.coarse_fine.reference import CoarseFineOutput, coarse_fine_stages, combine
 from vsa_kernels.dispatch import resolve_backend
 from vsa_kernels.modes import lowered, refuse_forward_mode
 from vsa_kernels.selection.api import list_capacity
@@ -27,22 +26,24 @@ def coarse_fine_attn(
     q_blocks: Blocks,
     kv_blocks: Blocks,
     topk: int,
+    candidates: Tensor | None = None,
+    always: Tensor | None = None,
     scale: float | None = None,
     backend: str | None = None,
 ) -> CoarseFineOutput:
-    """Video sparse attention where every kv block may be selected: both stages, the selection and the gates.
+    """Video sparse attention: both stages, the selection and the gates.
 
     With means over the tokens of each block (qm, km, vm):
 
         scores = scale * qm km^T
         coarse = softmax(scores) vm
-        fine   = softmax(scale * q k^T) v         over the tokens of the topk best blocks of `scores`
+        fine   = softmax(scale * q k^T) v         over the tokens of the topk best blocks of `scores` and of `always`
         out    = gate_coarse * coarse[block of the token] + gate_fine * fine
 
     Differentiable in q, k, v and both gates; the selection is a constant to the gradient. `triton` runs as one
     registered op (`torch.ops.vsa_kernels.coarse_fine_fwd`), so a checkpoint policy that saves it saves the selection
-    together with out and lse; the other backends compose the single ops. Under `torch.autocast` q, k, v and the gates
-    go to its dtype.
+    together with out and lse; the other backends, and calls with `candidates` or `always`, compose the single ops (see
+    `reference`). Under `torch.autocast` q, k, v and the gates go to its dtype.
 
     Args:
         q: `[B, L, H, D]` queries, tokens in block order.
@@ -53,6 +54,9 @@ def coarse_fine_attn(
         q_blocks: partition of the L query tokens.
         kv_blocks: partition of the S kv tokens.
         topk: kv blocks per query block and head; Nkv or more selects all.
+        candidates: bool `[Nq, Nkv]`, blocks that the coarse stage sees and that may be selected, at least one per row;
+            None: all.
+        always: bool `[Nq, Nkv]`, blocks of the fine stage on top of the topk; None: none.
         scale: factor on both stages' logits, default D ** -0.5.
         backend: of `block_sparse_attn`; None: automatic, see `resolve_backend`.
 
@@ -71,15 +75,28 @@ def coarse_fine_attn(
         if gate is not None and (gate.shape != q.shape or gate.dtype != q.dtype):
             raise ValueError(f"{name} must be {q.dtype} {list(q.shape)} like q, got {gate.dtype} {list(gate.shape)}")
         check_device(name, gate, "q", q)
+    for name, allowed in (("candidates", candidates), ("always", always)):
+        check_allowed(name, allowed, q_blocks.num, kv_blocks.num, "q", q)
     if topk < 1:
         raise ValueError(f"topk must be at least 1, got {topk}")
     chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     if chosen == "triton" and factor < 0:
         raise ValueError(f"scale must not be negative for backend triton, got {factor}")
-    if chosen != "triton":
-        blocks = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
-        return reference.forward(q, k, v, gate_coarse, gate_fine, **blocks, topk=topk, scale=factor, backend=chosen)
+    if chosen != "triton" or candidates is not None or always is not None:
+        stages = coarse_fine_stages(
+            *(q, k, v),
+            q_blocks=q_blocks,
+            kv_blocks=kv_blocks,
+            topk=topk,
+            candidates=candidates,
+            always=always,
+            scale=scale,
+            backend=chosen,
+        )
+        out = combine(stages.fine, stages.coarse, gate_coarse, gate_fine, q_blocks)
+        looked_at = (x.detach() for x in (stages.fine, stages.lse, stages.coarse))
+        return CoarseFineOutput(out, stages.index, *looked_at)
     kept = min(topk, kv_blocks.num)
     call = Call(
         *(q, k, v, gate_coarse, gate_fine),

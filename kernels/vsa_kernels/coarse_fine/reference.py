@@ -1,5 +1,7 @@
 """The VSA operator composed of the other ops and plain matmuls: its meaning, on any device and in any float dtype.
 
+It is also what runs wherever `coarse_fine_attn` is not one op, and the two halves of a call that is split in two.
+
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
 """
 
@@ -29,6 +31,24 @@ class CoarseOutput(NamedTuple):
 
     coarse: Tensor
     scores: Tensor
+
+
+class Stages(NamedTuple):
+    """Result of `coarse_fine_stages`: both stages before the gates. All but `index` is differentiable.
+
+    Args:
+        fine: `[B, L, H, D]` output of the fine stage.
+        lse: `[B, H, L]` of the fine stage.
+        coarse: `[B, Nq, H, D]` output of the coarse stage, in q's dtype.
+        scores: `[B, H, Nq, Nkv]` coarse logits, see `CoarseOutput`.
+        index: the selected kv blocks.
+    """
+
+    fine: Tensor
+    lse: Tensor
+    coarse: Tensor
+    scores: Tensor
+    index: BlockIndex
 
 
 class CoarseFineOutput(NamedTuple):
@@ -88,6 +108,28 @@ def coarse_attn(
     return CoarseOutput(coarse.transpose(1, 2).to(q.dtype), scores)
 
 
+def coarse_fine_stages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_blocks: Blocks,
+    kv_blocks: Blocks,
+    topk: int,
+    candidates: Tensor | None = None,
+    always: Tensor | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Stages:
+    """Both stages of the operator without its gates; `combine` is the rest. Arguments as in `coarse_fine_attn`."""
+    blocks = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
+    coarse, scores = coarse_attn(q, k, v, **blocks, candidates=candidates, scale=scale)
+    # scores, not probabilities: the same order without ties where the softmax underflows
+    index = select_topk(scores, topk, candidates=candidates, always=always)
+    fine, lse = block_sparse_attn(q, k, v, index, **blocks, scale=scale, backend=backend)
+    return Stages(fine, lse, coarse, scores, index)
+
+
 def combine(fine: Tensor, coarse: Tensor, gate_coarse: Tensor, gate_fine: Tensor | None, q_blocks: Blocks) -> Tensor:
     """gate_coarse * coarse[block of the token] + gate_fine * fine, `[B, L, H, D]`.
 
@@ -109,25 +151,3 @@ def combine(fine: Tensor, coarse: Tensor, gate_coarse: Tensor, gate_fine: Tensor
     # copies with one reader each, so that the sum in the backward has a fixed order on every device
     spread = coarse[:, :, None].expand(-1, -1, size, -1, -1).flatten(1, 2)
     return torch.addcmul(fine, gate_coarse, spread.index_select(1, block * size + place))
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate_coarse: Tensor,
-    gate_fine: Tensor | None,
-    *,
-    q_blocks: Blocks,
-    kv_blocks: Blocks,
-    topk: int,
-    scale: float,
-    backend: str,
-) -> CoarseFineOutput:
-    """`coarse_fine_attn` with the autograd of its parts; backend is that of the fine stage."""
-    coarse, scores = coarse_attn(q, k, v, q_blocks=q_blocks, kv_blocks=kv_blocks, scale=scale)
-    # scores, not probabilities: the same order without ties where the softmax underflows
-    index = select_topk(scores, topk)
-    fine, lse = block_sparse_attn(q, k, v, index, q_blocks=q_blocks, kv_blocks=kv_blocks, scale=scale, backend=backend)
-    out = combine(fine, coarse, gate_coarse, gate_fine, q_blocks)
-    return CoarseFineOutput(out, index, fine.detach(), lse.detach(), coarse.detach())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex
-from vsa_kernels.checks import check_device
+from vsa_kernels.checks import check_allowed, check_device
 from vsa_kernels.dispatch import resolve_backend
 from vsa_kernels.selection.op import select_topk_op, unsupported
 
@@ -50,9 +50,7 @@ def select_topk(
         raise ValueError(f"scores must have at least one head, query block and kv block, got {list(scores.shape)}")
     num_q, num_kv = scores.shape[2], scores.shape[3]
     for name, allowed in (("candidates", candidates), ("always", always)):
-        if allowed is not None and (allowed.dtype != torch.bool or allowed.shape != (num_q, num_kv)):
-            raise ValueError(f"{name} must be bool {[num_q, num_kv]}, got {allowed.dtype} {list(allowed.shape)}")
-        check_device(name, allowed, "scores", scores)
+        check_allowed(name, allowed, num_q, num_kv, "scores", scores)
     chosen = _resolve(backend, scores)
     if isinstance(topk, Tensor):
         if topk.shape != (num_q,) or topk.dtype != torch.int32:
