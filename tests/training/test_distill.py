@@ -22,6 +22,7 @@ from safetensors.torch import load_file as library_load
 from safetensors.torch import save_file as library_save
 from torch import nn
 
+from tests.tiny_runs import TinyTraining
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.config import build, model_factory
@@ -61,10 +62,7 @@ TOLD = "task.objective.step_aware=true"
 @pytest.fixture(scope="module")
 def teacher_dir(tmp_path_factory) -> Path:
     """Run folder of a dense tiny run whose output is not zero."""
-    from tests.tiny_runs import TinyTraining
-
-    patch = pytest.MonkeyPatch()
-    training = TinyTraining(tmp_path_factory.mktemp("teacher"), patch)
+    training = TinyTraining(tmp_path_factory.mktemp("teacher"), pytest.MonkeyPatch())
     training(*DENSE)
     return training.folder("dense")
 
@@ -224,6 +222,17 @@ def test_iterations_are_those_of_a_plain_loop(distill, training):
     assert largest_difference(dict(nets["real_score"].named_parameters()), before["real_score"]) == 0
 
 
+SHORT = ("task.generator_every=1", "trainer.max_steps=3", "callbacks.ema=null")
+
+
+@pytest.fixture(scope="module")
+def as_is(teacher_dir, tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
+    """Generator and critic after three iterations with the settings as they are."""
+    training = TinyTraining(tmp_path_factory.mktemp("as_is"), pytest.MonkeyPatch())
+    training(*DISTILL, f"init_from={teacher_dir}", *SHORT)
+    return {group: training.last().tensors(group) for group in ("model", "fake_score")}
+
+
 # a Hydra choice and settings of it
 SPARSE_SCORE = ";".join(("attention@task.{0}_attention=video_sparse_from_dense", "task.{0}_attention.tile_thw=[1,2,2]"))
 
@@ -248,12 +257,17 @@ SPARSE_SCORE = ";".join(("attention@task.{0}_attention=video_sparse_from_dense",
         (SPARSE_SCORE.format("real_score"), {"model", "fake_score"}),
     ],
 )  # fmt: skip
-def test_every_setting_reaches_the_iteration(distill, training, change, groups):
-    short = ("task.generator_every=1", "trainer.max_steps=3", "callbacks.ema=null")
-    distill(*short, "run=as_is")
-    distill(*short, "run=changed", *change.split(";"))
+def test_every_setting_reaches_the_iteration(distill, training, as_is, change, groups):
+    distill(*SHORT, "run=changed", *change.split(";"))
     for group in groups:
-        assert largest_difference(training.last("as_is").tensors(group), training.last("changed").tensors(group)) > 0
+        assert largest_difference(as_is[group], training.last("changed").tensors(group)) > 0
+
+
+def test_the_same_settings_make_the_same_iteration(distill, training, as_is):
+    # control of the test above
+    distill(*SHORT, "run=again")
+    for group, tensors in as_is.items():
+        assert largest_difference(tensors, training.last("again").tensors(group)) == 0
 
 
 def test_accumulated_micro_batches_are_one_batch(distill, training):
