@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -123,14 +123,17 @@ class VideoSparseAttention(AttentionMethod):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         """`fine` `[B, L, H, D]` per token and `coarse` `[B, Nv, H, D]` per video tile."""
         layout, topk = ctx.layout, _checked_topk(q, ctx)
-        video, blocks = layout.take_video(q), {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
-        index = None
+        video, index = layout.take_video(q), None
+        tiles: dict[str, Any] = {
+            "q_blocks": layout.video_blocks,
+            "kv_blocks": layout.blocks,
+            "candidates": layout.candidates,
+        }
         if topk >= layout.num_video_tiles:
-            coarse, scores = coarse_attn(video, k, v, **blocks, candidates=layout.candidates)
+            coarse, scores = coarse_attn(video, k, v, **tiles)
             fine = dense_attn_per_sample(q, k, v, layout)
         else:
-            allowed = {"candidates": layout.candidates, "always": layout.always}
-            stages = coarse_fine_stages(video, k, v, **blocks, topk=topk, **allowed, backend=self.backend)
+            stages = coarse_fine_stages(video, k, v, **tiles, always=layout.always, topk=topk, backend=self.backend)
             coarse, scores, index = stages.coarse, stages.scores, stages.index
             fine = layout.merge(stages.fine, _text_attn(q, k, v, layout))
         if ctx.recorder is not None:

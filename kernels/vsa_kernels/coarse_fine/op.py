@@ -147,9 +147,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
     # without it a zero tensor would be made for the gradient of each of the other outputs
     ctx.set_materialize_grads(False)
-    tensors = {name: x for name, x in Call(*inputs)._asdict().items() if isinstance(x, Tensor)}
-    ctx.names = tuple(tensors)
-    ctx.constants = Call(*(None if isinstance(x, Tensor) else x for x in inputs))
+    call = Call(*inputs)
+    tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    ctx.names, ctx.constants = tuple(tensors), call._replace(**dict.fromkeys(tensors))
     ctx.save_for_backward(*output[1:], *tensors.values())
 
 

@@ -8,7 +8,7 @@ B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ def coarse_fine_stages(
     backend: str | None = None,
 ) -> Stages:
     """Both stages of the operator without its gates; `combine` is the rest. Arguments as in `coarse_fine_attn`."""
-    blocks = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
+    blocks: dict[str, Any] = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
     coarse, scores = coarse_attn(q, k, v, **blocks, candidates=candidates, scale=scale)
     # scores, not probabilities: the same order without ties where the softmax underflows
     index = select_topk(scores, topk, candidates=candidates, always=always)
