@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from vsa.training.optimizer import ROLES
 
 
-class UpdateGuard:
+class GradientClipper:
     """Clips the gradients of one network, and drops all of them when one is not finite.
 
     A dropped update leaves weights and moments with every bit they had.

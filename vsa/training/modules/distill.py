@@ -29,13 +29,14 @@ from vsa.models.video_dit import VideoDiT
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
-from vsa.training.gradients import UpdateGuard
+from vsa.training.gradients import GradientClipper
 from vsa.training.lightning_compat import set_accumulation, set_manual_step
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.modules.critic import FakeScore
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, ShardedDataParallel, refuse_shared_parameters
+from vsa.training.run_state import NEW_RUN, RunStart, Stateful, Weights, refuse_missing
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -57,6 +58,7 @@ class DistillModule(DiffusionModule):
         sparsity: top-k of the generator by iteration.
         objective: the losses, with step list and guidance.
         parallel: activation checkpointing, compile, sharding.
+        start: how the run begins.
         generator_every: iterations per update of the generator.
         fake_score_warmup: iterations in which only the critic is trained.
         teacher: dense checkpoint of real and fake score; None: `init_from`.
@@ -88,6 +90,7 @@ class DistillModule(DiffusionModule):
         sparsity: SparsitySchedule,
         objective: DistributionMatching,
         parallel: ParallelPlan,
+        start: RunStart = NEW_RUN,
         generator_every: int = 5,
         fake_score_warmup: int = 0,
         teacher: str | None = None,
@@ -123,6 +126,7 @@ class DistillModule(DiffusionModule):
             optim=optim,
             sparsity=sparsity,
             parallel=parallel,
+            start=start,
             latent_scale=latent_scale,
             grad_clip=grad_clip,
             max_skipped=max_skipped,
@@ -138,13 +142,12 @@ class DistillModule(DiffusionModule):
         self.fake_score = FakeScore(
             lambda: model(attention=fake_score_attention),
             recipe=fake_score_optim,
-            guard=UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score"),
+            clipper=GradientClipper(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score"),
             gan=objective.gan,
             num_steps=len(objective.timesteps) if objective.step_aware else None,
         )
-        # the trainer's own accumulation is for modules that leave their optimizer to it
-        self.micro_batches = 1
-        self._collapse = None if collapse is None else CollapseWatch(collapse)
+        self._micro_batches = start.micro_batches
+        self._collapse = CollapseWatch(collapse)
         self._negative: NegativeText | None = None
         self._batches: list[VideoBatch] = []
         self._generator_moved = False
@@ -154,10 +157,7 @@ class DistillModule(DiffusionModule):
 
     def check_weights(self, data: PlanDataModule) -> None:
         if self.resume is not None:
-            missing = {"teacher", "step_list", "fake_score", "collapse"} - set(self.resume.state)
-            if missing:
-                lacks = ", ".join(sorted(missing))
-                raise ValueError(f"{self.resume.path} is no whole checkpoint of a distillation: it lacks {lacks}")
+            refuse_missing(self.resume, ("teacher", "step_list", "fake_score", "collapse"))
             self._refuse_other_cycle(self.resume)
         self.teacher.find(self.resume, self.init_from, data)
         if self.init_from is None and self.resume is None:
@@ -194,7 +194,7 @@ class DistillModule(DiffusionModule):
         return self.teacher
 
     def setup(self, stage: str) -> None:
-        set_accumulation(self.trainer, self.micro_batches)
+        set_accumulation(self.trainer, self._micro_batches)
         super().setup(stage)
         found = None if self.init_from is None else self.init_from.statistics
         ours = (self.statistics.mean, self.statistics.std)
@@ -240,6 +240,10 @@ class DistillModule(DiffusionModule):
             rows = data.store.null_text
         text, mask = pad_text([rows], length=data.text_encoder.max_tokens, padding=data.text_padding)
         return NegativeText(text=text.to(self.device), mask=None if mask is None else mask.to(self.device))
+
+    def set_step(self, step: int) -> None:
+        super().set_step(step)
+        set_manual_step(self.trainer, step)
 
     @property
     def networks(self) -> Networks:
@@ -289,9 +293,9 @@ class DistillModule(DiffusionModule):
         if self.updates_generator(iteration):
             for scored in self._scored(self._generator_terms):
                 self._window.add_generator(scored)
-            self._window.add_norms(self.guard(generator, iteration))
-            self._step(generator, self.guard)
-            self._generator_moved = not self.guard.skipped
+            self._window.add_norms(self.clipper(generator, iteration))
+            self._step(generator, self.clipper)
+            self._generator_moved = not self.clipper.skipped
             # a GAN term's way to the generator leads through the critic
             critic.zero_grad(set_to_none=True)
         spread = SpreadMeter()
@@ -300,13 +304,13 @@ class DistillModule(DiffusionModule):
             if scored.index == len(self.objective.timesteps) - 1:
                 spread.add(scored.x0)
                 self._window.spread.add(scored.x0)
-        self._window.add_norms(self.fake_score.guard(critic, iteration), "fake_score/")
-        self._step(critic, self.fake_score.guard)
+        self._window.add_norms(self.fake_score.clipper(critic, iteration), "fake_score/")
+        self._step(critic, self.fake_score.clipper)
         self._batches.clear()
         set_manual_step(trainer, iteration + 1)
         # here and not when the batch has ended: a checkpoint is written in between
         found = spread.spread(trainer.strategy)
-        stop = self._collapse is not None and found is not None and self._collapse.judge(found)
+        stop = found is not None and self._collapse.judge(found)
         if stop or self.logs_this_step(iteration + 1):
             self._log_window()
         if stop:
@@ -347,9 +351,9 @@ class DistillModule(DiffusionModule):
             self.networks, batch, latents, seed=self.seed, iteration=iteration, topk=topk
         )
 
-    def _step(self, optimizer: torch.optim.Optimizer, guard: UpdateGuard) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, clipper: GradientClipper) -> None:
         # not through lightning, which would count every update of either network as a step
-        if not guard.skipped:
+        if not clipper.skipped:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -390,10 +394,10 @@ class DistillModule(DiffusionModule):
                 **metrics,
                 "lr": generator.param_groups[0]["lr"],
                 "fake_score/lr": critic.param_groups[0]["lr"],
-                "updates/generator": self.generator_updates(self.global_step) - self.guard.skipped_total,
-                "updates/fake_score": self.global_step - self.fake_score.guard.skipped_total,
-                "skipped_steps": self.guard.skipped_total,
-                "fake_score/skipped_steps": self.fake_score.guard.skipped_total,
+                "updates/generator": self.generator_updates(self.global_step) - self.clipper.skipped_total,
+                "updates/fake_score": self.global_step - self.fake_score.clipper.skipped_total,
+                "skipped_steps": self.clipper.skipped_total,
+                "fake_score/skipped_steps": self.fake_score.clipper.skipped_total,
             },
             self.global_step,
         )
@@ -430,21 +434,13 @@ class DistillModule(DiffusionModule):
 
     # checkpoints
 
-    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {**super().checkpoint_tensors(), **self.fake_score.checkpoint_tensors(self.trainer.optimizers[1])}
-
-    def checkpoint_state(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Stateful]:
         return {
-            **super().checkpoint_state(),
-            "teacher": self.teacher.state(),
-            "step_list": list(self.objective.step_list),
-            **self.fake_score.checkpoint_state(),
-            "collapse": None if self._collapse is None else self._collapse.state_dict(),
+            **super().parts(),
+            "fake_score": self.fake_score.clipper,
+            "collapse": self._collapse,
+            "fake_score_weights": Weights(lambda: self.fake_score.groups(self.trainer.optimizers[1])),
         }
 
-    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        super().load_checkpoint(checkpoint)
-        self.fake_score.load(checkpoint, self.trainer.optimizers[1])
-        set_manual_step(self.trainer, checkpoint.step)
-        if self._collapse is not None and checkpoint.state["collapse"] is not None:
-            self._collapse.load_state_dict(checkpoint.state["collapse"])
+    def record(self) -> dict[str, Any]:
+        return {**super().record(), "teacher": self.teacher.state(), "step_list": list(self.objective.step_list)}
