@@ -461,7 +461,7 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
         with pytest.raises(ValueError, match=message):
             distill(*same, *overrides)
     sparse = ("attention=video_sparse_from_dense", f"init_from={teacher_dir}")
-    with pytest.raises(ValueError, match=r"is a checkpoint of vsa\.training\.distill\.DistillModule"):
+    with pytest.raises(ValueError, match=r"is a checkpoint of vsa\.training\.modules\.distill\.DistillModule"):
         training("task=finetune", *sparse, *same)
     path = training.last("cycle").path / "state.json"
     state = json.loads(path.read_text())

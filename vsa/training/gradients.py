@@ -71,6 +71,15 @@ class GradientClipper:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
         return {"total": total, **{role: found[role] for role in ROLES if role in found}}
 
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update with the gradients of the last call unless they were dropped, and forget them.
+
+        For modules that step their own optimizers: Lightning would count every update of either network as a step.
+        """
+        if not self.skipped:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
     def state_dict(self) -> dict[str, int]:
         """Counters, for `state.json`."""
         return {"skipped_steps": self.skipped_total, "skipped_in_row": self._in_row}
