@@ -17,7 +17,7 @@ from vsa.diffusion.rollout import Update
 from vsa.models.sharding import local
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
-from vsa.training.gradients import UpdateGuard
+from vsa.training.gradients import GradientClipper
 from vsa.training.optimizer import AdamW, Constant
 from vsa.training.parallel import ParallelPlan, parallelize
 
@@ -78,7 +78,7 @@ class Distillation:
         recipe = AdamW(lr=2e-6, schedule=Constant())
         self.generator_optimizer = recipe.build(generator, generator.parameter_roles())
         self.critic_optimizer = recipe.build(critic, critic.parameter_roles())
-        self.guard = UpdateGuard(clip=1.0, max_skipped=1)
+        self.clipper = GradientClipper(clip=1.0, max_skipped=1)
         self.average = [local(p).detach().clone() for p in generator.parameters()]
 
     def generator_gradients(self, index: int) -> ScoredRollout:
@@ -108,14 +108,14 @@ class Distillation:
     @torch.no_grad()
     def generator_step(self) -> None:
         """Finite check, clipping, AdamW and the average of the generator, on the gradients that there are."""
-        self.guard(self.generator_optimizer, 0)
+        self.clipper(self.generator_optimizer, 0)
         self.generator_optimizer.step()
         weights = [local(p) for p in self.networks.generator.parameters()]
         torch._foreach_lerp_(self.average, weights, 0.02)
 
     def critic_step(self) -> None:
         """Finite check, clipping and AdamW of the critic."""
-        self.guard(self.critic_optimizer, 0)
+        self.clipper(self.critic_optimizer, 0)
         self.critic_optimizer.step()
 
     def forget_gradients(self) -> None:

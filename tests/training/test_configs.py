@@ -187,8 +187,8 @@ def test_wan_is_distilled_as_published():
     assert standard_scale(module.objective.guidance, module.objective.cfg_form) == 4.5
     assert module.objective.shift(23_296) == 8
     assert (module.objective.min_ratio, module.objective.max_ratio) == (0.02, 0.98)
-    assert [module.updates_generator(n) for n in range(6)] == [True, False, False, False, False, True]
-    assert module.generator_updates(cfg.trainer.max_steps) == 800
+    assert [module.cycle.is_generators_turn(n) for n in range(6)] == [True, False, False, False, False, True]
+    assert module.cycle.generator_updates(cfg.trainer.max_steps) == 800
     assert module.sparsity.topk(0, 364) == 73
     for recipe in (module._optim, module.fake_score.recipe):
         assert (recipe.lr, recipe.weight_decay, [recipe.schedule(n) for n in (0, 3999)]) == (2e-6, 0.01, [1, 1])

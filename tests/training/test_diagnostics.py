@@ -11,8 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+import vsa.training.train as run_module
 from vsa.attention.full import dense_attn
 from vsa.checkpoints.run_checkpoint import read_checkpoint
+from vsa.checkpoints.run_folder import RunFolder
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.evaluator import validation_loss
@@ -200,10 +202,17 @@ def test_bad_input(training, overrides, message):
     assert not training.folder().exists()
 
 
-def test_a_checkpoint_may_not_come_before_the_measurement(training, tmp_path):
-    late = Diagnostics(run_dir=str(tmp_path), every_n_steps=2)
-    with pytest.raises(ValueError, match=r"diagnostics must stand before callbacks\.checkpoint"):
-        training(*MEASURED, callbacks=(late,))
+def test_the_order_of_callbacks_in_the_settings_means_nothing(training):
+    cfg = training.config(*LOOK)
+    backwards = dict(reversed(cfg.callbacks.items()))
+    assert list(backwards) != list(cfg.callbacks)
+    for callbacks in (cfg.callbacks, backwards):
+        cfg.callbacks = callbacks
+        names = [type(callback).__name__ for callback in run_module._callbacks(cfg, RunFolder(Path(cfg.run_dir)), [])]
+        # what changes a checkpoint, what writes it, what may fail
+        assert names[0] == "Opening"
+        assert names[-2:] == ["Checkpointing", "Samples"]
+        assert {"Diagnostics", "EMA", "Throughput"} <= set(names[1:-2])
 
 
 def test_the_sparsity_of_every_layer_is_logged(training):

@@ -34,8 +34,9 @@ from vsa.objectives.distribution_matching import DistributionMatching
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.sampling.pipeline import load_run
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, LatentSpread, SpreadMeter
-from vsa.training.gradients import UpdateGuard
+from vsa.training.gradients import GradientClipper
 from vsa.training.parallel import build_model, refuse_shared_parameters
+from vsa.training.run_state import tensors_of
 
 DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=4")
 # the large eps keeps Adam from turning rounding of near-zero gradients into whole steps
@@ -301,8 +302,8 @@ def test_only_its_own_network_gets_gradients_in_an_update(distill):
             check.__dict__ = {"skipped": False, "skipped_total": 0, "state_dict": guard.state_dict}
             return check
 
-        module.guard = guarded("generator", module.guard)
-        module.fake_score.guard = guarded("fake_score", module.fake_score.guard)
+        module.clipper = guarded("generator", module.clipper)
+        module.fake_score.clipper = guarded("fake_score", module.fake_score.clipper)
 
     distill("trainer.max_steps=1", callbacks=(At(0, before=watch),))
     assert seen == {"generator": {"generator"}, "fake_score": {"fake_score"}}
@@ -452,7 +453,7 @@ def test_what_a_checkpoint_leaves_out_would_be_missed(distill, training):
         shutil.copytree(training.folder("half"), training.folder(group))
 
         def scale(trainer, module, group=group):
-            tensors = module.checkpoint_tensors()[group]
+            tensors = tensors_of(module.parts())[group]
             with torch.no_grad():
                 for value in tensors.values():
                     value.mul_(1.01)
@@ -480,7 +481,7 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
     state = json.loads(path.read_text())
     for key in ("collapse", "fake_score", "step_list", "teacher"):
         path.write_text(json.dumps({name: value for name, value in state.items() if name != key}))
-        with pytest.raises(ValueError, match=f"no whole checkpoint of a distillation: it lacks {key}"):
+        with pytest.raises(ValueError, match=f"not a complete checkpoint of this run: missing {key}"):
             distill(*same, "task.generator_every=2", f"ckpt_path={path.parent}")
     path.write_text(json.dumps(state))
     # what may change: learning rates, guidance, the rule
@@ -615,7 +616,7 @@ def test_the_critic_steps_on_its_own_update_alone(distill):
     errors = []
 
     def watch(trainer, module):
-        class Watched(UpdateGuard):
+        class Watched(GradientClipper):
             def __call__(self, optimizer, iteration):
                 (batch,) = module._batches
                 scored = module.objective.fake_score_update(
@@ -631,7 +632,7 @@ def test_the_critic_steps_on_its_own_update_alone(distill):
                 errors.append(max(float((p.grad - g).abs().max()) for p, g in zip(parameters, wanted, strict=True)))
                 return super().__call__(optimizer, iteration)
 
-        module.fake_score.guard.__class__ = Watched
+        module.fake_score.clipper.__class__ = Watched
 
     distill(GAN, "task.generator_every=1", "trainer.max_steps=2", callbacks=(At(0, before=watch),))
     assert len(errors) == 2
@@ -779,7 +780,7 @@ def test_a_non_finite_gradient_skips_the_update_of_its_network(distill, training
     bad = network
 
     def poison(trainer, module):
-        guard = module.guard if bad == "model" else module.fake_score.guard
+        guard = module.clipper if bad == "model" else module.fake_score.clipper
         call = type(guard).__call__
 
         class Poisoned(type(guard)):

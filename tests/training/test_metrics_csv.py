@@ -14,9 +14,14 @@ def _rows(path):
         return list(csv.DictReader(file))
 
 
+def begin(logger, step):
+    logger.load_state_dict({"step": step})
+    logger.open()
+
+
 def test_metrics_of_one_step_share_a_row_and_columns_grow(tmp_path):
     logger = MetricsCSV(str(tmp_path))
-    logger.start(0)
+    begin(logger, 0)
     logger.log_metrics({"loss": 1.0}, 10)
     logger.log_metrics({"lr": 0.1}, 10)
     logger.log_metrics({"loss": 0.5}, 20)
@@ -34,7 +39,7 @@ def test_metrics_of_one_step_share_a_row_and_columns_grow(tmp_path):
 
 def test_resume_cuts_rows_past_its_step(tmp_path):
     logger = MetricsCSV(str(tmp_path))
-    logger.start(0)
+    begin(logger, 0)
     for step in (10, 20, 30):
         logger.log_metrics({"loss": step}, step)
     logger.finalize("killed")
@@ -42,18 +47,18 @@ def test_resume_cuts_rows_past_its_step(tmp_path):
     with open(logger.path, "a") as file:
         file.write("4")
     resumed = MetricsCSV(str(tmp_path))
-    resumed.start(20)
+    begin(resumed, 20)
     resumed.log_metrics({"loss": 99}, 30)
     resumed.finalize("done")
     assert [(r["step"], r["loss"]) for r in _rows(resumed.path)] == [("10", "10"), ("20", "20"), ("30", "99")]
     fresh = MetricsCSV(str(tmp_path))
-    fresh.start(0)
+    begin(fresh, 0)
     assert _rows(fresh.path) == []
 
 
 def test_a_full_disk_names_the_file_and_loses_no_older_row(tmp_path):
     logger = MetricsCSV(str(tmp_path))
-    logger.start(0)
+    begin(logger, 0)
 
     def log(column: str, steps: range) -> None:
         for step in steps:
@@ -69,5 +74,5 @@ def test_a_full_disk_names_the_file_and_loses_no_older_row(tmp_path):
         log("new", range(200, 201))
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.csv"]
     resumed = MetricsCSV(str(tmp_path))
-    resumed.start(written)
+    begin(resumed, written)
     assert [row["step"] for row in _rows(resumed.path)] == [str(n + 1) for n in range(written)]

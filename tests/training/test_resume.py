@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -85,6 +86,26 @@ def test_a_stopped_run_continues_bit_for_bit(training, number, status, accumulat
         assert [row[k] for k in same] == [training.metrics("straight")[step][k] for k in same]
     assert_same(training.tensors(), training.tensors("straight"))
     assert_moved(half, training.tensors("straight"))
+
+
+def test_the_format_of_checkpoints_stays_and_those_of_older_versions_resume(training):
+    training("run=straight")
+    training("trainer.max_steps=2", "run=half")
+    path = training.last("half").path / "state.json"
+    state = json.loads(path.read_text())
+    counters = {"step", "skipped_steps", "skipped_in_row", "flops_total"}
+    data = {"plan_hash", "codec", "text_encoder", "latent_shapes", "latent_mean", "latent_std"}
+    older = {"schema", "files", "seed", "config", *counters, *data}
+    assert set(state) == {*older, "sparsity_state", "loss_window"}
+    assert set(state["loss_window"]) == {"names", "steps", "deciles"}
+    assert set(state["files"]) == {"model.safetensors", "ema.safetensors", "optimizer.safetensors"}
+    # a folder without what came later
+    path.write_text(json.dumps({key: state[key] for key in older}))
+    training("run=half", "ckpt_path=last")
+    assert_same(training.tensors("half"), training.tensors("straight"))
+    path.write_text(json.dumps({key: state[key] for key in older - {"skipped_in_row"}}))
+    with pytest.raises(ValueError, match="is not a complete checkpoint of this run: missing skipped_in_row"):
+        training("run=half", f"ckpt_path={path.parent}")
 
 
 def test_a_log_line_goes_on_over_a_resume(training):
@@ -251,11 +272,14 @@ def contents(folder: Path) -> dict[str, bytes | None]:
         (("overwrite=true", "run=."), "run=. is not a name"),
         # found out by the loaders, which are made last
         (("overwrite=true", "data.num_workers=-1"), "num_workers option should be non-negative"),
-        (("ckpt_path=last", "callbacks.ema={_target_:vsa.training.callbacks.ema.EMA}"), "no averaged weights"),
+        (
+            ("ckpt_path=last", "callbacks.ema={_target_:vsa.training.callbacks.ema.EMA}"),
+            "trained without callbacks.ema",
+        ),
     ],
 )
 def test_refused_starts_leave_the_run_as_it_was(training, overrides, message):
-    training("trainer.max_steps=2", *(["callbacks.ema=null"] if "averaged" in message else []))
+    training("trainer.max_steps=2", *(["callbacks.ema=null"] if "ema" in message else []))
     before = contents(training.output)
     with pytest.raises(ValueError, match=message):
         training("trainer.max_steps=4", *overrides)

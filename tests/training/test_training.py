@@ -22,10 +22,11 @@ from vsa.data.video_files import read_video
 from vsa.diffusion.flow_matching import sample_sigmas
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
 from vsa.sampling.pipeline import generate, load_run
-from vsa.training.callbacks.ema import EMA, find_ema
+from vsa.training.callbacks.ema import EMA
 from vsa.training.loss_window import LossWindow
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ShardedDataParallel, choose_strategy
+from vsa.training.run_state import parts_of
 
 ROOT = Path(__file__).parents[2]
 # weights of different sizes inside a batch: a per-micro-batch mean would show; the large eps keeps Adam from
@@ -134,16 +135,17 @@ def test_a_log_line_is_of_all_samples_since_the_last_one(training, monkeypatch):
 
 
 def test_a_step_that_is_not_finite_is_left_out_of_its_line():
-    window, strategy = LossWindow(), SingleDeviceStrategy("cpu")
+    strategy = SingleDeviceStrategy("cpu")
+    window = LossWindow(strategy)
     for loss in (1.0, torch.nan, 3.0):
         window.add({"loss": torch.tensor(loss)}, torch.tensor([loss, 7.0]), torch.tensor([0.1, 0.96]).double())
         window.end_step()
-    assert window.metrics(strategy) == {"loss": 2, "loss_decile_1": 2, "loss_decile_9": 7}
+    assert window.metrics() == {"loss": 2, "loss_decile_1": 2, "loss_decile_9": 7}
     # a line without a finite step says so
-    broken = LossWindow()
+    broken = LossWindow(strategy)
     broken.add({"loss": torch.tensor(torch.nan)}, torch.tensor([torch.nan]), torch.tensor([0.5]).double())
     broken.end_step()
-    assert math.isnan(broken.metrics(strategy)["loss"])
+    assert math.isnan(broken.metrics()["loss"])
 
 
 @pytest.mark.parametrize("names", [("loss",), ("loss", "loss_mse", "loss_attention"), ("loss", "loss_other")])
@@ -264,9 +266,7 @@ class BadGradient(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         state = {f"model/{n}": p.detach().clone() for n, p in pl_module.model.named_parameters()}
         state |= {f"optimizer/{n}": v.clone() for n, v in optimizer_state(trainer.optimizers[0]).items()}
-        ema = find_ema(trainer)
-        assert ema is not None
-        state |= {f"ema/{n}": v.clone() for n, v in ema.average.items()}
+        state |= {f"ema/{n}": v.clone() for n, v in parts_of(trainer)["ema"].average.items()}
         self.states.append(state)
 
 

@@ -33,7 +33,7 @@ class PlanDataModule(LightningDataModule):
     """What both data modules share: a store, a plan over its training split, and the two streams.
 
     Attributes:
-        start_step: optimizer step that training starts from; set before `fit` to resume (a seek, not a replay).
+        start_step: optimizer step that training starts from; a resume is a seek, not a replay.
         codec: decodes samples.
         text_encoder: encodes prompts.
         batch_size: samples of an optimizer step, over all ranks and micro-batches.
@@ -236,6 +236,28 @@ class PlanDataModule(LightningDataModule):
                 if ids:
                     counts[shape] = counts.get(shape, 0) + len(ids)
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the samples are and how they were encoded, for `state.json`; the position is the optimizer step."""
+        return {
+            "plan_hash": self.plan_hash,
+            "codec": {"id": self.codec_id, "hash": self.codec_hash},
+            "text_encoder": {"id": self.text_encoder_id, "hash": self.text_encoder_hash},
+            "latent_shapes": [list(bucket) for bucket in self.buckets],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after `state["step"]`.
+
+        Raises:
+            ValueError: the order of the samples is another one.
+        """
+        if state["plan_hash"] != self.plan_hash:
+            raise ValueError(
+                f"the checkpoint was trained on another data plan (hash {state['plan_hash'][:12]}, "
+                f"now {self.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
+            )
+        self.start_step = state["step"]
 
     def _ready(self) -> tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]]:
         if self._opened is None:

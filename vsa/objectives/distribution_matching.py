@@ -5,14 +5,15 @@ B samples of a micro-batch, C T H W latent dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vsa.data.batch import VideoBatch
+from vsa.data.batch import VideoBatch, pad_text
 from vsa.diffusion import distribution_matching as dm
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion import sampler
@@ -55,6 +56,16 @@ class NegativeText:
 
     text: Tensor
     mask: Tensor | None
+
+    @classmethod
+    def of(cls, data: Any, prompt: str) -> NegativeText:
+        """A caption as a data module pads them; "" is the null embedding of its samples."""
+        rows = data.text_encoder.encode_batch([prompt])[0] if prompt else data.store.null_text
+        text, mask = pad_text([rows], length=data.text_encoder.max_tokens, padding=data.text_padding)
+        return cls(text=text, mask=mask)
+
+    def to(self, device: torch.device) -> NegativeText:
+        return NegativeText(text=self.text.to(device), mask=None if self.mask is None else self.mask.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +160,29 @@ class DistributionMatching:
     def index(self, *, seed: int, iteration: int, update: Update) -> int:
         """Step of the list whose output an update looks at; the same on all ranks."""
         return rollout_index(seed=seed, iteration=iteration, num_steps=len(self.timesteps), update=update)
+
+    def passes(self, *, seed: int, iteration: int, generator: bool) -> Mapping[tuple[str, bool], int]:
+        """Passes of an iteration by role in `Networks` and whether a backward follows.
+
+        Args:
+            seed: of the run.
+            iteration: counted from 0.
+            generator: whether the generator is updated too.
+        """
+
+        def rollout_steps(update: Update) -> int:
+            return self.index(seed=seed, iteration=iteration, update=update) if self.source == "simulate" else 0
+
+        # the last pass of a rollout has a backward in the generator's update only
+        judged = 0 if self.gan is None else 1
+        passes = Counter({("generator", False): rollout_steps("fake_score") + 1, ("fake_score", True): 1 + judged})
+        if generator:
+            passes[("generator", False)] += rollout_steps("generator")
+            passes[("generator", True)] += 2 if self.velocity > 0 else 1
+            passes[("fake_score", False)] += 1
+            passes[("fake_score", True)] += judged
+            passes[("real_score", False)] += 2 if self.guided else 1
+        return passes
 
     def generate(
         self, generator: VideoDiT, batch: VideoBatch, latents: Tensor, *, update: Update, index: int, topk: TopK

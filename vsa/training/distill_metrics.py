@@ -107,21 +107,24 @@ class CollapseWatch:
     """Counts collapsed batches in a row and stops the run.
 
     Args:
-        rule: what counts.
+        rule: what counts; None: nothing does.
     """
 
-    def __init__(self, rule: CollapseRule):
+    def __init__(self, rule: CollapseRule | None):
         self._rule = rule
         self._in_row = 0
 
     def judge(self, spread: LatentSpread) -> bool:
         """Look at the last-step output of one iteration: whether too many in a row were collapsed."""
+        if self._rule is None:
+            return False
         self._in_row = self._in_row + 1 if self._rule.breaks(spread) else 0
         return self._in_row >= self._rule.patience
 
     def report(self, spread: LatentSpread) -> str:
         """What was seen last, and what it should have been."""
         rule = self._rule
+        assert rule is not None
         return (
             f"the generator has collapsed: {self._in_row} batches in a row had latents of standard deviation "
             f"{spread.std:.3g} (data 1, allowed {rule.min_std} to {rule.max_std}), mean {spread.mean:.3g} (data 0, "
@@ -136,7 +139,8 @@ class CollapseWatch:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Put back what `state_dict` gave."""
-        self._in_row = state["collapsed_in_row"]
+        # empty: of a run without a rule, by an older version
+        self._in_row = state.get("collapsed_in_row", 0)
 
 
 class IterationMetrics:

@@ -15,8 +15,6 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from vsa.checkpoints.run_checkpoint import Checkpoint
-from vsa.training.callbacks.checkpoint import Checkpointing
-from vsa.training.callbacks.samples import Samples
 from vsa.training.display import never_fatal
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.summary import closing_lines
@@ -88,7 +86,6 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         step = trainer.global_step
         if step == datamodule.start_step or not trainer.is_global_zero:
             return
-        checkpointing, samples = _find(trainer, Checkpointing), _find(trainer, Samples)
         with never_fatal("the summary of the run"):
             lines = closing_lines(
                 run_dir,
@@ -97,19 +94,19 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
                 step=step,
                 max_steps=trainer.max_steps,
                 seconds=time.monotonic() - began,
-                checkpoint=None if checkpointing is None else checkpointing.saved,
+                checkpoint=module.status.saved,
                 metrics=module.headline,
-                prompt=samples.prompts[0] if samples is not None and samples.prompts else None,
+                prompt=module.status.prompt,
             )
             rank_zero_info("\n".join(lines))
 
     number: int | None
     try:
         trainer.fit(module, datamodule=datamodule)
-        number = _received(trainer)
+        number = module.status.received
     except SystemExit as stop:
         # lightning's own statuses for signals are 1 and 0
-        number = signal.SIGINT if isinstance(stop.__context__, KeyboardInterrupt) else _received(trainer)
+        number = signal.SIGINT if isinstance(stop.__context__, KeyboardInterrupt) else module.status.received
         if number is None:
             raise
     except Exception:
@@ -118,25 +115,10 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     if number is None:
         close("finished")
         return
-    _tell_saved(trainer, number)
+    if module.status.received is not None:
+        complete = 0 <= trainer.max_steps <= trainer.global_step
+        what = "training was complete" if complete else "go on with ckpt_path=last"
+        rank_zero_info(f"{signal.Signals(number).name}: saved {module.status.saved}, {what}")
     close("stopped")
     # rank 0 tells for all: launchers kill every rank once one has failed, also what is about to end well
     sys.exit(128 + number if rank_zero_only.rank == 0 else 0)
-
-
-def _tell_saved(trainer: L.Trainer, number: int) -> None:
-    checkpointing = _find(trainer, Checkpointing)
-    if checkpointing is not None and checkpointing.received is not None:
-        complete = 0 <= trainer.max_steps <= trainer.global_step
-        what = "training was complete" if complete else "go on with ckpt_path=last"
-        rank_zero_info(f"{signal.Signals(number).name}: saved {checkpointing.saved}, {what}")
-
-
-def _received(trainer: L.Trainer) -> int | None:
-    checkpointing = _find(trainer, Checkpointing)
-    return None if checkpointing is None else checkpointing.received
-
-
-def _find(trainer: L.Trainer, kind: type) -> Any:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, kind)), None)

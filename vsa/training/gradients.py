@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from vsa.training.optimizer import ROLES
 
 
-class UpdateGuard:
+class GradientClipper:
     """Clips the gradients of one network, and drops all of them when one is not finite.
 
     A dropped update leaves weights and moments with every bit they had.
@@ -70,6 +70,15 @@ class UpdateGuard:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
         return {"total": total, **{role: found[role] for role in ROLES if role in found}}
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update with the gradients of the last call unless they were dropped, and forget them.
+
+        For modules that step their own optimizers: Lightning would count every update of either network as a step.
+        """
+        if not self.skipped:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, int]:
         """Counters, for `state.json`."""

@@ -19,9 +19,13 @@ class LossWindow:
     """Collects losses, without waiting for the device, until they are logged.
 
     What is not finite counts nowhere, its update is skipped too; a window without one finite step has loss nan.
+
+    Args:
+        strategy: adds tensors up over ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
         self._micro_batches: list[Mapping[str, Tensor]] = []
         self._steps: list[Tensor] = []
         self._samples: list[tuple[Tensor, Tensor]] = []
@@ -55,34 +59,36 @@ class LossWindow:
         self._steps.append(torch.stack(sums))
         self._micro_batches.clear()
 
-    def metrics(self, strategy: Any) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Mean of every loss over the steps, and `loss_decile_D` over their samples, of all ranks; a collective."""
-        steps, deciles = self._totals(strategy)
+        steps, deciles = self._totals()
         steps = steps[steps.isfinite().all(1)]
         # the mean of no step is nan
         means = steps.mean(0)
         return {**dict(zip(self._names, means.tolist(), strict=True)), **deciles.by_decile("loss")}
 
-    def _totals(self, strategy: Any) -> tuple[Tensor, DecileMeans]:
+    def _totals(self) -> tuple[Tensor, DecileMeans]:
         """float64 `[steps, names]` losses of the steps and the means by decile, over all ranks."""
         steps = torch.stack(self._steps).double().cpu() if self._steps else torch.empty(0, len(self._names)).double()
         deciles = DecileMeans(finite_only=True)
         if self._samples:
             deciles.add(*(torch.cat(tensors) for tensors in zip(*self._samples, strict=True)))
-        flat = torch.cat([steps.flatten(), deciles.table.flatten()]).to(strategy.root_device)
-        flat = strategy.reduce(flat, reduce_op="sum").cpu()
+        flat = torch.cat([steps.flatten(), deciles.table.flatten()]).to(self._strategy.root_device)
+        flat = self._strategy.reduce(flat, reduce_op="sum").cpu()
         steps, table = flat[: steps.numel()].view_as(steps), flat[steps.numel() :].view(2, 10)
         steps = torch.cat([self._steps_before.view(-1, len(self._names)), steps]) if len(self._steps_before) else steps
         deciles.table = table + self._deciles_before
         return steps, deciles
 
-    def state_dict(self, strategy: Any) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The window so far, for `state.json`, so that a resumed run logs what a straight one does; a collective."""
-        steps, deciles = self._totals(strategy)
+        steps, deciles = self._totals()
         return {"names": self._names, "steps": steps.tolist(), "deciles": deciles.table.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the window that `state_dict` gave."""
+        """Go on with the window that `state_dict` gave; without one the first has the steps since the resume."""
+        if not state:
+            return
         self._names = list(state["names"])
         self._steps_before = torch.tensor(state["steps"], dtype=torch.float64)
         self._deciles_before = torch.tensor(state["deciles"], dtype=torch.float64)

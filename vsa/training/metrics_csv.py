@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ class MetricsCSV(Logger):
         root_dir: the run folder.
     """
 
+    part = "metrics"
+
     def __init__(self, root_dir: str):
         super().__init__()
         self._root = Path(root_dir)
         self._rows: list[dict[str, str]] = []
         self._columns = ["step"]
         self._open: dict[str, str] | None = None
+        self._start = 0
 
     @property
     def name(self) -> str:
@@ -44,16 +48,24 @@ class MetricsCSV(Logger):
     def path(self) -> Path:
         return self._root / "metrics.csv"
 
-    def start(self, step: int) -> None:
-        """Begin at optimizer step `step`: keep the rows of the file up to it, drop the rest (0: start anew)."""
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the rows are in the file."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after `state["step"]`."""
+        self._start = state["step"]
+
+    def open(self) -> None:
+        """Begin the file: the rows up to the step it goes on from stay, others go."""
         self._rows, self._columns, self._open = [], ["step"], None
-        if step > 0 and self.path.exists():
+        if self._start > 0 and self.path.exists():
             with open(self.path, newline="") as file:
                 reader = csv.DictReader(file)
                 self._columns = list(reader.fieldnames or ["step"])
                 # a kill in the middle of a line leaves a row that lacks columns
                 whole = [row for row in reader if None not in row.values()]
-            self._rows = [row for row in whole if int(row["step"]) <= step]
+            self._rows = [row for row in whole if int(row["step"]) <= self._start]
         self._rewrite()
 
     @rank_zero_only

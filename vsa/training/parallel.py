@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -210,6 +210,12 @@ class ShardedDataParallel(MeshStrategy):
         finally:
             for module in sharded:
                 module.set_requires_gradient_sync(True, recurse=False)
+
+
+def reduced_when(strategy: Any, last: bool) -> AbstractContextManager[None]:
+    """Gradients of a backward inside are reduced over ranks only when it is the last one of a step."""
+    sums = not last and isinstance(strategy, ShardedDataParallel)
+    return strategy.block_backward_sync() if sums else nullcontext()
 
 
 @contextmanager

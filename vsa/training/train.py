@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +18,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_modu
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from vsa.attention.sparsity import SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve_checkpoint
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import resolve_start
 from vsa.config import build, check_targets, model_factory
 from vsa.errors import one_line_errors
-from vsa.training.callbacks.diagnostics import Diagnostics
+from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings
 from vsa.training.ending import fit, nothing_to_do, stopped_by_signals
+from vsa.training.flop_budget import steps_of_budget
 from vsa.training.hydra_guard import checked_hydra, require_checked
-from vsa.training.lightning_compat import attach_loggers
-from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.parallel import choose_strategy, rank_zero_reports
+from vsa.training.run_state import RunStart
 
 INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
 """What a config can cause beside ValueError and OSError."""
@@ -92,38 +88,21 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder) -> None:
     for message in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     rank_zero_module.log.addFilter(_no_advert)
-    resume = _resume(cfg, run_dir)
 
+    resume = _resume(cfg, run_dir)
     datamodule = build(cfg.data)
-    datamodule.start_step = resume.step if resume is not None else 0
     _check_model(cfg, datamodule)
     if cfg.flop_budget is not None:
         # schedules that end with the run follow
-        cfg.trainer.max_steps = _steps_of_budget(cfg.flop_budget, datamodule, cfg)
+        cfg.trainer.max_steps = steps_of_budget(cfg, datamodule)
     if nothing_to_do(cfg.trainer.max_steps, resume):
         return
-    module = build(cfg.task, model=model_factory(cfg))
-    if cfg.flop_budget is not None and not module.automatic_optimization:
-        raise ValueError(
-            f"flop_budget={cfg.flop_budget} is for jobs of one network, this one ends at trainer.max_steps"
-        )
-    module.resume = resume
-    if cfg.init_from is not None and resume is None:
-        module.init_from = resolve_start(cfg.init_from)
+
+    module = build(cfg.task, model=model_factory(cfg), start=_start(cfg, resume))
+    _check_job(cfg, module)
     module.check_weights(datamodule)
-    module.config = OmegaConf.to_container(cfg, resolve=True)
-    before = resume.state.get("config") if resume is not None else None
-    if before and (changes := changed_settings(before, cfg)):
-        rank_zero_info(f"settings that differ from the checkpoint's: {changes}")
-    # first: another one may fail after it has written a checkpoint
-    callbacks = [_Started(folder), *(build(node) for node in cfg.callbacks.values() if node is not None)]
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
-    trainer = _trainer(cfg, module, callbacks, loggers)
-    if module.sparsity.measured and not any(isinstance(c, Diagnostics) for c in trainer.callbacks):  # type: ignore
-        raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
-    # some make their files as soon as lightning sets up, when not everything is checked
-    attach_loggers(trainer, [logger for logger in loggers if isinstance(logger, MetricsCSV)])
-    module.on_ready = partial(_open_run_folder, cfg, folder, trainer, loggers)
+    trainer = _trainer(cfg, module, _callbacks(cfg, folder, loggers), loggers)
 
     rank_zero_info(f"run folder: {run_dir}")
     fit(trainer, module, datamodule, run_dir)
@@ -213,42 +192,41 @@ def _check_model(cfg: DictConfig, datamodule: Any) -> None:
         rank_zero_info(f"note: this model cannot be exported to diffusers: {error}")
 
 
-def _open_run_folder(cfg: DictConfig, folder: RunFolder, trainer: L.Trainer, loggers: list[Any]) -> None:
-    """The first write of a run: almost every check has passed by now."""
-    if trainer.is_global_zero:
-        folder.open(OmegaConf.to_yaml(cfg, resolve=True), overwrite=_overwrites(cfg))
-    attach_loggers(trainer, loggers)
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    for logger in loggers:
-        if isinstance(logger, MetricsCSV):
-            logger.start(data.start_step)
-        else:
-            # made now, so that what is wrong with it is told now
-            getattr(logger, "experiment", None)
+def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
+    before = resume.state.get("config") if resume is not None else None
+    if before and (changes := changed_settings(before, cfg)):
+        rank_zero_info(f"settings that differ from the checkpoint's: {changes}")
+    return RunStart(
+        resume=resume,
+        weights=resolve_start(cfg.init_from) if cfg.init_from is not None and resume is None else None,
+        config=OmegaConf.to_container(cfg, resolve=True),  # type: ignore[arg-type]
+        micro_batches=cfg.trainer.accumulate_grad_batches,
+    )
 
 
-class _Started(L.Callback):
-    """Keeps the run folder once an optimizer step has been made: what fails before leaves an old run whole."""
+def _check_job(cfg: DictConfig, module: Any) -> None:
+    """Refuse what a job of this kind cannot do."""
+    if cfg.flop_budget is not None and not module.automatic_optimization:
+        raise ValueError(
+            f"flop_budget={cfg.flop_budget} is for jobs of one network, this one ends at trainer.max_steps"
+        )
+    targets = [str(node.get("_target_")) for node in cfg.callbacks.values() if node is not None]
+    if module.sparsity.measured and not any(target.endswith(".Diagnostics") for target in targets):
+        raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
 
-    def __init__(self, folder: RunFolder):
-        self._folder = folder
-        self._first = 0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._first = trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step > self._first:
-            self._folder.keep()
+def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L.Callback]:
+    """What opens the run, what changes the state of a run (0), what saves it (1), what shows what was saved (2)."""
+    built = [build(node) for node in cfg.callbacks.values() if node is not None]
+    opening = Opening(folder, OmegaConf.to_yaml(cfg, resolve=True), loggers, overwrite=_overwrites(cfg))
+    return [opening, *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
 
 
 def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
     settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     if not module.automatic_optimization:
-        # the trainer refuses to accumulate for a module that steps its own optimizers
-        module.micro_batches = settings.pop("accumulate_grad_batches")
+        # the trainer refuses to accumulate for a module that steps its own optimizers, which knows of it
+        del settings["accumulate_grad_batches"]
     if settings["devices"] == "auto" and TorchElasticEnvironment.detect():
         # torchrun has started the processes already: as many as it says, on as many nodes
         settings["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -260,46 +238,6 @@ def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers:
         accelerator=settings["accelerator"],
         processes=local * settings.get("num_nodes", 1),
     )
-    return build(settings, callbacks=callbacks, logger=loggers, default_root_dir=cfg.run_dir)
-
-
-def _steps_of_budget(budget: float, datamodule: Any, cfg: DictConfig) -> int:
-    """Optimizer steps whose executed training FLOPs come nearest to the budget (the paper compares at equal FLOPs).
-
-    A sparsity schedule may end with the run: it is built anew for every number of steps that is tried.
-    """
-    if not 0 < budget < math.inf:
-        raise ValueError(f"flop_budget must be positive, got {budget}")
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    with torch.device("meta"):
-        model = model_factory(cfg)()
-    shapes = datamodule.buckets
-    tiles = {shape: model.layout_for(shape).num_video_tiles for shape in shapes}
-    share = {shape: datamodule.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
-
-    @cache
-    def flops(shape: tuple[int, ...], topk: int | tuple[int, ...]) -> float:
-        return model.flops(shape, topk, datamodule.text_encoder.max_tokens).executed
-
-    def total(steps: int) -> float:
-        trial = cfg.copy()
-        trial.trainer.max_steps = max(steps, 1)
-        sparsity: SparsitySchedule = build(trial.sparsity)
-        ends = [sparsity.final_step(n) for n in tiles.values()]
-        if None in ends:
-            raise ValueError(f"flop_budget needs a schedule known in advance, {type(sparsity).__name__} is measured")
-
-        def step_flops(step: int) -> float:
-            topks = {shape: sparsity.topk_per_layer(step, n, len(model.blocks)) for shape, n in tiles.items()}
-            return sum(share[shape] * flops(shape, topk) for shape, topk in topks.items())
-
-        end = min(max(n for n in ends if n is not None), steps)
-        return math.fsum(map(step_flops, range(end))) + (steps - end) * step_flops(end)
-
-    most = math.ceil(budget / sum(share[shape] * flops(shape, 1) for shape in shapes)) + 1
-    # the first number of steps that reaches the budget, or the one before
-    reached = bisect_left(range(most), budget, key=total)
-    steps = max(1, min(reached - 1, reached, key=lambda n: abs(total(n) - budget)))
-    rank_zero_info(f"flop_budget={budget:.3g}: {steps} steps of {total(steps) / steps:.3g} FLOPs on average")
-    return steps
+    # lightning asks the others for their files before everything is checked: they join in `Opening`
+    quiet = [logger for logger in loggers if hasattr(logger, "part")]
+    return build(settings, callbacks=callbacks, logger=quiet, default_root_dir=cfg.run_dir)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,10 +17,9 @@ from vsa.checkpoints.run_checkpoint import (
     remove_checkpoint,
     write_checkpoint,
 )
-from vsa.training.callbacks.ema import find_ema
-from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.lightning_compat import stop_without_validation
 from vsa.training.modules.base import DiffusionModule
+from vsa.training.run_state import RunStatus, parts_of, tensors_of, values_of
 
 
 class Checkpointing(L.Callback):
@@ -34,11 +33,10 @@ class Checkpointing(L.Callback):
         run_dir: checkpoints go to `run_dir/checkpoints`.
         every_n_steps: optimizer steps between checkpoints.
         keep: newest checkpoints kept; at least 2, since the last one may be the one being replaced.
-
-    Attributes:
-        received: signal that ends the run, known to all ranks.
-        saved: checkpoint written last, or the one the run went on from.
     """
+
+    # after those that change what it saves
+    order = 1
 
     def __init__(self, run_dir: str, every_n_steps: int = 1000, keep: int = 2):
         if keep < 2:
@@ -47,8 +45,7 @@ class Checkpointing(L.Callback):
             raise ValueError(f"callbacks.checkpoint.every_n_steps must be at least 1, got {every_n_steps}")
         self.folder = Path(run_dir) / "checkpoints"
         self.every_n_steps, self.keep = every_n_steps, keep
-        self.received: int | None = None
-        self.saved: Path | None = None
+        self._status = RunStatus()
         # what this rank got and the others may not know of
         self._pending: int | None = None
         # every step is done and saved
@@ -57,8 +54,9 @@ class Checkpointing(L.Callback):
         self._saved_step = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        self._status = pl_module.status
         if pl_module.resume is not None:
-            self._saved_step, self.saved = trainer.global_step, pl_module.resume.path
+            self._saved_step, self._status.saved = trainer.global_step, pl_module.resume.path
         self._alone = trainer.world_size == 1
         if trainer.received_sigterm:
             # it came while lightning's own handler was in place
@@ -73,7 +71,7 @@ class Checkpointing(L.Callback):
             raise KeyboardInterrupt
         if self._complete and self._alone:
             # clips and pictures can be made again
-            self.received = number
+            self._status.received = number
             raise SystemExit(128 + number)
         self._pending = number
         what = "ending with the clips in hand" if self._complete else "saving after this step"
@@ -81,10 +79,10 @@ class Checkpointing(L.Callback):
 
     def _agree(self, trainer: L.Trainer) -> None:
         """Tell all ranks of a signal that one of them got: all stop at one step with one exit status."""
-        self.received = self._pending
+        self._status.received = self._pending
         if trainer.world_size > 1:
             number = torch.tensor(self._pending or 0, device=trainer.strategy.root_device)
-            self.received = int(trainer.strategy.reduce(number, reduce_op="max")) or None
+            self._status.received = int(trainer.strategy.reduce(number, reduce_op="max")) or None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
@@ -92,7 +90,7 @@ class Checkpointing(L.Callback):
         if (batch_idx + 1) % pl_module.accumulate:
             return
         self._agree(trainer)
-        stop = self.received is not None
+        stop = self._status.received is not None
         if stop:
             # who asked to stop may not wait for a validation
             stop_without_validation(trainer)
@@ -110,17 +108,13 @@ class Checkpointing(L.Callback):
         if trainer.global_step == self._saved_step:
             return
         self._saved_step = trainer.global_step
-        throughput = find_throughput(trainer)
-        with throughput.paused() if throughput is not None else nullcontext():
+        with self._status.paused():
             self._write(trainer, pl_module)
 
     def _write(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        tensors = pl_module.checkpoint_tensors()
-        ema = find_ema(trainer)
-        if ema is not None:
-            tensors["ema"] = dict(ema.average)
+        parts = parts_of(trainer)
         # collectives, this one and the writing: every rank makes them, whatever the disk says
-        state = pl_module.checkpoint_state()
+        state = {**pl_module.record(), **values_of(parts)}
         failure = None
         try:
             if trainer.is_global_zero:
@@ -130,9 +124,9 @@ class Checkpointing(L.Callback):
             failure = error
         writes = trainer.is_global_zero and failure is None
         try:
-            path = write_checkpoint(self.folder, tensors, state, writes=writes)
+            path = write_checkpoint(self.folder, tensors_of(parts), state, writes=writes)
             if failure is None:
-                self.saved = path
+                self._status.saved = path
             if writes:
                 for old in list_checkpoints(self.folder)[: -self.keep]:
                     remove_checkpoint(old)
@@ -150,9 +144,3 @@ class Checkpointing(L.Callback):
         self._agree(trainer)
         # launchers end all ranks when one exits with a status of its own, but rank 0 may still be drawing
         trainer.strategy.barrier("end")
-
-
-def interrupted(trainer: L.Trainer) -> bool:
-    """Whether a signal has asked the run to stop."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return any(isinstance(c, Checkpointing) and c.received is not None for c in callbacks)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.figures import layer_heatmaps
 from vsa.files import atomic_file
-from vsa.training.callbacks.checkpoint import Checkpointing
-from vsa.training.callbacks.throughput import find_throughput
 from vsa.training.display import never_fatal
 
 PANELS = {
@@ -96,11 +93,6 @@ class Diagnostics(L.Callback):
             raise ValueError(
                 f"callbacks.diagnostics.layers has {bad}, but the model's layers are 0 to {num_layers - 1}"
             )
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        before = callbacks[: callbacks.index(self)]
-        if pl_module.sparsity.measured and any(isinstance(c, Checkpointing) for c in before):
-            # a checkpoint of the step would lack the step's measurement, and a resumed run would never make it
-            raise ValueError("callbacks.diagnostics must stand before callbacks.checkpoint: sparsity follows it")
         self._batch = self._fixed_samples(trainer.datamodule)  # type: ignore[attr-defined]
 
     def _fixed_samples(self, data: Any) -> VideoBatch:
@@ -124,8 +116,7 @@ class Diagnostics(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % pl_module.accumulate or trainer.global_step % self.every_n_steps:
             return
-        throughput = find_throughput(trainer)
-        with throughput.paused() if throughput is not None else nullcontext():
+        with pl_module.status.paused():
             self._look(trainer, pl_module)
 
     def _look(self, trainer: L.Trainer, pl_module: Any) -> None:

@@ -10,8 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from vsa.checkpoints.run_checkpoint import refuse_key_difference
-from vsa.models.sharding import local, place
+from vsa.models.sharding import local
 from vsa.training.modules.base import DiffusionModule
 
 
@@ -25,6 +24,8 @@ class EMA(L.Callback):
         warmup: ramp the decay as (1 + n) / (10 + n) while that is smaller, n being the optimizer step of the model.
     """
 
+    part = "ema"
+
     def __init__(self, decay: float = 0.999, warmup: bool = True):
         if not 0 <= decay < 1:
             raise ValueError(f"EMA decay must lie in [0, 1), got {decay}")
@@ -32,22 +33,18 @@ class EMA(L.Callback):
         self._average: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        # runs before the module loads a checkpoint: `load` or `reset` follow in on_train_start
-        self._average = {}
-        # before the run folder is touched
-        if pl_module.resume is not None and not pl_module.resume.has("ema"):
-            raise ValueError(f"{pl_module.resume.path} has no averaged weights: resume without the EMA callback")
+        # where the module then loads a checkpoint into
+        parameters = pl_module.model.named_parameters()
+        self._average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        parameters = dict(pl_module.model.named_parameters())
-        self._average = {n: p.detach().to(torch.float32, copy=True) for n, p in parameters.items()}
-        if pl_module.resume is not None:
-            self._load(parameters, pl_module.resume.tensors("ema"), str(pl_module.resume.path))
+        if pl_module.resume is None:
+            # weights to start from were loaded meanwhile
+            for name, p in pl_module.model.named_parameters():
+                local(self._average[name]).copy_(local(p.detach()))
 
-    def _load(self, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], what: str) -> None:
-        refuse_key_difference(set(parameters), set(saved), f"EMA of {what}")
-        for name, average in self._average.items():
-            local(average).copy_(local(place(saved[name], average)))
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {"ema": self._average}
 
     def decay_at(self, step: int) -> float:
         """Decay used after optimizer step `step` (1 = the first)."""
@@ -91,8 +88,3 @@ class EMA(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         if self._average:
             self._validation.__exit__(None, None, None)
-
-
-def find_ema(trainer: L.Trainer) -> EMA | None:
-    """The EMA callback of a trainer, if it has one."""
-    return next((c for c in trainer.callbacks if isinstance(c, EMA)), None)  # type: ignore[attr-defined]

@@ -21,11 +21,10 @@ from vsa.evaluation.figures import logged_metrics
 from vsa.sampling.contact_sheet import side_by_side
 from vsa.sampling.pipeline import LoadedRun, SampleSettings, generate, settings_dict
 from vsa.sampling.sample_writer import file_stem, write_clips
-from vsa.training.callbacks.checkpoint import interrupted
-from vsa.training.callbacks.ema import find_ema
-from vsa.training.callbacks.throughput import find_throughput
+from vsa.training.callbacks.ema import EMA
 from vsa.training.display import never_fatal
 from vsa.training.modules.teacher import Teacher
+from vsa.training.run_state import parts_of
 
 HELD_OUT_PROMPTS = 4
 
@@ -83,6 +82,9 @@ class Samples(L.Callback):
         ValueError: an unknown name in `sparsity`, or one twice; a flow shift that is not positive.
     """
 
+    # after what they show is saved
+    order = 2
+
     def __init__(
         self,
         run_dir: str,
@@ -110,6 +112,7 @@ class Samples(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self._from_data:
             self.prompts = self._own_prompts(trainer, pl_module)
+        pl_module.status.prompt = self.prompts[0] if self.prompts else None
         if pl_module.reference is not None and self.prompts and self.flow_shift is None:
             raise ValueError(
                 "callbacks.samples.flow_shift=null, but the teacher's clips need a number: its sampling shift"
@@ -131,7 +134,7 @@ class Samples(L.Callback):
             self._sample(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if not interrupted(trainer):
+        if pl_module.status.received is None:
             self._sample(trainer, pl_module)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
@@ -147,14 +150,14 @@ class Samples(L.Callback):
         if not self.prompts or trainer.global_step in (0, self._sampled_step):
             return
         self._sampled_step = trainer.global_step
-        throughput, ema = find_throughput(trainer), find_ema(trainer)
+        ema: EMA | None = parts_of(trainer).get("ema")
         teacher: Teacher | None = pl_module.reference
         best = "model" if ema is None else "ema"
         # weights by the name of their clips
         shown = {"": best} if teacher is None else {"student": "model"} | ({} if ema is None else {"ema": "ema"})
         made: list[ClipSet] = []
         found: ClipSet | None = None
-        with throughput.paused() if throughput is not None else nullcontext():
+        with pl_module.status.paused():
             pl_module.model.eval()
             for name, weights in shown.items():
                 averaged = ema.applied(pl_module.model) if ema is not None and weights == "ema" else nullcontext()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -13,6 +12,7 @@ import torch
 from vsa.attention.sparsity import mean_topk
 from vsa.data.batch import VideoBatch
 from vsa.training.modules.base import DiffusionModule
+from vsa.training.run_state import RunStatus
 
 PEAK_BF16_TFLOPS = {
     "H100 PCIe": 756,
@@ -49,27 +49,20 @@ class Throughput(L.Callback):
 
     def __init__(self) -> None:
         self._started = 0.0
-        self._excluded = 0.0
         self._steps = self._tokens = 0
         self._executed = self._dense = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        self._restart()
+        self._restart(pl_module.status)
 
-    def _restart(self) -> None:
-        self._started, self._excluded = time.perf_counter(), 0.0
+    def _restart(self, status: RunStatus) -> None:
+        # the time of training on a clock that stands still meanwhile
+        self._started = time.perf_counter() - status.paused_seconds
         self._steps = self._tokens = 0
         self._executed = self._dense = 0.0
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the measured time."""
-        start = time.perf_counter()
-        yield
-        self._excluded += time.perf_counter() - start
-
     def on_validation_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        self._validation = self.paused()
+        self._validation = pl_module.status.paused()
         self._validation.__enter__()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
@@ -90,19 +83,19 @@ class Throughput(L.Callback):
         self._tokens += layout.num_tokens * batch.num_slots
         self._executed += flops.executed * batch.num_slots
         self._dense += flops.dense_equivalent * batch.num_slots
-        pl_module.flops_total += flops.executed * batch.num_slots
+        pl_module.status.flops_total += flops.executed * batch.num_slots
         if not pl_module.logs_this_step(step):
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
-        seconds = max(time.perf_counter() - self._started - self._excluded, 1e-9)
+        seconds = max(time.perf_counter() - pl_module.status.paused_seconds - self._started, 1e-9)
         tiles = layout.num_video_tiles
         metrics = {
             "throughput/step_seconds": seconds / self._steps,
             "throughput/tokens_per_second": self._tokens / seconds,
             "throughput/tflops_executed": self._executed / seconds / 1e12,
             "throughput/tflops_dense_equivalent": self._dense / seconds / 1e12,
-            "throughput/flops_total": pl_module.flops_total,
+            "throughput/flops_total": pl_module.status.flops_total,
             **sparsity_metrics(topk, tiles),
         }
         peak = peak_tflops(pl_module.device)
@@ -110,7 +103,7 @@ class Throughput(L.Callback):
             metrics["throughput/mfu"] = self._executed / seconds / 1e12 / peak / trainer.world_size
             metrics["throughput/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / 2**30
         pl_module.log_step(metrics, step)
-        self._restart()
+        self._restart(pl_module.status)
 
 
 def sparsity_metrics(topk: int | Sequence[int], num_tiles: int) -> dict[str, float]:
@@ -130,8 +123,3 @@ def sparsity_metrics(topk: int | Sequence[int], num_tiles: int) -> dict[str, flo
     if not isinstance(topk, int) and len(set(topk)) > 1:
         metrics |= {f"sparsity/topk_layer_{layer}": float(k) for layer, k in enumerate(topk)}
     return metrics
-
-
-def find_throughput(trainer: L.Trainer) -> Throughput | None:
-    """The throughput callback of a trainer, if it has one."""
-    return next((c for c in trainer.callbacks if isinstance(c, Throughput)), None)  # type: ignore[attr-defined]

@@ -14,25 +14,22 @@ from torch import Tensor
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.run_checkpoint import (
-    Checkpoint,
-    load_model_tensors,
-    load_optimizer_tensors,
-    optimizer_state,
     read_checkpoint,
 )
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_source import Start, refuse_other_sizes
+from vsa.checkpoints.weight_source import refuse_other_sizes
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount
 from vsa.models.video_dit import VideoDiT
-from vsa.training.gradients import UpdateGuard
+from vsa.training.gradients import GradientClipper
 from vsa.training.lightning_compat import set_step
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
+from vsa.training.run_state import NEW_RUN, RunStart, RunStatus, Stateful, Weights, load_tensors, load_values, parts_of
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -50,6 +47,7 @@ class DiffusionModule(L.LightningModule):
         optim: recipe of the optimizer.
         sparsity: top-k by optimizer step.
         parallel: activation checkpointing and compile.
+        start: how the run begins.
         latent_scale: divide latents by the standard deviation of each channel, or all by its root mean square over
             the channels, which keeps faint detail bands of a wavelet codec faint.
         grad_clip: largest global gradient norm; 0 clips nothing.
@@ -75,6 +73,7 @@ class DiffusionModule(L.LightningModule):
         optim: AdamW,
         sparsity: SparsitySchedule,
         parallel: ParallelPlan,
+        start: RunStart = NEW_RUN,
         latent_scale: Literal["channel", "shared"] = "channel",
         grad_clip: float = 1.0,
         max_skipped: int = 10,
@@ -88,13 +87,10 @@ class DiffusionModule(L.LightningModule):
         self.latent_scale = latent_scale
         self.statistics: LatentStatistics = None  # type: ignore[assignment] (known in setup)
         self.seed = seed
-        self.guard = UpdateGuard(clip=grad_clip, max_skipped=max_skipped)
-        self.resume: Checkpoint | None = None
-        self.init_from: Start | None = None
-        self.config: Mapping[str, Any] = {}
-        # called once nothing speaks against the run any more, before it writes anything
-        self.on_ready: Callable[[], None] = lambda: None
-        self.flops_total = 0.0
+        self.clipper = GradientClipper(clip=grad_clip, max_skipped=max_skipped)
+        self.resume, self.init_from = start.resume, start.weights
+        self.status = RunStatus()
+        self._config = start.config
         self._flops: dict[Any, FlopCount] = {}
         self._model_factory = model
         self._optim = optim
@@ -107,6 +103,8 @@ class DiffusionModule(L.LightningModule):
         self.statistics = self.choose_statistics()
         with torch.device("meta"):
             self.check_start(self._model_factory())
+        if self.resume is not None:
+            load_values(parts_of(self.trainer), self.resume)
 
     def _agree_on_resume(self) -> None:
         """Resume what rank 0 chose: it alone has read every byte, and may have found the newest one damaged."""
@@ -116,7 +114,6 @@ class DiffusionModule(L.LightningModule):
         if path != str(self.resume.path):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             self.resume = read_checkpoint(path, verify=False)
-            data.start_step = self.resume.step
             # whatever was taken from the other one is found again
             self.check_weights(data)
 
@@ -162,14 +159,6 @@ class DiffusionModule(L.LightningModule):
                 f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
             )
         self.sparsity.check(tiles, len(model.blocks))
-        if self.resume is not None and (before := str(self.resume.state.get("plan_hash"))) != data.plan_hash:
-            raise ValueError(
-                f"{self.resume.path} was trained on another data plan (hash {before[:12]}, "
-                f"now {data.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
-            )
-        if self.resume is not None:
-            # checkpoints of before there were measured schedules have no such state
-            self.sparsity.load_state_dict(self.resume.state.get("sparsity_state", {}))
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -218,19 +207,15 @@ class DiffusionModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
         if self.resume is not None:
-            self.load_checkpoint(self.resume)
-            set_step(self.trainer, self.resume.step)
+            load_tensors(parts_of(self.trainer), self.resume)
+            self.set_step(self.resume.step)
         else:
             self.load_start()
         self.load_frozen()
-        self.on_ready()
 
-    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Weights, moments and counters of a run to resume."""
-        load_model_tensors(self.model, checkpoint.tensors("model"), str(checkpoint.path))
-        load_optimizer_tensors(self.raw_optimizer, checkpoint.tensors("optimizer"), str(checkpoint.path))
-        self.guard.load_state_dict(checkpoint.state)  # type: ignore[arg-type]
-        self.flops_total = checkpoint.state["flops_total"]
+    def set_step(self, step: int) -> None:
+        """Let the trainer go on after `step` optimizer steps."""
+        set_step(self.trainer, step)
 
     def load_start(self) -> None:
         """Weights of a new run that does not start from random ones."""
@@ -254,15 +239,15 @@ class DiffusionModule(L.LightningModule):
         self._optim.set_lr(self.raw_optimizer, self.global_step)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        norms = self.guard(optimizer, self.global_step)
+        norms = self.clipper(optimizer, self.global_step)
         if self.logs_this_step(self.global_step + 1):
             named = {f"grad_norm/{name}": norm for name, norm in norms.items()}
-            self.log_step({**named, "skipped_steps": self.guard.skipped_total}, self.global_step + 1)
+            self.log_step({**named, "skipped_steps": self.clipper.skipped_total}, self.global_step + 1)
 
     @property
     def model_moved(self) -> bool:
         """Whether the step that just ended changed `model`."""
-        return not self.guard.skipped
+        return not self.clipper.skipped
 
     @property
     def model_steps(self) -> int:
@@ -320,25 +305,21 @@ class DiffusionModule(L.LightningModule):
 
     # checkpoints
 
-    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The groups of tensors of a checkpoint that this module owns."""
-        return {"model": dict(self.model.named_parameters()), "optimizer": optimizer_state(self.raw_optimizer)}
+    def parts(self) -> dict[str, Stateful]:
+        """What a checkpoint puts back of this module, by name."""
+        return {
+            "status": self.status,
+            "gradients": self.clipper,
+            "sparsity_state": self.sparsity,
+            "weights": Weights(lambda: {"model": self.model, "optimizer": self.raw_optimizer}),
+        }
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        """The part of `state.json` that this module owns."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint says about the run beside its parts, for `state.json`."""
         return {
             "step": self.global_step,
             "seed": self.seed,
-            **self.guard.state_dict(),
-            "flops_total": self.flops_total,
-            # the resolved config: what builds the model again for sampling
-            "config": self.config,
-            "plan_hash": data.plan_hash,
-            "sparsity_state": self.sparsity.state_dict(),
+            "config": self._config,
             "latent_mean": self.statistics.mean.tolist(),
             "latent_std": self.statistics.std.tolist(),
-            "codec": {"id": data.codec_id, "hash": data.codec_hash},
-            "text_encoder": {"id": data.text_encoder_id, "hash": data.text_encoder_hash},
-            "latent_shapes": [list(bucket) for bucket in data.buckets],
         }

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vsa.checkpoints.run_checkpoint import Checkpoint, load_model_tensors, load_optimizer_tensors, optimizer_state
 from vsa.checkpoints.weight_source import Start
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
-from vsa.training.gradients import UpdateGuard
+from vsa.training.gradients import GradientClipper
 from vsa.training.modules.teacher import gates_from_dense
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
+from vsa.training.run_state import Owner
 
 
 class FakeScore(nn.Module):
@@ -26,7 +25,7 @@ class FakeScore(nn.Module):
     Args:
         make: builds the network.
         recipe: of the optimizer.
-        guard: of its updates.
+        clipper: of its gradients.
         gan: the GAN term; None without.
         num_steps: of the generator's list, which the network is told apart; None: it is not told.
 
@@ -41,7 +40,7 @@ class FakeScore(nn.Module):
         make: Callable[[], VideoDiT],
         *,
         recipe: AdamW,
-        guard: UpdateGuard,
+        clipper: GradientClipper,
         gan: Gan | None,
         num_steps: int | None = None,
     ):
@@ -49,7 +48,7 @@ class FakeScore(nn.Module):
         self.network: VideoDiT = None  # type: ignore[assignment] (made in build)
         self.discriminator: Discriminator | None = None
         self.steps: StepEmbedding | None = None
-        self.guard = guard
+        self.clipper = clipper
         self.recipe = recipe
         self._make = make
         self._gan = gan
@@ -103,33 +102,6 @@ class FakeScore(nn.Module):
         """Begin as the teacher."""
         start.load(self.network, gates_from_dense(self.network))
 
-    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, Owner]:
         """Groups of tensors of a checkpoint."""
-        tensors: dict[str, dict[str, Tensor]] = {
-            "fake_score": dict(self.network.named_parameters()),
-            "fake_score_optimizer": optimizer_state(optimizer),
-        }
-        tensors |= {name: dict(module.named_parameters()) for name, module in self._beside.items()}
-        return tensors
-
-    def checkpoint_state(self) -> dict[str, Any]:
-        """Counters, for `state.json`."""
-        return {"fake_score": self.guard.state_dict()}
-
-    def load(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-        """Put back what a checkpoint holds.
-
-        Raises:
-            ValueError: it was trained with a GAN term or told the steps and this is not, or the other way round; what
-                does not fit.
-        """
-        what = str(checkpoint.path)
-        for name, setting in (("discriminator", "gan"), ("fake_steps", "step_aware")):
-            here = name in self._beside
-            if here != checkpoint.has(name):
-                raise ValueError(f"{what} was trained {'without' if here else 'with'} objective.{setting}")
-        load_model_tensors(self.network, checkpoint.tensors("fake_score"), f"fake_score of {what}")
-        load_optimizer_tensors(optimizer, checkpoint.tensors("fake_score_optimizer"), what)
-        for name, module in self._beside.items():
-            load_model_tensors(module, checkpoint.tensors(name), f"{name} of {what}")
-        self.guard.load_state_dict(checkpoint.state["fake_score"])
+        return {"fake_score": self.network, "fake_score_optimizer": optimizer, **self._beside}

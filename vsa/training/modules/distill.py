@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +19,7 @@ from vsa.attention.full import FullAttention
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates
-from vsa.data.batch import VideoBatch, pad_text
+from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import health_curves
@@ -29,13 +28,15 @@ from vsa.models.video_dit import VideoDiT
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
-from vsa.training.gradients import UpdateGuard
+from vsa.training.gradients import GradientClipper
 from vsa.training.lightning_compat import set_accumulation, set_manual_step
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.modules.critic import FakeScore
+from vsa.training.modules.cycle import UpdateCycle
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
-from vsa.training.parallel import ParallelPlan, ShardedDataParallel, refuse_shared_parameters
+from vsa.training.parallel import ParallelPlan, reduced_when, refuse_shared_parameters
+from vsa.training.run_state import NEW_RUN, RunStart, Stateful, Weights, refuse_missing
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -57,6 +58,7 @@ class DistillModule(DiffusionModule):
         sparsity: top-k of the generator by iteration.
         objective: the losses, with step list and guidance.
         parallel: activation checkpointing, compile, sharding.
+        start: how the run begins.
         generator_every: iterations per update of the generator.
         fake_score_warmup: iterations in which only the critic is trained.
         teacher: dense checkpoint of real and fake score; None: `init_from`.
@@ -88,6 +90,7 @@ class DistillModule(DiffusionModule):
         sparsity: SparsitySchedule,
         objective: DistributionMatching,
         parallel: ParallelPlan,
+        start: RunStart = NEW_RUN,
         generator_every: int = 5,
         fake_score_warmup: int = 0,
         teacher: str | None = None,
@@ -102,10 +105,7 @@ class DistillModule(DiffusionModule):
         max_skipped: int = 10,
         seed: int = 0,
     ):
-        if generator_every < 1:
-            raise ValueError(f"task.generator_every must be at least 1, got {generator_every}")
-        if fake_score_warmup < 0:
-            raise ValueError(f"task.fake_score_warmup must not be negative, got {fake_score_warmup}")
+        cycle = UpdateCycle(generator_every=generator_every, fake_score_warmup=fake_score_warmup)
         if gates not in ("initial", "required"):
             raise ValueError(f"task.gates must be initial or required, got {gates!r}")
         if objective.guided and negative_prompt is None:
@@ -123,6 +123,7 @@ class DistillModule(DiffusionModule):
             optim=optim,
             sparsity=sparsity,
             parallel=parallel,
+            start=start,
             latent_scale=latent_scale,
             grad_clip=grad_clip,
             max_skipped=max_skipped,
@@ -131,20 +132,19 @@ class DistillModule(DiffusionModule):
         self.automatic_optimization = False
         self.objective = objective
         self.step_list = objective.step_list
-        self.generator_every, self.fake_score_warmup = generator_every, fake_score_warmup
+        self.cycle = cycle
         self.gates: Literal["initial", "required"] = gates
         self.negative_prompt = negative_prompt
         self.teacher = Teacher(lambda: model(attention=real_score_attention), teacher)
         self.fake_score = FakeScore(
             lambda: model(attention=fake_score_attention),
             recipe=fake_score_optim,
-            guard=UpdateGuard(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score"),
+            clipper=GradientClipper(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score"),
             gan=objective.gan,
             num_steps=len(objective.timesteps) if objective.step_aware else None,
         )
-        # the trainer's own accumulation is for modules that leave their optimizer to it
-        self.micro_batches = 1
-        self._collapse = None if collapse is None else CollapseWatch(collapse)
+        self._micro_batches = start.micro_batches
+        self._collapse = CollapseWatch(collapse)
         self._negative: NegativeText | None = None
         self._batches: list[VideoBatch] = []
         self._generator_moved = False
@@ -154,10 +154,7 @@ class DistillModule(DiffusionModule):
 
     def check_weights(self, data: PlanDataModule) -> None:
         if self.resume is not None:
-            missing = {"teacher", "step_list", "fake_score", "collapse"} - set(self.resume.state)
-            if missing:
-                lacks = ", ".join(sorted(missing))
-                raise ValueError(f"{self.resume.path} is no whole checkpoint of a distillation: it lacks {lacks}")
+            refuse_missing(self.resume, ("teacher", "step_list", "fake_score", "collapse"))
             self._refuse_other_cycle(self.resume)
         self.teacher.find(self.resume, self.init_from, data)
         if self.init_from is None and self.resume is None:
@@ -168,7 +165,7 @@ class DistillModule(DiffusionModule):
     def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
         """The generator's own updates are counted from iterations, and its weights belong to its steps."""
         task = checkpoint.state["config"]["task"]
-        pairs = {f"task.{name}": (task[name], getattr(self, name)) for name in ("generator_every", "fake_score_warmup")}
+        pairs = {f"task.{name}": (task[name], value) for name, value in asdict(self.cycle).items()}
         for name in ("source", "cfg_form"):
             pairs[f"task.objective.{name}"] = task["objective"][name], getattr(self.objective, name)
         pairs["the timesteps"] = checkpoint.state["step_list"], list(self.objective.step_list)
@@ -178,7 +175,7 @@ class DistillModule(DiffusionModule):
 
     def check_start(self, model: VideoDiT) -> None:
         super().check_start(model)
-        turns = self.generator_updates(self.trainer.max_steps)
+        turns = self.cycle.generator_updates(self.trainer.max_steps)
         total = getattr(self._optim.schedule, "total_steps", turns)
         if total < turns:
             raise ValueError(
@@ -194,7 +191,7 @@ class DistillModule(DiffusionModule):
         return self.teacher
 
     def setup(self, stage: str) -> None:
-        set_accumulation(self.trainer, self.micro_batches)
+        set_accumulation(self.trainer, self._micro_batches)
         super().setup(stage)
         found = None if self.init_from is None else self.init_from.statistics
         ours = (self.statistics.mean, self.statistics.std)
@@ -229,17 +226,13 @@ class DistillModule(DiffusionModule):
     def load_frozen(self) -> None:
         self.teacher.load(self.device)
         if self.objective.guided:
-            self._negative = self._negative_text()
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            self._negative = NegativeText.of(data, self.negative_prompt or "").to(self.device)
         self._window = IterationMetrics(self.device)
 
-    def _negative_text(self) -> NegativeText:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        if self.negative_prompt:
-            (rows,) = data.text_encoder.encode_batch([self.negative_prompt])
-        else:
-            rows = data.store.null_text
-        text, mask = pad_text([rows], length=data.text_encoder.max_tokens, padding=data.text_padding)
-        return NegativeText(text=text.to(self.device), mask=None if mask is None else mask.to(self.device))
+    def set_step(self, step: int) -> None:
+        super().set_step(step)
+        set_manual_step(self.trainer, step)
 
     @property
     def networks(self) -> Networks:
@@ -253,18 +246,9 @@ class DistillModule(DiffusionModule):
 
     # one iteration
 
-    def updates_generator(self, iteration: int) -> bool:
-        """Whether it is the generator's turn."""
-        since = iteration - self.fake_score_warmup
-        return since >= 0 and since % self.generator_every == 0
-
-    def generator_updates(self, iteration: int) -> int:
-        """Turns of the generator before `iteration`."""
-        return max(0, -(-(iteration - self.fake_score_warmup) // self.generator_every))
-
     @property
     def model_steps(self) -> int:
-        return self.generator_updates(self.global_step)
+        return self.cycle.generator_updates(self.global_step)
 
     @property
     def model_moved(self) -> bool:
@@ -272,7 +256,7 @@ class DistillModule(DiffusionModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         generator, critic = self.trainer.optimizers
-        self._optim.set_lr(generator, self.generator_updates(self.global_step))
+        self._optim.set_lr(generator, self.model_steps)
         self.fake_score.recipe.set_lr(critic, self.global_step)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> None:
@@ -286,12 +270,12 @@ class DistillModule(DiffusionModule):
         # the critic learns from the generator as it is after its update, so the micro-batches are passed twice
         generator, critic = trainer.optimizers
         self._generator_moved = False
-        if self.updates_generator(iteration):
+        if self.cycle.is_generators_turn(iteration):
             for scored in self._scored(self._generator_terms):
                 self._window.add_generator(scored)
-            self._window.add_norms(self.guard(generator, iteration))
-            self._step(generator, self.guard)
-            self._generator_moved = not self.guard.skipped
+            self._window.add_norms(self.clipper(generator, iteration))
+            self.clipper.step(generator)
+            self._generator_moved = not self.clipper.skipped
             # a GAN term's way to the generator leads through the critic
             critic.zero_grad(set_to_none=True)
         spread = SpreadMeter()
@@ -300,13 +284,13 @@ class DistillModule(DiffusionModule):
             if scored.index == len(self.objective.timesteps) - 1:
                 spread.add(scored.x0)
                 self._window.spread.add(scored.x0)
-        self._window.add_norms(self.fake_score.guard(critic, iteration), "fake_score/")
-        self._step(critic, self.fake_score.guard)
+        self._window.add_norms(self.fake_score.clipper(critic, iteration), "fake_score/")
+        self.fake_score.clipper.step(critic)
         self._batches.clear()
         set_manual_step(trainer, iteration + 1)
         # here and not when the batch has ended: a checkpoint is written in between
         found = spread.spread(trainer.strategy)
-        stop = self._collapse is not None and found is not None and self._collapse.judge(found)
+        stop = found is not None and self._collapse.judge(found)
         if stop or self.logs_this_step(iteration + 1):
             self._log_window()
         if stop:
@@ -317,27 +301,16 @@ class DistillModule(DiffusionModule):
         for number, batch in enumerate(self._batches, 1):
             scored = terms(batch, self.statistics.normalise(batch.latents))
             loss = fm.weighted_loss(scored.loss, torch.ones_like(scored.loss), batch.num_slots)
-            with self._reduced_when(number == len(self._batches)):
+            with reduced_when(self.trainer.strategy, number == len(self._batches)):
                 # the strategy averages over ranks; the normaliser is global already
                 (loss * self.trainer.world_size).backward()
             yield scored
 
-    def _reduced_when(self, last: bool) -> AbstractContextManager[None]:
-        strategy = self.trainer.strategy
-        return (
-            nullcontext() if last or not isinstance(strategy, ShardedDataParallel) else strategy.block_backward_sync()
-        )
-
     def _generator_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
         iteration = self.global_step
+        topk = self.topk(batch.latents.shape[1:], iteration)
         return self.objective.generator_update(
-            self.networks,
-            batch,
-            latents,
-            self._negative,
-            seed=self.seed,
-            iteration=iteration,
-            topk=self.topk(batch.latents.shape[1:], iteration),
+            self.networks, batch, latents, self._negative, seed=self.seed, iteration=iteration, topk=topk
         )
 
     def _fake_score_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
@@ -347,34 +320,16 @@ class DistillModule(DiffusionModule):
             self.networks, batch, latents, seed=self.seed, iteration=iteration, topk=topk
         )
 
-    def _step(self, optimizer: torch.optim.Optimizer, guard: UpdateGuard) -> None:
-        # not through lightning, which would count every update of either network as a step
-        if not guard.skipped:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
     def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
         """FLOPs of one sample in an iteration: rollouts, score passes and backwards of its updates."""
-
-        def cost(network: VideoDiT, training: bool, times: int = 1) -> list[FlopCount]:
-            return [self.flops_of(network, batch, step, training=training)] * times
-
-        nets = self.networks
-
-        def rollout(update: Literal["generator", "fake_score"]) -> int:
-            index = self.objective.index(seed=self.seed, iteration=step, update=update)
-            return index if self.objective.source == "simulate" else 0
-
-        # the last pass of a rollout has a backward in the generator's update only
-        judged = 0 if self.objective.gan is None else 1
-        counts = cost(nets.generator, False, rollout("fake_score") + 1) + cost(nets.fake_score, True, 1 + judged)
-        if self.updates_generator(step):
-            trained = 2 if self.objective.velocity > 0 else 1
-            counts += cost(nets.generator, False, rollout("generator")) + cost(nets.generator, True, trained)
-            counts += cost(nets.fake_score, False) + cost(nets.fake_score, True, judged)
-            counts += cost(nets.real_score, False, 2 if self.objective.guided else 1)
+        turn = self.cycle.is_generators_turn(step)
+        passes = self.objective.passes(seed=self.seed, iteration=step, generator=turn)
+        counts = [
+            (times, self.flops_of(getattr(self.networks, name), batch, step, training=training))
+            for (name, training), times in passes.items()
+        ]
         names = ("executed", "self_attention", "dense_equivalent")
-        return FlopCount(**{name: sum(getattr(count, name) for count in counts) for name in names})
+        return FlopCount(**{name: sum(times * getattr(count, name) for times, count in counts) for name in names})
 
     # metrics
 
@@ -390,10 +345,10 @@ class DistillModule(DiffusionModule):
                 **metrics,
                 "lr": generator.param_groups[0]["lr"],
                 "fake_score/lr": critic.param_groups[0]["lr"],
-                "updates/generator": self.generator_updates(self.global_step) - self.guard.skipped_total,
-                "updates/fake_score": self.global_step - self.fake_score.guard.skipped_total,
-                "skipped_steps": self.guard.skipped_total,
-                "fake_score/skipped_steps": self.fake_score.guard.skipped_total,
+                "updates/generator": self.model_steps - self.clipper.skipped_total,
+                "updates/fake_score": self.global_step - self.fake_score.clipper.skipped_total,
+                "skipped_steps": self.clipper.skipped_total,
+                "fake_score/skipped_steps": self.fake_score.clipper.skipped_total,
             },
             self.global_step,
         )
@@ -430,21 +385,13 @@ class DistillModule(DiffusionModule):
 
     # checkpoints
 
-    def checkpoint_tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {**super().checkpoint_tensors(), **self.fake_score.checkpoint_tensors(self.trainer.optimizers[1])}
-
-    def checkpoint_state(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Stateful]:
         return {
-            **super().checkpoint_state(),
-            "teacher": self.teacher.state(),
-            "step_list": list(self.objective.step_list),
-            **self.fake_score.checkpoint_state(),
-            "collapse": None if self._collapse is None else self._collapse.state_dict(),
+            **super().parts(),
+            "fake_score": self.fake_score.clipper,
+            "collapse": self._collapse,
+            "fake_score_weights": Weights(lambda: self.fake_score.groups(self.trainer.optimizers[1])),
         }
 
-    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        super().load_checkpoint(checkpoint)
-        self.fake_score.load(checkpoint, self.trainer.optimizers[1])
-        set_manual_step(self.trainer, checkpoint.step)
-        if self._collapse is not None and checkpoint.state["collapse"] is not None:
-            self._collapse.load_state_dict(checkpoint.state["collapse"])
+    def record(self) -> dict[str, Any]:
+        return {**super().record(), "teacher": self.teacher.state(), "step_list": list(self.objective.step_list)}

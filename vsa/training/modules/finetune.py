@@ -23,6 +23,7 @@ from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan
+from vsa.training.run_state import NEW_RUN, RunStart
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -41,6 +42,7 @@ class FinetuneModule(PretrainModule):
         sparsity: top-k by optimizer step.
         objective: the loss.
         parallel: activation checkpointing, compile, sharding.
+        start: how the run begins.
         gates: initial (the checkpoint is dense) or required (it has trained gates and goes on from them).
         trainable: patterns of parameter names that are trained; None: all, with `lora` the gates only.
         lora: adapters to train in place of the weights they stand beside.
@@ -65,6 +67,7 @@ class FinetuneModule(PretrainModule):
         sparsity: SparsitySchedule,
         objective: FinetuneLoss,
         parallel: ParallelPlan,
+        start: RunStart = NEW_RUN,
         gates: Literal["initial", "required"] = "initial",
         trainable: Sequence[str] | None = None,
         lora: LoRA | None = None,
@@ -85,6 +88,7 @@ class FinetuneModule(PretrainModule):
             sparsity=sparsity,
             objective=objective,
             parallel=parallel,
+            start=start,
             latent_scale=latent_scale,
             validate_at=validate_at,
             grad_clip=grad_clip,
@@ -137,9 +141,9 @@ class FinetuneModule(PretrainModule):
         found = self.init_from.statistics if self.init_from is not None else None
         return super().choose_statistics() if found is None else LatentStatistics.of(found)
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        state = super().checkpoint_state()
-        return state if self._teacher is None else {**state, "teacher": self._teacher.state()}
+    def record(self) -> dict[str, Any]:
+        record = super().record()
+        return record if self._teacher is None else {**record, "teacher": self._teacher.state()}
 
     def configure_model(self) -> None:
         super().configure_model()

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, check_points
-from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.decile_means import DecileMeans
@@ -21,6 +20,7 @@ from vsa.training.loss_window import LossWindow
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan
+from vsa.training.run_state import NEW_RUN, RunStart, Stateful
 
 
 class PretrainModule(DiffusionModule):
@@ -32,6 +32,7 @@ class PretrainModule(DiffusionModule):
         sparsity: top-k by optimizer step.
         objective: the loss.
         parallel: activation checkpointing and compile.
+        start: how the run begins.
         latent_scale: see `DiffusionModule`.
         validate_at: where the validation loss is computed: at the current top-k (`val/loss`), with all tiles
             (`val/loss_dense`), at the end value of the schedule (`val/loss_target`); each costs a forward.
@@ -48,6 +49,7 @@ class PretrainModule(DiffusionModule):
         sparsity: SparsitySchedule,
         objective: FlowMatchingLoss,
         parallel: ParallelPlan,
+        start: RunStart = NEW_RUN,
         latent_scale: Literal["channel", "shared"] = "channel",
         validate_at: Sequence[SparsityPoint] = ("current",),
         grad_clip: float = 1.0,
@@ -62,6 +64,7 @@ class PretrainModule(DiffusionModule):
             optim=optim,
             sparsity=sparsity,
             parallel=parallel,
+            start=start,
             latent_scale=latent_scale,
             grad_clip=grad_clip,
             max_skipped=max_skipped,
@@ -69,10 +72,13 @@ class PretrainModule(DiffusionModule):
         )
         self.objective = objective
         self.validate_at = points
-        self._window = LossWindow()
         # for the progress bar
         self._shown_loss: float | None = None
         self._validated: dict[SparsityPoint, DecileMeans] = {}
+
+    def setup(self, stage: str) -> None:
+        self._window = LossWindow(self.trainer.strategy)
+        super().setup(stage)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
         # overfitting repeats the first batches on purpose
@@ -99,8 +105,8 @@ class PretrainModule(DiffusionModule):
         step = self.global_step + 1
         self._window.end_step()
         if self.logs_this_step(step):
-            losses = self._window.metrics(self.trainer.strategy)
-            self._window = LossWindow()
+            losses = self._window.metrics()
+            self._window = LossWindow(self.trainer.strategy)
             self._shown_loss = losses["loss"]
             named = {f"train/{name}": value for name, value in losses.items()}
             self.log_step({**named, "lr": self.raw_optimizer.param_groups[0]["lr"]}, step)
@@ -131,11 +137,5 @@ class PretrainModule(DiffusionModule):
         # for callbacks that watch it
         self.log("val/loss", metrics["val/loss"], logger=False)
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        return {**super().checkpoint_state(), "loss_window": self._window.state_dict(self.trainer.strategy)}
-
-    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        super().load_checkpoint(checkpoint)
-        # older checkpoints have none: the first log line then has the steps since the resume
-        if "loss_window" in checkpoint.state:
-            self._window.load_state_dict(checkpoint.state["loss_window"])
+    def parts(self) -> dict[str, Stateful]:
+        return {**super().parts(), "loss_window": self._window}

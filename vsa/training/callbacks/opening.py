@@ -1,0 +1,46 @@
+"""When a run begins to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+
+from vsa.checkpoints.run_folder import RunFolder
+from vsa.training.lightning_compat import attach_loggers
+from vsa.training.metrics_csv import MetricsCSV
+
+
+class Opening(L.Callback):
+    """Opens the run folder when training starts, and keeps it once an optimizer step has been made.
+
+    Almost every check has passed by then; what fails before the step leaves an old run whole.
+
+    Args:
+        folder: of the run.
+        config: content of its `config.yaml`.
+        overwrite: begin with an empty folder.
+        loggers: of the run, which make their files now, so that what is wrong with them is told now.
+    """
+
+    def __init__(self, folder: RunFolder, config: str, loggers: list[Any], *, overwrite: bool):
+        self._folder, self._config, self._overwrite = folder, config, overwrite
+        self._loggers = loggers
+        self._first = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._first = trainer.global_step
+        if trainer.is_global_zero:
+            self._folder.open(self._config, overwrite=self._overwrite)
+        attach_loggers(trainer, self._loggers)
+        for logger in self._loggers:
+            if isinstance(logger, MetricsCSV):
+                logger.open()
+            else:
+                getattr(logger, "experiment", None)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step > self._first:
+            self._folder.keep()

@@ -1,0 +1,212 @@
+"""What the checkpoints of a run hold: parts by name, which saving and resuming loop over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol, runtime_checkable
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from vsa.checkpoints.run_checkpoint import (
+    Checkpoint,
+    load_model_tensors,
+    load_optimizer_tensors,
+    optimizer_state,
+    refuse_key_difference,
+)
+from vsa.checkpoints.weight_source import Start
+from vsa.models.sharding import local, place
+
+Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
+"""Whose tensors a file of a checkpoint holds: a network, its optimizer, or tensors by name that are filled in place."""
+
+TOP_LEVEL = ("status", "gradients", "data", "metrics")
+"""Parts whose values stand at the top of `state.json`; those of others stand under the part's name."""
+
+NEWER = ("sparsity_state", "loss_window")
+"""Parts that older checkpoints lack: they are loaded from nothing."""
+
+SETTINGS = {"ema": "callbacks.ema", "discriminator": "objective.gan", "fake_steps": "objective.step_aware"}
+"""What decides whether there is a group of tensors."""
+
+
+class Stateful(Protocol):
+    """A part of a run that its checkpoints hold."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Plain values for JSON; a collective."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Take them back, before any network is made; what stands at the top level gets all of `state.json`."""
+
+
+@runtime_checkable
+class HasTensors(Stateful, Protocol):
+    """A part with tensors, each group a file."""
+
+    def tensors(self) -> Mapping[str, Owner]:
+        """Groups by name."""
+        ...
+
+
+class Weights:
+    """Networks with their optimizers.
+
+    Args:
+        groups: their groups of tensors, once they are made.
+    """
+
+    def __init__(self, groups: Callable[[], Mapping[str, Owner]]):
+        self.tensors = groups
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any, /) -> None:
+        pass
+
+
+class RunStart:
+    """How a run begins.
+
+    Args:
+        resume: the checkpoint it goes on from.
+        weights: what a new run takes its weights from; None: they are random.
+        config: the resolved settings, which build the model again for sampling.
+        micro_batches: of an optimizer step, for a module that steps its own optimizers.
+    """
+
+    # no dataclass: hydra would take one for settings
+    def __init__(
+        self,
+        *,
+        resume: Checkpoint | None = None,
+        weights: Start | None = None,
+        config: Mapping[str, Any] | None = None,
+        micro_batches: int = 1,
+    ):
+        self.resume, self.weights = resume, weights
+        self.config = config or {}
+        self.micro_batches = micro_batches
+
+
+NEW_RUN = RunStart()
+
+
+@dataclass
+class RunStatus:
+    """What the parts of a run tell each other.
+
+    Attributes:
+        flops_total: executed training FLOPs.
+        paused_seconds: spent on what is no training.
+        received: signal that ends the run, known to all ranks.
+        saved: checkpoint written last, or the one the run went on from.
+        prompt: caption of a clip that was asked for.
+    """
+
+    flops_total: float = 0.0
+    paused_seconds: float = 0.0
+    received: int | None = None
+    saved: Path | None = None
+    prompt: str | None = None
+
+    @contextmanager
+    def paused(self):
+        """Leave what happens inside out of the measured time."""
+        start = perf_counter()
+        yield
+        self.paused_seconds += perf_counter() - start
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"flops_total": self.flops_total}
+
+    def load_state_dict(self, state: Any, /) -> None:
+        self.flops_total = state["flops_total"]
+
+
+def parts_of(trainer: L.Trainer) -> dict[str, Any]:
+    """All parts of a run by name: those of its module, its data, and callbacks and loggers that name themselves one."""
+    owners: Any = trainer
+    named: list[Any] = [owner for owner in (*owners.callbacks, *trainer.loggers) if hasattr(owner, "part")]
+    return {**owners.lightning_module.parts(), "data": owners.datamodule, **{owner.part: owner for owner in named}}
+
+
+def values_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Values of the parts for `state.json`."""
+    values: dict[str, Any] = {}
+    for name, part in parts.items():
+        found = part.state_dict()
+        if name in TOP_LEVEL:
+            values |= found
+        elif found or not isinstance(part, HasTensors):
+            values[name] = found
+    return values
+
+
+def tensors_of(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of the parts by group and name."""
+    return {group: _tensors(owner) for group, owner in _groups(parts).items()}
+
+
+def _groups(parts: Mapping[str, Stateful]) -> dict[str, Owner]:
+    return {k: v for part in parts.values() if isinstance(part, HasTensors) for k, v in part.tensors().items()}
+
+
+def _tensors(owner: Owner) -> dict[str, Tensor]:
+    if isinstance(owner, nn.Module):
+        return dict(owner.named_parameters())
+    return optimizer_state(owner) if isinstance(owner, torch.optim.Optimizer) else dict(owner)
+
+
+def refuse_missing(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raise ValueError that names the values a checkpoint lacks."""
+    missing = [name for name in names if name not in checkpoint.state]
+    if missing:
+        raise ValueError(f"{checkpoint.path} is not a complete checkpoint of this run: missing {', '.join(missing)}")
+
+
+def load_values(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
+    """Put the values of all parts back.
+
+    Raises:
+        ValueError: names what is missing, or what a part refuses.
+    """
+    own = {name: part for name, part in parts.items() if not isinstance(part, HasTensors)}
+    refuse_missing(checkpoint, (name for name in own if name not in TOP_LEVEL + NEWER))
+    refuse_missing(checkpoint, (key for name in own if name in TOP_LEVEL for key in own[name].state_dict()))
+    for name, part in parts.items():
+        part.load_state_dict(checkpoint.state if name in TOP_LEVEL else checkpoint.state.get(name) or {})
+
+
+@torch.no_grad()
+def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
+    """Put the tensors of all parts back.
+
+    Raises:
+        ValueError: names a group that only one side has, or a tensor that does not fit.
+    """
+    groups = _groups(parts)
+    saved = {name.removesuffix(".safetensors") for name in checkpoint.state["files"]}
+    # an average may be left behind
+    for group in sorted((set(groups) ^ saved) - ({"ema"} - set(groups))):
+        word = "without" if group in groups else "with"
+        raise ValueError(f"{checkpoint.path} was trained {word} {SETTINGS.get(group, group)}")
+    for group, owner in groups.items():
+        tensors = checkpoint.tensors(group)
+        what = str(checkpoint.path) if group in ("model", "optimizer") else f"{group} of {checkpoint.path}"
+        if isinstance(owner, nn.Module):
+            load_model_tensors(owner, tensors, what)
+        elif isinstance(owner, torch.optim.Optimizer):
+            load_optimizer_tensors(owner, tensors, what)
+        else:
+            refuse_key_difference(set(owner), set(tensors), what)
+            for name, value in owner.items():
+                local(value).copy_(local(place(tensors[name], value)))
