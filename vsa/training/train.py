@@ -25,7 +25,7 @@ from vsa.attention.sparsity import SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve_checkpoint
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
 from vsa.checkpoints.wan_config import transformer_config
-from vsa.checkpoints.weight_source import resolve_start
+from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, check_targets, model_factory
 from vsa.errors import one_line_errors
 from vsa.training.callbacks.diagnostics import Diagnostics
@@ -108,7 +108,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder) -> None:
         )
     module.resume = resume
     if cfg.init_from is not None and resume is None:
-        module.init_from = resolve_start(cfg.init_from)
+        module.init_from = open_weights(cfg.init_from)
     module.check_weights(datamodule)
     module.config = OmegaConf.to_container(cfg, resolve=True)
     before = resume.state.get("config") if resume is not None else None

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from vsa.checkpoints.run_checkpoint import refuse_key_difference
+from vsa.checkpoints.weight_files import refuse_key_difference
 from vsa.models.sharding import local, place
 from vsa.training.modules.base import DiffusionModule
 

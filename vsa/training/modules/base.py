@@ -22,7 +22,7 @@ from vsa.checkpoints.run_checkpoint import (
 )
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_source import Start, refuse_other_sizes
+from vsa.checkpoints.weight_source import WeightSource, refuse_other_sizes
 from vsa.data.batch import VideoBatch
 from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount
@@ -88,7 +88,7 @@ class DiffusionModule(L.LightningModule):
         self.seed = seed
         self.guard = UpdateGuard(clip=grad_clip, max_skipped=max_skipped)
         self.resume: Checkpoint | None = None
-        self.init_from: Start | None = None
+        self.init_from: WeightSource | None = None
         self.config: Mapping[str, Any] = {}
         # called once nothing speaks against the run any more, before it writes anything
         self.on_ready: Callable[[], None] = lambda: None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vsa.checkpoints.run_checkpoint import Checkpoint, load_model_tensors, load_optimizer_tensors, optimizer_state
-from vsa.checkpoints.weight_source import Start
+from vsa.checkpoints.weight_source import WeightSource
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
@@ -55,7 +55,7 @@ class FakeScore(nn.Module):
         self._gan = gan
         self._num_steps = num_steps
 
-    def check(self, start: Start) -> None:
+    def check(self, start: WeightSource) -> None:
         """Refuse weights to start from that do not fit the network; no memory is taken.
 
         Raises:
@@ -99,7 +99,7 @@ class FakeScore(nn.Module):
             )
         return made
 
-    def load_start(self, start: Start) -> None:
+    def load_start(self, start: WeightSource) -> None:
         """Begin as the teacher."""
         start.load(self.network, gates_from_dense(self.network))
 
