@@ -15,6 +15,7 @@ from tests.commands import run_command
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.run_checkpoint import load_model_tensors, resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.run_folder import check_folder
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
 from vsa.checkpoints.wan import export_pretrained, sparse_settings
 from vsa.checkpoints.wan_config import transformer_config
@@ -351,6 +352,8 @@ def test_run_to_diffusers_and_back(tmp_path):
     assert (sparse.flow_shift, sparse.tile_thw, sparse.fine_gate) == (None, (2, 2, 2), True)
 
     convert(tmp_path / "a", tmp_path / "back", "--to", "run")
+    # a run folder as training makes them
+    check_folder(tmp_path / "back", overwrite=True)
     checkpoint = resolve_checkpoint(tmp_path / "back")
     tensors = checkpoint.tensors("model")
     assert tensors.keys() == ema.keys()

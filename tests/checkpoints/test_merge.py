@@ -19,6 +19,7 @@ from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.merge import MergedTensors
 from vsa.checkpoints.run_checkpoint import remove_checkpoint, resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.run_folder import check_folder
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
 from vsa.checkpoints.wan import export_pretrained, sparse_settings
 from vsa.checkpoints.wan_names import is_gate
@@ -181,6 +182,7 @@ def test_merged_run_is_the_sparse_one_with_the_steps_of_the_few_step_one(runs, c
     runs.merge()
     sparse, few, base = (resolve_checkpoint(runs.folder / name) for name in ("sparse", "few", "base"))
     found = resolve_checkpoint(runs.folder / "out")
+    check_folder(runs.folder / "out", overwrite=True)
     kept = ("step", "config", "latent_mean", "latent_std", "codec", "text_encoder", "latent_shapes")
     assert {key: found.state[key] for key in kept} == {key: sparse.state[key] for key in kept}
     assert (found.step, found.state["step_list"]) == (7, STEPS)

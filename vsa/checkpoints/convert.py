@@ -19,6 +19,7 @@ from torch import Tensor
 from vsa.attention.sparsity import resolve_topk
 from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.run_folder import write_manifest
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
 from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, refuse_other_attention
@@ -272,3 +273,4 @@ def write_run(
     # the run folder appears when all of it is written
     with new_folder(out) as temporary:
         write_checkpoint(temporary / "checkpoints", {"model": tensors}, state)
+        write_manifest(temporary)

@@ -20,6 +20,7 @@ from torch import Tensor
 from vsa.attention.full import FullAttention
 from vsa.checkpoints.convert import with_dtypes
 from vsa.checkpoints.run_checkpoint import write_checkpoint
+from vsa.checkpoints.run_folder import write_manifest
 from vsa.checkpoints.wan import export_pretrained, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import new_folder, refuse_existing
@@ -196,8 +197,7 @@ def merge_checkpoints(
     *,
     sparse: str,
     few_step: str,
-    sparse_weight: float = 1.0,
-    few_step_weight: float = 1.0,
+    factors: tuple[float, float] = (1.0, 1.0),
     steps: Sequence[float] | None = None,
 ) -> list[str]:
     """Write the merged generator: a run folder for a sparse run, a diffusers folder for a sparse folder.
@@ -207,8 +207,7 @@ def merge_checkpoints(
         out: must not exist.
         sparse: the base adapted to sparse attention.
         few_step: the base distilled to few steps, dense.
-        sparse_weight: factor on `sparse - base`.
-        few_step_weight: factor on `few_step - base`.
+        factors: on `sparse - base` and on `few_step - base`.
         steps: timesteps of a distilled source that does not say its own.
 
     Returns:
@@ -228,7 +227,7 @@ def merge_checkpoints(
         for source in (adapted, distilled)
         if (spec := other_base(source, dense)) is not None
     ]
-    weights = {"sparse_weight": sparse_weight, "few_step_weight": few_step_weight}
+    weights = dict(zip(("sparse_weight", "few_step_weight"), factors, strict=True))
     merged = MergedTensors(dense, adapted, distilled, **weights)
     if isinstance(adapted, RunWeights):
         merged_from = {key: {"source": source.source, "digest": source.digest} for key, source in named.items()}
@@ -236,6 +235,7 @@ def merge_checkpoints(
         # the run folder appears when all of it is written
         with new_folder(out) as temporary:
             write_checkpoint(temporary / "checkpoints", {"model": merged}, state)
+            write_manifest(temporary)
     else:
         assert adapted.sparse is not None
         # golden tensors are of other weights

@@ -57,18 +57,9 @@ def convert(
     from vsa.checkpoints.weight_source import open_weights
 
     options = Conversion(
-        to=to,
-        dtype=dtype,
-        max_shard_gb=max_shard_gb,
-        golden=golden,
-        golden_layers=numbers("--golden-layers", golden_layers, int),
-        topk=topk,
-        sparsity=sparsity,
-        grid=grid,
-        flow_shift=flow_shift,
-        dense_steps=dense_steps,
-        guidance=guidance,
-        guidance_form=guidance_form,
+        to=to, dtype=dtype, max_shard_gb=max_shard_gb, golden=golden,
+        golden_layers=numbers("--golden-layers", golden_layers, int), topk=topk, sparsity=sparsity, grid=grid,
+        flow_shift=flow_shift, dense_steps=dense_steps, guidance=guidance, guidance_form=guidance_form,
         step_list=numbers("--step-list", step_list, float),
-    )
+    )  # fmt: skip
     print(*convert_weights(open_weights(source, weights), out, options, like=like), sep="\n")

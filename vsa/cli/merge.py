@@ -33,13 +33,5 @@ def merge(
     """
     from vsa.checkpoints.merge import merge_checkpoints
 
-    told = merge_checkpoints(
-        base,
-        out,
-        sparse=sparse,
-        few_step=few_step,
-        sparse_weight=sparse_weight,
-        few_step_weight=few_step_weight,
-        steps=numbers("--step-list", step_list, float),
-    )
-    print(*told, sep="\n")
+    steps, factors = numbers("--step-list", step_list, float), (sparse_weight, few_step_weight)
+    print(*merge_checkpoints(base, out, sparse=sparse, few_step=few_step, factors=factors, steps=steps), sep="\n")

@@ -284,13 +284,8 @@ def write_latents(
 
     def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
         # one more than the samples: the null embedding is in the text shard too
-        with ShardWriter(
-            part,
-            codec=teacher.codec,
-            text_encoder=teacher.text_encoder,
-            samples_per_shard=len(span) + 1,
-            dtype=dtype,
-        ) as writer:
+        encoders = {"codec": teacher.codec, "text_encoder": teacher.text_encoder}
+        with ShardWriter(part, **encoders, samples_per_shard=len(span) + 1, dtype=dtype) as writer:
             for start in range(0, len(span), batch_size):
                 clips = [divmod(i, clips_per_prompt) for i in span[start : start + batch_size]]
                 seeds = [hash64(seed, "generate", *clip) >> 1 for clip in clips]
