@@ -1,7 +1,7 @@
 """Distil the toy model to a few steps in three ways, draw and print what each student is worth beside its teacher.
 
 Students: dense, sparse (both by distribution matching) and merged (the dense student's deltas added to those of a
-sparse adaptation of the teacher, scripts/merge_deltas.py). Every seed has a teacher of its own. Finished runs of as
+sparse adaptation of the teacher, `vsa merge`). Every seed has a teacher of its own. Finished runs of as
 many steps are kept: use another folder for other settings.
 
 python scripts/compare_distill.py outputs/distill_toy --seeds 0 1 2
@@ -13,8 +13,6 @@ import argparse
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +27,7 @@ from score_toy import CHANCE, score
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
+from vsa.checkpoints.merge import merge_checkpoints
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.data.codecs import HaarCodec
 from vsa.data.toy_videos import caption_of, clip_attributes, evaluation_prompts, render_clip
@@ -93,19 +92,10 @@ def decay(arm: str, steps: int) -> tuple[str, ...]:
 
 
 def merge(folder: Path) -> None:
-    """The merged student of one seed; it takes seconds and is made anew, so that it always fits its sources.
-
-    Raises:
-        ValueError: it failed; names the log.
-    """
-    merged, log = folder / "merged", folder / "merged.log"
+    """The merged student of one seed; it takes seconds and is made anew, so that it always fits its sources."""
+    merged, teacher, adapted, dense = (folder / name for name in ("merged", "teacher", "adapted", "dense"))
     shutil.rmtree(merged, ignore_errors=True)
-    sources = (folder / "teacher", "--sparse", folder / "adapted", "--few-step", folder / "dense")
-    with open(log, "w") as file:
-        command = [sys.executable, "scripts/merge_deltas.py", *map(str, sources), str(merged)]
-        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise ValueError(f"merging {merged} ended with status {done.returncode}, see {log}")
+    merge_checkpoints(str(teacher), merged, sparse=str(adapted), few_step=str(dense))
 
 
 def load_runs(folder: Path, device: str | None) -> dict[str, LoadedRun]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vsa.checkpoints.golden import GoldenError, attention_output, check_golden
-from vsa.checkpoints.wan import open_pretrained
+from vsa.checkpoints.weight_source import open_network
 from vsa.errors import one_line_errors, usable_device
 
 
@@ -42,7 +42,7 @@ def print_table(found: list[GoldenError]) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     device = usable_device(args.device)
-    model, info = open_pretrained(args.folder, device=device, backend=args.backend)
+    model, info = open_network(args.folder, device=device, backend=args.backend)
     with torch.no_grad():
         found = check_golden(info.folder, partial(attention_output, model))
     print_table(found)

@@ -33,7 +33,7 @@ from vsa.evaluation.evaluator import (
     write_evaluation,
 )
 from vsa.evaluation.video_metrics import load_lpips
-from vsa.sampling.pipeline import LoadedRun, choose_weights, load_run
+from vsa.sampling.pipeline import LoadedRun, load_run
 from vsa.training.callbacks.samples import HELD_OUT_PROMPTS
 
 
@@ -163,7 +163,7 @@ def settings_of(args: argparse.Namespace, checkpoint: Checkpoint, reference: str
         seed=samples.get("seed", 0) if args.seed is None else args.seed,
         **{**own, **{name: value for name, value in given.items() if value is not None}},
         batch_size=args.batch_size,
-        weights=choose_weights(checkpoint, args.weights),
+        weights=checkpoint.choose_weights(args.weights),
         reference=reference,
         val_loss=not args.no_val_loss,
         lpips=None if args.lpips is None else str(args.lpips.resolve()),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.config import model_factory
@@ -23,6 +24,7 @@ LINES = [
 VARIABLES = dict(re.findall(r"^(\w+)=(\S+)$", "\n".join(LINES), re.M))
 COMMANDS = [re.sub(r"\$(\w+)", lambda name: VARIABLES[name[1]], line) for line in LINES]
 SCRIPTS = [c for c in COMMANDS if c.startswith("python scripts/")]
+VSA = [c for c in COMMANDS if c.startswith("vsa ")]
 EXPERIMENTS = sorted((ROOT / "configs" / "experiment").glob("*.yaml"))
 
 
@@ -72,6 +74,19 @@ def test_script_commands_parse(command, monkeypatch):
     # control
     with pytest.raises((SystemExit, ValueError)):
         module.parse_args([*arguments, "--no-such-option"])
+
+
+@pytest.mark.parametrize("command", VSA)
+def test_vsa_commands_parse(command):
+    name, *arguments = shlex.split(command)[1:]
+    app = typer.Typer()
+    app.command()(getattr(importlib.import_module(f"vsa.cli.{name}"), name))
+    parser = typer.main.get_command(app)
+    # paths are not looked at
+    parser.make_context(name, list(arguments))
+    # control
+    with pytest.raises(Exception, match=r"(?i)no such option"):
+        parser.make_context(name, [*arguments, "--no-such-option"])
 
 
 @pytest.mark.parametrize("command", TRAININGS)
@@ -125,9 +140,9 @@ def test_every_experiment_says_how_to_run_it(path):
 def test_there_are_commands_to_check():
     scripts = {Path(shlex.split(command)[1]).stem for command in SCRIPTS}
     assert scripts >= {
-        *("encode_videos", "generate_latents", "sample", "evaluate", "convert_checkpoint", "conformance"),
-        "merge_deltas",
+        *("encode_videos", "sample", "evaluate", "conformance"),
     }
+    assert {shlex.split(command)[1] for command in VSA} >= {"latents", "convert", "merge"}
     for words in (
         "experiment=quickstart",
         "data=folder",

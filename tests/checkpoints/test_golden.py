@@ -19,7 +19,8 @@ from scripts.conformance import main
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.golden import TOLERANCE, GoldenCase, attention_output, check_golden, write_golden
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
-from vsa.checkpoints.wan import export_pretrained, open_pretrained, sparse_settings
+from vsa.checkpoints.wan import export_pretrained, sparse_settings
+from vsa.checkpoints.weight_source import open_network
 from vsa.models.video_dit import VideoDiT
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,7 @@ def by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase) -> torch.Tensor:
 @pytest.mark.parametrize("fine_gate", [False, True], ids=["coarse_gate", "both_gates"])
 def test_an_engine_written_by_hand_conforms(fine_gate, tmp_path):
     export(tmp_path / "out", fine_gate=fine_gate, dense_layers=(1,))
-    model, info = open_pretrained(tmp_path / "out")
+    model, info = open_network(tmp_path / "out")
     write_golden(model, info.folder)
     tensors = load_file(info.folder / "diffusion_pytorch_model.safetensors")
     seen: list[GoldenCase] = []
@@ -122,8 +123,8 @@ def test_an_engine_written_by_hand_conforms(fine_gate, tmp_path):
 @pytest.mark.parametrize("partition", ["cube", "hilbert_run"])
 def test_backends_of_ours_conform(partition, backend, tmp_path):
     export(tmp_path / "out", partition=partition)
-    write_golden(open_pretrained(tmp_path / "out")[0], tmp_path / "out")
-    model, _ = open_pretrained(tmp_path / "out", backend=backend)
+    write_golden(open_network(tmp_path / "out")[0], tmp_path / "out")
+    model, _ = open_network(tmp_path / "out", backend=backend)
     with torch.no_grad():
         found = check_golden(tmp_path / "out", partial(attention_output, model))
     assert len(found) == 3
@@ -132,7 +133,7 @@ def test_backends_of_ours_conform(partition, backend, tmp_path):
 
 def test_golden_files_are_reproducible_and_say_what_they_are(tmp_path):
     export(tmp_path / "out")
-    model, _ = open_pretrained(tmp_path / "out")
+    model, _ = open_network(tmp_path / "out")
     path = write_golden(model, tmp_path / "out", layers=[2, 0], topk=5, seed=7, tolerance=1e-3)
     first = path.read_bytes()
     assert write_golden(model, tmp_path / "out", layers=[2, 0], topk=5, seed=7, tolerance=1e-3).read_bytes() == first
@@ -150,7 +151,7 @@ def test_golden_files_are_reproducible_and_say_what_they_are(tmp_path):
 
 def test_selections_in_golden_files_are_no_near_ties(tmp_path):
     export(tmp_path / "out")
-    model, _ = open_pretrained(tmp_path / "out")
+    model, _ = open_network(tmp_path / "out")
     write_golden(model, tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors")
     with torch.no_grad():
@@ -171,7 +172,7 @@ def test_selections_in_golden_files_are_no_near_ties(tmp_path):
 
 def test_script_passes_and_fails_with_both_numbers(tmp_path, capsys):
     export(tmp_path / "out")
-    write_golden(open_pretrained(tmp_path / "out")[0], tmp_path / "out")
+    write_golden(open_network(tmp_path / "out")[0], tmp_path / "out")
     main([str(tmp_path / "out"), "--device", "cpu"])
     assert "3 layers of" in capsys.readouterr().out
 
@@ -195,7 +196,7 @@ def test_script_passes_and_fails_with_both_numbers(tmp_path, capsys):
 
 def test_a_nan_does_not_conform(tmp_path):
     export(tmp_path / "out")
-    write_golden(open_pretrained(tmp_path / "out")[0], tmp_path / "out")
+    write_golden(open_network(tmp_path / "out")[0], tmp_path / "out")
     found = check_golden(tmp_path / "out", lambda case: torch.full_like(case.hidden, torch.nan))
     assert all(row.failed for row in found)
 
@@ -203,7 +204,7 @@ def test_a_nan_does_not_conform(tmp_path):
 def test_bad_input(tmp_path):
     folder = tmp_path / "out"
     export(folder)
-    model, _ = open_pretrained(folder)
+    model, _ = open_network(folder)
     with pytest.raises(ValueError, match="names no golden file"):
         main([str(folder)])
     with pytest.raises(ValueError, match=r"layers must be in 0..2, got \[3\]"):
@@ -215,7 +216,7 @@ def test_bad_input(tmp_path):
     other = VideoDiT(attention=partial(VideoSparseAttention, tile_thw=(4, 4, 4), fine_gate=False), **SIZES)
     with pytest.raises(ValueError, match=r"tile_thw=\(2, 2, 2\), the model has \(4, 4, 4\)"):
         write_golden(other, folder)
-    write_golden(open_pretrained(folder)[0], folder)
+    write_golden(open_network(folder)[0], folder)
     with pytest.raises(ValueError, match=r"output has shape \(1, 59, 32\), expected \(1, 60, 32\)"):
         check_golden(folder, lambda case: case.hidden[:, 1:])
     (folder / "golden.safetensors").unlink()

@@ -169,9 +169,9 @@ def test_weights_must_fit_name_by_name():
     good = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
     ck.load_model_tensors(model, good, "here")
     assert torch.equal(model.weight, torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"here.*lacks 1 \(bias\)"):
+    with pytest.raises(ValueError, match="here lacks 1 tensors of the model: bias"):
         ck.load_model_tensors(model, {"weight": good["weight"]}, "here")
-    with pytest.raises(ValueError, match=r"unexpected 1 \(to_gate\)"):
+    with pytest.raises(ValueError, match="here has 1 tensors the model has no place for: to_gate"):
         ck.load_model_tensors(model, {**good, "to_gate": torch.ones(1)}, "here")
     with pytest.raises(ValueError, match=r"weight has shape \(3, 2\), the model needs \(2, 3\)"):
         ck.load_model_tensors(model, {**good, "weight": torch.ones(3, 2)}, "here")
@@ -212,5 +212,5 @@ def test_optimizer_state_round_trip_continues_bit_for_bit():
         assert not all(
             torch.equal(a, b) for a, b in zip(straight.parameters(), resumed(damaged).parameters(), strict=True)
         ), key
-    with pytest.raises(ValueError, match="unexpected"):
+    with pytest.raises(ValueError, match="x has 1 tensors the model has no place for: other"):
         ck.load_optimizer_tensors(optimizer, {"other/exp_avg": torch.ones(1)}, "x")

@@ -452,3 +452,16 @@ def test_script_encodes_with_a_wan_pipeline(
     assert reader.null_text.shape == (1, 32)
     with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
         script.main([str(tmp_path / "v"), str(tmp_path / "t"), "--vae", str(tmp_path / "nowhere")])
+
+
+def test_processes_share_the_gpus_by_rank(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop(args) -> None:
+        raise StopError(args.device)
+
+    monkeypatch.setattr(script, "usable_device", lambda name, rank: f"{name} of rank {rank}")
+    monkeypatch.setattr(script, "make_encoders", stop)
+    with pytest.raises(StopError, match=r"^cuda of rank 5$"):
+        script.main([str(tmp_path), str(tmp_path / "out"), "--rank", "5", "--world-size", "8", "--device", "cuda"])

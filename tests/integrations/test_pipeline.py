@@ -20,7 +20,8 @@ from tests.integrations import tiny
 from tests.integrations.oracle import masked_attention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig, TopkRange, read_sparse_config, write_sparse_config
-from vsa.checkpoints.wan import export_pretrained, open_pretrained
+from vsa.checkpoints.wan import export_pretrained
+from vsa.checkpoints.weight_source import open_network
 from vsa.data.video_files import read_video
 from vsa.diffusion.rollout import rollout_noise
 from vsa.diffusion.sampler import guide, sample_few_step
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pipeline's transformer with gates that do something."""
-    dense, _ = open_pretrained(folder)
+    dense, _ = open_network(folder)
 
     def attention(**layer: Any) -> VideoSparseAttention:
         return VideoSparseAttention(**layer, tile_thw=TILE, fine_gate=False)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import vsa.training.train as run_module
-from scripts.convert_checkpoint import main as convert
 from scripts.sample import main as sample
+from tests.commands import run_command
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import SAMPLING
 from vsa.checkpoints.sparse_config import read_sparse_config
+from vsa.cli.convert import convert as convert_command
 from vsa.config import build
 from vsa.sampling.pipeline import LoadedRun, clip_seeds, load_run, sample_latents, settings_dict
 
@@ -37,6 +38,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "distilled": {"step_list": (1000.0, 500.0)},
     "dense, distilled": {"attention": "full", "step_list": (1000.0, 500.0)},
 }
+
+
+def convert(words: list[str]) -> None:
+    run_command(convert_command, *words)
 
 
 @pytest.fixture
@@ -149,8 +154,8 @@ def test_weights_without_a_codec_say_what_to_give(make_run, write_tiny_run, tiny
     assert (status, out.exists()) == (1, False)
     assert err == (
         f"error: checkpoint {back}/checkpoints/step-00000000 holds weights without a codec and a text encoder: convert "
-        "it once more with --like RUN, a run that was trained on such latents and captions (convert_checkpoint.py), or "
-        "sample its export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)\n"
+        "it once more with --like RUN, a run that was trained on such latents and captions (`vsa convert`), or sample "
+        "its export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)\n"
     )
     # which is what helps
     convert([str(back), str(tmp_path / "whole"), "--to", "run", "--like", str(run)])

@@ -7,7 +7,6 @@ import json
 import math
 import multiprocessing
 import os
-import runpy
 import shutil
 import signal
 from collections.abc import Callable
@@ -22,9 +21,11 @@ from safetensors.torch import load_file as library_load
 from safetensors.torch import save_file as library_save
 from torch import nn
 
+from tests.commands import run_command
 from tests.tiny_runs import TinyTraining
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.cli.convert import convert
 from vsa.config import build, model_factory
 from vsa.diffusion.flow_matching import FlowShift, mixed_generator, noise_like
 from vsa.diffusion.rollout import rollout_index, stream_seeds
@@ -492,11 +493,10 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
 def test_a_folder_as_teacher_is_pinned_by_what_it_was(distill, training, tmp_path):
     """Weights in diffusers' layout are read once: what becomes of their folder meanwhile changes nothing."""
     folder = tmp_path / "dense"
-    convert = runpy.run_path(str(ROOT / "scripts" / "convert_checkpoint.py"))["main"]
     # diffusers has no absolute positions
     plain = "model.absolute_positions=false"
     training(*DENSE, plain, "run=plain", "trainer.max_steps=2")
-    convert([str(training.folder("plain")), str(folder), "--to", "diffusers"])
+    run_command(convert, training.folder("plain"), folder, "--to", "diffusers")
     own = (plain, "task.latent_scale=shared", f"task.teacher={folder}", f"init_from={folder}", "task.generator_every=1")
     gone = At(1, before=lambda trainer, module: folder.rename(tmp_path / "away"))
     distill(*own, "trainer.max_steps=3", "run=moved", "callbacks.checkpoint.every_n_steps=1", callbacks=(gone,))

@@ -104,7 +104,7 @@ def write_golden(
     that rounding does not decide which tiles are compared.
 
     Args:
-        model: holds the folder's own weights (`open_pretrained`), in float32.
+        model: holds the folder's own weights (`open_network`), in float32.
         folder: with a `sparse_attention.json`.
         layers: which to write; None: all.
         grid_thw: token grid; None: one and a bit tiles in time, two and a bit in height, two in width.

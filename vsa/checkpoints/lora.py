@@ -5,13 +5,12 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.models.video_dit import VideoDiT
 
 _ADAPTER = "default"
@@ -62,33 +61,22 @@ class LoRA:
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
 
 
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of a model with adapters by those of the plain model; the adapters' own are left out."""
+    return {name.replace(".base_layer.", "."): name for name in names if ".lora_" not in name}
+
+
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are no adapter's, under the names they have without adapters."""
-    return {
-        name.replace(".base_layer.", "."): parameter
-        for name, parameter in model.named_parameters()
-        if ".lora_" not in name
-    }
+    parameters = dict(model.named_parameters())
+    return {plain: parameters[name] for plain, name in plain_names(parameters).items()}
 
 
-def merged_tensors(tensors: Mapping[str, Tensor], lora: LoRA) -> dict[str, Tensor]:
-    """Tensors of a model with adapters, as those of the plain model with the adapters added to its weights."""
-    merged = {}
-    for name, value in tensors.items():
-        if ".lora_" in name:
-            continue
-        layer, base, field = name.rpartition(".base_layer.")
-        if base and field == "weight":
-            a, b = (tensors[f"{layer}.lora_{part}.{_ADAPTER}.weight"] for part in "AB")
-            value = value + (lora.alpha / lora.rank) * torch.mm(b.float(), a.float()).to(value.dtype)
-        merged[f"{layer}.{field}" if base else name] = value
-    return merged
-
-
-def plain_tensors(checkpoint: Checkpoint, group: str) -> dict[str, Tensor]:
-    """Tensors of "model" or "ema" under the plain model's names, adapters merged."""
-    tensors = checkpoint.tensors(group)
-    node = checkpoint.state.get("config", {}).get("task", {}).get("lora")
-    if node is None:
-        return tensors
-    return merged_tensors(tensors, LoRA(**{key: value for key, value in node.items() if key != "_target_"}))
+def merged_tensor(read: Callable[[str], Tensor], name: str, lora: LoRA) -> Tensor:
+    """A tensor of a model with adapters, as the plain model has it; `read` gives tensors by the names with adapters."""
+    value = read(name)
+    layer, base, field = name.rpartition(".base_layer.")
+    if not base or field != "weight":
+        return value
+    a, b = (read(f"{layer}.lora_{part}.{_ADAPTER}.weight") for part in "AB")
+    return value + (lora.alpha / lora.rank) * torch.mm(b.float(), a.float()).to(value.dtype)

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vsa.checkpoints.weight_files import sync
+from vsa.checkpoints.weight_files import exhaust, refuse_key_difference, refuse_other_tensors, sync
 from vsa.files import writing
 from vsa.models.sharding import local, place, whole
 from vsa.moved import moved_targets
@@ -64,6 +64,20 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return f"{name}.safetensors" in self.state["files"]
 
+    def choose_weights(self, weights: Literal["ema", "model"] | None = None) -> Literal["ema", "model"]:
+        """The weights that are asked for, or the averaged ones where there are any.
+
+        Raises:
+            ValueError: no weights of the name asked for.
+        """
+        if weights not in (None, "ema", "model"):
+            raise ValueError(f"weights must be ema or model, got {weights!r}")
+        if weights is None:
+            return "ema" if self.has("ema") else "model"
+        if not self.has(weights):
+            raise ValueError(f"checkpoint {self.path} has no {weights} weights")
+        return weights
+
 
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
@@ -97,16 +111,10 @@ def write_checkpoint(
         if writes:
             _write(folder, final, tensors, wholes, state)
     except OSError:
-        _exhaust(wholes)
+        exhaust(wholes)
         raise
-    _exhaust(wholes)
+    exhaust(wholes)
     return final
-
-
-def _exhaust(wholes: Iterator[Tensor]) -> None:
-    """Take part in gathering what this process does not write."""
-    for _ in wholes:
-        pass
 
 
 def _write(
@@ -258,18 +266,6 @@ def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None, *, verify:
     return read_checkpoint(path, verify=verify)
 
 
-def refuse_key_difference(wanted: set[str], found: set[str], what: str) -> None:
-    """Raise ValueError that names missing and unexpected keys."""
-    missing, unexpected = sorted(wanted - found), sorted(found - wanted)
-    if missing or unexpected:
-        parts = [
-            f"{label} {len(keys)} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
-            for label, keys in (("lacks", missing), ("has unexpected", unexpected))
-            if keys
-        ]
-        raise ValueError(f"{what} does not fit the model: it {' and '.join(parts)}")
-
-
 @torch.no_grad()
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
     """Copy `tensors` into the parameters of `model`; every key must fit.
@@ -278,12 +274,9 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: st
         ValueError: a key is missing or left over, or a shape differs; the text names it and `what`.
     """
     parameters = dict(model.named_parameters())
-    refuse_key_difference(set(parameters), set(tensors), what)
+    expected, actual = ({name: tuple(t.shape) for name, t in group.items()} for group in (parameters, tensors))
+    refuse_other_tensors(expected, actual, what)
     for name, parameter in parameters.items():
-        if tensors[name].shape != parameter.shape:
-            raise ValueError(
-                f"{what}: {name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(parameter.shape)}"
-            )
         local(parameter).copy_(local(place(tensors[name], parameter)))
 
 

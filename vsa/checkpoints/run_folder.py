@@ -224,8 +224,7 @@ class RunFolder:
             self._before = {name: _content(self.path / name) for name in (MANIFEST, "config.yaml", "metrics.csv")}
         self.path.mkdir(parents=True, exist_ok=True)
         if not _has_manifest(self.path):
-            with atomic_file(self.path / MANIFEST) as path:
-                path.write_text(json.dumps(_manifest(), indent=1) + "\n")
+            write_manifest(self.path)
         with atomic_file(self.path / "config.yaml") as path:
             path.write_text(config)
 
@@ -319,9 +318,12 @@ def _put_back(folder: Path) -> None:
     )
 
 
-def _manifest() -> dict[str, str]:
+def write_manifest(folder: Path) -> None:
+    """Mark a folder as a run of this project."""
     try:
         installed = version(PROJECT)
     except PackageNotFoundError:
         installed = "not installed"
-    return {"written_by": PROJECT, "version": installed, "run_id": secrets.token_hex(8), "created": _now()}
+    manifest = {"written_by": PROJECT, "version": installed, "run_id": secrets.token_hex(8), "created": _now()}
+    with atomic_file(folder / MANIFEST) as path:
+        path.write_text(json.dumps(manifest, indent=1) + "\n")

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,34 +82,35 @@ class WeightFiles:
     """The tensors of a weights folder, read one at a time; opening reads the headers only.
 
     Args:
-        folder: holds `diffusion_pytorch_model.safetensors`, or shards with an index.
+        folder: holds `NAME.safetensors`, or shards with an index.
+        name: of the file.
 
     Raises:
         ValueError: no weights, a tensor in two files, or a file that is missing, damaged or does not agree with the
             index.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, name: str = WEIGHTS):
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._names: dict[str, str] = {}
-        index = folder / f"{WEIGHTS}.safetensors.index.json"
+        index = folder / f"{name}.safetensors.index.json"
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise ValueError(f"{index} has no weight_map")
-            for name in sorted(set(weight_map.values())):
-                self._open(folder / name)
+            for file in sorted(set(weight_map.values())):
+                self._open(folder / file)
             if set(weight_map) != set(self._files):
                 odd = sorted(set(weight_map) ^ set(self._files))
                 raise ValueError(f"{index} and its files do not hold the same tensors: {', '.join(odd[:3])}")
-            for key, name in weight_map.items():
-                if self._names[key] != name:
-                    raise ValueError(f"{index} has {key} in {name}, but it is in {self._names[key]}")
-        elif (folder / f"{WEIGHTS}.safetensors").is_file():
-            self._open(folder / f"{WEIGHTS}.safetensors")
+            for key, file in weight_map.items():
+                if self._names[key] != file:
+                    raise ValueError(f"{index} has {key} in {file}, but it is in {self._names[key]}")
+        elif (folder / f"{name}.safetensors").is_file():
+            self._open(folder / f"{name}.safetensors")
         else:
-            raise ValueError(f"{folder} has no {WEIGHTS}.safetensors and no index of shards")
+            raise ValueError(f"{folder} has no {name}.safetensors and no index of shards")
 
     def _open(self, path: Path) -> None:
         try:
@@ -143,6 +144,35 @@ class WeightFiles:
     def rows(self, key: str, start: int, stop: int) -> Tensor:
         """Part of the first dimension, on the CPU."""
         return self._files[key].get_slice(key)[start:stop]
+
+
+def refuse_key_difference(expected: Collection[str], actual: Collection[str], what: str) -> None:
+    """Raise ValueError that names tensors which `what` lacks or has beside those of a model."""
+    if missing := set(expected) - set(actual):
+        raise ValueError(f"{what} lacks {len(missing)} tensors of the model: {some(missing)}")
+    if unexpected := set(actual) - set(expected):
+        raise ValueError(f"{what} has {len(unexpected)} tensors the model has no place for: {some(unexpected)}")
+
+
+def refuse_other_tensors(
+    expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]], what: str
+) -> None:
+    """Raise ValueError when names or shapes of tensors are not those of a model; `what` names where they were found."""
+    refuse_key_difference(expected, actual, what)
+    for key, shape in expected.items():
+        if actual[key] != shape:
+            raise ValueError(f"{what}: {key} has shape {actual[key]}, the model needs {shape}")
+
+
+def some(keys: Collection[str]) -> str:
+    """The first keys of many, for a message."""
+    return ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
+
+
+def exhaust(values: Iterator[Any]) -> None:
+    """Take part in gathering what this process does not write."""
+    for _ in values:
+        pass
 
 
 def refuse_existing(folder: Path) -> None:

@@ -1,95 +1,292 @@
-"""What a new run starts from: the weights of a run of this project, or a folder or hub id in diffusers' Wan layout."""
+"""Weights from somewhere: one answer for everything that starts from, samples, converts or merges weights.
+
+`open_weights` tells a run or checkpoint folder, a folder or hub id in diffusers' layout (FastVideo's is the same, with
+gates that nothing describes) and a folder of Wan's original layout apart. A new layout is one class here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
-from vsa.checkpoints.lora import own_parameters, plain_tensors
+from vsa.attention.sparsity import SparsitySchedule
+from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
+from vsa.checkpoints.sampling_settings import read_sampling_part, sampling_of
+from vsa.checkpoints.sparse_config import (
+    SPARSE_CONFIG,
+    ExportedSparsity,
+    SparseAttentionConfig,
+    has_sparse_config,
+    read_sparse_config,
+)
 from vsa.checkpoints.wan import (
     Gates,
-    check_pretrained,
+    attention_of,
     gate_names,
-    load_pretrained,
-    refuse_other_gates,
-    refuse_other_tensors,
-    refuse_random_gates,
+    refuse_other_attention,
+    sparse_settings,
 )
-from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import pretrained_folder
+from vsa.checkpoints.wan_config import transformer_config, video_dit_arguments
+from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
+from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json, some
+from vsa.checkpoints.weights import WeightSource
+from vsa.config import build, check_targets, model_factory
 from vsa.data.codecs import WanVAE
 from vsa.data.pretrained import weights_digest
-from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
     from vsa.data.datamodule import PlanDataModule
 
+Group = Literal["ema", "model"]
 
-class Start(Protocol):
-    """Weights that a model is checked against and filled with.
 
-    Attributes:
-        source: what names them again: a checkpoint folder of a run, a folder or a hub id.
-        statistics: mean and standard deviation `[C]` of the latents they were trained on, as lists; None if unknown.
-        step_list: timesteps of a few-step generator; None for a model of all noise levels.
+class RunWeights(WeightSource):
+    """Weights of a run of this project.
+
+    Args:
+        checkpoint: to read from.
+        group: "ema" or "model"; None: the averaged ones where there are any.
+
+    Raises:
+        ValueError: no weights of that name.
     """
 
-    @property
-    def source(self) -> str: ...
+    def __init__(self, checkpoint: Checkpoint, group: Group | None = None):
+        self.checkpoint = checkpoint
+        self.group = checkpoint.choose_weights(group)
+        files = WeightFiles(checkpoint.path, self.group)
+        super().__init__(str(checkpoint.path), files, plain_names(files.keys), checkpoint.state)
+        node = (self.run_config.get("task") or {}).get("lora") or {}
+        self._lora = LoRA(**{key: value for key, value in node.items() if key != "_target_"}) if node else None
 
-    @property
-    def statistics(self) -> tuple[list[float], list[float]] | None: ...
+    def __str__(self) -> str:
+        return f"{self.source} ({self.group} weights)"
 
-    @property
-    def step_list(self) -> Sequence[float] | None: ...
+    def __getitem__(self, name: str) -> Tensor:
+        key = self.keys_in_files[name]
+        return self.files.read(key) if self._lora is None else merged_tensor(self.files.read, key, self._lora)
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        return super()._rows(name, start, stop) if self._lora is None else self[name][start:stop]
 
     @property
     def digest(self) -> str:
-        """Tells these weights from others."""
-        ...
+        return self.state["files"][f"{self.group}.safetensors"]
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return transformer_config(self._meta)
+
+    @cached_property
+    def _meta(self) -> VideoDiT:
+        with torch.device("meta"):
+            return self.network()
+
+    @property
+    def schedule(self) -> SparsitySchedule:
+        """The schedule of the run as far as it got, or what an export that became a run says."""
+        if (exported := self._exported) is not None:
+            return ExportedSparsity(exported)
+        schedule: SparsitySchedule = build(self.run_config["sparsity"])
+        schedule.load_state_dict(self.state.get("sparsity_state", {}))
+        return schedule
+
+    @property
+    def _exported(self) -> SparseAttentionConfig | None:
+        values = self.state.get("sparse_attention")
+        return None if values is None else SparseAttentionConfig.from_json(json.dumps(values))
+
+    @cached_property
+    def sparse(self) -> SparseAttentionConfig | None:
+        sparse = self._exported
+        if sparse is None and any(map(is_gate, self)):
+            sparse = self._described()
+        return sparse if sparse is None or self.step_list is None else sparse.sampled_at(self.step_list)
+
+    def _described(self) -> SparseAttentionConfig:
+        """What the schedule and the state say; the largest grid of the training is the reference."""
+        model, schedule, state = self._meta, self.schedule, self.state
+        shapes = sorted({tuple(shape) for shape in state["latent_shapes"]}, key=lambda s: (-s[1] * s[2] * s[3], s))
+        num_tiles = [model.layout_for(shape, "cpu").num_video_tiles for shape in shapes]
+        layers = len(model.blocks)
+        rows = (schedule.topk_after(state["step"], n, layers) for n in num_tiles)
+        # a run that names its sampling shift samples as the model is meant to; the training shift is another thing
+        sampling = sampling_of(self.run_config)
+        sampling = sampling if "flow_shift" in sampling else {}
+        return SparseAttentionConfig(
+            **sparse_settings(model),
+            grid_topk=tuple((row,) * layers if isinstance(row, int) else row for row in rows),
+            num_tiles=tuple(num_tiles),
+            grids=tuple(model.grid(shape) for shape in shapes),
+            budget=schedule.budget,
+            dense_layers=schedule.dense_layers,
+            flow_shift=sampling.get("flow_shift"),
+            guidance_scale=sampling.get("guidance"),
+        )
+
+    def network(self, **options: Any) -> VideoDiT:
+        self.require_config("model", "attention")
+        check_targets(self.run_config)
+        return model_factory(self.run_config)(**options)
+
+    def require_config(self, *keys: str) -> None:
+        """Raise ValueError when the config lacks one of `keys`."""
+        for key in keys:
+            if key not in self.run_config:
+                raise ValueError(f"checkpoint {self.source} has no config for {key}")
+
+    def refuse_other_architecture(self, model: VideoDiT) -> None:
+        refuse_other_sizes(model, self.checkpoint)
+
+
+class PretrainedWeights(WeightSource):
+    """Weights in diffusers' Wan layout.
+
+    Args:
+        source: a pipeline's folder, a transformer's folder, or a hub id.
+        folder: the transformer's, downloaded by now.
+    """
+
+    def __init__(self, source: str, folder: Path):
+        files = WeightFiles(folder)
+        state = read_sampling_part(folder) or {}
+        self._sparse = read_sparse_config(folder) if has_sparse_config(folder) else None
+        if self._sparse is not None:
+            state["step_list"] = self._sparse.step_list
+        super().__init__(source, files, self._names(files.keys), state)
+
+    def _names(self, keys: list[str]) -> dict[str, str]:
+        return {key: key for key in keys if not is_unused(key)}
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def digest(self) -> str:
+        return weights_digest(self.folder)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return read_json(self.folder / "config.json")
+
+    @property
+    def sparse(self) -> SparseAttentionConfig | None:
+        return self._sparse
+
+    @property
+    def _described(self) -> SparseAttentionConfig | None:
+        """How the gates are used; raises ValueError when there are gates and nothing describes them."""
+        return read_sparse_config(self.folder) if any(map(is_gate, self)) else self.sparse
+
+    def network(self, **options: Any) -> VideoDiT:
+        backend = options.pop("backend", None)
+        attention: Callable[..., Any] = options.pop("attention", None) or attention_of(self._described, backend)
+        return VideoDiT(attention=attention, **video_dit_arguments(self.config))
+
+    def refuse_other_architecture(self, model: VideoDiT) -> None:
+        path = self.folder / "config.json"
+        try:
+            theirs, ours = (video_dit_arguments(config) for config in (self.config, transformer_config(model)))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        for key, value in theirs.items():
+            if value != ours[key]:
+                raise ValueError(f"{path} has {key}={value}, the model has {ours[key]}")
+        sparse = self._described
+        if sparse is not None and (odd := set(sparse.gate_keys) ^ {name for name in self if is_gate(name)}):
+            raise ValueError(
+                f"{self.name}: the weights do not hold the gates that {SPARSE_CONFIG} names, they differ in {some(odd)}"
+            )
 
     def check(self, model: VideoDiT, gates: Gates) -> None:
-        """Refuse weights that do not fit; nothing is copied, the model may be on the meta device.
-
-        Args:
-            model: without adapters.
-            gates: see `vsa.checkpoints.wan.load_pretrained`.
-
-        Raises:
-            ValueError: names what differs.
-        """
-        ...
+        super().check(model, gates)
+        if gates == "required" and self._sparse is not None:
+            refuse_other_attention(model, self._sparse, str(self.folder / SPARSE_CONFIG))
 
     def check_data(self, data: PlanDataModule) -> None:
-        """Refuse data that the weights do not understand, where that is known.
+        super().check_data(data)
+        if self.statistics is None and data.codec.statistics is not None:
+            # a VAE that publishes statistics comes from such a pipeline, whose models expect them and padded captions
+            for key, ours, wanted in (("stats", data.stats, "codec"), ("text_padding", data.text_padding, "zeros")):
+                if ours != wanted:
+                    raise ValueError(f"{self.source} was trained with data.{key}={wanted}, the data have {ours}")
+        vae = self.folder.parent / "vae"
+        if self.folder.name != "transformer" or not (vae / "config.json").is_file():
+            return
+        # of a hub id the config came with the transformer, its weights did not
+        theirs = WanVAE(str(vae) if Path(self.source).exists() else self.source)
+        if theirs.hash != data.codec.hash:
+            raise ValueError(
+                f"{self.source} has the VAE {theirs.id} (hash {theirs.hash}), "
+                f"data.codec is {data.codec.id} (hash {data.codec.hash})"
+            )
 
-        Raises:
-            ValueError: names the setting with both values.
-        """
-        ...
 
-    def load(self, model: VideoDiT, gates: Gates) -> None:
-        """Fill every parameter that is no adapter's; each rank reads its own part of sharded ones."""
-        ...
+class WanWeights(PretrainedWeights):
+    """Weights under the names of Wan's original code."""
+
+    def _names(self, keys: list[str]) -> dict[str, str]:
+        return {wan_to_diffusers(key): key for key in keys}
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return config_of_wan(read_json(self.folder / "config.json"), self.shapes)
 
 
-def resolve_start(spec: str) -> Start:
-    """The weights that `init_from=spec` names.
+def is_run(spec: str | Path) -> bool:
+    """Whether `spec` is a run or checkpoint folder of this project."""
+    return (Path(spec) / "checkpoints").is_dir() or (Path(spec) / "state.json").is_file()
+
+
+def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
+    """The weights that `spec` names: a run (its newest checkpoint), a checkpoint folder, a folder or a hub id.
+
+    Args:
+        spec: see `pretrained_folder` for what is not a run.
+        group: see `RunWeights`.
 
     Raises:
-        ValueError: nothing there that holds weights.
+        ValueError: nothing there that holds weights, or a group of weights that are not a run's.
     """
-    path = Path(spec)
-    if (path / "checkpoints").is_dir() or (path / "state.json").is_file():
-        return RunStart(checkpoint=resolve_checkpoint(path))
-    return PretrainedStart(source=spec, folder=pretrained_folder(spec))
+    if is_run(spec):
+        return RunWeights(resolve_checkpoint(spec), group)
+    if group is not None:
+        raise ValueError(f"--weights {group} is for runs, and {spec} is none")
+    folder = pretrained_folder(spec)
+    is_wan = read_json(folder / "config.json").get("_class_name") == "WanModel"
+    return (WanWeights if is_wan else PretrainedWeights)(str(spec), folder)
+
+
+def open_network(
+    spec: str | Path, *, device: torch.device | str = "cpu", backend: str | None = None
+) -> tuple[VideoDiT, WeightSource]:
+    """The network of a weights folder in float32, filled, and where its weights came from.
+
+    Args:
+        spec: a folder or hub id in diffusers' or Wan's layout.
+        device: where the parameters go.
+        backend: of the sparse attention; None picks by device.
+
+    Raises:
+        ValueError: an architecture that `VideoDiT` does not have, or weights that do not fit it.
+    """
+    folder = pretrained_folder(spec)
+    source = open_weights(folder)
+    with torch.device("meta"):
+        model = source.network(backend=backend)
+    gates: Gates = "required" if gate_names(model) else "absent"
+    source.check(model, gates)
+    source.load(model.to_empty(device=device), gates)
+    return model, source
 
 
 def refuse_other_sizes(model: VideoDiT, checkpoint: Checkpoint) -> None:
@@ -106,115 +303,3 @@ def refuse_other_sizes(model: VideoDiT, checkpoint: Checkpoint) -> None:
     for key, value in ours_by_key.items():
         if theirs_by_key.get(key, value) != value:
             raise ValueError(f"{checkpoint.path} has model.{key}={theirs_by_key[key]}, the model has {value}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunStart:
-    """Weights of a run of this project: the averaged ones where there are any, adapters merged.
-
-    Args:
-        checkpoint: to read from.
-    """
-
-    checkpoint: Checkpoint
-
-    @property
-    def source(self) -> str:
-        return str(self.checkpoint.path)
-
-    @property
-    def statistics(self) -> tuple[list[float], list[float]] | None:
-        state = self.checkpoint.state
-        return (state["latent_mean"], state["latent_std"]) if "latent_mean" in state else None
-
-    @property
-    def step_list(self) -> list[float] | None:
-        return self.checkpoint.state.get("step_list")
-
-    @property
-    def digest(self) -> str:
-        return self.checkpoint.state["files"][f"{self._group}.safetensors"]
-
-    @property
-    def _group(self) -> str:
-        return "ema" if self.checkpoint.has("ema") else "model"
-
-    def check(self, model: VideoDiT, gates: Gates) -> None:
-        refuse_other_sizes(model, self.checkpoint)
-        if gates == "initial":
-            refuse_random_gates(model)
-        found = {name: tuple(value.shape) for name, value in plain_tensors(self.checkpoint, self._group).items()}
-        ours = set(gate_names(model))
-        refuse_other_gates(ours, {name for name in found if is_gate(name) or name in ours}, gates, self.source)
-        expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        left_out = set() if gates == "required" else ours
-        refuse_other_tensors({n: shape for n, shape in expected.items() if n not in left_out}, found, self.source)
-
-    def check_data(self, data: PlanDataModule) -> None:
-        state = self.checkpoint.state
-        for key, ours in (("codec", data.codec), ("text_encoder", data.text_encoder)):
-            theirs = state.get(key)
-            if theirs is not None and theirs["hash"] != ours.hash:
-                raise ValueError(
-                    f"{self.source} was trained with {key} {theirs['id']} (hash {theirs['hash']}), "
-                    f"data.{key} is {ours.id} (hash {ours.hash})"
-                )
-        node = state.get("config", {}).get("data")
-        padding = data.text_padding if node is None else node.get("text_padding", "mask")
-        if padding != data.text_padding:
-            raise ValueError(f"{self.source} has data.text_padding={padding}, the data have {data.text_padding}")
-
-    @torch.no_grad()
-    def load(self, model: VideoDiT, gates: Gates) -> None:
-        tensors = plain_tensors(self.checkpoint, self._group)
-        for name, parameter in own_parameters(model).items():
-            if name in tensors:
-                local(parameter).copy_(local(place(tensors[name], parameter)))
-        if gates == "initial":
-            for block in model.blocks:
-                block.method.reset_extra_parameters()  # type: ignore[union-attr, operator]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainedStart:
-    """Weights in diffusers' Wan layout.
-
-    Args:
-        source: a pipeline's folder, a transformer's folder, or a hub id.
-        folder: the transformer's, downloaded by now.
-    """
-
-    source: str
-    folder: Path
-    statistics: None = None
-    step_list: None = None
-
-    @property
-    def digest(self) -> str:
-        return weights_digest(self.folder)
-
-    def check(self, model: VideoDiT, gates: Gates) -> None:
-        check_pretrained(model, self.folder, gates=gates)
-
-    def check_data(self, data: PlanDataModule) -> None:
-        if data.codec.statistics is not None:
-            # a VAE that publishes statistics comes from such a pipeline, whose models expect them and padded captions
-            for key, ours, wanted in (
-                ("stats", data.stats, "codec"),
-                ("text_padding", data.text_padding, "zeros"),
-            ):
-                if ours != wanted:
-                    raise ValueError(f"{self.source} was trained with data.{key}={wanted}, the data have {ours}")
-        vae = self.folder.parent / "vae"
-        if self.folder.name != "transformer" or not (vae / "config.json").is_file():
-            return
-        # of a hub id the config came with the transformer, its weights did not
-        theirs = WanVAE(str(vae) if Path(self.source).exists() else self.source)
-        if theirs.hash != data.codec.hash:
-            raise ValueError(
-                f"{self.source} has the VAE {theirs.id} (hash {theirs.hash}), "
-                f"data.codec is {data.codec.id} (hash {data.codec.hash})"
-            )
-
-    def load(self, model: VideoDiT, gates: Gates) -> None:
-        load_pretrained(model, self.folder, gates=gates, parameters=own_parameters(model))

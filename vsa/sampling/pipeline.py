@@ -6,7 +6,6 @@ N clips, B clips per batch, C T H W latent channels, frames and size, S E text t
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor
 
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, mean_topk, resolve_topk
-from vsa.checkpoints.lora import plain_tensors
-from vsa.checkpoints.run_checkpoint import Checkpoint, load_model_tensors, resolve_checkpoint
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of
-from vsa.checkpoints.sparse_config import ExportedSparsity, SparseAttentionConfig
-from vsa.config import build, check_targets, model_factory
+from vsa.checkpoints.wan import gate_names
+from vsa.checkpoints.weight_source import RunWeights
+from vsa.config import build, check_targets
 from vsa.data.batch import TextPadding, pad_text
 from vsa.data.codecs import Codec
 from vsa.data.text import TextEncoder
@@ -193,19 +192,6 @@ class LoadedRun:
         )
 
 
-def choose_weights(checkpoint: Checkpoint, weights: Literal["ema", "model"] | None = None) -> Literal["ema", "model"]:
-    """The weights to take from a checkpoint: those asked for, or the averaged ones where it has any.
-
-    Raises:
-        ValueError: no weights of the name asked for.
-    """
-    if weights is None:
-        return "ema" if checkpoint.has("ema") else "model"
-    if not checkpoint.has(weights):
-        raise ValueError(f"checkpoint {checkpoint.path} has no {weights} weights")
-    return weights
-
-
 def load_run(
     path: str | Path, *, weights: Literal["ema", "model"] | None = None, device: torch.device | str | None = None
 ) -> LoadedRun:
@@ -213,37 +199,29 @@ def load_run(
 
     Args:
         path: a run folder (its newest valid checkpoint) or a checkpoint folder.
-        weights: "ema" for the averaged weights, "model" for the trained ones; None: see `choose_weights`.
+        weights: "ema" for the averaged weights, "model" for the trained ones; None: averaged ones where there are any.
         device: None takes a GPU when there is one.
 
     Raises:
         ValueError: nothing valid at `path`, no weights of that name, a config that builds something else than our
             classes, or a codec or text encoder that is not the one of the training data.
     """
-    if weights not in (None, "ema", "model"):
-        raise ValueError(f"weights must be ema or model, got {weights!r}")
-    checkpoint = resolve_checkpoint(path)
-    state = checkpoint.state
-    timesteps = state.get("step_list")
-    weights = choose_weights(checkpoint, weights)
-    config = state.get("config") or {}
+    source = RunWeights(resolve_checkpoint(path), weights)
+    state, config = source.state, source.run_config
     check_targets(config)
     if "data" not in config:
         raise ValueError(
-            f"checkpoint {checkpoint.path} holds weights without a codec and a text encoder: convert it once more with "
-            "--like RUN, a run that was trained on such latents and captions (convert_checkpoint.py), or sample its "
+            f"checkpoint {source.name} holds weights without a codec and a text encoder: convert it once more with "
+            "--like RUN, a run that was trained on such latents and captions (`vsa convert`), or sample its "
             "export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)"
         )
-    for key in ("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"])):
-        if key not in config:
-            raise ValueError(f"checkpoint {checkpoint.path} has no config for {key}")
-    codec = _matching(config, "codec", state, checkpoint.path)
-    text_encoder = _matching(config, "text_encoder", state, checkpoint.path)
-    schedule = _schedule(state, config)
+    source.require_config("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"]))
+    codec, text_encoder = _matching("codec", source), _matching("text_encoder", source)
+    schedule = source.schedule
     # the weights are overwritten: their initialisation must not move the caller's random state
     with torch.random.fork_rng(devices=[]):
-        model = model_factory(config)()
-    load_model_tensors(model, plain_tensors(checkpoint, weights), str(checkpoint.path))
+        model = source.network()
+    source.load(model, "required" if gate_names(model) else "absent")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return LoadedRun(
@@ -255,36 +233,27 @@ def load_run(
         sparsity=schedule,
         flow_shift=build(config["task"]["objective"]["shift"]),
         latent_shapes=tuple(tuple(shape) for shape in state["latent_shapes"]),
-        step=checkpoint.step,
-        source=str(checkpoint.path),
-        weights=weights,
+        step=source.checkpoint.step,
+        source=source.source,
+        weights=source.group,
         text_padding=config["data"].get("text_padding", "mask"),
         sampling=sampling_of(config),
-        step_list=None if timesteps is None else step_list(timesteps),
+        step_list=source.step_list,
     )
 
 
-def _schedule(state: Mapping[str, Any], config: Mapping[str, Any]) -> SparsitySchedule:
-    """The run's own, or what an export that became a run says."""
-    if "sparse_attention" in state:
-        return ExportedSparsity(SparseAttentionConfig.from_json(json.dumps(state["sparse_attention"])))
-    schedule: SparsitySchedule = build(config["sparsity"])
-    schedule.load_state_dict(state.get("sparsity_state", {}))
-    return schedule
-
-
-def _matching(config: Mapping[str, Any], key: str, state: Mapping[str, Any], source: Path) -> Any:
+def _matching(key: str, source: RunWeights) -> Any:
     """The codec or text encoder of a config, which must be the one the training data were made with."""
-    node = config["data"].get(key)
+    node, expected = source.run_config["data"].get(key), source.state[key]
     if node is None:
-        raise ValueError(f"checkpoint {source} has no config for data.{key}, prompts cannot become videos")
-    found = build(node)
-    if found.hash != state[key]["hash"]:
+        raise ValueError(f"checkpoint {source.name} has no config for data.{key}, prompts cannot become videos")
+    built = build(node)
+    if built.hash != expected["hash"]:
         raise ValueError(
-            f"data.{key} of checkpoint {source} is {found.id} with hash {found.hash}, but the training data were made "
-            f"with {state[key]['id']}, hash {state[key]['hash']}"
+            f"data.{key} of checkpoint {source.name} is {built.id} with hash {built.hash}, but the training data were "
+            f"made with {expected['id']}, hash {expected['hash']}"
         )
-    return found
+    return built
 
 
 def clip_seeds(seed: int, count: int) -> Tensor:

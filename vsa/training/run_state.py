@@ -18,9 +18,9 @@ from vsa.checkpoints.run_checkpoint import (
     load_model_tensors,
     load_optimizer_tensors,
     optimizer_state,
-    refuse_key_difference,
 )
-from vsa.checkpoints.weight_source import Start
+from vsa.checkpoints.weight_files import refuse_key_difference
+from vsa.checkpoints.weight_source import WeightSource
 from vsa.models.sharding import local, place
 
 Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
@@ -88,7 +88,7 @@ class RunStart:
         self,
         *,
         resume: Checkpoint | None = None,
-        weights: Start | None = None,
+        weights: WeightSource | None = None,
         config: Mapping[str, Any] | None = None,
         micro_batches: int = 1,
     ):

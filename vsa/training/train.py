@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve_checkpoint
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
 from vsa.checkpoints.wan_config import transformer_config
-from vsa.checkpoints.weight_source import resolve_start
+from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, check_targets, model_factory
 from vsa.errors import one_line_errors
 from vsa.training.callbacks.opening import Opening
@@ -198,7 +198,7 @@ def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
         rank_zero_info(f"settings that differ from the checkpoint's: {changes}")
     return RunStart(
         resume=resume,
-        weights=resolve_start(cfg.init_from) if cfg.init_from is not None and resume is None else None,
+        weights=open_weights(cfg.init_from) if cfg.init_from is not None and resume is None else None,
         config=OmegaConf.to_container(cfg, resolve=True),  # type: ignore[arg-type]
         micro_batches=cfg.trainer.accumulate_grad_batches,
     )

@@ -10,7 +10,13 @@ import torch
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
 from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json
+from vsa.checkpoints.weight_files import (
+    WeightFiles,
+    pretrained_folder,
+    read_json,
+    refuse_key_difference,
+    refuse_other_tensors,
+)
 from vsa.integrations.diffusers.families import family_of
 from vsa.integrations.diffusers.install import Applied, fixed_budget, install, method_factory, remove
 from vsa.integrations.diffusers.tile_attention import Budget, Pass
@@ -74,7 +80,7 @@ def load_sparse(
     config = read_sparse_config(folder)
     # seen before gigabytes are loaded
     weights = WeightFiles(folder)
-    _refuse_difference(f"the weights in {folder}", set(config.gate_keys), {key for key in weights.keys if is_gate(key)})
+    refuse_key_difference(config.gate_keys, [key for key in weights.keys if is_gate(key)], str(folder))
     if transformer is None:
         from diffusers import WanTransformer3DModel
         from diffusers.utils import logging
@@ -122,16 +128,8 @@ def _load_gates(transformer: Any, applied: Applied, weights: WeightFiles) -> Non
         for name in applied.layers[0].added
         for part, parameter in getattr(block, name).named_parameters()
     }
-    _refuse_difference("the transformer", {key for key in weights.keys if is_gate(key)}, set(targets))
-    for key, target in targets.items():
-        if weights.shape(key) != tuple(target.shape):
-            raise ValueError(f"{key} has shape {weights.shape(key)}, the transformer needs {tuple(target.shape)}")
+    expected = {key: tuple(target.shape) for key, target in targets.items()}
+    gates = {key: weights.shape(key) for key in weights.keys if is_gate(key)}
+    refuse_other_tensors(expected, gates, str(weights.folder))
     for key, target in targets.items():
         target.copy_(weights.read(key))
-
-
-def _refuse_difference(what: str, wanted: set[str], found: set[str]) -> None:
-    for keys, problem in ((wanted - found, "lacks"), (found - wanted, "has unexpected")):
-        if keys:
-            some = ", ".join(sorted(keys)[:2]) + (", ..." if len(keys) > 2 else "")
-            raise ValueError(f"{what} {problem} gates of {SPARSE_CONFIG}: {some} ({len(keys)} in all)")

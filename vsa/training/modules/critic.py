@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vsa.checkpoints.weight_source import Start
+from vsa.checkpoints.weight_source import WeightSource
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
@@ -54,7 +54,7 @@ class FakeScore(nn.Module):
         self._gan = gan
         self._num_steps = num_steps
 
-    def check(self, start: Start) -> None:
+    def check(self, start: WeightSource) -> None:
         """Refuse weights to start from that do not fit the network; no memory is taken.
 
         Raises:
@@ -98,7 +98,7 @@ class FakeScore(nn.Module):
             )
         return made
 
-    def load_start(self, start: Start) -> None:
+    def load_start(self, start: WeightSource) -> None:
         """Begin as the teacher."""
         start.load(self.network, gates_from_dense(self.network))
 

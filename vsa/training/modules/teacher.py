@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
-from vsa.checkpoints.weight_source import Start, resolve_start
+from vsa.checkpoints.weight_source import WeightSource, open_weights
 from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, build_model
 
@@ -35,13 +35,13 @@ class Teacher:
 
     def __init__(self, make: Callable[[], VideoDiT], spec: str | None):
         self._make, self._spec = make, spec
-        self._start: Start | None = None
+        self._start: WeightSource | None = None
         self._digest = ""
         # no attribute that is a module: the LightningModule that holds this must not find it
         self._network: list[VideoDiT] = []
 
     @property
-    def start(self) -> Start:
+    def start(self) -> WeightSource:
         """Its weights, once `find` has found them."""
         assert self._start is not None
         return self._start
@@ -51,7 +51,7 @@ class Teacher:
         """Its network, once `build` has made it."""
         return self._network[0]
 
-    def find(self, resume: Checkpoint | None, init_from: Start | None, data: PlanDataModule) -> None:
+    def find(self, resume: Checkpoint | None, init_from: WeightSource | None, data: PlanDataModule) -> None:
         """Find the weights, on resume those that the run began with, and refuse what does not fit network or data.
 
         Raises:
@@ -74,14 +74,14 @@ class Teacher:
             raise ValueError(f"as teacher (task.teacher, else init_from): {error}") from None
         self.start.check_data(data)
 
-    def _found(self, resume: Checkpoint | None, init_from: Start | None) -> Start:
+    def _found(self, resume: Checkpoint | None, init_from: WeightSource | None) -> WeightSource:
         saved = resume.state.get("teacher") if resume is not None else None
         if resume is not None and saved is not None:
             began = resume.state.get("config", {}).get("task", {}).get("teacher")
             # it may stand elsewhere by now; what it is, its digest says
             source = saved["source"] if self._spec in (None, began) else self._spec
             try:
-                start = resolve_start(source)
+                start = open_weights(source)
             except (ValueError, OSError) as error:
                 where = "if it was moved, say where to with task.teacher="
                 raise ValueError(f"the teacher of {resume.path} is not to be found ({error}): {where}") from None
@@ -92,7 +92,7 @@ class Teacher:
                 )
             return start
         if self._spec is not None:
-            return resolve_start(self._spec)
+            return open_weights(self._spec)
         if init_from is None:
             where = "the resumed run had no teacher" if resume is not None else "init_from=null"
             raise ValueError(f"task.teacher=null and {where}: name a dense checkpoint")

@@ -1,10 +1,8 @@
-"""scripts/convert_checkpoint.py: every layout and back, bit for bit."""
+"""`vsa convert`: every layout and back, bit for bit."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,20 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.convert_checkpoint import main, open_source
+from tests.commands import run_command
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.run_checkpoint import load_model_tensors, resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.run_folder import check_folder
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
-from vsa.checkpoints.wan import export_pretrained, open_pretrained, sparse_settings
+from vsa.checkpoints.wan import export_pretrained, sparse_settings
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.wan_names import diffusers_to_wan, is_gate, wan_to_diffusers
 from vsa.checkpoints.weight_files import WeightFiles
+from vsa.checkpoints.weight_source import open_network, open_weights
+from vsa.cli import convert as cli
 from vsa.config import build
+from vsa.errors import one_line_errors
 from vsa.models.video_dit import VideoDiT
 from vsa.sampling.pipeline import LoadedRun
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 
 BASE = dict(num_attention_heads=2, attention_head_dim=16, text_dim=24, freq_dim=32, ffn_dim=48, num_layers=2)
@@ -59,7 +60,7 @@ def exported(folder: Path, attention: Any = FullAttention, kind: str = "t2v") ->
 
 
 def convert(*args: Any) -> None:
-    main([str(arg) for arg in args])
+    run_command(cli.convert, *args)
 
 
 def same_tensors(folder: Path, model: VideoDiT) -> bool:
@@ -176,6 +177,10 @@ def test_diffusers_to_wan_and_back(kind, attention, tmp_path):
     assert same_tensors(tmp_path / "b", model)
     for name in sorted(path.name for path in (tmp_path / "a").iterdir()):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    # and without a conversion, as `init_from=` does
+    source, loaded = open_weights(tmp_path / "wan"), VideoDiT(attention=attention, **BASE, **KINDS[kind])
+    source.load(loaded, "absent" if attention is FullAttention else "required")
+    assert all(torch.equal(value, wanted[key]) for key, value in loaded.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -215,9 +220,9 @@ def fastvideo_folder(folder: Path) -> VideoDiT:
 def test_fastvideo_to_ours_and_back(tmp_path):
     model = fastvideo_folder(tmp_path / "fv")
     with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
-        open_pretrained(tmp_path / "fv")
+        open_network(tmp_path / "fv")
     convert(tmp_path / "fv", tmp_path / "a", "--sparsity", 0.9, "--grid", 8, 16, 12, "--flow-shift", 8, "--guidance", 5)
-    found, info = open_pretrained(tmp_path / "a")
+    found, info = open_network(tmp_path / "a")
     assert same_tensors(tmp_path / "a", model)
     assert info.sparse is not None
     # 2 x 4 x 3 tiles, of which a tenth is 3
@@ -302,7 +307,7 @@ def test_a_distilled_run_is_exported_with_its_steps(tmp_path, capsys):
     convert(tmp_path / "back", tmp_path / "c", "--no-golden")
     assert read_sparse_config(tmp_path / "c").step_list == (900.0,)
 
-    given = ("--step-list", 900, 400, "--guidance", 2, "--no-golden")
+    given = ("--step-list", "900,400", "--guidance", 2, "--no-golden")
     convert(tmp_path / "a", tmp_path / "given", *given)
     assert recipe(read_sparse_config(tmp_path / "given")) == ((900.0, 400.0), None, "standard", 2.0)
     # what was given stays on the way through a run
@@ -314,7 +319,7 @@ def test_a_distilled_run_is_exported_with_its_steps(tmp_path, capsys):
     run_folder(tmp_path / "other", callbacks=teacher)
     convert(tmp_path / "other", tmp_path / "d", "--to", "run")
     assert "step_list" not in resolve_checkpoint(tmp_path / "d").state
-    assert recipe(open_source(str(tmp_path / "d"), None).sparse) == (None, 3.0, "standard", 5.0)
+    assert recipe(open_weights(str(tmp_path / "d")).sparse) == (None, 3.0, "standard", 5.0)
     convert(tmp_path / "other", tmp_path / "e", "--step-list", 900, "--no-golden")
     assert recipe(read_sparse_config(tmp_path / "e")) == ((900.0,), None, "standard", 1.0)
 
@@ -326,7 +331,7 @@ def test_the_steps_of_a_dense_generator_stay_in_runs_and_leave_with_a_word(tmp_p
         line = f"no file of {tmp_path / to} has the steps [1000.0, 757.0] of this dense generator, --to run keeps them"
         assert capsys.readouterr().out.splitlines()[1:] == [line]
     convert(tmp_path / "run", tmp_path / "kept", "--to", "run")
-    convert(tmp_path / "diffusers", tmp_path / "given", "--to", "run", "--step-list", 1000, 757)
+    convert(tmp_path / "diffusers", tmp_path / "given", "--to", "run", "--step-list", "1000,757")
     convert(tmp_path / "diffusers", tmp_path / "lost", "--to", "run")
     assert "no file" not in capsys.readouterr().out
     found = [resolve_checkpoint(tmp_path / name).state.get("step_list") for name in ("kept", "given", "lost")]
@@ -336,7 +341,7 @@ def test_the_steps_of_a_dense_generator_stay_in_runs_and_leave_with_a_word(tmp_p
 def test_run_to_diffusers_and_back(tmp_path):
     ema = run_folder(tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "a", "--to", "diffusers")
-    found, info = open_pretrained(tmp_path / "a")
+    found, info = open_network(tmp_path / "a")
     assert all(torch.equal(found.state_dict()[key], value) for key, value in ema.items())
     sparse = info.sparse
     assert sparse is not None
@@ -347,6 +352,8 @@ def test_run_to_diffusers_and_back(tmp_path):
     assert (sparse.flow_shift, sparse.tile_thw, sparse.fine_gate) == (None, (2, 2, 2), True)
 
     convert(tmp_path / "a", tmp_path / "back", "--to", "run")
+    # a run folder as training makes them
+    check_folder(tmp_path / "back", overwrite=True)
     checkpoint = resolve_checkpoint(tmp_path / "back")
     tensors = checkpoint.tensors("model")
     assert tensors.keys() == ema.keys()
@@ -405,7 +412,7 @@ def test_exported_topk_is_that_of_the_last_step_trained(name, step, run_template
     config = {**state["config"], "sparsity": SCHEDULES[name]}
     measured = {"sparsity_state": MEASURED} if name == "measured" else {"sparsity_state": {}}
     state_path.write_text(json.dumps({**state, "step": step, "config": config, **measured}))
-    sparse = open_source(str(run_template), None).sparse
+    sparse = open_weights(str(run_template)).sparse
     assert sparse is not None
     sparse = SparseAttentionConfig.from_json(sparse.to_json())
     schedule = build(SCHEDULES[name])
@@ -529,11 +536,12 @@ def test_sampling_settings_are_written_over(tmp_path):
         (["{tmp}/dense", "{tmp}/out", "--topk", "3", "--grid", "8", "8", "8"], "has no gates"),
         (["{tmp}/dense", "{tmp}/out", "--dense-steps", "0"], "has no gates, so no .* to write dense_steps to"),
         (["{tmp}/dense", "{tmp}/out", "--step-list", "9"], "has no gates, so no .* to write step_list to"),
-        (["{tmp}/sparse", "{tmp}/out", "--step-list", "5", "9"], r"timesteps must fall strictly .* got \[5\.0, 9\.0\]"),
+        (["{tmp}/sparse", "{tmp}/out", "--step-list", "5,9"], r"timesteps must fall strictly .* got \[5\.0, 9\.0\]"),
         (
             ["{tmp}/sparse", "{tmp}/out", "--step-list", "9", "--flow-shift", "6"],
             r"--flow-shift 6\.0 has no meaning beside the steps \[9\.0\]",
         ),
+        (["{tmp}/sparse", "{tmp}/out", "--step-list", "9,x"], "--step-list: expected float values .*, got 9,x"),
         (["{tmp}/sparse", "{tmp}/out", "--dense-steps", "-1"], "dense_steps must not be negative, got -1"),
         (["{tmp}/sparse", "{tmp}/out", "--topk", "3"], "says its own top-k and grid"),
         (
@@ -567,14 +575,9 @@ def test_bad_input(arguments, message, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_errors_are_one_line_and_status_1(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "scripts/convert_checkpoint.py", "./nowhere", str(tmp_path / "out"), "--to", "wan"],
-        cwd=ROOT,
-        env={"PYTHONPATH": ".:kernels", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: no such folder: ./nowhere\n"
-    assert not (tmp_path / "out" / SPARSE_CONFIG).exists()
+def test_errors_are_one_line_and_status_1(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped, one_line_errors(traceback=False):
+        convert("./nowhere", tmp_path / "out", "--to", "wan")
+    assert stopped.value.code == 1
+    assert capsys.readouterr() == ("", "error: no such folder: ./nowhere\n")
+    assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""scripts/merge_deltas.py: the sum against an independent one, what the result says of itself, refusals."""
+"""`vsa merge`: the sum against an independent one, what the result says of itself, refusals."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.merge_deltas import MergedTensors, main
+from tests.commands import run_command
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.merge import MergedTensors
 from vsa.checkpoints.run_checkpoint import remove_checkpoint, resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.run_folder import check_folder
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
-from vsa.checkpoints.wan import export_pretrained, open_pretrained, sparse_settings
+from vsa.checkpoints.wan import export_pretrained, sparse_settings
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import WeightFiles
-from vsa.checkpoints.weight_source import resolve_start
+from vsa.checkpoints.weight_source import open_network, open_weights
+from vsa.cli.convert import convert
+from vsa.cli.merge import merge
 from vsa.models.video_dit import VideoDiT
 from vsa.sampling.pipeline import generate, load_run
 
@@ -70,7 +74,7 @@ class Runs:
         """The weights of the merged run."""
         out = self.folder / "out"
         command = [self.folder / base, "--sparse", self.folder / sparse, "--few-step", self.folder / few, out]
-        main([str(word) for word in (*command, *options)])
+        run_command(merge, *command, *options)
         return resolve_checkpoint(out).tensors("model")
 
     def wanted(self, sparse_weight: float = 1.0, few_step_weight: float = 1.0, sign: int = 1) -> dict[str, Tensor]:
@@ -178,6 +182,7 @@ def test_merged_run_is_the_sparse_one_with_the_steps_of_the_few_step_one(runs, c
     runs.merge()
     sparse, few, base = (resolve_checkpoint(runs.folder / name) for name in ("sparse", "few", "base"))
     found = resolve_checkpoint(runs.folder / "out")
+    check_folder(runs.folder / "out", overwrite=True)
     kept = ("step", "config", "latent_mean", "latent_std", "codec", "text_encoder", "latent_shapes")
     assert {key: found.state[key] for key in kept} == {key: sparse.state[key] for key in kept}
     assert (found.step, found.state["step_list"]) == (7, STEPS)
@@ -208,13 +213,11 @@ def test_everything_that_reads_runs_reads_the_merged_one(runs):
     other = load_run(runs.folder / "sparse", device="cpu")
     assert not torch.equal(generate(other, ["a red circle"], other.settings()), clip)
 
-    start = resolve_start(str(runs.folder / "out"))
+    start = open_weights(str(runs.folder / "out"))
     with torch.device("meta"):
         start.check(VideoDiT(attention=SPARSE, **SIZES), "required")
 
-    from scripts.convert_checkpoint import main as convert
-
-    convert([str(runs.folder / "out"), str(runs.folder / "export"), "--no-golden"])
+    run_command(convert, runs.folder / "out", runs.folder / "export", "--no-golden")
     files, sparse = WeightFiles(runs.folder / "export"), read_sparse_config(runs.folder / "export")
     assert same({key: files.read(key) for key in files.keys}, merged)
     assert (sparse.step_list, sparse.guidance_scale, sparse.flow_shift) == (tuple(STEPS), 1.0, None)
@@ -264,9 +267,9 @@ def test_diffusers_folders_give_a_diffusers_folder(runs):
     export(runs.folder / "f", runs.few)
     words = [runs.folder / "b", "--sparse", runs.folder / "s", "--few-step", runs.folder / "f"]
     with pytest.raises(ValueError, match="does not say its timesteps: give them with --step-list"):
-        main([str(word) for word in (*words, out)])
-    main([str(word) for word in (words[0], "--step-list", 900, 300, *words[1:], out)])
-    model, info = open_pretrained(out)
+        run_command(merge, *words, out)
+    run_command(merge, words[0], "--step-list", "900,300", *words[1:], out)
+    model, info = open_network(out)
     assert largest_error(dict(model.named_parameters()), runs.wanted()) < 2**-23
     assert info.sparse is not None
     assert (info.sparse.step_list, info.sparse.grid_topk) == ((900.0, 300.0), ((3, 5),))
@@ -307,7 +310,7 @@ def test_another_base_is_said(init_from, teacher, noted, runs, capsys):
     spec = None if init_from is None else init_from.format(runs=runs.folder)
     state: dict[str, Any] = {"config": {**config, "init_from": spec}}
     if teacher is not None:
-        state["teacher"] = {"source": "x", "digest": resolve_start(str(runs.folder / teacher)).digest}
+        state["teacher"] = {"source": "x", "digest": open_weights(str(runs.folder / teacher)).digest}
     rewrite(runs.folder / "sparse", **state)
     runs.merge()
     said = capsys.readouterr().out.splitlines()
@@ -403,7 +406,11 @@ def test_sources_that_do_not_fit_are_refused(name, runs):
         ({"sparse": "base"}, (), "--sparse .*base.* has full attention and no gates"),
         ({"sparse": "few", "few": "sparse"}, (), "--few-step .*sparse.* has gates"),
         ({"base": "nowhere"}, (), "no such folder: .*nowhere"),
-        ({}, ("--step-list", 900, 300), r"has the step list \[1000.0, 757.0, 522.0\], .* --step-list \[900.0, 300.0\]"),
+        (
+            {},
+            ("--step-list", "900,300"),
+            r"has the step list \[1000.0, .*\], .* --step-list \[900.0, 300.0\]",
+        ),
         ({}, ("--sparse-weight", "nan"), r"is not finite in torch.float32, with weights \(nan, 1.0\)"),
     ],
 )
@@ -421,14 +428,11 @@ def test_gates_without_a_word_on_their_use_are_refused(runs):
         runs.merge(sparse="s")
 
 
-def test_the_command_writes_once_and_its_errors_are_one_line(runs, command_line):
-    words = [runs.folder / "base", "--sparse", runs.folder / "sparse", "--few-step", runs.folder / "few"]
-    command = ["scripts/merge_deltas.py", *map(str, words), str(runs.folder / "out")]
-    status, out, err = command_line(*command)
-    assert (status, err) == (0, "")
-    assert len(out.splitlines()) == 1
+def test_the_command_writes_once(runs, capsys):
+    runs.merge()
+    assert len(capsys.readouterr().out.splitlines()) == 1
     state = runs.folder / "out/checkpoints/step-00000007/state.json"
     written = json.loads(state.read_text())
-    status, out, err = command_line(*command)
-    assert (status, out, err) == (1, "", f"error: {runs.folder / 'out'} already exists\n")
+    with pytest.raises(ValueError, match=f"^{runs.folder / 'out'} already exists$"):
+        runs.merge()
     assert json.loads(state.read_text()) == written

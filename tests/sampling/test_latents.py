@@ -1,13 +1,11 @@
-"""scripts/generate_latents.py: a teacher's samples as a data set, whoever wrote which part of it."""
+"""`vsa latents`: a teacher's samples as a data set, whoever wrote which part of it."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import huggingface_hub
@@ -15,27 +13,23 @@ import numpy as np
 import pytest
 import torch
 
+import vsa.errors
+import vsa.sampling.latents as library
+from tests.commands import run_command
 from tests.data.tiny_wan import make_transformer, save_pipeline
 from tests.tiny_runs import make_config, write_run
+from vsa.checkpoints.sparse_config import SparseAttentionConfig, write_sparse_config
+from vsa.cli.latents import latents
 from vsa.data.plan import hash64
 from vsa.data.shards import LatentReader
 from vsa.diffusion.flow_matching import noise_like
 from vsa.sampling.pipeline import load_run, sample_latents
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 PROMPTS = ("a red circle moving left", "a blue square moving up", "a cat")
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate = load_script("generate_latents")
+def generate(*words: Any) -> None:
+    run_command(latents, *words)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +53,7 @@ def common(run_folder: Path, prompts: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def straight(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("straight") / "out"
-    generate.main([*common[:2], str(out), *common[2:]])
+    generate(*common[:2], str(out), *common[2:])
     return out
 
 
@@ -96,9 +90,9 @@ def test_the_number_of_processes_changes_nothing(
 ) -> None:
     arguments = [*common[:2], str(tmp_path / "out"), *common[2:]]
     for rank in range(world):
-        generate.main([*arguments, "--rank", str(rank), "--world-size", str(world)])
+        generate(*arguments, "--rank", str(rank), "--world-size", str(world))
     assert "run the command once more without --rank" in capsys.readouterr().out
-    generate.main(arguments)
+    generate(*arguments)
     assert "6 samples in" in capsys.readouterr().out
     assert files_of(tmp_path / "out") == files_of(straight)
 
@@ -107,7 +101,7 @@ def test_interrupted_and_repeated_equals_straight(
     common: list[str], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [*common[:2], str(tmp_path / "out"), *common[2:]]
-    sample, calls = generate.RunTeacher.sample, []
+    sample, calls = library.RunTeacher.sample, []
 
     def limited(self: Any, prompts: Any, seeds: Any) -> Any:
         calls.append(len(prompts))
@@ -115,9 +109,9 @@ def test_interrupted_and_repeated_equals_straight(
             raise KeyboardInterrupt
         return sample(self, prompts, seeds)
 
-    monkeypatch.setattr(generate.RunTeacher, "sample", limited)
+    monkeypatch.setattr(library.RunTeacher, "sample", limited)
     with pytest.raises(KeyboardInterrupt):
-        generate.main(arguments)
+        generate(*arguments)
     refusals = [
         (["--seed", "6"], "begun with seed 5, now it is 6"),
         (["--guidance", "3"], r"begun with guidance 2\.0, now it is 3\.0"),
@@ -126,17 +120,17 @@ def test_interrupted_and_repeated_equals_straight(
     ]
     for change, message in refusals:
         with pytest.raises(ValueError, match=message):
-            generate.main([*arguments, *change])
-    generate.main(arguments)
+            generate(*arguments, *change)
+    generate(*arguments)
     # two of three parts were kept
     assert len(calls) == 4
     assert files_of(tmp_path / "out") == files_of(straight)
     with pytest.raises(ValueError, match="already holds a data set"):
-        generate.main(arguments)
+        generate(*arguments)
 
 
 def test_batches_change_rounding_only(common: list[str], straight: Path, tmp_path: Path) -> None:
-    generate.main([*common[:2], str(tmp_path / "out"), *common[2:], "--batch-size", "1"])
+    generate(*common[:2], str(tmp_path / "out"), *common[2:], "--batch-size", "1")
     ours, theirs = LatentReader(tmp_path / "out"), LatentReader(straight)
     for name in theirs.index.samples:
         torch.testing.assert_close(ours.latent(name), theirs.latent(name), atol=1e-2, rtol=1e-2)
@@ -156,7 +150,7 @@ def test_a_pipeline_is_sampled_as_diffusers_does(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n\n")
     options = "--size 16 32 --frames 5 --steps 3 --guidance 4 --shift 3 --device cpu --compute-dtype float32"
     options += " --dtype float32 --negative-prompt cat"
-    generate.main([str(folder), str(tmp_path / "prompts.jsonl"), str(tmp_path / "out"), *options.split()])
+    generate(str(folder), str(tmp_path / "prompts.jsonl"), str(tmp_path / "out"), *options.split())
     reader = LatentReader(tmp_path / "out")
     assert reader.index.codec.id == "wan-vae-4x8x8-c16"
 
@@ -207,7 +201,7 @@ def test_a_hub_id_is_a_pipeline_with_the_shift_of_its_scheduler(
         ("hub", "Wan-AI/Tiny-Diffusers", []),
         ("other", str(folder), ["--shift", "3"]),
     ):
-        generate.main([teacher, str(prompts), str(tmp_path / name), *QUICK, *options])
+        generate(teacher, str(prompts), str(tmp_path / name), *QUICK, *options)
     assert files_of(tmp_path / "hub") == files_of(tmp_path / "folder")
     # control
     assert files_of(tmp_path / "other") != files_of(tmp_path / "folder")
@@ -218,30 +212,26 @@ def test_a_run_is_sampled_as_it_samples_itself(prompts: Path, tmp_path: Path) ->
     folder = write_run(
         tmp_path / "run", with_ema=False, config={**make_config(), "callbacks": {"samples": {**own, "prompts": []}}}
     )
-    for options, wanted in (([], own), (["--steps", "2", "--shift", "1.5"], {**own, "steps": 2, "flow_shift": 1.5})):
-        args = generate.parse_args([str(folder), str(prompts), "out", "--device", "cpu", *options])
-        record = generate.RunTeacher(args).record
+    for given, changed in (({}, {}), ({"steps": 2, "flow_shift": 1.5},) * 2):
+        record = library.open_teacher(str(folder), library.TeacherOptions(device="cpu", **given)).record
+        wanted = {**own, **changed}
         assert {name: record[name] for name in own} == wanted
         assert record["weights"] == "model"
 
 
-@pytest.mark.parametrize("script", ["generate_latents", "encode_videos"])
 def test_processes_share_the_gpus_by_rank(
-    run_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+    run_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class StopError(Exception):
         pass
 
-    def stop(args: Any) -> None:
-        raise StopError(args.device)
+    def stop(spec: str, options: library.TeacherOptions) -> None:
+        raise StopError(options.device)
 
-    module = load_script(script)
-    monkeypatch.setattr(module, "usable_device", lambda name, rank: f"{name} of rank {rank}")
-    monkeypatch.setattr(module, "RunTeacher" if script == "generate_latents" else "make_encoders", stop)
-    positional = [str(run_folder), str(prompts), str(tmp_path / "out")]
-    positional = positional if script == "generate_latents" else positional[::2]
+    monkeypatch.setattr(vsa.errors, "usable_device", lambda name, rank: f"{name} of rank {rank}")
+    monkeypatch.setattr(library, "open_teacher", stop)
     with pytest.raises(StopError, match=r"^cuda of rank 5$"):
-        module.main([*positional, "--rank", "5", "--world-size", "8", "--device", "cuda"])
+        generate(run_folder, prompts, tmp_path / "out", "--rank", 5, "--world-size", 8, "--device", "cuda")
 
 
 def test_bad_input_is_one_line(
@@ -261,7 +251,18 @@ def test_bad_input_is_one_line(
     bare = shutil.copytree(folder, tmp_path / "bare")
     shutil.rmtree(bare / "scheduler")
     sparse = shutil.copytree(folder, tmp_path / "sparse")
-    (sparse / "transformer" / "sparse_attention.json").write_text("{}")
+    config = SparseAttentionConfig(
+        method="video_sparse",
+        tile_thw=(1, 2, 2),
+        partition="cube",
+        block_order="nested",
+        fine_gate=False,
+        gate_keys=(),
+        grid_topk=((1,),),
+        num_tiles=(2,),
+        grids=((1, 2, 4),),
+    )
+    write_sparse_config(sparse / "transformer", config)
     unshifted = shutil.copytree(folder, tmp_path / "unshifted")
     (unshifted / "scheduler" / "scheduler_config.json").write_text("{}")
     (tmp_path / "none.txt").write_text("\n \n")
@@ -297,6 +298,6 @@ def test_bad_input_is_one_line(
     ]
     for teacher, file, options, message in cases:
         with pytest.raises(ValueError, match=message) as caught:
-            generate.main([str(teacher), str(file), str(tmp_path / "out"), "--device", "cpu", *options])
+            generate(str(teacher), str(file), str(tmp_path / "out"), "--device", "cpu", *options)
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "out").exists()

@@ -1,0 +1,276 @@
+"""Weights of one layout as another: our runs, diffusers, Wan's original names and FastVideo's VSA checkpoints.
+
+Tensors are copied bit for bit unless a dtype is given. A sparse result gets `sparse_attention.json` and golden
+tensors; the timesteps of a distilled generator go into that file, or into the state of a run. What a run needs to be
+sampled (its codec, its text encoder, statistics of the latents) travels along as `sampling.json`, so that a run which
+was converted there and back is a run to sample again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vsa.attention.sparsity import resolve_topk
+from vsa.checkpoints.golden import write_golden
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.run_folder import write_manifest
+from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
+from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, refuse_other_attention
+from vsa.checkpoints.wan_config import video_dit_arguments
+from vsa.checkpoints.wan_names import is_gate
+from vsa.checkpoints.weight_files import new_folder, refuse_existing, refuse_other_tensors
+from vsa.checkpoints.weight_source import open_network
+from vsa.checkpoints.weights import WeightSource
+from vsa.diffusion.sampler import step_list
+from vsa.models.video_dit import VideoDiT
+
+Target = Literal[Layout, "run"]
+FASTVIDEO_TILE = (4, 4, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What to write.
+
+    Args:
+        to: layout.
+        dtype: of the written tensors; None: that of the source.
+        max_shard_gb: size of one file.
+        golden: write golden tensors beside a sparse result.
+        golden_layers: layers that get some; None: all.
+        topk: kv tiles per query tile, for gates whose use the source does not say (FastVideo).
+        sparsity: share of tiles skipped, instead of `topk`.
+        grid: token grid of the training, for the same.
+        flow_shift: of the sampler, to write down; None: what the source says.
+        dense_steps: the same, first denoising steps that keep all tiles.
+        guidance: the same, recommended scale.
+        guidance_form: the same, see `SparseAttentionConfig`.
+        step_list: the same, timesteps of a distilled generator.
+    """
+
+    to: Target = "diffusers"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    max_shard_gb: float = 5.0
+    golden: bool = True
+    golden_layers: Sequence[int] | None = None
+    topk: int | None = None
+    sparsity: float | None = None
+    grid: Grid | None = None
+    flow_shift: float | None = None
+    dense_steps: int | None = None
+    guidance: float | None = None
+    guidance_form: Literal["standard", "additive"] | None = None
+    step_list: Sequence[float] | None = None
+
+
+def sampling_like(source: WeightSource, like: str | None) -> dict[str, Any] | None:
+    """Codec, text encoder and latents of the source, or those of the run `like` where the source has none.
+
+    Raises:
+        ValueError: both say them, or the run has none or is of a model of other latents or captions.
+    """
+    if like is None:
+        return source.sampling
+    if source.sampling is not None:
+        raise ValueError(f"{source.name} says its own codec and text encoder: leave --like {like} out")
+    state = resolve_checkpoint(like).state
+    part = sampling_part(state)
+    if part is None:
+        raise ValueError(f"--like {like} has no codec, text encoder or statistics of latents to take over")
+    for key in ("in_channels", "out_channels", "text_dim"):
+        theirs, ours = state["config"].get("model", {}).get(key), source.config.get(key)
+        if None not in (theirs, ours) and theirs != ours:
+            raise ValueError(f"--like {like} has model.{key}={theirs}, {source.name} has {ours}")
+    # the steps are those of other weights
+    return {**part, "step_list": None}
+
+
+def sparse_config(source: WeightSource, options: Conversion) -> SparseAttentionConfig | None:
+    """How the result's gates are used: what the source says, or the options where it says nothing.
+
+    Raises:
+        ValueError: gates without any word on their use, words without gates, or a flow shift beside a list of steps.
+    """
+    gates = [key for key in source if is_gate(key)]
+    said = options.topk is not None or options.sparsity is not None or options.grid is not None
+    sampling = {
+        "flow_shift": options.flow_shift,
+        "dense_steps": options.dense_steps,
+        "guidance_scale": options.guidance,
+        "guidance_form": options.guidance_form,
+    }
+    sampling = {key: value for key, value in sampling.items() if value is not None}
+    if source.sparse is None and not gates:
+        if said:
+            raise ValueError(f"{source.name} has no gates, so --topk, --sparsity and --grid have no meaning")
+        if options.step_list is not None and options.to != "run":
+            sampling["step_list"] = options.step_list
+        if sampling:
+            raise ValueError(f"{source.name} has no gates, so no {SPARSE_CONFIG} to write {', '.join(sampling)} to")
+        return None
+    if source.sparse is not None:
+        if said:
+            raise ValueError(f"{source.name} says its own top-k and grid: leave --topk, --sparsity and --grid out")
+        sparse = replace(source.sparse, golden=None, golden_tolerance=None)
+    else:
+        sparse = _sparse_of_options(source, gates, options)
+    if options.step_list is not None:
+        sparse = sparse.sampled_at(step_list(options.step_list))
+    if sparse.step_list is not None and options.flow_shift is not None:
+        raise ValueError(f"--flow-shift {options.flow_shift} has no meaning beside the steps {list(sparse.step_list)}")
+    return replace(sparse, **sampling)
+
+
+def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversion) -> SparseAttentionConfig:
+    if (options.topk is None) == (options.sparsity is None) or options.grid is None:
+        raise ValueError(
+            f"{source.name} has gates but no {SPARSE_CONFIG}: say how they were trained with --grid T H W and one of "
+            f"--topk and --sparsity, got grid={options.grid}, topk={options.topk} and sparsity={options.sparsity}"
+        )
+    arguments = video_dit_arguments(source.config)
+    layers = arguments["num_layers"]
+    sparse = SparseAttentionConfig(
+        method="video_sparse",
+        tile_thw=FASTVIDEO_TILE,
+        partition="cube",
+        block_order="nested",
+        fine_gate=any("to_gate_fine" in key for key in gates),
+        gate_keys=tuple(gates),
+        grid_topk=((1,) * layers,),
+        num_tiles=(1,),
+        grids=(options.grid,),
+    )
+    with torch.device("meta"):
+        model = VideoDiT(attention=attention_of(sparse), **arguments)
+    latents = [n * p for n, p in zip(options.grid, arguments["patch_size"], strict=True)]
+    num_tiles = model.layout_for((arguments["in_channels"], *latents), "cpu").num_video_tiles
+    topk = options.topk if options.sparsity is None else resolve_topk(options.sparsity, num_tiles)
+    budget = "count" if options.sparsity is None else "fraction"
+    return replace(sparse, grid_topk=((topk,) * layers,), num_tiles=(num_tiles,), budget=budget)
+
+
+def refuse_for_fastvideo(sparse: SparseAttentionConfig | None) -> None:
+    """FastVideo has cubes of 4 x 4 x 4 tokens and no fine gate, and drops keys it does not know.
+
+    Raises:
+        ValueError: names what it cannot run.
+    """
+    if sparse is None:
+        return
+    for key, wanted in (("tile_thw", FASTVIDEO_TILE), ("partition", "cube"), ("fine_gate", False)):
+        if getattr(sparse, key) != wanted:
+            raise ValueError(f"FastVideo runs {key}={wanted} only, the source has {key}={getattr(sparse, key)}")
+
+
+def convert(source: WeightSource, out: Path, options: Conversion, *, like: str | None = None) -> list[str]:
+    """Write a folder with the weights of `source`.
+
+    Args:
+        source: to convert.
+        out: must not exist.
+        options: what to write.
+        like: run of such latents and captions, whose codec and text encoder to take.
+
+    Returns:
+        what was done, in lines.
+
+    Raises:
+        ValueError: the source is not whole, or the target cannot hold it.
+    """
+    sampling = sampling_like(source, like)
+    sparse = sparse_config(source, options)
+    if sparse is not None:
+        steps = sparse.step_list
+    else:
+        steps = source.step_list if options.step_list is None else step_list(options.step_list)
+    arguments = video_dit_arguments(source.config)
+    with torch.device("meta"):
+        model = VideoDiT(attention=attention_of(sparse), **arguments)
+    refuse_other_tensors({n: tuple(p.shape) for n, p in model.named_parameters()}, source.shapes, source.name)
+    if sparse is not None:
+        refuse_other_attention(model, sparse, source.name)
+    if options.to == "fastvideo":
+        refuse_for_fastvideo(sparse)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    if options.to == "run":
+        tensors = {name: value if dtype is None else value.to(dtype) for name, value in source.items()}
+        write_run(out, tensors, arguments, sparse, steps, sampling)
+    else:
+
+        def finish(folder: Path) -> None:
+            if sampling is not None:
+                write_sampling_part(folder, {**sampling, "step_list": None if steps is None else list(steps)})
+            if sparse is not None and options.to != "wan" and options.golden:
+                # of the weights as they were written, whatever their dtype
+                write_golden(open_network(folder)[0], folder, layers=options.golden_layers)
+
+        export_pretrained(
+            with_dtypes(model, source),
+            out,
+            sparse=sparse,
+            layout=options.to,
+            dtype=dtype,
+            max_shard_bytes=round(options.max_shard_gb * 2**30),
+            tensors=source.__getitem__,
+            finish=finish,
+        )
+    count = sum(torch.Size(shape).numel() for shape in source.shapes.values())
+    kind = "dense"
+    if sparse is not None:
+        kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
+    told = [f"{len(source)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source} in {out}"]
+    if sparse is None and source.step_list is not None and sampling is None and options.to != "run":
+        steps = list(source.step_list)
+        told.append(f"no file of {out} has the steps {steps} of this dense generator, --to run keeps them")
+    return told
+
+
+def with_dtypes(model: VideoDiT, source: WeightSource) -> VideoDiT:
+    """The model, on the meta device, with the dtypes that its parameters have in the source."""
+    dtypes = source.dtypes
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    return model
+
+
+def write_run(
+    out: Path,
+    tensors: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    sparse: SparseAttentionConfig | None,
+    steps: tuple[float, ...] | None,
+    sampling: Mapping[str, Any] | None,
+) -> None:
+    """A run folder with weights alone, for `init_from=`, and for sampling where the source says how; its step is 0."""
+    model = {**arguments, "patch_size": list(arguments["patch_size"])}
+    attention: dict[str, Any] = {"_target_": "vsa.attention.full.FullAttention", "_partial_": True}
+    state: dict[str, Any] = {key: value for key, value in (sampling or {}).items() if key != "step_list"}
+    state |= {"step": 0} if steps is None else {"step": 0, "step_list": list(steps)}
+    config: dict[str, Any] = dict(state.get("config", {}))
+    if sparse is not None:
+        attention["_target_"] = "vsa.attention.video_sparse.VideoSparseAttention"
+        attention |= {
+            "tile_thw": list(sparse.tile_thw),
+            "partition": sparse.partition,
+            "block_order": sparse.block_order,
+            "fine_gate": sparse.fine_gate,
+        }
+        state["sparse_attention"] = asdict(sparse)
+        if "callbacks" in config:
+            config["callbacks"] = {"samples": {**config["callbacks"]["samples"], **sampling_of_export(sparse)}}
+    else:
+        config["sparsity"] = {"_target_": "vsa.attention.sparsity.ConstantSparsity", "sparsity": 0.0}
+    config |= {"model": {"_target_": "vsa.models.video_dit.VideoDiT", **model}, "attention": attention}
+    state["config"] = config
+    refuse_existing(out)
+    # the run folder appears when all of it is written
+    with new_folder(out) as temporary:
+        write_checkpoint(temporary / "checkpoints", {"model": tensors}, state)
+        write_manifest(temporary)

@@ -1,0 +1,177 @@
+"""What every source of weights can tell, see `vsa.checkpoints.weight_source.open_weights`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from vsa.checkpoints.lora import own_parameters
+from vsa.checkpoints.sampling_settings import sampling_part
+from vsa.checkpoints.sparse_config import SparseAttentionConfig
+from vsa.checkpoints.wan import Gates, gate_names, refuse_other_gates, refuse_random_gates
+from vsa.checkpoints.wan_names import is_gate
+from vsa.checkpoints.weight_files import WeightFiles, refuse_other_tensors
+from vsa.diffusion.sampler import step_list
+from vsa.models.sharding import fill
+from vsa.models.video_dit import VideoDiT
+
+if TYPE_CHECKING:
+    # the data module loads the video libraries
+    from vsa.data.datamodule import PlanDataModule
+
+
+class WeightSource(Mapping[str, Tensor], ABC):
+    """Tensors of a network by parameter name, adapters merged, read one at a time; opening reads headers only.
+
+    Args:
+        source: names the weights again: a checkpoint folder, a folder or a hub id.
+        files: hold the tensors.
+        keys: names in the files by parameter name.
+        state: what is known beside the weights, under the keys of a run's `state.json`.
+    """
+
+    def __init__(self, source: str, files: WeightFiles, keys: Mapping[str, str], state: Mapping[str, Any]):
+        self.source, self.files, self.keys_in_files, self.state = source, files, keys, state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.files.read(self.keys_in_files[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys_in_files)
+
+    def __len__(self) -> int:
+        return len(self.keys_in_files)
+
+    @property
+    def folder(self) -> Path:
+        return self.files.folder
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return str(self.folder)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self.files.shape(key) for name, key in self.keys_in_files.items()}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: self.files.dtype(key) for name, key in self.keys_in_files.items()}
+
+    @property
+    def run_config(self) -> Mapping[str, Any]:
+        """The config of a run, or the part of it that an export keeps."""
+        return self.state.get("config") or {}
+
+    @property
+    def statistics(self) -> tuple[list[float], list[float]] | None:
+        """Mean and standard deviation `[C]` of the latents of the training; None if unknown."""
+        return (self.state["latent_mean"], self.state["latent_std"]) if "latent_mean" in self.state else None
+
+    @property
+    def step_list(self) -> tuple[float, ...] | None:
+        """Timesteps of a few-step generator; None for a model of all noise levels."""
+        steps = self.state.get("step_list")
+        return None if steps is None else step_list(steps)
+
+    @property
+    def sampling(self) -> dict[str, Any] | None:
+        """See `vsa.checkpoints.sampling_settings`; None where nothing says it."""
+        return sampling_part(self.state)
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Tells these weights from others."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """`config.json` of the `WanTransformer3DModel` with these weights."""
+
+    @property
+    @abstractmethod
+    def sparse(self) -> SparseAttentionConfig | None:
+        """How the gates are used; None without gates, or where nothing describes them."""
+
+    @abstractmethod
+    def network(self, **options: Any) -> VideoDiT:
+        """A network for these weights, not filled; `attention` replaces its attention."""
+
+    @abstractmethod
+    def refuse_other_architecture(self, model: VideoDiT) -> None:
+        """Raise ValueError where the settings differ from the model's in what shapes do not tell, or less clearly."""
+
+    def check(self, model: VideoDiT, gates: Gates) -> None:
+        """Refuse weights that do not fit; nothing is copied, the model may be on the meta device.
+
+        Args:
+            model: with or without adapters.
+            gates: required (sparse weights into a model with the same gates), initial (dense weights into a sparse
+                model: the gates get their documented start, which must be the identity), or absent (dense weights
+                into a dense model).
+
+        Raises:
+            ValueError: names the config key, the tensor or the file, with both values where two differ.
+        """
+        if gates not in get_args(Gates):
+            raise ValueError(f"gates must be required, initial or absent, got {gates!r}")
+        self.refuse_other_architecture(model)
+        ours = set(gate_names(model))
+        refuse_other_gates(ours, {name for name in self if is_gate(name) or name in ours}, gates, self.name)
+        if gates == "initial":
+            refuse_random_gates(model)
+        left_out = set() if gates == "required" else ours
+        expected = {name: tuple(p.shape) for name, p in own_parameters(model).items() if name not in left_out}
+        refuse_other_tensors(expected, self.shapes, self.name)
+
+    def check_data(self, data: PlanDataModule) -> None:
+        """Refuse data that the weights do not understand, where that is known.
+
+        Raises:
+            ValueError: names the setting with both values.
+        """
+        for key, ours in (("codec", data.codec), ("text_encoder", data.text_encoder)):
+            theirs = self.state.get(key)
+            if theirs is not None and theirs["hash"] != ours.hash:
+                raise ValueError(
+                    f"{self.source} was trained with {key} {theirs['id']} (hash {theirs['hash']}), "
+                    f"data.{key} is {ours.id} (hash {ours.hash})"
+                )
+        node = self.run_config.get("data")
+        padding = data.text_padding if node is None else node.get("text_padding", "mask")
+        if padding != data.text_padding:
+            raise ValueError(f"{self.source} has data.text_padding={padding}, the data have {data.text_padding}")
+
+    @torch.no_grad()
+    def load(self, model: VideoDiT, gates: Gates) -> None:
+        """Fill every parameter that is not an adapter's, one at a time; each rank reads its own rows.
+
+        Args:
+            model: on real devices, sharded or not; one made on the meta device goes through `to_empty` first.
+            gates: see `check`.
+
+        Raises:
+            ValueError: the weights do not fit (`check`), or a parameter is still on the meta device.
+        """
+        self.check(model, gates)
+        parameters = own_parameters(model)
+        for name, parameter in parameters.items():
+            if parameter.is_meta:
+                raise ValueError(f"{name} is on the meta device: move the model with to_empty first")
+        for name, parameter in parameters.items():
+            if name in self.keys_in_files:
+                fill(parameter, partial(self._rows, name))
+        if gates == "initial":
+            for block in model.blocks:
+                block.method.reset_extra_parameters()  # type: ignore[union-attr, operator]
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self.files.rows(self.keys_in_files[name], start, stop)

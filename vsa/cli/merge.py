@@ -1,0 +1,37 @@
+"""Arguments of `vsa merge`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from vsa.cli.lists import numbers
+
+
+def merge(
+    base: Annotated[str, Argument(help="dense weights that both others were trained from")],
+    out: Annotated[Path, Argument(help="folder to write, must not exist")],
+    sparse: Annotated[str, Option(metavar="SOURCE", help="the base adapted to sparse attention")],
+    few_step: Annotated[str, Option(metavar="SOURCE", help="the base distilled to few steps, dense")],
+    sparse_weight: Annotated[float, Option(metavar="A", help="factor on sparse - base")] = 1.0,
+    few_step_weight: Annotated[float, Option(metavar="B", help="factor on few_step - base")] = 1.0,
+    step_list: Annotated[
+        str | None, Option(metavar="T,T,...", help="timesteps of a --few-step that does not say its own")
+    ] = None,
+) -> None:
+    """Merge a sparse adaptation and a few-step distillation, trained apart from one dense base, into one generator.
+
+    merged = base + A * (sparse - base) + B * (few_step - base). What only the sparse weights have, their gates, is
+    taken as it is. Each source is a run, a checkpoint folder, a weights folder or a hub id. A sparse run gives a run
+    folder with weights alone, a sparse weights folder a weights folder.
+
+    \b
+    vsa merge BASE OUT --sparse ADAPTED --few-step DISTILLED
+    vsa merge BASE OUT --sparse EXPORT --few-step FOLDER --step-list 1000,757,522
+    """
+    from vsa.checkpoints.merge import merge_checkpoints
+
+    steps, factors = numbers("--step-list", step_list, float), (sparse_weight, few_step_weight)
+    print(*merge_checkpoints(base, out, sparse=sparse, few_step=few_step, factors=factors, steps=steps), sep="\n")

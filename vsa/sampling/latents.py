@@ -1,0 +1,324 @@
+"""A teacher's samples for a list of prompts as shards of latents and captions, in the format of `vsa encode`.
+
+A student that learns from its teacher's own samples meets no other data than the teacher's. Clip i of prompt n starts
+from the noise of (seed, n, i) and is integrated with Euler steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from vsa.checkpoints.weight_files import read_json
+from vsa.checkpoints.weight_source import Group, is_run, open_weights
+from vsa.data.batch import pad_text
+from vsa.data.codecs import Codec, WanVAE, check_frames
+from vsa.data.plan import hash64
+from vsa.data.pretrained import component_folder, read_config, refuse_missing, weights_digest
+from vsa.data.resumable_writer import PartContent, join_parts, write_parts
+from vsa.data.shards import ShardWriter
+from vsa.data.text import TextEncoder, UMT5Encoder
+from vsa.diffusion.flow_matching import noise_like
+from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
+from vsa.sampling.pipeline import load_run, sample_latents, settings_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherOptions:
+    """How a teacher is sampled; what is left out: as the run samples itself, or as Wan's pipelines do.
+
+    Args:
+        device: where it computes.
+        weights: of a run, "ema" or "model"; None: averaged ones where there are any.
+        size: height and width in pixels; None: the largest of a run.
+        frames: of a clip; goes with `size`.
+        steps: Euler steps (50 for a pipeline).
+        guidance: scale in the standard form (5 for a pipeline).
+        flow_shift: of the noise levels (that of a pipeline's scheduler).
+        negative_prompt: what a pipeline is guided away from.
+        topk: tiles per query tile of a run.
+        sparsity: share of tiles skipped, instead of `topk`.
+        compute_dtype: of a pipeline's networks.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    device: str
+    weights: Group | None = None
+    size: tuple[int, int] | None = None
+    frames: int | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    flow_shift: float | None = None
+    negative_prompt: str = ""
+    topk: int | None = None
+    sparsity: float | None = None
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.flow_shift is not None and not self.flow_shift > 0:
+            raise ValueError(f"shift must be positive, got {self.flow_shift:g}")
+
+
+class Teacher(Protocol):
+    """What samples are drawn from.
+
+    Attributes:
+        codec: of the latents.
+        text_encoder: of the captions.
+        record: everything that decides what a prompt becomes besides its noise, as JSON values.
+    """
+
+    codec: Codec
+    text_encoder: TextEncoder
+    record: dict[str, Any]
+
+    def sample(self, prompts: Sequence[str], seeds: Tensor) -> Tensor:
+        """Latents `[B, C, t, h, w]` of B prompts, not normalised, from noise of int64 seeds `[B]`."""
+        ...
+
+
+class RunTeacher:
+    """A run of this project: averaged weights where it has any, sampled as it samples, unless asked for otherwise."""
+
+    def __init__(self, spec: str, options: TeacherOptions) -> None:
+        if options.negative_prompt:
+            raise ValueError(
+                f"a run is guided from its null embedding, got --negative-prompt {options.negative_prompt!r}"
+            )
+        self._run = load_run(spec, weights=options.weights, device=options.device)
+        self.codec, self.text_encoder = self._run.codec, self._run.text_encoder
+        self._settings = self._run.settings(
+            steps=options.steps,
+            guidance=options.guidance,
+            flow_shift=options.flow_shift,
+            topk=options.topk,
+            sparsity=options.sparsity,
+            latent_shape=latent_shape(self.codec, options),
+        )
+        record = dict(settings_dict(self._settings, self._run))
+        # of the call, not of a sample
+        for name in ("seed", "batch_size", "checkpoint"):
+            del record[name]
+        self.record = {"weights_digest": weights_digest(Path(self._run.source)), **record}
+
+    def sample(self, prompts: Sequence[str], seeds: Tensor) -> Tensor:
+        """Latents `[B, C, t, h, w]`, not normalised."""
+        run = self._run
+        latents = sample_latents(run.model, run.text_encoder, prompts, seeds, self._settings)
+        mean, std = (s.to(latents.device).view(1, -1, 1, 1, 1) for s in (run.latent_mean, run.latent_std))
+        return latents * std + mean
+
+
+class PipelineTeacher:
+    """A dense text-to-video pipeline of Wan 2.1, in diffusers' layout; its VAE is never run."""
+
+    def __init__(self, spec: str, options: TeacherOptions) -> None:
+        if options.topk is not None or options.sparsity is not None:
+            raise ValueError(f"a pipeline is dense, got --topk {options.topk} --sparsity {options.sparsity}")
+        vae = WanVAE(spec)
+        self.codec: Codec = vae
+        self._encoder = UMT5Encoder(spec, dtype=options.compute_dtype, device=options.device)
+        self.text_encoder: TextEncoder = self._encoder
+        self._weights = open_weights(spec)
+        folder, config = self._weights.folder, read_config(self._weights.folder, "WanTransformer3DModel")
+        if config["in_channels"] != self.codec.channels:
+            raise ValueError(
+                f"{folder} takes {config['in_channels']} channels, its VAE makes {self.codec.channels}: "
+                "image-to-video models cannot be sampled from prompts alone"
+            )
+        # the one file that also tells of components which a download leaves out
+        parts = read_json(folder.parent / "model_index.json")
+        if (parts.get("transformer_2") or [None])[0] is not None:
+            raise ValueError(f"{spec} has two transformers, one for each range of timesteps: not supported")
+        if self._weights.sparse is not None:
+            raise ValueError(f"{folder} is sparse, a teacher must be dense: sample the run it was exported from")
+        shape = latent_shape(self.codec, options)
+        if shape is None:
+            raise ValueError("a pipeline needs --size HEIGHT WIDTH and --frames N")
+        if any(n % p for n, p in zip(shape[1:], config["patch_size"], strict=True)):
+            raise ValueError(
+                f"latents {shape} of {options.frames} frames do not divide into patches {config['patch_size']}"
+            )
+        self._shape = shape
+        steps = 50 if options.steps is None else options.steps
+        shift = scheduler_shift(spec) if options.flow_shift is None else options.flow_shift
+        self._sigmas = euler_sigmas(steps, shift)
+        self._guidance, self._negative = 5.0 if options.guidance is None else options.guidance, options.negative_prompt
+        self._dtype, self._device = getattr(torch, options.compute_dtype), options.device
+        self._loaded: Any = None
+        self.record = {
+            "weights_digest": self._weights.digest,
+            "steps": steps,
+            "guidance": self._guidance,
+            "flow_shift": shift,
+            "negative_prompt": options.negative_prompt,
+            "latent_shape": list(shape),
+            "compute_dtype": options.compute_dtype,
+        }
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[str], seeds: Tensor) -> Tensor:
+        """Latents `[B, C, t, h, w]`, not normalised."""
+        transformer, guided = self._transformer(), self._guidance != 1
+        rows = self._encoder.encode_batch([*prompts, *([self._negative] * len(prompts) if guided else [])])
+        # Wan's convention: zeros up to 512 tokens, attended to
+        text, _ = pad_text(rows, length=self._encoder.max_tokens, padding="zeros")
+        text = text.to(self._device, self._dtype)
+
+        def velocity(x: Tensor, timestep: Tensor) -> Tensor:
+            if guided:
+                x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
+            found = transformer(x.to(self._dtype), timestep, text, return_dict=False)[0].float()
+            if not guided:
+                return found
+            cond, uncond = found.chunk(2)
+            return guide(cond, uncond, self._guidance)
+
+        noise = noise_like(torch.empty(len(prompts), *self._shape, device=self._device), seeds)
+        latents = sample_euler(velocity, noise, self._sigmas)
+        assert self.codec.statistics is not None
+        mean, std = (s.to(latents.device).view(1, -1, 1, 1, 1) for s in self.codec.statistics)
+        return latents * std + mean
+
+    def _transformer(self) -> Any:
+        if self._loaded is None:
+            from diffusers import WanTransformer3DModel
+
+            folder = self._weights.folder
+            loaded: Any = WanTransformer3DModel.from_pretrained(
+                folder, torch_dtype=self._dtype, output_loading_info=True
+            )
+            refuse_missing(loaded[1], folder)
+            self._loaded = loaded[0].to(self._device).eval().requires_grad_(False)
+        return self._loaded
+
+
+def open_teacher(spec: str, options: TeacherOptions) -> Teacher:
+    """A run or checkpoint folder of this project, otherwise a pipeline: folder or hub id.
+
+    Raises:
+        ValueError: nothing there that can be sampled so.
+    """
+    return (RunTeacher if is_run(spec) else PipelineTeacher)(spec, options)
+
+
+def scheduler_shift(pipeline: str) -> float:
+    """Flow shift of a pipeline's own scheduler.
+
+    Raises:
+        ValueError: it has no scheduler, or one without.
+    """
+    path = component_folder(pipeline, "scheduler") / "scheduler_config.json"
+    config = read_json(path)
+    shift = config.get("flow_shift", config.get("shift"))
+    if shift is None:
+        raise ValueError(f"{path} has no flow shift: give --shift")
+    return float(shift)
+
+
+def latent_shape(codec: Codec, options: TeacherOptions) -> tuple[int, int, int, int] | None:
+    """The latent shape of --size and --frames; None when neither is given.
+
+    Raises:
+        ValueError: only one of them, or a size or number of frames that the codec does not take.
+    """
+    if options.size is None and options.frames is None:
+        return None
+    if options.size is None or options.frames is None:
+        raise ValueError(f"--size and --frames go together, got --size {options.size} and --frames {options.frames}")
+    (height, width), (_, sh, sw) = options.size, codec.stride
+    if height < 1 or width < 1 or height % sh or width % sw:
+        raise ValueError(f"size {height}x{width} must be multiples of the codec stride {sh}x{sw}")
+    check_frames(codec, options.frames)
+    return codec.latent_shape(options.frames, height, width)
+
+
+def write_latents(
+    teacher: Teacher,
+    prompts: Sequence[str],
+    out: str,
+    *,
+    clips_per_prompt: int = 1,
+    seed: int = 0,
+    batch_size: int = 4,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float16",
+    samples_per_shard: int = 256,
+    overwrite: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+) -> list[str]:
+    """Sample the teacher into shards; an interrupted call is repeated to go on.
+
+    Args:
+        teacher: to sample.
+        prompts: N captions.
+        out: folder of shards.
+        clips_per_prompt: samples of each.
+        seed: of the noise.
+        batch_size: clips sampled together.
+        dtype: of the latents.
+        samples_per_shard: also what an interruption costs.
+        overwrite: replace the data set in `out`.
+        rank: number of this process.
+        world_size: processes that share the work; one call with a single process joins what they wrote.
+
+    Returns:
+        what was done, in lines.
+
+    Raises:
+        ValueError: a value out of range, or `out` holds another data set or was begun with other settings.
+    """
+    for name, value in (("clips_per_prompt", clips_per_prompt), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+    def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
+        # one more than the samples: the null embedding is in the text shard too
+        encoders = {"codec": teacher.codec, "text_encoder": teacher.text_encoder}
+        with ShardWriter(part, **encoders, samples_per_shard=len(span) + 1, dtype=dtype) as writer:
+            for start in range(0, len(span), batch_size):
+                clips = [divmod(i, clips_per_prompt) for i in span[start : start + batch_size]]
+                seeds = [hash64(seed, "generate", *clip) >> 1 for clip in clips]
+                latents = teacher.sample([prompts[n] for n, _ in clips], torch.tensor(seeds, dtype=torch.int64))
+                for (n, i), noise_seed, row in zip(clips, seeds, latents, strict=True):
+                    info = {"prompt_index": n, "clip_index": i, "noise_seed": noise_seed, "teacher": teacher.record}
+                    writer.add(f"gen-{n:07d}-{i:03d}", row, [prompts[n]], info)
+                    advance()
+        return PartContent()
+
+    digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:12]
+    report = write_parts(
+        out,
+        write,
+        count=len(prompts) * clips_per_prompt,
+        part_size=samples_per_shard,
+        settings={
+            "prompts": f"{len(prompts)} prompts ({digest})",
+            "clips_per_prompt": clips_per_prompt,
+            "seed": seed,
+            "dtype": dtype,
+            "codec": f"{teacher.codec.id} ({teacher.codec.hash})",
+            "text_encoder": f"{teacher.text_encoder.id} ({teacher.text_encoder.hash})",
+            **teacher.record,
+        },
+        overwrite=overwrite,
+        rank=rank,
+        world_size=world_size,
+        title="sampling the teacher",
+    )
+    told = [f"{report.samples} samples in {out}"]
+    if world_size == 1:
+        return [join_parts(out).summary(), *told]
+    if report.complete:
+        return ["every part is done: run the command once more without --rank and --world-size", *told]
+    return told
