@@ -225,9 +225,8 @@ def test_a_run_is_sampled_as_it_samples_itself(prompts: Path, tmp_path: Path) ->
         assert record["weights"] == "model"
 
 
-@pytest.mark.parametrize("script", ["generate_latents", "encode_videos"])
 def test_processes_share_the_gpus_by_rank(
-    run_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+    run_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class StopError(Exception):
         pass
@@ -235,11 +234,10 @@ def test_processes_share_the_gpus_by_rank(
     def stop(args: Any) -> None:
         raise StopError(args.device)
 
-    module = load_script(script)
+    module = load_script("generate_latents")
     monkeypatch.setattr(module, "usable_device", lambda name, rank: f"{name} of rank {rank}")
-    monkeypatch.setattr(module, "RunTeacher" if script == "generate_latents" else "make_encoders", stop)
+    monkeypatch.setattr(module, "RunTeacher", stop)
     positional = [str(run_folder), str(prompts), str(tmp_path / "out")]
-    positional = positional if script == "generate_latents" else positional[::2]
     with pytest.raises(StopError, match=r"^cuda of rank 5$"):
         module.main([*positional, "--rank", "5", "--world-size", "8", "--device", "cuda"])
 

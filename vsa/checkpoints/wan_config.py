@@ -53,7 +53,7 @@ def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     name = config.get("_class_name")
     if name == "WanModel":
-        raise ValueError("_class_name is WanModel, Wan's original layout: scripts/convert_checkpoint.py makes it ours")
+        raise ValueError("_class_name is WanModel, Wan's original layout: `vsa convert` makes it ours")
     if name != CLASS_NAME:
         raise ValueError(f"_class_name must be {CLASS_NAME}, got {name}")
     for key, value in config.items():

@@ -232,8 +232,8 @@ def load_run(
     if "data" not in config:
         raise ValueError(
             f"checkpoint {checkpoint.path} holds weights without a codec and a text encoder: convert it once more with "
-            "--like RUN, a run that was trained on such latents and captions (convert_checkpoint.py), or sample its "
-            "export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)"
+            "--like RUN, a run that was trained on such latents and captions (`vsa convert`), or sample its "
+            "export through a pipeline (`vsa sample --pipeline PIPELINE --transformer EXPORT`)"
         )
     for key in ("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"])):
         if key not in config:

@@ -7,7 +7,6 @@ import math
 import os
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.errors import HydraException
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve_checkpoint
@@ -27,17 +24,11 @@ from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, lock
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import resolve_start
 from vsa.config import build, check_targets, model_factory
-from vsa.errors import one_line_errors
 from vsa.training.callbacks.diagnostics import Diagnostics
 from vsa.training.config_changes import changed_settings
-from vsa.training.ending import fit, nothing_to_do, stopped_by_signals
-from vsa.training.hydra_guard import checked_hydra, require_checked
+from vsa.training.ending import fit, nothing_to_do
 from vsa.training.metrics_csv import MetricsCSV
-from vsa.training.parallel import choose_strategy, rank_zero_reports
-
-INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
-"""What a config can cause beside ValueError and OSError."""
-
+from vsa.training.parallel import choose_strategy
 
 KNOWN_WARNINGS = (
     # our streams split their items over workers themselves
@@ -50,27 +41,6 @@ KNOWN_WARNINGS = (
     # lightning against a newer torch
     r".*isinstance\(treespec, LeafSpec\).*",
 )
-
-
-def command(main: Callable[[], None]) -> None:
-    """Run a Hydra entry point so that bad input and signals end in one line (HYDRA_FULL_ERROR=1 adds the traceback)."""
-    traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    # Hydra prints errors in a way of its own unless told to let them through
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        with one_line_errors(*INPUT_ERRORS, traceback=traceback), stopped_by_signals(), checked_hydra():
-            main()
-    except SystemExit as stop:
-        if traceback and stop.__cause__ is not None:
-            raise stop.__cause__ from None
-        raise
-
-
-def run(cfg: DictConfig) -> None:
-    """The Hydra job: `train`, with input errors reported here because Hydra would announce them first."""
-    with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
-        require_checked()
-        train(cfg)
 
 
 def train(cfg: DictConfig) -> None:
