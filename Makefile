@@ -25,15 +25,15 @@ $(STAMP): pyproject.toml
 
 # the main job: video files -> latent shards -> sparse training -> sampled and scored videos
 demo: $(STAMP)
-	test -f data/toy/videos/captions.jsonl || $(BIN)/python scripts/make_toy_videos.py data/toy/videos
-	test -f data/toy/shards/index.json || $(BIN)/python scripts/encode_videos.py data/toy/videos data/toy/shards
-	$(BIN)/python train.py experiment=quickstart overwrite=true
-	$(BIN)/python scripts/score_toy.py $(RUN) $(SCORE) --min-colour 0.9 --min-direction 0.5
+	test -f data/toy/videos/captions.jsonl || $(BIN)/vsa toy data/toy/videos
+	test -f data/toy/shards/index.json || $(BIN)/vsa encode data/toy/videos data/toy/shards
+	$(BIN)/vsa train experiment=quickstart overwrite=true
+	$(BIN)/python -m benchmarks.toy.score $(RUN) $(SCORE) --min-colour 0.9 --min-direction 0.5
 
 # dense attention at the same training FLOPs, beside the sparse run of `make demo`
 compare: $(STAMP)
 	test -f $(RUN)/score.json || $(MAKE) demo
-	$(BIN)/python scripts/compare.py $(RUN) $(DENSE)
+	$(BIN)/python -m benchmarks.toy.compare $(RUN) $(DENSE)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

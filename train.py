@@ -1,15 +1,8 @@
-"""Train a video diffusion transformer: `python train.py experiment=quickstart`."""
+"""Train a video diffusion transformer: `python train.py experiment=quickstart`, which is `vsa train`."""
 
-import hydra
-from omegaconf import DictConfig
+import sys
 
-from vsa.training.train import command, run
-
-
-@hydra.main(version_base="1.3", config_path="configs", config_name="train")
-def main(cfg: DictConfig) -> None:
-    run(cfg)
-
+from vsa.cli import main
 
 if __name__ == "__main__":
-    command(main)
+    main(["train", *sys.argv[1:]])

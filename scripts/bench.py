@@ -19,10 +19,7 @@ and recomputed logits included: 18 * D where the backward is split. benchmarks/R
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,33 +33,9 @@ from bench.timing import Setup
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
 
 from vsa.errors import one_line_errors
+from vsa.machine import machine, versions
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to place the numbers; no host name, no paths."""
-    info: dict[str, Any] = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        named = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        info["cpu"] = named[0] if named else info["cpu"]
-    if device.type == "cuda":
-        info["gpu"] = torch.cuda.get_device_name(device)
-    return info
-
-
-def versions(device: torch.device) -> dict[str, str]:
-    """Of what computes."""
-    known = {"python": platform.python_version(), "torch": torch.__version__}
-    if device.type == "cuda":
-        for package in ("triton", "fastvideo-kernel"):
-            try:
-                known[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        known["cudnn"] = str(torch.backends.cudnn.version())
-    return known
 
 
 def table(report: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+import vsa.cli
 import vsa.training.train as run_module
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint, write_checkpoint
 from vsa.config import build, model_factory
@@ -213,7 +214,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyTraining:
 def command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """`command_line("train.py", *arguments)` runs a script as `__main__`; returns (status, stdout, stderr)."""
+    """`command_line("train.py" or a command of `vsa`, *arguments)`; returns (status, stdout, stderr)."""
 
     def run_script(script: str, *arguments: str, full_errors: bool = False) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -222,13 +223,27 @@ def command_line(
             patch.setattr(sys, "argv", [script, *arguments])
             status = 0
             try:
-                runpy.run_path(str(ROOT / script), run_name="__main__")
+                if script.endswith(".py"):
+                    runpy.run_path(str(ROOT / script), run_name="__main__")
+                else:
+                    vsa.cli.main([script, *arguments])
             except SystemExit as stop:
                 status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         out, err = capsys.readouterr()
         return status, out, err
 
     return run_script
+
+
+def vsa_command(*words: str | Path) -> None:
+    """Run `vsa` with words; what went wrong is raised, not printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYDRA_FULL_ERROR", "1")
+        try:
+            vsa.cli.main([str(word) for word in words])
+        except SystemExit as stop:
+            if stop.code:
+                raise
 
 
 @pytest.fixture(scope="session")

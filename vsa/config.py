@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -25,6 +26,13 @@ ALLOWED_TARGETS = (
 )
 """Where a config may take classes from. A class must also be defined there: an alias such as
 `vsa.training.train.os.system` is no way out."""
+
+
+def config_folder() -> Path:
+    """The folder of the Hydra groups: inside the package where it is installed, beside it in a checkout."""
+    package = Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.run_checkpoint import load_model_tensors, resolve_checkpoint, write_checkpoint
 from vsa.checkpoints.run_folder import check_folder
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.verify import verify_export
 from vsa.checkpoints.wan import export_pretrained, sparse_settings
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.wan_names import diffusers_to_wan, is_gate, wan_to_diffusers
@@ -509,14 +510,12 @@ def test_trained_weights_and_dense_runs(tmp_path):
 
 
 def test_dtype_and_golden_tensors_of_what_was_written(tmp_path):
-    from scripts.conformance import main as conformance
-
     exported(tmp_path / "a", SPARSE)
     convert(tmp_path / "a", tmp_path / "b", "--dtype", "bfloat16", "--golden-layers", 1)
     files, source = WeightFiles(tmp_path / "b"), WeightFiles(tmp_path / "a")
     assert all(torch.equal(files.read(key), source.read(key).to(torch.bfloat16)) for key in source.keys)
     assert list(load_file(tmp_path / "b/golden.safetensors")) == ["blocks.1.hidden", "blocks.1.out"]
-    conformance([str(tmp_path / "b"), "--device", "cpu"])
+    verify_export(tmp_path / "b", device="cpu")
 
 
 def test_sampling_settings_are_written_over(tmp_path):

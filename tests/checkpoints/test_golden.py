@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from scripts.conformance import main
+from tests.tiny_runs import vsa_command
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.golden import TOLERANCE, GoldenCase, attention_output, check_golden, write_golden
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
@@ -170,10 +168,10 @@ def test_selections_in_golden_files_are_no_near_ties(tmp_path):
         write_golden(model, tmp_path / "out", layers=[0])
 
 
-def test_script_passes_and_fails_with_both_numbers(tmp_path, capsys):
+def test_command_passes_and_fails_with_both_numbers(tmp_path, capsys, command_line):
     export(tmp_path / "out")
     write_golden(open_network(tmp_path / "out")[0], tmp_path / "out")
-    main([str(tmp_path / "out"), "--device", "cpu"])
+    vsa_command("verify-export", str(tmp_path / "out"), "--device", "cpu")
     assert "3 layers of" in capsys.readouterr().out
 
     # one entry of one gate
@@ -181,17 +179,11 @@ def test_script_passes_and_fails_with_both_numbers(tmp_path, capsys):
     tensors = load_file(path)
     tensors["blocks.1.to_gate_compress.weight"][3] += 0.5
     save_file(tensors, path)
-    done = subprocess.run(
-        [sys.executable, "scripts/conformance.py", str(tmp_path / "out"), "--device", "cpu"],
-        cwd=ROOT,
-        env={"PYTHONPATH": ".:kernels", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: layer 1 has error ")
-    assert "above its tolerance 1.000e-04" in done.stderr
-    assert done.stderr.count("\n") == 1
+    status, _, err = command_line("verify-export", str(tmp_path / "out"), "--device", "cpu")
+    assert status == 1
+    assert err.startswith("error: layer 1 has error ")
+    assert "above its tolerance 1.000e-04" in err
+    assert err.count("\n") == 1
 
 
 def test_a_nan_does_not_conform(tmp_path):
@@ -206,7 +198,7 @@ def test_bad_input(tmp_path):
     export(folder)
     model, _ = open_network(folder)
     with pytest.raises(ValueError, match="names no golden file"):
-        main([str(folder)])
+        vsa_command("verify-export", str(folder))
     with pytest.raises(ValueError, match=r"layers must be in 0..2, got \[3\]"):
         write_golden(model, folder, layers=[3])
     with pytest.raises(ValueError, match=r"topk must be in 1..12, the tiles of grid \(3, 5, 4\), got 13"):
@@ -221,7 +213,7 @@ def test_bad_input(tmp_path):
         check_golden(folder, lambda case: case.hidden[:, 1:])
     (folder / "golden.safetensors").unlink()
     with pytest.raises(ValueError, match=r"golden\.safetensors is missing"):
-        main([str(folder)])
+        vsa_command("verify-export", str(folder))
     (folder / SPARSE_CONFIG).unlink()
     with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
-        main([str(folder)])
+        vsa_command("verify-export", str(folder))

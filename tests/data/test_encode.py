@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.data.tiny_wan import save_pipeline
+from tests.data.spoilt import write_spoilt
 from vsa.data.buckets import Bucket
 from vsa.data.codecs import HaarCodec, WanVAE
 from vsa.data.encode import UnusableFiles, encode_folder, sample_ids
@@ -211,24 +207,7 @@ def test_broken_videos_stop_or_are_reported(videos: Path, tmp_path: Path) -> Non
 
 @pytest.fixture
 def spoilt(tmp_path: Path) -> Path:
-    """Two good clips, and one file for everything that can be wrong."""
-    folder = tmp_path / "spoilt"
-    for i, name in enumerate(("a", "b", "empty", "latin", "silent")):
-        write_video(folder / f"{name}.mp4", render_clip(0, i, size=(8, 32, 32))[0])
-        (folder / f"{name}.txt").write_text(f"clip {name}")
-    (folder / "empty.txt").write_text(" \n")
-    (folder / "latin.txt").write_bytes("gr\xfcn".encode("latin-1"))
-    (folder / "silent.txt").unlink()
-    write_video(folder / "one.mp4", render_clip(0, 0, size=(1, 32, 32))[0])
-    write_video(folder / "two.mp4", render_clip(0, 0, size=(2, 32, 32))[0])
-    (folder / "zero.mp4").write_bytes(b"")
-    for name in ("one", "two", "zero"):
-        (folder / f"{name}.txt").write_text(name)
-    lines = ['{"video": "gone.mp4", "caption": "x"}', "{", '{"video": "silent.mp4", "captions": ["", " "]}']
-    (folder / "captions.jsonl").write_text("\n".join(lines))
-    (folder / "folder.mp4").mkdir()
-    (folder / "link.mp4").symlink_to(tmp_path / "nowhere.mp4")
-    return folder
+    return write_spoilt(tmp_path / "spoilt")
 
 
 def test_every_problem_is_told_at_once_and_left_out_by_name(spoilt: Path, tmp_path: Path) -> None:
@@ -366,102 +345,3 @@ def test_all_bad_is_an_error_even_when_skipping(tmp_path: Path) -> None:
     (tmp_path / "v" / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="none of the 1 videos"):
         encode(tmp_path / "v", tmp_path / "out", skip_bad=True)
-
-
-def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_scripts_make_and_encode_videos(tmp_path: Path) -> None:
-    made = run("make_toy_videos.py", tmp_path / "v", "--count", "3", "--size", "8", "32", "32")
-    assert made.returncode == 0, made.stderr
-    done = run("encode_videos.py", tmp_path / "v", tmp_path / "s", "--text-dim", "8", "--max-tokens", "6")
-    assert done.returncode == 0, done.stderr
-    reader = LatentReader(tmp_path / "s")
-    assert len(reader.index.samples) == 3
-    assert all(s.captions == 2 and s.latent_shape == (16, 2, 4, 4) for s in reader.index.samples.values())
-    again = run("encode_videos.py", tmp_path / "v", tmp_path / "s")
-    assert again.returncode == 1
-    assert again.stderr.startswith("error: ")
-    assert again.stderr.count("\n") == 1
-    assert str(tmp_path / "s") in again.stderr
-    assert "replace it with --overwrite" in again.stderr
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("script_encode_videos", SCRIPTS / "encode_videos.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_script_lists_problems(
-    script: ModuleType, spoilt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for i in range(20):
-        (spoilt / f"zz{i:02d}.png").write_bytes(b"")
-    with pytest.raises(UnusableFiles, match="28 problems"):
-        script.main([str(spoilt), str(tmp_path / "out")])
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 21
-    assert lines[0].startswith("captions.jsonl, line 1: ")
-    assert lines[19].startswith("zz11.png: no caption")
-    assert lines[20] == "and 8 more"
-    script.main([str(spoilt), str(tmp_path / "out"), "--skip-bad", "--channels", "24", "--text-dim", "8"])
-    printed = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("left out ") for line in printed) == 30
-    assert printed[-2] == f"2 samples in {tmp_path / 'out'}, 30 left out"
-    assert printed[-1] == (
-        f"to train on them: python train.py data=folder data.root={tmp_path / 'out'} data.codec.channels=24 "
-        "model.in_channels=24 model.out_channels=24 data.text_encoder.dim=8 model.text_dim=8"
-    )
-
-
-def test_script_encodes_with_a_wan_pipeline(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save_pipeline(tmp_path / "wan")
-    for i, frames in enumerate((5, 9, 3)):
-        write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(frames, 16, 24))[0])
-        (tmp_path / "v" / f"{i}.txt").write_text("a red circle\na cat")
-    common = [str(tmp_path / "v"), str(tmp_path / "s"), "--model", str(folder), "--buckets", "16x24x9", "16x24x5"]
-    common += ["--skip-bad", "--samples-per-shard", "1", "--text-dtype", "float32", "--image-condition"]
-    for rank in ("0", "1"):
-        script.main([*common, "--rank", rank, "--world-size", "2"])
-    assert "run the command once more without --rank" in capsys.readouterr().out
-    script.main(common)
-    printed = capsys.readouterr().out
-    assert "left out 2.mp4: video" in printed
-    assert "2 samples in" in printed
-    assert printed.endswith(f"python train.py data=wan data.root={tmp_path / 's'} data.codec.source={folder}\n")
-    # a trained codec is not measured
-    assert "dB" not in printed
-    reader = LatentReader(tmp_path / "s")
-    assert f"latent mean by channel: {reader.index.latent_mean[0]:.4g} " in printed
-    assert {s.id: s.latent_shape for s in reader.index.samples.values()} == {"0": (16, 2, 2, 3), "1": (16, 3, 2, 3)}
-    assert (reader.index.codec.id, reader.index.text_encoder.id) == ("wan-vae-4x8x8-c16", "umt5-32x512")
-    assert reader.index.cond_channels == 20
-    caption, tokens = reader.text("1", 1)
-    assert caption == "a cat"
-    # two words and the end
-    assert tokens.shape == (3, 32)
-    assert reader.null_text.shape == (1, 32)
-    with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
-        script.main([str(tmp_path / "v"), str(tmp_path / "t"), "--vae", str(tmp_path / "nowhere")])
-
-
-def test_processes_share_the_gpus_by_rank(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class StopError(Exception):
-        pass
-
-    def stop(args) -> None:
-        raise StopError(args.device)
-
-    monkeypatch.setattr(script, "usable_device", lambda name, rank: f"{name} of rank {rank}")
-    monkeypatch.setattr(script, "make_encoders", stop)
-    with pytest.raises(StopError, match=r"^cuda of rank 5$"):
-        script.main([str(tmp_path), str(tmp_path / "out"), "--rank", "5", "--world-size", "8", "--device", "cuda"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from diffusers import UniPCMultistepScheduler, WanPipeline
 from tests.data.tiny_wan import make_pipeline
 from tests.integrations import tiny
 from tests.integrations.oracle import masked_attention
+from tests.tiny_runs import vsa_command
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig, TopkRange, read_sparse_config, write_sparse_config
 from vsa.checkpoints.wan import export_pretrained
@@ -388,16 +387,6 @@ def test_gates_in_the_second_transformer_are_not_dropped(hub, settings, folder, 
         open_pipeline(source)
 
 
-def script() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "sample.py"
-    spec = importlib.util.spec_from_file_location("script_sample", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 SMALL = ["--size", "48", "80", "--frames", "5", "--steps", "2", "--device", "cpu", "--guidance", "3"]
 
 
@@ -412,7 +401,7 @@ def test_sample_writes_clips_and_what_made_them(folder, exported, tmp_path):
     }
     records = {}
     for name, options in runs.items():
-        script().main([*shared, *options, "--out", str(tmp_path / name)])
+        vsa_command("sample", *shared, *options, "--out", str(tmp_path / name))
         records[name] = json.loads((tmp_path / name / "samples.json").read_text())
         for clip in records[name]["clips"]:
             video, fps = read_video(tmp_path / name / clip["mp4"])
@@ -442,7 +431,7 @@ def test_sample_takes_what_a_sparse_transformer_was_trained_with(folder, exporte
     trained = dict(flow_shift=7.0, guidance_scale=2.5, dense_steps=1, dense_layers=(1,))
     own = changed(exported, tmp_path / "own", **trained)
     shared = ["--pipeline", str(folder), "--transformer", str(own), "--prompt", "x", "--steps", "2", "--device", "cpu"]
-    script().main([*shared, "--out", str(tmp_path / "a")])
+    vsa_command("sample", *shared, "--out", str(tmp_path / "a"))
     record = json.loads((tmp_path / "a" / "samples.json").read_text())
     expected = dict(size=list(SIZE), frames=FRAMES, guidance=2.5, flow_shift=7, dense_steps=1, dense_layers=[1])
     assert {name: record[name] for name in expected} == expected
@@ -451,7 +440,7 @@ def test_sample_takes_what_a_sparse_transformer_was_trained_with(folder, exporte
     assert "none of those trained on" not in capsys.readouterr().out
 
     given = ["--size", "32", "64", "--frames", "9", "--guidance", "1", "--shift", "2"]
-    script().main([*shared, *given, "--out", str(tmp_path / "b")])
+    vsa_command("sample", *shared, *given, "--out", str(tmp_path / "b"))
     record = json.loads((tmp_path / "b" / "samples.json").read_text())
     assert [record[name] for name in ("size", "frames", "guidance", "flow_shift")] == [[32, 64], 9, 1, 2]
     lines = [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
@@ -461,19 +450,19 @@ def test_sample_takes_what_a_sparse_transformer_was_trained_with(folder, exporte
 def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
     shared = ["--pipeline", str(folder), "--transformer", str(distilled), "--device", "cpu"]
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    script().main([*shared, *prompts, "--seed", "3", "--out", str(tmp_path / "a")])
+    vsa_command("sample", *shared, *prompts, "--seed", "3", "--out", str(tmp_path / "a"))
     record = json.loads((tmp_path / "a" / "samples.json").read_text())
     expected = dict(
         steps=3, step_list=list(STEPS), guidance=1, flow_shift=None, scheduler="FewStepScheduler", size=list(SIZE)
     )
     assert {name: record[name] for name in expected} == expected
     # a clip is the same in another batch, as the file shows
-    script().main([*shared, *prompts, "--seed", "3", "--batch-size", "2", "--out", str(tmp_path / "b")])
+    vsa_command("sample", *shared, *prompts, "--seed", "3", "--batch-size", "2", "--out", str(tmp_path / "b"))
     one, two = (read_video(tmp_path / name / record["clips"][1]["mp4"])[0].int() for name in ("a", "b"))
     assert (one - two).abs().max() <= 2
     for option, value, name in (("--steps", "50", "steps 50"), ("--shift", "5", r"flow shift 5\.0")):
         with pytest.raises(ValueError, match=rf"{name} has no meaning: .* \[1000\.0, 757\.0, 416\.6"):
-            script().main([*shared, *prompts, option, value, "--out", str(tmp_path / "c")])
+            vsa_command("sample", *shared, *prompts, option, value, "--out", str(tmp_path / "c"))
     assert not (tmp_path / "c").exists()
 
 
@@ -482,37 +471,47 @@ def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
     [
         (["--size", "50", "80"], "height and width must be multiples of 16, got 50 x 80"),
         (["--frames", "6"], r"frames must be 1 \+ a multiple of 4, got 6"),
-        (["--steps", "0"], "steps must be at least 1, got 0"),
-        (["--shift", "0"], r"flow shift must be positive, got 0\.0"),
         (["--topk", "99", "--tile", "1", "2", "2"], "topk 99 of layer 0 is above the 12 tiles"),
         (["--topk", "2", "--sparsity", "0.5"], "exactly one of topk and sparsity"),
         (["--method", "sparge", "--topk", "2"], "method must be video_sparse, full or a factory, got 'sparge'"),
         (["--dense-steps", "2"], "exactly one of topk and sparsity"),
         (["--latent-shape", "1", "2", "3", "4"], "--latent-shape is an option of a run folder only"),
         (["--attention"], "--attention is an option of a run folder only"),
-        (["--fps", "0"], "fps must be positive, got 0"),
     ],
 )
 def test_sample_refuses_and_writes_nothing(folder, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        script().main(["--pipeline", str(folder), "--prompt", "x", *SMALL, "--out", str(tmp_path / "out"), *options])
+        vsa_command(
+            "sample", "--pipeline", str(folder), "--prompt", "x", *SMALL, "--out", str(tmp_path / "out"), *options
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_sample_refuses_a_wrong_source(folder, exported, tmp_path):
-    sample = script().main
     with pytest.raises(ValueError, match="give a run folder or --pipeline, got run=None and pipeline=None"):
-        sample(["--prompt", "x"])
+        vsa_command("sample", "--prompt", "x")
     with pytest.raises(ValueError, match="give a run folder or --pipeline, got run=a and pipeline=b"):
-        sample(["a", "--pipeline", "b", "--prompt", "x"])
+        vsa_command("sample", "a", "--pipeline", "b", "--prompt", "x")
     with pytest.raises(ValueError, match="--tile is an option of --pipeline only"):
-        sample(["run", "--tile", "1", "2", "2", "--prompt", "x"])
+        vsa_command("sample", "run", "--tile", "1", "2", "2", "--prompt", "x")
     with pytest.raises(ValueError, match="no such folder"):
-        sample(["--pipeline", str(tmp_path / "nowhere"), "--prompt", "x"])
+        vsa_command("sample", "--pipeline", str(tmp_path / "nowhere"), "--prompt", "x")
     with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
-        sample(["--pipeline", str(folder), "--transformer", str(folder), "--prompt", "x"])
-    with pytest.raises(ValueError, match=r"tile_thw=\[1, 2, 2\]: a sparse transformer has its own"):
-        sample(["--pipeline", str(folder), "--transformer", str(exported), "--tile", "1", "2", "2", "--prompt", "x"])
+        vsa_command("sample", "--pipeline", str(folder), "--transformer", str(folder), "--prompt", "x")
+    with pytest.raises(ValueError, match=r"tile_thw=\(1, 2, 2\): a sparse transformer has its own"):
+        vsa_command(
+            "sample",
+            "--pipeline",
+            str(folder),
+            "--transformer",
+            str(exported),
+            "--tile",
+            "1",
+            "2",
+            "2",
+            "--prompt",
+            "x",
+        )
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(ValueError, match="is a FluxPipeline, only WanPipeline is supported"):
-        sample(["--pipeline", str(tmp_path), "--prompt", "x"])
+        vsa_command("sample", "--pipeline", str(tmp_path), "--prompt", "x")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import vsa.training.train as run_module
-from scripts.sample import main as sample
 from tests.commands import run_command
+from tests.tiny_runs import vsa_command
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import SAMPLING
 from vsa.checkpoints.sparse_config import read_sparse_config
@@ -95,7 +95,7 @@ def test_a_run_converted_there_and_back_gives_the_same_clips(kind, make_run, tmp
 def test_a_converted_run_is_sampled_by_the_command(make_run, tmp_path):
     back = there_and_back(make_run(), tmp_path)
     for run in ("run", "back"):
-        sample([str(tmp_path / run), "--prompt", "x", "--device", "cpu", "--out", str(tmp_path / f"{run}-clips")])
+        vsa_command("sample", tmp_path / run, "--prompt", "x", "--device", "cpu", "--out", tmp_path / f"{run}-clips")
     names = [json.loads((tmp_path / f"{run}-clips" / "samples.json").read_text())["clips"] for run in ("run", "back")]
     assert names[0] == names[1]
     for name in (names[0][0]["mp4"], "contact_sheet.png"):
@@ -150,12 +150,12 @@ def test_weights_without_a_codec_say_what_to_give(make_run, write_tiny_run, tiny
     foreign, back = foreign_export(run, tmp_path), tmp_path / "back"
     convert([str(foreign), str(back), "--to", "run"])
     out = tmp_path / "clips"
-    status, _, err = command_line("scripts/sample.py", str(back), "--prompt", "x", "--out", str(out))
+    status, _, err = command_line("sample", str(back), "--prompt", "x", "--out", str(out))
     assert (status, out.exists()) == (1, False)
     assert err == (
         f"error: checkpoint {back}/checkpoints/step-00000000 holds weights without a codec and a text encoder: convert "
-        "it once more with --like RUN, a run that was trained on such latents and captions (`vsa convert`), or sample "
-        "its export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)\n"
+        "it once more with --like RUN, a run that was trained on such latents and captions (`vsa convert`), or "
+        "sample its export through a pipeline (`vsa sample --pipeline PIPELINE --transformer EXPORT`)\n"
     )
     # which is what helps
     convert([str(back), str(tmp_path / "whole"), "--to", "run", "--like", str(run)])

@@ -93,7 +93,7 @@ def clips(tmp_path):
 
 
 def encode(command_line, clips, out, *arguments):
-    return command_line("scripts/encode_videos.py", str(clips), str(out), *arguments)
+    return command_line("encode", str(clips), str(out), *arguments)
 
 
 def test_a_video_that_does_not_decode(command_line, clips, tmp_path):

@@ -17,6 +17,7 @@ import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 import vsa.training.callbacks.samples as samples_module
+import vsa.training.launch as launch_module
 import vsa.training.modules.base as module_module
 import vsa.training.train as run_module
 from tests.disks import small_files
@@ -75,7 +76,7 @@ def test_a_finished_run_says_how_it_went_and_where_all_is(training, told):
         "metrics": f"{folder}/metrics.csv",
         "samples": f"{folder}/samples/step-00000003",
         "pictures": f"{folder}/attention.png, {folder}/loss.png",
-        "next": f"""python scripts/sample.py {folder} --prompt 'it'"'"'s red'""",
+        "next": f"""vsa sample {folder} --prompt 'it'"'"'s red'""",
     }
     # useful lines of lightning stay, its adverts do not
     assert any(line.startswith("GPU available: ") for line in told)
@@ -193,7 +194,7 @@ def test_the_summary_tells_only_what_there_is(tmp_path):
     assert lines == [
         "finished at step 41: 1 step in 1 min 0 s",
         "  checkpoint  x",
-        f"  next        python scripts/sample.py {tmp_path} --prompt TEXT",
+        f"  next        vsa sample {tmp_path} --prompt TEXT",
     ]
     # a signal that came when all steps were done
     (*_, row) = closing_lines(tmp_path, how="stopped", seconds=1, checkpoint=Path("x"), **{**common, "max_steps": 41})
@@ -262,7 +263,7 @@ def after(function: Callable) -> Callable:
         (DiffusionModule, "configure_model", before, "stopped"),
         (Samples, "on_train_end", before, "saved"),
         pytest.param(L.Trainer, "_teardown", after, "stopped", marks=pytest.mark.slow),
-        (run_module, "train", after, "stopped"),
+        (launch_module, "train", after, "stopped"),
     ],
     ids=["while it is set up", "while its pictures are drawn", "when it is put away", "between two jobs"],
 )
@@ -296,7 +297,8 @@ def test_the_handler_that_stood_before_a_command_stands_after(monkeypatch):
     handler = signal.getsignal(signal.SIGTERM)
     within = []
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    run_module.command(lambda: within.append(signal.getsignal(signal.SIGTERM)))
+    monkeypatch.setattr(launch_module, "_run_hydra", lambda **_: within.append(signal.getsignal(signal.SIGTERM)))
+    launch_module.launch([])
     assert within != [handler]
     assert signal.getsignal(signal.SIGTERM) == handler
 

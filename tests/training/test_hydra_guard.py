@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import vsa.training.train as run_module
+import vsa.training.launch as launch_module
 from vsa.training.hydra_guard import SweepFolder, check_hydra, checked_hydra
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -207,7 +207,6 @@ ROUTES = {
     "experiment": ["--config-dir", "configs", "experiment=evil"],
     "config": ["--config-dir", "configs", "--config-name", "evil"],
     "job of a sweep": ["--config-dir", "configs", "-m", "experiment=good,evil"],
-    "help": ["--config-dir", "configs", "experiment=evil", "--help"],
     "package of the command line": ["hydra.searchpath=[pkg://evil_package]"],
     "package of a config": ["--config-dir", "configs", "--config-name", "search"],
     "package as folder of configs": ["--config-path", "pkg://evil_package"],
@@ -232,7 +231,7 @@ def test_no_way_into_hydra_runs_code(command_line, hostile, tmp_path, route):
 
 def test_without_the_check_the_same_would_run(command_line, hostile, monkeypatch):
     # control, and the job itself notices that nothing was checked
-    monkeypatch.setattr(run_module, "checked_hydra", nullcontext)
+    monkeypatch.setattr(launch_module, "checked_hydra", nullcontext)
     with pytest.raises(RuntimeError, match="Hydra composed a config that was not checked"):
         command_line("train.py", *ROUTES["experiment"], "ckpt_path=nowhere")
     assert hostile.exists()

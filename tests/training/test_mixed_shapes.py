@@ -68,11 +68,11 @@ def test_odd_clips_and_more_bands_train_with_the_settings_that_encoding_prints(t
     # 9 x 5 cells as they are
     write_toy_videos(ToyClips(count=2, size=(8, 72, 40)), tmp_path / "clips", progress=False)
     arguments = (str(tmp_path / "clips"), str(tmp_path / "shards"), "--channels", "24", "--text-dim", "48")
-    status, out, err = command_line("scripts/encode_videos.py", *arguments, "--max-tokens", "9")
+    status, out, err = command_line("encode", *arguments, "--max-tokens", "9")
     assert status == 0, err
     assert "latents cropped to divide into the 2x2 patches of models: 2 from 9x5 to 8x4" in out
     command = shlex.split(out.splitlines()[-1].partition("to train on them: ")[2])
-    assert command[:2] == ["python", "train.py"]
+    assert command[:2] == ["vsa", "train"]
     assert "data.codec.channels=24" in command
     seen = Shapes()
     rest = ("data.num_workers=0", "data.val_fraction=0", "data.batch_size=2", "trainer.max_steps=1")

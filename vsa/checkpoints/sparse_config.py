@@ -221,7 +221,7 @@ class ExportedSparsity(ConstantSparsity):
             if value:
                 raise ValueError(
                     f"{SPARSE_CONFIG} has {name}={value}, which the sampling of a run does not follow: sample the "
-                    "export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)"
+                    "export through a pipeline (`vsa sample --pipeline PIPELINE --transformer EXPORT`)"
                 )
         super().__init__(topk=max(config.grid_topk[0]), dense_layers=config.dense_layers)
         self._config = config

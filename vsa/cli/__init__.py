@@ -1,0 +1,72 @@
+"""The console command `vsa`: one file a command, which holds its arguments only and imports its work when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from vsa.errors import one_line_errors
+
+COMMANDS = {
+    "train": "vsa.cli.train:train",
+    "encode": "vsa.cli.encode:encode",
+    "latents": "vsa.cli.latents:latents",
+    "sample": "vsa.cli.sample:sample",
+    "evaluate": "vsa.cli.evaluate:evaluate",
+    "convert": "vsa.cli.convert:convert",
+    "merge": "vsa.cli.merge:merge",
+    "verify-export": "vsa.cli.verify_export:verify_export",
+    "report": "vsa.cli.report:report",
+    "toy": "vsa.cli.toy:toy",
+    "check-data": "vsa.cli.check_data:check_data",
+    "info": "vsa.cli.info:info",
+}
+"""Commands in the order of the help, each with the function that defines its arguments."""
+
+
+class LazyGroup(TyperGroup):
+    """Imports the file of a command when the command is named or listed; bad input ends in one line and status 1."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # names that a misspelt one is compared with
+        self.commands: Any = dict.fromkeys(COMMANDS)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module_name, _, function_name = COMMANDS[cmd_name].partition(":")
+        module = import_module(module_name)
+        single = typer.Typer(add_completion=False)
+        settings = getattr(module, "CONTEXT_SETTINGS", None)
+        single.command(cmd_name, context_settings=settings)(getattr(module, function_name))
+        return typer.main.get_command(single)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line_errors():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(cls=LazyGroup, pretty_exceptions_enable=False)
+
+
+@app.callback(no_args_is_help=True)
+def vsa() -> None:
+    """Train video diffusion transformers with sparse attention, and everything around it.
+
+    \b
+    vsa train experiment=quickstart
+    vsa sample outputs/quickstart/default --prompt "a red circle moving left slowly"
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line (that of the process by default) and exit with its status."""
+    app(args=arguments, prog_name="vsa")

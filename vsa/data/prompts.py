@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+HELD_OUT_PROMPTS = 4
+"""Captions of held-out clips that a run without prompts of its own is judged by."""
+
 
 def read_prompts(path: Path) -> list[str]:
     """Prompts of a text file, one a line, or of a `.jsonl` file with lines of {"prompt": "..."}; no empty lines.

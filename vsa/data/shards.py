@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -326,15 +326,20 @@ class LatentReader:
             raise ValueError(f"sample {sample_id} has {entry.captions} captions, number {caption} was asked for")
         return self._text(sample_id, entry.text, caption)
 
-    def verify(self) -> None:
-        """Reads every shard whole and compares it with its digest.
-
-        Raises:
-            ValueError: a shard is damaged; names it.
-        """
+    def damaged_shards(self) -> Iterator[Path]:
+        """Reads every shard whole and compares it with its digest; gives those that differ."""
         for shard in self.index.shards.values():
             if _file_digest(self.root / shard.name) != shard.sha256:
-                raise ValueError(f"shard {self.root / shard.name} is damaged: its digest differs from {INDEX_NAME}")
+                yield self.root / shard.name
+
+    def verify(self) -> None:
+        """Refuses a data set with a damaged shard.
+
+        Raises:
+            ValueError: names the first one.
+        """
+        for path in self.damaged_shards():
+            raise ValueError(f"shard {path} is damaged: its digest differs from {INDEX_NAME}")
 
     def _entry(self, sample_id: str) -> SampleEntry:
         try:

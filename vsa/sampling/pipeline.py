@@ -213,7 +213,7 @@ def load_run(
         raise ValueError(
             f"checkpoint {source.name} holds weights without a codec and a text encoder: convert it once more with "
             "--like RUN, a run that was trained on such latents and captions (`vsa convert`), or sample its "
-            "export through a pipeline (sample.py --pipeline PIPELINE --transformer EXPORT)"
+            "export through a pipeline (`vsa sample --pipeline PIPELINE --transformer EXPORT`)"
         )
     source.require_config("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"]))
     codec, text_encoder = _matching("codec", source), _matching("text_encoder", source)

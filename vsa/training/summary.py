@@ -51,7 +51,7 @@ def closing_lines(
     complete = how == "finished" or 0 <= max_steps <= step
     if checkpoint is not None and complete:
         text = "TEXT" if prompt is None else shlex.quote(prompt)
-        lines.append(("next", f"python scripts/sample.py {shlex.quote(str(run_dir))} --prompt {text}"))
+        lines.append(("next", f"vsa sample {shlex.quote(str(run_dir))} --prompt {text}"))
     elif checkpoint is not None:
         lines.append(("next", "the same command with ckpt_path=last goes on from there"))
     width = max(len(label) for label, _ in lines)

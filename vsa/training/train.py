@@ -5,36 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from hydra.errors import HydraException
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve_checkpoint
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, check_targets, model_factory
-from vsa.errors import one_line_errors
 from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings
-from vsa.training.ending import fit, nothing_to_do, stopped_by_signals
+from vsa.training.ending import fit, nothing_to_do
 from vsa.training.flop_budget import steps_of_budget
-from vsa.training.hydra_guard import checked_hydra, require_checked
-from vsa.training.parallel import choose_strategy, rank_zero_reports
+from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import RunStart
-
-INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
-"""What a config can cause beside ValueError and OSError."""
-
 
 KNOWN_WARNINGS = (
     # our streams split their items over workers themselves
@@ -47,27 +38,6 @@ KNOWN_WARNINGS = (
     # lightning against a newer torch
     r".*isinstance\(treespec, LeafSpec\).*",
 )
-
-
-def command(main: Callable[[], None]) -> None:
-    """Run a Hydra entry point so that bad input and signals end in one line (HYDRA_FULL_ERROR=1 adds the traceback)."""
-    traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    # Hydra prints errors in a way of its own unless told to let them through
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        with one_line_errors(*INPUT_ERRORS, traceback=traceback), stopped_by_signals(), checked_hydra():
-            main()
-    except SystemExit as stop:
-        if traceback and stop.__cause__ is not None:
-            raise stop.__cause__ from None
-        raise
-
-
-def run(cfg: DictConfig) -> None:
-    """The Hydra job: `train`, with input errors reported here because Hydra would announce them first."""
-    with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
-        require_checked()
-        train(cfg)
 
 
 def train(cfg: DictConfig) -> None:

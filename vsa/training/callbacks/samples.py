@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vsa.attention.full import FullAttention
 from vsa.attention.sparsity import SparsityPoint, check_points, mean_topk
+from vsa.data.prompts import HELD_OUT_PROMPTS
 from vsa.evaluation.attention_map import draw_attention
 from vsa.evaluation.figures import logged_metrics
 from vsa.sampling.contact_sheet import side_by_side
@@ -25,8 +26,6 @@ from vsa.training.callbacks.ema import EMA
 from vsa.training.display import never_fatal
 from vsa.training.modules.teacher import Teacher
 from vsa.training.run_state import parts_of
-
-HELD_OUT_PROMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)

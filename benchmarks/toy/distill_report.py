@@ -1,4 +1,4 @@
-"""The picture and the table of `compare_distill.py`, from what it measured."""
+"""The picture and the table of `distill.py`, from what it measured."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from score_toy import CHANCE
 from torch import Tensor
 
+from benchmarks.toy.score import CHANCE
 from vsa.files import atomic_file
 
 MEASURES = ("colour", "direction", "distance")

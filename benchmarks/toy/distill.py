@@ -4,7 +4,7 @@ Students: dense, sparse (both by distribution matching) and merged (the dense st
 sparse adaptation of the teacher, `vsa merge`). Every seed has a teacher of its own. Finished runs of as
 many steps are kept: use another folder for other settings.
 
-python scripts/compare_distill.py outputs/distill_toy --seeds 0 1 2
+python -m benchmarks.toy.distill outputs/distill_toy --seeds 0 1 2
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from compare_finetune import train
-from report_distill import MEASURES, RECONSTRUCTIONS, draw, show
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from score_toy import CHANCE, score
 from torch import Tensor
 
+from benchmarks.toy.distill_report import MEASURES, RECONSTRUCTIONS, draw, show
+from benchmarks.toy.finetune import train
+from benchmarks.toy.score import CHANCE, score
 from vsa.attention.full import FullAttention
 from vsa.checkpoints.merge import merge_checkpoints
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
@@ -45,7 +45,7 @@ from vsa.sampling.pipeline import (
     settings_dict,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEACHER = ("experiment=quickstart", "attention=full")
 ARMS = {
     "dense": ("experiment=distill_toy", "attention=full"),

@@ -3,7 +3,7 @@
 Arms: dense (no sparsity), annealed, at once (the target sparsity from the first step) and velocity (annealed, trained
 on the frozen dense model's velocity alone). Every seed has a dense model of its own. Finished runs are kept.
 
-python scripts/compare_finetune.py outputs/finetune_toy --seeds 0 1 2
+python -m benchmarks.toy.finetune outputs/finetune_toy --seeds 0 1 2
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vsa.errors import one_line_errors
 from vsa.evaluation.figures import read_metric
 from vsa.files import atomic_file
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 AT_ONCE = ("sparsity=constant",)
 ARMS = {
     "dense": ("attention=full", *AT_ONCE),

@@ -3,7 +3,7 @@
 Clips are scored on their pixels, beside what chance gives and what the codec's own reconstructions of rendered clips
 reach, which is the most a model behind that codec can get.
 
-python scripts/score_toy.py outputs/quickstart/default
+python -m benchmarks.toy.score outputs/quickstart/default
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def refuse_other_data(checkpoint: Checkpoint) -> None:
     if data.get("toy") is None:
         raise ValueError(
             f"{checkpoint.path} was trained on other videos than the toy clips, as far as its settings say (they have "
-            "no data.toy): judge it with scripts/evaluate.py, or add --any-data if it does know red circles"
+            "no data.toy): judge it with `vsa evaluate`, or add --any-data if it does know red circles"
         )
 
 

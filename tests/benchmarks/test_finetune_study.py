@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from itertools import groupby
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from PIL import Image
 
+from benchmarks.toy import finetune
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("script_compare_finetune", ROOT / "scripts" / "compare_finetune.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_finetune_toy_ends_at_the_exact_count_and_the_loss_falls(training):
@@ -58,7 +45,7 @@ def test_finetune_toy_ends_at_the_exact_count_and_the_loss_falls(training):
 
 @pytest.mark.slow
 def test_the_script_compares_the_arms_and_keeps_finished_runs(
-    script, training, tmp_path: Path, tiny_overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    training, tmp_path: Path, tiny_overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     # those of single arms: tiles of the sparse ones, schedules, the script's own
     left_out = ("attention.tile_thw", "sparsity.sparsity", "trainer.max_steps", "trainer.val_check_interval")
@@ -67,7 +54,7 @@ def test_the_script_compares_the_arms_and_keeps_finished_runs(
     # 4 tiles; annealing takes its first stair in step 51
     command = [str(out), "--seeds", "3", "--pretrain-steps", "6", "--steps", "52", "--jobs", "2"]
     command += [*tiny, "sparsity.sparsity=0.75", "trainer.val_check_interval=2"]
-    script.main(command)
+    finetune.main(command)
     found = json.loads((out / "compare.json").read_text())
     arms = ["dense", "annealed", "at once", "velocity"]
     assert (found["seeds"], found["steps"], list(found["end"])) == ([3], 52, arms)
@@ -92,23 +79,23 @@ def test_the_script_compares_the_arms_and_keeps_finished_runs(
         raise AssertionError("a finished run was trained again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(script.subprocess, "run", refuse)
-        script.main(command)
+        patch.setattr(finetune.subprocess, "run", refuse)
+        finetune.main(command)
         assert json.loads((out / "compare.json").read_text()) == found
         # control: one of other steps is no finished one
         with pytest.raises(AssertionError, match="trained again"):
-            script.main([*command[:6], "53", *command[7:]])
+            finetune.main([*command[:6], "53", *command[7:]])
     assert {path: path.stat().st_mtime_ns for path in out.rglob("state.json")} == trained
 
 
-def test_bad_input_is_one_line(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for option in ("--jobs", "--steps", "--pretrain-steps"):
         with pytest.raises(ValueError, match="must be at least 1"):
-            script.main([str(tmp_path), option, "0"])
+            finetune.main([str(tmp_path), option, "0"])
 
     class Failed:
         returncode = 1
 
-    monkeypatch.setattr(script.subprocess, "run", lambda *_, **__: Failed())
+    monkeypatch.setattr(finetune.subprocess, "run", lambda *_, **__: Failed())
     with pytest.raises(ValueError, match=r"seed-0/pretrained ended with status 1, see .*pretrained\.log"):
-        script.main([str(tmp_path / "out"), "--seeds", "0"])
+        finetune.main([str(tmp_path / "out"), "--seeds", "0"])

@@ -1,6 +1,6 @@
 """Train dense attention at the training FLOPs of a finished sparse quickstart run, score both, print them side by side.
 
-python scripts/compare.py outputs/quickstart/default outputs/quickstart/dense
+python -m benchmarks.toy.compare outputs/quickstart/default outputs/quickstart/dense
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vsa.errors import one_line_errors
 from vsa.evaluation.figures import read_metric
 from vsa.files import atomic_file
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def command(*arguments: str) -> None:
@@ -56,12 +56,12 @@ def main() -> None:
     parser.add_argument("--steps", default="20", help="Euler steps of the dense run's score; use the sparse run's")
     args = parser.parse_args()
     if not (args.sparse / "score.json").is_file():
-        raise ValueError(f"{args.sparse} has no score.json: run scripts/score_toy.py on it first")
+        raise ValueError(f"{args.sparse} has no score.json: run benchmarks.toy.score on it first")
     sparse = resolve_checkpoint(args.sparse)
     name = (f"run={args.dense.name}", f"output_dir={args.dense.resolve().parent.parent}")
     budget = f"flop_budget={sparse.state['flops_total']}"
     command("train.py", "experiment=quickstart", "attention=full", "overwrite=true", budget, *name)
-    command("scripts/score_toy.py", str(args.dense), "--guidance", args.guidance, "--steps", args.steps)
+    command("-m", "benchmarks.toy.score", str(args.dense), "--guidance", args.guidance, "--steps", args.steps)
 
     rows = [row(args.sparse, sparse), row(args.dense, resolve_checkpoint(args.dense))]
     table = Table(title="sparse against dense attention at equal training FLOPs")

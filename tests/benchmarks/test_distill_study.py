@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import statistics
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,28 +14,18 @@ import torch
 from hydra import compose, initialize_config_dir
 from PIL import Image
 
+from benchmarks.toy import distill
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
-from vsa.config import build
+from vsa.config import build, config_folder
 from vsa.data.toy_videos import evaluation_prompts, render_clip, score_clip
 from vsa.evaluation.latent_distance import latent_distance
 from vsa.sampling.pipeline import generate, load_run
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 # the fewest that 16 channels take
 CLIPS = 132
 STEP_LIST = (1000.0, 757.0, 522.0)
 ROWS = ["codec reconstructions", "teacher", "teacher, few steps", "dense student", "sparse student", "merged student"]
 COMMON = ["--guidance", "3", "--clips", str(CLIPS), "--steps", "4", "--batch-size", "66", "--device", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    """The script, which imports its neighbours as `python scripts/compare_distill.py` does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("compare_distill")
-        for name in ("compare_distill", "compare_finetune", "report_distill", "score_toy"):
-            sys.modules.pop(name)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +48,11 @@ def write_seed(write_tiny_run: Callable[..., Path]) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def evaluated(script: ModuleType, write_seed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def evaluated(write_seed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of one seed after `--evaluate-only`."""
     out = tmp_path_factory.mktemp("compare")
     write_seed(out / "seed-3")
-    script.main([str(out), "--evaluate-only", "--seeds", "3", *COMMON])
+    distill.main([str(out), "--evaluate-only", "--seeds", "3", *COMMON])
     return out
 
 
@@ -75,11 +62,11 @@ def rewrite_state(run: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_arms_end_at_one_sparsity(script: ModuleType):
+def test_arms_end_at_one_sparsity():
     steps = {"dense": 1000, "sparse": 1000, "adapted": 800}
     topk, methods = {}, {}
-    with initialize_config_dir(version_base="1.3", config_dir=str(SCRIPTS.parent / "configs")):
-        for arm, overrides in script.ARMS.items():
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+        for arm, overrides in distill.ARMS.items():
             config = compose("train", overrides=[*overrides, "init_from=TEACHER"])
             schedule = build(config.sparsity)
             # 32 tiles and 4 layers in the last step of the script's defaults
@@ -125,35 +112,35 @@ def test_rows_measure_what_they_name(evaluated: Path):
         assert rows["sparse student"][measure]["seeds"] == [sum(hit[measure] for hit in hits) / CLIPS]
 
 
-def test_distance_is_to_rendered_clips_of_the_prompts(script: ModuleType, write_seed, tmp_path: Path):
+def test_distance_is_to_rendered_clips_of_the_prompts(write_seed, tmp_path: Path):
     run = load_run(write_seed(tmp_path / "seed") / "teacher", device="cpu")
     prompts = evaluation_prompts(CLIPS)
-    numbers = script.matching_clips(prompts, 5)
+    numbers = distill.matching_clips(prompts, 5)
     assert len(set(numbers)) == CLIPS
     assert [render_clip(5, i, size=(4, 16, 16))[1] for i in numbers] == prompts
     # repeated prompts take their clips in order
-    assert script.matching_clips([prompts[1], prompts[0], prompts[1]], 5)[1] == numbers[0]
+    assert distill.matching_clips([prompts[1], prompts[0], prompts[1]], 5)[1] == numbers[0]
 
-    latents = script.real_latents(run, prompts, 5, (16, 4, 8, 8))
+    latents = distill.real_latents(run, prompts, 5, (16, 4, 8, 8))
     assert latents.shape == (CLIPS, 16, 4, 8, 8)
     clip = run.codec.encode(render_clip(5, numbers[9], size=(16, 64, 64))[0])
     for channel in range(16):
         wanted = (clip[channel] - run.latent_mean[channel]) / run.latent_std[channel]
         assert torch.equal(latents[9, channel], wanted)
     # another seed is another set of the same distribution
-    other = script.real_latents(run, prompts, 6, (16, 4, 8, 8))
+    other = distill.real_latents(run, prompts, 6, (16, 4, 8, 8))
     far = latent_distance(latents * 0.5, latents)
     assert 0 < latent_distance(other, latents) < far
 
 
-def test_picture_and_table(script: ModuleType, evaluated: Path, capsys: pytest.CaptureFixture[str]):
+def test_picture_and_table(evaluated: Path, capsys: pytest.CaptureFixture[str]):
     with Image.open(evaluated / "compare.png") as picture:
         assert min(picture.size) > 800
         # bars above, frames below: neither half is empty
         for half in ((0, 0, picture.width, picture.height // 3), (0, picture.height // 2, *picture.size)):
             assert len(picture.convert("RGB").crop(half).getcolors(maxcolors=1 << 20)) > 50
     found = json.loads((evaluated / "compare.json").read_text())
-    script.show(found)
+    distill.show(found)
     printed = capsys.readouterr().out
     for text in (
         *ROWS,
@@ -166,30 +153,28 @@ def test_picture_and_table(script: ModuleType, evaluated: Path, capsys: pytest.C
     assert "±" not in printed
 
 
-def test_seeds_become_mean_and_spread(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_seeds_become_mean_and_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def record(colour: float, distance: float) -> dict[str, Any]:
         measures = {"colour": colour, "direction": colour, "distance": distance}
         settings = {"steps": 50, "guidance": 3.0}
         return {ROWS[0]: {**measures, "settings": {}}, ROWS[1]: {**measures, "settings": settings}}
 
-    found = script.summary([4, 5, 6], [record(0.5, 1.0), record(0.7, 3.0), record(0.9, 8.0)])
+    found = distill.summary([4, 5, 6], [record(0.5, 1.0), record(0.7, 3.0), record(0.9, 8.0)])
     row = found["rows"]["teacher"]
     assert (found["seeds"], row["forwards"]) == ([4, 5, 6], 100)
     assert row["colour"]["mean"] == pytest.approx(0.7)
     assert row["distance"]["seeds"] == [1.0, 3.0, 8.0]
     assert row["distance"]["spread"] == pytest.approx(statistics.stdev([1.0, 3.0, 8.0]))
-    script.show({**found, "clips": 132})
+    distill.show({**found, "clips": 132})
     printed = capsys.readouterr().out
     for text in (*ROWS[:2], "70.0 ± 20.0", "4 ± 3.6"):
         assert text in printed, text
     pictures = {name: torch.zeros(1, 8, 8, 3, dtype=torch.uint8) for name in ROWS[:2]}
-    script.draw(found, ["a red circle"], pictures, tmp_path / "compare.png")
+    distill.draw(found, ["a red circle"], pictures, tmp_path / "compare.png")
     assert (tmp_path / "compare.png").is_file()
 
 
-def test_runs_are_trained_once_in_order_and_merged(
-    script: ModuleType, write_tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_runs_are_trained_once_in_order_and_merged(write_tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out = tmp_path / "out"
     folder = out / "seed-4"
     commands: list[list[str]] = []
@@ -211,10 +196,10 @@ def test_runs_are_trained_once_in_order_and_merged(
         return record, {name: torch.zeros(len(prompts), 8, 8, 3, dtype=torch.uint8) for name in names}
 
     monkeypatch.setattr(subprocess, "run", fake)
-    monkeypatch.setattr(script, "evaluate", measured)
+    monkeypatch.setattr(distill, "evaluate", measured)
     arguments = [str(out), "--seeds", "4", *COMMON, "--jobs", "3", "data.root=ELSEWHERE"]
     steps = ["--teacher-steps", "7", "--distill-steps", "7", "--adapt-steps", "7"]
-    script.main([*arguments, *steps])
+    distill.main([*arguments, *steps])
     assert [command[0] for command in commands] == ["train.py"] * 4
     assert {"experiment=quickstart", "attention=full", "seed=4", "data.root=ELSEWHERE"} <= set(commands[0])
     trained = {Path(word[8:]).name: command for command in commands for word in command if word.startswith("run_dir=")}
@@ -231,24 +216,24 @@ def test_runs_are_trained_once_in_order_and_merged(
 
     # again: finished runs are kept, merging is done anew
     merged: list[Path] = []
-    monkeypatch.setattr(script, "merge", merged.append)
+    monkeypatch.setattr(distill, "merge", merged.append)
     commands.clear()
-    script.main([*arguments, *steps])
+    distill.main([*arguments, *steps])
     assert (commands, merged) == ([], [folder])
     # nothing at all is started for scores alone, and other steps are another training
-    script.main([*arguments, "--evaluate-only"])
+    distill.main([*arguments, "--evaluate-only"])
     assert (commands, merged) == ([], [folder])
-    script.main([*arguments, *steps[:3], "8", *steps[4:]])
+    distill.main([*arguments, *steps[:3], "8", *steps[4:]])
     started = [Path(word[8:]).name for command in commands for word in command if word.startswith("run_dir=")]
     assert sorted(started) == ["dense", "sparse"]
 
 
-def test_runs_that_cannot_be_compared_are_refused(script: ModuleType, write_seed, tmp_path: Path):
+def test_runs_that_cannot_be_compared_are_refused(write_seed, tmp_path: Path):
     def refused(folder: Path, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            script.load_runs(folder, "cpu")
+            distill.load_runs(folder, "cpu")
 
-    script.load_runs(write_seed(tmp_path / "whole"), "cpu")
+    distill.load_runs(write_seed(tmp_path / "whole"), "cpu")
     refused(write_seed(tmp_path / "missing", without=("merged",)), "merged")
     # finished runs are kept whatever they were trained with
     mixed = write_seed(tmp_path / "mixed")
@@ -272,19 +257,19 @@ def test_runs_that_cannot_be_compared_are_refused(script: ModuleType, write_seed
     refused(denser, r"sparse.* has topk 2, .*merged.* topk 4")
 
 
-def test_bad_input_is_one_line(script: ModuleType, write_seed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bad_input_is_one_line(write_seed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for option in ("--teacher-steps", "--distill-steps", "--adapt-steps", "--jobs", "--clips", "--steps"):
         with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
-            script.main([str(tmp_path), option, "0"])
+            distill.main([str(tmp_path), option, "0"])
     write_seed(tmp_path / "seed-0")
     few = [str(tmp_path), "--evaluate-only", "--seeds", "0", *COMMON]
     with pytest.raises(ValueError, match="16 channels needs at least 132 clips, got 131"):
-        script.main([*few, "--clips", "131"])
+        distill.main([*few, "--clips", "131"])
     tensors = load_run(tmp_path / "seed-0" / "dense", device="cpu")
     tensors.model.requires_grad_(False)
     next(tensors.model.parameters()).fill_(torch.nan)
     with pytest.raises(ValueError, match=r"2 of 2 clips of .*dense.* in 3 steps are not finite"):
-        script.sample(tensors, evaluation_prompts(2), tensors.settings(), lambda clips: None)
+        distill.sample(tensors, evaluation_prompts(2), tensors.settings(), lambda clips: None)
 
     def started(*_: Any, **__: Any) -> None:
         raise AssertionError("nothing may be started")
@@ -292,7 +277,7 @@ def test_bad_input_is_one_line(script: ModuleType, write_seed, tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", started)
         with pytest.raises(ValueError, match="needs at least 132 clips, got 3"):
-            script.main([str(tmp_path / "new"), "--clips", "3"])
+            distill.main([str(tmp_path / "new"), "--clips", "3"])
     assert not (tmp_path / "new").exists()
 
     class Failed:
@@ -300,13 +285,13 @@ def test_bad_input_is_one_line(script: ModuleType, write_seed, tmp_path: Path, m
 
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: Failed())
     with pytest.raises(ValueError, match=r"seed-7/teacher ended with status 1, see .*teacher\.log"):
-        script.main([str(tmp_path), "--seeds", "7"])
+        distill.main([str(tmp_path), "--seeds", "7"])
     with pytest.raises(ValueError, match=r"no such folder: .*seed-0/adapted"):
-        script.merge(tmp_path / "seed-0")
+        distill.merge(tmp_path / "seed-0")
 
 
 @pytest.mark.slow
-def test_the_script_trains_and_compares(script: ModuleType, tmp_path: Path, tiny_overrides: tuple[str, ...]):
+def test_the_script_trains_and_compares(tmp_path: Path, tiny_overrides: tuple[str, ...]):
     # those of single arms: tiles of the sparse ones, schedules, the script's own
     left_out = ("attention.tile_thw", "sparsity.sparsity", "trainer.max_steps", "trainer.val_check_interval")
     tiny = [o for o in tiny_overrides if o.partition("=")[0] not in (*left_out, "optim.lr", "data.toy.size")]
@@ -314,7 +299,7 @@ def test_the_script_trains_and_compares(script: ModuleType, tmp_path: Path, tiny
     tiny += ["data.toy.size=[16,64,64]", "trainer.val_check_interval=2"]
     steps = ["--teacher-steps", "6", "--distill-steps", "10", "--adapt-steps", "112", "--jobs", "2"]
     out = tmp_path / "compare"
-    script.main([str(out), "--seeds", "3", *COMMON, *steps, *tiny])
+    distill.main([str(out), "--seeds", "3", *COMMON, *steps, *tiny])
     found = json.loads((out / "compare.json").read_text())
     assert list(found["rows"]) == ROWS
     assert [found["rows"][name].get("forwards") for name in ROWS] == [None, 8, 6, 3, 3, 3]

@@ -1,0 +1,1 @@
+"""Results by subject, and the studies that made them; no part of the installed package."""

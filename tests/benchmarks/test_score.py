@@ -1,0 +1,93 @@
+"""The score of toy clips as a user asks for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.toy import score
+from vsa.data.codecs import HaarCodec
+
+
+def test_score_writes_scores_beside_chance_and_codec(tiny_run_dir: Path, tmp_path: Path, capsys):
+    common = [
+        str(tiny_run_dir),
+        "--clips",
+        "6",
+        "--steps",
+        "1",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "score.json"),
+    ]
+    score.main(common)
+    scores = json.loads((tmp_path / "score.json").read_text())
+    assert scores["chance"] == {"colour": 1 / 6, "direction": 1 / 4}
+    assert scores["codec_reconstructions"] == {"colour": 1.0, "direction": 1.0}
+    assert 0 <= scores["model"]["colour"] <= 1
+    assert scores["settings"]["steps"] == 1
+    printed = capsys.readouterr().out
+    assert "16.7%" in printed
+    assert "25.0%" in printed
+    with pytest.raises(ValueError, match=r"direction is right in .* below the required 101\.0%"):
+        score.main([*common, "--min-direction", "1.01"])
+
+
+def test_score_samples_each_run_in_its_way(write_tiny_run, tiny_config, tmp_path: Path, monkeypatch):
+    seen = []
+    generate = score.generate
+
+    def watched(run, prompts, settings, progress):
+        seen.append((settings.steps, settings.step_list, settings.guidance, settings.flow_shift))
+        return generate(run, prompts, settings, progress)
+
+    monkeypatch.setattr(score, "generate", watched)
+    samples = {"steps": 7, "guidance": 2.5, "flow_shift": 4.0}
+    config = {**tiny_config(), "callbacks": {"samples": samples}}
+    for name, step_list in (("many", None), ("few", (1000.0, 500.0))):
+        run = write_tiny_run(tmp_path / name, config=config, step_list=step_list, with_ema=step_list is None)
+        score.main([str(run), "--clips", "1", "--device", "cpu"])
+    assert seen == [(32, None, 1.0, 4.0), (2, (1000.0, 500.0), 1.0, 1.0)]
+    settings = json.loads((tmp_path / "few" / "score.json").read_text())["settings"]
+    # a run without averages, as a merged one is
+    assert (settings["weights"], settings["step_list"]) == ("model", [1000, 500])
+    score.main([str(tmp_path / "few"), "--clips", "1", "--device", "cpu", "--guidance", "3"])
+    assert seen[-1] == (2, (1000.0, 500.0), 3.0, 1.0)
+
+
+def test_score_refuses_a_run_of_other_videos(write_tiny_run, tiny_config, tmp_path: Path):
+    config = tiny_config()
+    config["data"] |= {"toy": None, "root": "shards"}
+    command = [str(write_tiny_run(tmp_path / "run", config=config)), "--clips", "1", "--steps", "1", "--device", "cpu"]
+    with pytest.raises(ValueError, match=r"run/checkpoints/step-00000007 was trained on other videos .*--any-data"):
+        score.main(command)
+    assert not (tmp_path / "run" / "score.json").exists()
+    score.main([*command, "--any-data"])
+    assert (tmp_path / "run" / "score.json").is_file()
+
+
+def test_score_tells_right_clips_from_wrong_ones():
+    videos, captions = score.reconstructions(HaarCodec(), 12, 0, (16, 64, 64))
+    assert score.score(videos, captions) == {"colour": 1.0, "direction": 1.0}
+    reverse = [video.flip(0) for video in videos]
+    assert score.score(reverse, captions) == {"colour": 1.0, "direction": 0.0}
+    grey = [torch.full_like(video, 30) for video in videos]
+    assert score.score(grey, captions) == {"colour": 0.0, "direction": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "8"], r"steps 8 has no meaning for .*: it is distilled to the timesteps \[1000\.0, 500\.0\]"),
+        (["--shift", "3"], r"flow_shift 3\.0 has no meaning for .*\[1000\.0, 500\.0\]"),
+    ],
+)
+def test_steps_of_a_distilled_run_cannot_be_changed(write_tiny_run, tmp_path: Path, arguments, message):
+    run = write_tiny_run(tmp_path / "run", step_list=(1000.0, 500.0))
+    with pytest.raises(ValueError, match=message):
+        score.main([str(run), "--out", str(tmp_path / "out"), "--device", "cpu", *arguments])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,98 @@
+"""`vsa toy` and `vsa encode` as a user runs them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.data.spoilt import write_spoilt
+from tests.data.tiny_wan import save_pipeline
+from tests.tiny_runs import vsa_command
+from vsa.data import encode_report
+from vsa.data.encode import UnusableFiles
+from vsa.data.encoders import EncoderChoice
+from vsa.data.shards import LatentReader
+from vsa.data.toy_videos import render_clip
+from vsa.data.video_files import write_video
+
+
+def test_toy_clips_are_rendered_and_encoded(command_line, tmp_path: Path) -> None:
+    status, out, err = command_line("toy", str(tmp_path / "v"), "--count", "3", "--size", "8", "32", "32")
+    assert (status, err) == (0, "")
+    assert out.endswith(f"3 clips of 8x32x32 in {tmp_path / 'v'}\n")
+    encode = ("encode", str(tmp_path / "v"), str(tmp_path / "s"))
+    status, _, err = command_line(*encode, "--text-dim", "8", "--max-tokens", "6")
+    assert status == 0, err
+    reader = LatentReader(tmp_path / "s")
+    assert len(reader.index.samples) == 3
+    assert all(s.captions == 2 and s.latent_shape == (16, 2, 4, 4) for s in reader.index.samples.values())
+    status, _, err = command_line(*encode)
+    assert status == 1
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert str(tmp_path / "s") in err
+    assert "replace it with --overwrite" in err
+
+
+def test_lists_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoilt = write_spoilt(tmp_path / "spoilt")
+    for i in range(20):
+        (spoilt / f"zz{i:02d}.png").write_bytes(b"")
+    with pytest.raises(UnusableFiles, match="28 problems"):
+        vsa_command("encode", str(spoilt), str(tmp_path / "out"))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 21
+    assert lines[0].startswith("captions.jsonl, line 1: ")
+    assert lines[19].startswith("zz11.png: no caption")
+    assert lines[20] == "and 8 more"
+    vsa_command("encode", str(spoilt), str(tmp_path / "out"), "--skip-bad", "--channels", "24", "--text-dim", "8")
+    printed = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("left out ") for line in printed) == 30
+    assert printed[-2] == f"2 samples in {tmp_path / 'out'}, 30 left out"
+    assert printed[-1] == (
+        f"to train on them: vsa train data=folder data.root={tmp_path / 'out'} data.codec.channels=24 "
+        "model.in_channels=24 model.out_channels=24 data.text_encoder.dim=8 model.text_dim=8"
+    )
+
+
+def test_encodes_with_a_wan_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_pipeline(tmp_path / "wan")
+    for i, frames in enumerate((5, 9, 3)):
+        write_video(tmp_path / "v" / f"{i}.mp4", render_clip(0, i, size=(frames, 16, 24))[0])
+        (tmp_path / "v" / f"{i}.txt").write_text("a red circle\na cat")
+    common = [str(tmp_path / "v"), str(tmp_path / "s"), "--model", str(folder), "--buckets", "16x24x9,16x24x5"]
+    common += ["--skip-bad", "--samples-per-shard", "1", "--text-dtype", "float32", "--image-condition"]
+    for rank in ("0", "1"):
+        vsa_command("encode", *common, "--rank", rank, "--world-size", "2")
+    assert "run the command once more without --rank" in capsys.readouterr().out
+    vsa_command("encode", *common)
+    printed = capsys.readouterr().out
+    assert "left out 2.mp4: video" in printed
+    assert "2 samples in" in printed
+    assert printed.endswith(f"vsa train data=wan data.root={tmp_path / 's'} data.codec.source={folder}\n")
+    # a trained codec is not measured
+    assert "dB" not in printed
+    reader = LatentReader(tmp_path / "s")
+    assert f"latent mean by channel: {reader.index.latent_mean[0]:.4g} " in printed
+    assert {s.id: s.latent_shape for s in reader.index.samples.values()} == {"0": (16, 2, 2, 3), "1": (16, 3, 2, 3)}
+    assert (reader.index.codec.id, reader.index.text_encoder.id) == ("wan-vae-4x8x8-c16", "umt5-32x512")
+    assert reader.index.cond_channels == 20
+    caption, tokens = reader.text("1", 1)
+    assert caption == "a cat"
+    # two words and the end
+    assert tokens.shape == (3, 32)
+    assert reader.null_text.shape == (1, 32)
+    with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
+        vsa_command("encode", str(tmp_path / "v"), str(tmp_path / "t"), "--vae", str(tmp_path / "nowhere"))
+
+
+def test_processes_share_the_gpus_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop(self: EncoderChoice, device: str) -> None:
+        raise StopError(device)
+
+    monkeypatch.setattr(encode_report, "usable_device", lambda name, rank: f"{name} of rank {rank}")
+    monkeypatch.setattr(EncoderChoice, "build", stop)
+    with pytest.raises(StopError, match=r"^cuda of rank 5$"):
+        vsa_command("encode", "v", tmp_path / "out", "--rank", "5", "--world-size", "8", "--device", "cuda")

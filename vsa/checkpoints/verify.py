@@ -1,0 +1,45 @@
+"""Our own model checked against the golden tensors of an export, told as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from vsa.checkpoints.golden import GoldenError, attention_output, check_golden
+from vsa.checkpoints.weight_source import open_network
+from vsa.errors import usable_device
+
+
+def verify_export(folder: Path, *, backend: str | None = None, device: str | None = None) -> None:
+    """Print the error of every layer of an exported sparse checkpoint.
+
+    Args:
+        folder: with `sparse_attention.json` and the golden tensors that it names.
+        backend: of the sparse attention; None: that of the device.
+        device: None takes a GPU when there is one.
+
+    Raises:
+        ValueError: a layer is further off than the tolerance.
+    """
+    model, info = open_network(folder, device=usable_device(device), backend=backend)
+    with torch.no_grad():
+        errors = check_golden(info.folder, partial(attention_output, model))
+    _print_table(errors)
+    for row in errors:
+        if row.failed:
+            raise ValueError(f"layer {row.layer} has error {row.error:.3e}, above its tolerance {row.tolerance:.3e}")
+    print(f"{len(errors)} layers of {info.folder} conform")
+
+
+def _print_table(errors: Sequence[GoldenError]) -> None:
+    table = Table(title="relative error of each layer's self-attention")
+    for heading in ("layer", "error", "tolerance", ""):
+        table.add_column(heading, justify="right")
+    for row in errors:
+        table.add_row(str(row.layer), f"{row.error:.2e}", f"{row.tolerance:.2e}", "FAILED" if row.failed else "ok")
+    Console().print(table)

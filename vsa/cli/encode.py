@@ -1,0 +1,71 @@
+"""Arguments of `vsa encode`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vsa.cli.options import MANY, Precision, option, words
+
+CLIPS, BY, OUTPUT = "Clips", "Encoders", "Output"
+
+
+def encode(
+    videos: Annotated[Path, typer.Argument(help="folder of videos and images, searched with its subfolders")],
+    out: Annotated[Path, typer.Argument(help="folder of shards to write")],
+    captions: Annotated[Path | None, option("caption file: .jsonl, .json, or .txt with name, tab, caption")] = None,
+    size: Annotated[
+        tuple[int, int] | None,
+        option("scale to cover, crop the middle (as is)", panel=CLIPS, whole=(1, 8192), metavar="HEIGHT WIDTH"),
+    ] = None,
+    frames: Annotated[int | None, option("of a clip, from the start (all)", panel=CLIPS, whole=(1, 100_000))] = None,
+    fps: Annotated[float | None, option("resample to that rate (as stored)", panel=CLIPS, real=(0.01, 240))] = None,
+    buckets: Annotated[str, option("clip sizes to choose from, by aspect", panel=CLIPS, metavar="HxWxT,...")] = "",
+    model: Annotated[str | None, option("Wan pipeline (folder, hub id): its VAE and text encoder", panel=BY)] = None,
+    vae: Annotated[str | None, option("the same for the VAE alone, or a VAE folder", panel=BY)] = None,
+    text: Annotated[str | None, option("the same for the text encoder alone", panel=BY)] = None,
+    vae_dtype: Annotated[Precision, option("the VAE computes in it", panel=BY)] = "float32",
+    text_dtype: Annotated[Precision, option("the text encoder computes in it", panel=BY)] = "bfloat16",
+    channels: Annotated[
+        int, option("of the Haar codec: 24, 48 or 192 keep more detail", panel=BY, whole=(1, MANY))
+    ] = 16,
+    text_dim: Annotated[int, option("width of an n-gram token", panel=BY, whole=(1, 65_536))] = 64,
+    max_tokens: Annotated[int | None, option("of a caption (16; Wan: 512)", panel=BY, whole=(1, 65_536))] = None,
+    device: Annotated[str, option("where the encoders run", panel=BY)] = "cpu",
+    image_condition: Annotated[
+        bool, option("store the first-frame condition of image-to-video models too", "--image-condition", panel=BY)
+    ] = False,
+    dtype: Annotated[Precision, option("of the latents", panel=OUTPUT)] = "float16",
+    samples_per_shard: Annotated[int, option("also what an interruption costs", panel=OUTPUT, whole=(1, MANY))] = 256,
+    overwrite: Annotated[bool, option("replace the data set in OUT", "--overwrite", panel=OUTPUT)] = False,
+    skip_bad: Annotated[bool, option("leave out and list unusable files", "--skip-bad", panel=OUTPUT)] = False,
+    rank: Annotated[int, option("number of this process", panel=OUTPUT, whole=(0, MANY))] = 0,
+    world_size: Annotated[int, option("processes that share the work", panel=OUTPUT, whole=(1, MANY))] = 1,
+) -> None:
+    """Encode a folder of captioned videos and images to shards of latents and text.
+
+    Captions: captions.jsonl in the folder (lines of {"video": "a.mp4", "captions": ["...", "..."]}), the file of
+    --captions, or a.txt beside a.mp4. The encoders are the embedded ones (Haar wavelets, hashed n-grams) unless named.
+
+    \b
+    vsa encode VIDEOS SHARDS --size 128 128 --frames 16
+    vsa encode VIDEOS SHARDS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --buckets 448x832x61,480x480x33
+
+    Repeat an interrupted command to go on. To share the work, run it with --rank R --world-size N on every GPU, then
+    once without them.
+    """
+    from vsa.data.buckets import Bucket
+    from vsa.data.encode_report import encode_and_tell
+    from vsa.data.encoders import EncoderChoice
+
+    encoders = {"model": model, "vae": vae, "text": text, "vae_dtype": vae_dtype, "text_dtype": text_dtype}
+    encoders |= {"channels": channels, "text_dim": text_dim, "max_tokens": max_tokens}
+    clips = {"captions": captions, "size": size, "frames": frames, "fps": fps, "image_condition": image_condition}
+    output = {"dtype": dtype, "samples_per_shard": samples_per_shard, "overwrite": overwrite, "skip_bad": skip_bad}
+    encode_and_tell(
+        *(videos, out, EncoderChoice(**encoders)),
+        **{"device": device, "rank": rank, "world_size": world_size, **clips, **output},
+        buckets=[Bucket.parse(part) for part in words(buckets)],
+    )

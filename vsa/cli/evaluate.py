@@ -1,0 +1,76 @@
+"""Arguments of `vsa evaluate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vsa.cli.options import Device, Guidance, PromptFile, Prompts, Shift, Steps, Weights, option
+
+BARS = "Fail when"
+Bound = float | None
+ANY = (-1e9, 1e9)
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="run folder")],
+    follow: Annotated[bool, option("wait for new checkpoints until the run's last step", "--follow")] = False,
+    timeout: Annotated[float, option("end --follow after so long without a new one, s", real=(1e-3, 1e7))] = 3600,
+    poll: Annotated[float, option("seconds between two looks", real=(1e-3, 1e5))] = 5,
+    prompt: Prompts = None,
+    prompts: PromptFile = None,
+    reference: Annotated[str, option("what clips are compared with", metavar="dense|none|RUN")] = "dense",
+    no_val_loss: Annotated[bool, option("leave the validation loss out", "--no-val-loss")] = False,
+    lpips: Annotated[Path | None, option("folder with torchvision's alexnet-*.pth")] = None,
+    weights: Weights = None,
+    seed: Annotated[int | None, option("of the noise (that of the run's samples)")] = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    flow_shift: Shift = None,
+    batch_size: Annotated[int, option("clips computed together", whole=(1, 65_536))] = 16,
+    device: Device = None,
+    out: Annotated[Path | None, option("folder to write to (RUN/evaluation)")] = None,
+    min_psnr: Annotated[Bound, option("below: all pixels against the reference, dB", panel=BARS, real=ANY)] = None,
+    min_ssim: Annotated[Bound, option("below: against the reference, mean of clips", panel=BARS, real=ANY)] = None,
+    max_lpips: Annotated[Bound, option("above: against the reference, mean of clips", panel=BARS, real=ANY)] = None,
+    max_val_loss: Annotated[Bound, option("above: validation loss", panel=BARS, real=ANY)] = None,
+    max_black: Annotated[Bound, option("above: share of nearly black frames", panel=BARS, real=ANY)] = None,
+    max_uniform: Annotated[Bound, option("above: share of frames of one colour", panel=BARS, real=ANY)] = None,
+    max_flicker: Annotated[Bound, option("above: luma change taken back at once", panel=BARS, real=ANY)] = None,
+    max_flicker_excess: Annotated[Bound, option("above: flicker less the reference's", panel=BARS, real=ANY)] = None,
+    min_motion: Annotated[Bound, option("below: luma change between frames", panel=BARS, real=ANY)] = None,
+) -> None:
+    """Judge the checkpoints of a run from a process of its own, with --follow as they are written.
+
+    Measures validation loss, agreement with dense attention on fixed prompts and noise, and how much of the clips is
+    black, one-coloured, still or flickering. Ends with status 1 when the newest checkpoint misses a bar. The device
+    should not be the one that trains.
+
+    \b
+    vsa evaluate outputs/quickstart/default
+    vsa evaluate outputs/quickstart/default --follow --min-psnr 20 --max-black 0
+    """
+    given = locals()
+    from vsa.data.prompts import read_prompts
+    from vsa.errors import usable_device
+    from vsa.evaluation.bars import BARS as metrics
+    from vsa.evaluation.bars import choose_bars
+    from vsa.evaluation.follow import EvaluationRequest, evaluate_run
+
+    kept = {"val_loss": not no_val_loss, "lpips": lpips is not None, "reference": reference != "none"}
+    bars = choose_bars({name: given[name] for name in metrics if given[name] is not None}, **kept)
+    same = ("reference", "lpips", "weights", "seed", "steps", "guidance", "flow_shift", "batch_size")
+    request = EvaluationRequest(
+        device=usable_device(device),
+        prompts=[*(prompt or []), *(read_prompts(prompts) if prompts else [])],
+        val_loss=not no_val_loss,
+        **{name: given[name] for name in same},
+    )
+    missed = evaluate_run(run, request, bars, out=out, follow=follow, poll=poll, timeout=timeout)
+    for line in missed:
+        print(f"error: {line}", file=sys.stderr)
+    if missed:
+        raise typer.Exit(1)

@@ -1,0 +1,15 @@
+"""Arguments of `vsa info`."""
+
+from __future__ import annotations
+
+
+def info() -> None:
+    """Show the machine, versions, GPUs, and which attention backends run here.
+
+    \b
+    vsa info
+    """
+    from vsa.machine import describe_here
+
+    for line in describe_here():
+        print(line)

@@ -1,0 +1,91 @@
+"""What several commands share: numbers that are refused with the option's name, and options of one meaning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+
+def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
+    """Parser of a finite number in `least..most`; typer's own range lets nan through and does not tell the value."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            what = "a whole number" if kind is int else "a number"
+            raise typer.BadParameter(f"expected {what} from {least:g} to {most:g}, got {text}")
+        return value
+
+    return parse
+
+
+def option(
+    text: str,
+    *names: str,
+    panel: str | None = None,
+    whole: tuple[int, int] | None = None,
+    real: tuple[float, float] | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """An option with its help.
+
+    Args:
+        text: what it means.
+        names: of the option; left out: that of the argument.
+        panel: heading in the help.
+        whole: range of an integer.
+        real: range of a float.
+        metavar: how the value is shown.
+    """
+    kind, bounds = (int, whole) if whole is not None else (float, real)
+    parser = None if bounds is None else number(kind, *bounds)
+    shown = metavar or (None if bounds is None else "INTEGER" if whole is not None else "FLOAT")
+    return typer.Option(*names, help=text, rich_help_panel=panel, parser=parser, metavar=shown)
+
+
+MANY = 1_000_000_000
+
+
+def refuse_options(given: Mapping[str, Any], names: Sequence[str], owner: str) -> None:
+    """Raise ValueError when an option was given that only `owner` has."""
+    for name in names:
+        if name in given:
+            raise ValueError(f"--{name.replace('_', '-')} is an option of {owner} only")
+
+
+def integers(name: str, text: str) -> list[int]:
+    """The numbers of a list given as one value, `0,1`; a ValueError names the option."""
+    try:
+        return [int(part) for part in words(text)]
+    except ValueError:
+        raise ValueError(f"{name} must be numbers with commas between, got {text}") from None
+
+
+def words(text: str) -> list[str]:
+    """The parts of a list given as one value, `a,b`."""
+    return [part for part in text.split(",") if part]
+
+
+Precision = Literal["float32", "bfloat16", "float16"]
+Weights = Annotated[Literal["ema", "model"] | None, option("averaged (where there are any) or trained weights")]
+Prompts = Annotated[list[str] | None, option("a caption; may be repeated", "--prompt")]
+PromptFile = Annotated[Path | None, option("text file with one caption per line, or .jsonl", "--prompts")]
+Device = Annotated[str | None, option("cpu, cuda, cuda:1, ... (cuda when there is one)")]
+BatchSize = Annotated[int | None, option("clips computed together (16, of a pipeline 1)", whole=(1, 65_536))]
+Steps = Annotated[
+    int | None, option("sampler steps (as the run samples, 50; a distilled model: its own)", whole=(1, 10_000))
+]
+Guidance = Annotated[
+    float | None,
+    option("uncond + G * (cond - uncond), 1: one pass (as the run samples, 5; distilled: 1)", real=(-100, 100)),
+]
+Shift = Annotated[
+    float | None, option("flow shift (as the run samples; of the export, the scheduler)", "--shift", real=(1e-3, 1e3))
+]

@@ -1,0 +1,31 @@
+"""Arguments of `vsa train`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+# flags of Hydra pass through
+CONTEXT_SETTINGS = {"ignore_unknown_options": True}
+
+
+def train(
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings and flags of Hydra")
+    ] = None,
+) -> None:
+    """Pretrain, finetune or distill a video diffusion transformer; `python train.py` is the same.
+
+    \b
+    vsa train experiment=quickstart
+    vsa train experiment=quickstart run=mine trainer.max_steps=100
+    vsa train experiment=quickstart run=mine ckpt_path=last       goes on from the newest checkpoint
+    vsa train data=folder data.root=SHARDS attention=video_sparse_222
+    vsa train -m experiment=quickstart sparsity.sparsity=0.5,0.75 'run=s${sparsity.sparsity}'
+
+    --cfg job prints every setting, --info what Hydra made of them, -m runs all combinations of listed values.
+    """
+    from vsa.training.launch import launch
+
+    launch(settings or [])

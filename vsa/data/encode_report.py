@@ -1,0 +1,53 @@
+"""Encoding a folder with everything told that a person at a terminal wants to know."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from vsa.data.encode import UnusableFiles, encode_folder
+from vsa.data.encoders import EncoderChoice
+from vsa.data.shards import LatentReader
+from vsa.errors import usable_device
+
+# problems that are told one by one, the rest is counted
+_LISTED = 20
+
+
+def encode_and_tell(
+    videos: Path, out: Path, encoders: EncoderChoice, *, device: str, rank: int = 0, world_size: int = 1, **options: Any
+) -> None:
+    """Encode a folder; prints what was left out, what the data set holds and how to train on it.
+
+    Args:
+        videos: folder of videos and images.
+        out: folder of shards.
+        encoders: what encodes.
+        device: where, as a user named it.
+        rank: of this process.
+        world_size: processes that share the work.
+        options: of `encode_folder`.
+    """
+    device = usable_device(device, rank=rank)
+    codec, text_encoder = encoders.build(device)
+    share = {"device": device, "rank": rank, "world_size": world_size}
+    try:
+        report = encode_folder(videos, out, codec=codec, text_encoder=text_encoder, **share, **options)
+    except UnusableFiles as error:
+        # the error itself tells of one
+        for name, reason in error.problems[:_LISTED] if len(error.problems) > 1 else ():
+            print(f"{name}: {reason}", file=sys.stderr)
+        if len(error.problems) > _LISTED:
+            print(f"and {len(error.problems) - _LISTED} more", file=sys.stderr)
+        raise
+    for name, reason in report.skipped:
+        print(f"left out {name}: {reason}")
+    if world_size == 1:
+        print(LatentReader(out).index.summary())
+    elif report.complete:
+        print("every part is done: run the command once more without --rank and --world-size")
+    print(f"{report.samples} samples in {out}, {len(report.skipped)} left out")
+    if world_size == 1 and (settings := encoders.training_settings(str(out))):
+        print(f"to train on them: vsa train {shlex.join(settings)}")

@@ -1,0 +1,74 @@
+"""The machine and its software: what places a number, and what can run here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS, resolve_backend
+
+PACKAGES = ("vsa-train", "lightning", "hydra-core", "diffusers", "transformers", "peft")
+KERNEL_PACKAGES = ("triton", "fastvideo-kernel")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to place the numbers; no host name, no paths."""
+    info: dict[str, Any] = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        named = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        info["cpu"] = named[0] if named else info["cpu"]
+    if device.type == "cuda":
+        info["gpu"] = torch.cuda.get_device_name(device)
+    return info
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Of what computes."""
+    known = {"python": platform.python_version(), "torch": torch.__version__}
+    if device.type == "cuda":
+        known |= _installed(KERNEL_PACKAGES)
+        known["cudnn"] = str(torch.backends.cudnn.version())
+    return known
+
+
+def _installed(packages: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe_here() -> Iterator[str]:
+    """Lines on the machine, its software, its devices, and the attention backends of each device."""
+    cpu = torch.device("cpu")
+    here = machine(cpu)
+    yield f"machine   {here['cpu']}, {here['cores']} cores, {here['threads']} threads, {platform.system()}"
+    named = {**versions(cpu), **_installed(KERNEL_PACKAGES + PACKAGES)}
+    yield "versions  " + ", ".join(f"{name} {version}" for name, version in named.items())
+    devices = [cpu, *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    for device in devices[1:]:
+        properties = torch.cuda.get_device_properties(device)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        yield f"gpu {device.index}     {properties.name}, {memory}, capability {properties.major}.{properties.minor}"
+    if len(devices) == 1:
+        yield f"gpu       none{'' if torch.version.cuda else ', this torch is built without CUDA'}"
+    for device in devices:
+        # the dtype a training computes in there, and its usual head dim
+        dtype, head_dim = (torch.float32 if device.type == "cpu" else torch.bfloat16), 128
+        chosen = resolve_backend(None, device, dtype, head_dim)
+        for name in BLOCK_SPARSE_BACKENDS:
+            try:
+                resolve_backend(name, device, dtype, head_dim)
+                state = "runs, the automatic choice" if name == chosen else "runs"
+            except (ValueError, ImportError) as error:
+                state = f"does not run: {error}"
+            yield f"backend   {name} on {device}: {state}"

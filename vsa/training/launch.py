@@ -1,0 +1,57 @@
+"""From a command line to training runs: Hydra composes, checked, and every end is one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from hydra import version
+from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from vsa.config import config_folder
+from vsa.errors import one_line_errors
+from vsa.training.ending import stopped_by_signals
+from vsa.training.hydra_guard import checked_hydra, require_checked
+from vsa.training.parallel import rank_zero_reports
+from vsa.training.train import train
+
+INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
+"""What a config can cause beside ValueError and OSError."""
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """Train as settings and flags of Hydra say; bad input and signals end in one line.
+
+    HYDRA_FULL_ERROR=1 adds the traceback. `sys.argv` stays as it is: the processes of other devices are started by it.
+    """
+    traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    # Hydra prints errors in a way of its own unless told to let them through
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    version.setbase("1.3")
+    parser = get_args_parser()
+    args = parser.parse_args(list(arguments))
+    try:
+        with one_line_errors(*INPUT_ERRORS, traceback=traceback), stopped_by_signals(), checked_hydra():
+            if args.experimental_rerun is not None:
+                raise ValueError("--experimental-rerun is not supported: it reads a pickled config")
+            _run_hydra(
+                args=args,
+                args_parser=parser,
+                task_function=run,
+                config_path=str(config_folder()),
+                config_name="train",
+            )
+    except SystemExit as stop:
+        if traceback and stop.__cause__ is not None:
+            raise stop.__cause__ from None
+        raise
+
+
+def run(cfg: DictConfig) -> None:
+    """The Hydra job: `train`, with input errors reported here because Hydra would announce them first."""
+    with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
+        require_checked()
+        train(cfg)
