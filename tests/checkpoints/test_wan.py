@@ -30,7 +30,7 @@ from vsa.checkpoints.wan import (
     refuse_random_gates,
     sparse_settings,
 )
-from vsa.checkpoints.wan_config import read_transformer_config, transformer_config, video_dit_arguments
+from vsa.checkpoints.wan_config import transformer_config, video_dit_arguments
 from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder
 from vsa.checkpoints.weight_source import open_network, open_weights
 from vsa.diffusion.sampler import guide, sample_euler
@@ -148,7 +148,7 @@ def test_pipeline_and_our_sampler_agree(tmp_path):
     pipe.save_pretrained(tmp_path)
     model, info = open_network(tmp_path)
     assert info.folder == tmp_path / "transformer"
-    sparse = VideoDiT(attention=SPARSE, **video_dit_arguments(read_transformer_config(tmp_path)))
+    sparse = VideoDiT(attention=SPARSE, **video_dit_arguments(info.config))
     open_weights(tmp_path).load(sparse, "initial")
 
     prompt, steps, scale = "a cat sits on the mat", 3, 4.0
@@ -547,9 +547,9 @@ def test_a_name_that_is_no_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"no such folder: \./nowhere/at/all"):
-        read_transformer_config("./nowhere/at/all")
+        open_weights("./nowhere/at/all")
     with pytest.raises(ValueError, match="nobody/nothing is no folder, and the hub does not give it"):
-        read_transformer_config("nobody/nothing")
+        open_weights("nobody/nothing")
 
 
 def test_what_is_downloaded(monkeypatch, tmp_path):

@@ -256,12 +256,8 @@ def write_run(
     config: dict[str, Any] = dict(state.get("config", {}))
     if sparse is not None:
         attention["_target_"] = "vsa.attention.video_sparse.VideoSparseAttention"
-        attention |= {
-            "tile_thw": list(sparse.tile_thw),
-            "partition": sparse.partition,
-            "block_order": sparse.block_order,
-            "fine_gate": sparse.fine_gate,
-        }
+        settings = {key: getattr(sparse, key) for key in ("partition", "block_order", "fine_gate")}
+        attention |= {"tile_thw": list(sparse.tile_thw), **settings}
         state["sparse_attention"] = asdict(sparse)
         if "callbacks" in config:
             config["callbacks"] = {"samples": {**config["callbacks"]["samples"], **sampling_of_export(sparse)}}

@@ -14,23 +14,10 @@ from torch import Tensor
 
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.checkpoints.sparse_config import (
-    SPARSE_CONFIG,
-    SparseAttentionConfig,
-    write_sparse_config,
-)
-from vsa.checkpoints.wan_config import (
-    SPARSE_FLAG,
-    transformer_config,
-)
+from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, write_sparse_config
+from vsa.checkpoints.wan_config import SPARSE_FLAG, transformer_config
 from vsa.checkpoints.wan_names import diffusers_to_wan, wan_config
-from vsa.checkpoints.weight_files import (
-    exhaust,
-    new_folder,
-    refuse_existing,
-    some,
-    write_weights,
-)
+from vsa.checkpoints.weight_files import exhaust, new_folder, refuse_existing, some, write_weights
 from vsa.models.sharding import whole
 from vsa.models.video_dit import VideoDiT
 

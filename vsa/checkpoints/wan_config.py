@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from vsa.checkpoints.weight_files import pretrained_folder, read_json
 from vsa.models.video_dit import VideoDiT
 
 CLASS_NAME = "WanTransformer3DModel"
@@ -34,15 +32,6 @@ _DEFAULTS: dict[str, Any] = {
 }
 # keys with one value this model can compute
 _FIXED = {"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None}
-
-
-def read_transformer_config(source: str | Path) -> dict[str, Any]:
-    """`config.json` of a transformer, see `pretrained_folder` for what `source` may be.
-
-    Raises:
-        ValueError: nothing there, or no JSON.
-    """
-    return read_json(pretrained_folder(source) / "config.json")
 
 
 def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from vsa.checkpoints.wan_config import transformer_config, video_dit_arguments
 from vsa.checkpoints.wan_names import config_of_wan, is_gate, is_unused, wan_to_diffusers
 from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json, some
 from vsa.checkpoints.weights import WeightSource
-from vsa.config import build, check_targets, model_factory
 from vsa.data.codecs import WanVAE
 from vsa.data.pretrained import weights_digest
 from vsa.models.video_dit import VideoDiT
@@ -96,6 +95,9 @@ class RunWeights(WeightSource):
         """The schedule of the run as far as it got, or what an export that became a run says."""
         if (exported := self._exported) is not None:
             return ExportedSparsity(exported)
+        # hydra is loaded where a config is built, not by every training module
+        from vsa.config import build
+
         schedule: SparsitySchedule = build(self.run_config["sparsity"])
         schedule.load_state_dict(self.state.get("sparsity_state", {}))
         return schedule
@@ -134,6 +136,8 @@ class RunWeights(WeightSource):
         )
 
     def network(self, **options: Any) -> VideoDiT:
+        from vsa.config import check_targets, model_factory
+
         self.require_config("model", "attention")
         check_targets(self.run_config)
         return model_factory(self.run_config)(**options)
