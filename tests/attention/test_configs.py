@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_attention_configs_are_factories(name, cls):
     assert type(method) is cls
     assert method.layer_idx == 1
     assert set(factory.keywords) | {"dim", "num_heads", "head_dim", "layer_idx"} == {
-        *cls.__init__.__kwdefaults__,
+        *inspect.unwrap(cls.__init__).__kwdefaults__,
         "dim",
         "num_heads",
         "head_dim",

@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from hydra.errors import HydraException
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,7 +27,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import resolve_start
-from vsa.config import build, check_targets, model_factory
+from vsa.config import build, check_settings, check_targets, model_factory
 from vsa.errors import one_line_errors
 from vsa.training.callbacks.diagnostics import Diagnostics
 from vsa.training.config_changes import changed_settings
@@ -80,7 +81,9 @@ def train(cfg: DictConfig) -> None:
         ValueError: an impossible setting, named with its value.
     """
     check_targets(cfg)
+    check_settings(cfg)
     _check_precision(cfg.trainer.precision)
+    _check_accelerator(cfg.trainer.accelerator)
     run_dir = _run_dir(cfg)
     # before anything is read to go on from, and until the last file is written
     with locked(run_dir) if _is_first_process(cfg) else nullcontext(), RunFolder(run_dir) as folder:
@@ -139,6 +142,14 @@ def _check_precision(precision: Any) -> None:
             f"trainer.precision={precision} is not supported, expected 32-true: parameters stay in fp32, and on GPUs "
             "the sharding strategy computes in bf16 by itself"
         )
+
+
+def _check_accelerator(name: str) -> None:
+    usable = ["auto", "cpu"]
+    for kind, accelerator in (("cuda", CUDAAccelerator), ("mps", MPSAccelerator)):
+        usable += [kind, "gpu"] if accelerator.is_available() else []
+    if name not in usable:
+        raise ValueError(f"trainer.accelerator={name}: expected one that is here ({', '.join(usable)}), got {name!r}")
 
 
 def _run_dir(cfg: DictConfig) -> Path:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from vsa.checkpoints.run_checkpoint import refuse_key_difference
 from vsa.models.sharding import local, place
+from vsa.settings import ShareBelowOne, checked
 from vsa.training.modules.base import DiffusionModule
 
 
+@checked
 class EMA(L.Callback):
     """Keeps an fp32 average of every parameter; validation and samples use it.
 
@@ -25,9 +27,7 @@ class EMA(L.Callback):
         warmup: ramp the decay as (1 + n) / (10 + n) while that is smaller, n being the optimizer step of the model.
     """
 
-    def __init__(self, decay: float = 0.999, warmup: bool = True):
-        if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay must lie in [0, 1), got {decay}")
+    def __init__(self, decay: ShareBelowOne = 0.999, warmup: bool = True):
         self.decay, self.warmup = decay, warmup
         self._average: dict[str, Tensor] = {}
 

@@ -17,12 +17,14 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms
+from vsa.settings import Count, NonNegative, checked
 from vsa.training.loss_window import LossWindow
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan
 
 
+@checked
 class PretrainModule(DiffusionModule):
     """Pretrain a video DiT with sparse attention from scratch (VSA paper, section 3.1).
 
@@ -50,9 +52,9 @@ class PretrainModule(DiffusionModule):
         parallel: ParallelPlan,
         latent_scale: Literal["channel", "shared"] = "channel",
         validate_at: Sequence[SparsityPoint] = ("current",),
-        grad_clip: float = 1.0,
-        max_skipped: int = 10,
-        seed: int = 0,
+        grad_clip: NonNegative = 1.0,
+        max_skipped: Count = 10,
+        seed: Count = 0,
     ):
         points = check_points("validate_at", validate_at)
         if "current" not in points:
