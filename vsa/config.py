@@ -42,6 +42,7 @@ class Run:
         output_dir: folder of all runs.
         run_dir: the run folder, where it is not made of the three names.
         seed: of everything random.
+        tile_thw: tokens of the patchified latent per tile of sparse attention, along time, height, width.
         ckpt_path: what to resume: `last` (of this run), a checkpoint folder or a run folder.
         init_from: weights to start from, with a new optimizer: a checkpoint or run folder, a folder or hub id of
             pretrained weights.
@@ -55,6 +56,7 @@ class Run:
     output_dir: str = "outputs"
     run_dir: str = "${output_dir}/${name}/${run}"
     seed: Count = 0
+    tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (4, 4, 4)
     ckpt_path: str | None = None
     init_from: str | None = None
     overwrite: bool = False
@@ -143,7 +145,11 @@ def check_settings(cfg: DictConfig) -> None:
     """
     check, run = _SettingsCheck(), hints_of(Run)
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    check.known |= {f"start.{name}" for name in raw.get("start", ())}
     for name, value in raw.items():
+        if name == "start":
+            # its values are told where attention takes them
+            continue
         if name in run:
             check.value(name, cfg[name], value, run[name])
         elif name not in (*OBJECTS, *TABLES):
@@ -277,3 +283,8 @@ def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[..., Video
     """The function that builds the network of a whole run config (its `model` and `attention` nodes)."""
     attention = build(config["attention"])
     return partial(build, config["model"], attention=attention)
+
+
+def build_task(cfg: DictConfig) -> Any:
+    """The training module of a whole run config, with its network, optimizer and schedule."""
+    return build(cfg.task, model=model_factory(cfg), optim=cfg.optim, sparsity=cfg.sparsity)

@@ -27,7 +27,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import resolve_start
-from vsa.config import build, check_settings, check_targets, model_factory
+from vsa.config import build, build_task, check_settings, check_targets, model_factory
 from vsa.errors import one_line_errors
 from vsa.training.callbacks.diagnostics import Diagnostics
 from vsa.training.config_changes import changed_settings
@@ -104,7 +104,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder) -> None:
         cfg.trainer.max_steps = _steps_of_budget(cfg.flop_budget, datamodule, cfg)
     if nothing_to_do(cfg.trainer.max_steps, resume):
         return
-    module = build(cfg.task, model=model_factory(cfg))
+    module = build_task(cfg)
     if cfg.flop_budget is not None and not module.automatic_optimization:
         raise ValueError(
             f"flop_budget={cfg.flop_budget} is for jobs of one network, this one ends at trainer.max_steps"
