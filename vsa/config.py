@@ -70,16 +70,16 @@ TABLES = ("callbacks", "logger")
 LIMITS: Mapping[str, Mapping[str, Any]] = {
     "lightning.pytorch.trainer.trainer.Trainer": {
         "max_steps": Annotated[int, Ge(-1)],
-        "max_epochs": Annotated[int, Ge(-1)] | None,
+        "max_epochs": Union[Annotated[int, Ge(-1)], None],  # noqa: UP007
         "num_nodes": AtLeastOne,
-        "devices": AtLeastOne | list[int] | Literal["auto", -1],
+        "devices": Union[AtLeastOne, list[int], Literal["auto", -1]],  # noqa: UP007
         "accumulate_grad_batches": AtLeastOne,
         "log_every_n_steps": AtLeastOne,
-        "val_check_interval": AtLeastOne | Share | None,
-        "check_val_every_n_epoch": AtLeastOne | None,
-        "limit_train_batches": Count | Share | None,
-        "limit_val_batches": Count | Share | None,
-        "overfit_batches": Count | Share,
+        "val_check_interval": Union[AtLeastOne, Share, None],  # noqa: UP007
+        "check_val_every_n_epoch": Union[AtLeastOne, None],  # noqa: UP007
+        "limit_train_batches": Union[Count, Share, None],  # noqa: UP007
+        "limit_val_batches": Union[Count, Share, None],  # noqa: UP007
+        "overfit_batches": Union[Count, Share],  # noqa: UP007
         # of all precisions one is left, with its reason told in training
         "precision": Any,
     }
@@ -155,7 +155,7 @@ def check_settings(cfg: DictConfig) -> None:
         elif name not in (*OBJECTS, *TABLES):
             check.unknown[name] = value
     for name in (*OBJECTS, *TABLES):
-        node = OmegaConf.to_container(cfg[name], resolve=True) if raw.get(name) is not None else None
+        node: Any = OmegaConf.to_container(cfg[name], resolve=True) if raw.get(name) is not None else None
         if name in OBJECTS:
             check.node(name, node, raw.get(name))
         else:

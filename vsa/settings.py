@@ -135,13 +135,14 @@ def _strict(hint: Any) -> Any:
 
 def describe(hint: Any) -> str:
     """An annotation in words, as in "expected a number above 0"."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin: Any = get_origin(hint)
+    args: tuple[Any, ...] = get_args(hint)
     if hint in _SCALARS:
         return _SCALARS[hint]
     if hint in (Any, object):
         return "any value"
     if origin is Literal:
-        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
+        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])  # type: ignore
     if origin is Annotated:
         bounds = {name: getattr(b, name) for b in args[1:] for kind, name, _ in _BOUNDS if isinstance(b, kind)}
         if bounds.keys() == {"ge", "le"}:
