@@ -1,14 +1,18 @@
-"""From a composed config to objects: the only place that instantiates, after every `_target_` was checked."""
+"""From a composed config to objects: the only place that instantiates, after targets, types and ranges were checked."""
 
 from __future__ import annotations
 
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from annotated_types import Ge
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
 from vsa.moved import moved_target
+from vsa.settings import AtLeastOne, Count, Positive, Share, fits, hints_of, plain, refusal, shown
 
 ALLOWED_TARGETS = (
     "vsa.",
@@ -33,6 +38,70 @@ def config_folder() -> Path:
     package = Path(__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Settings of a run that belong to no group.
+
+    Args:
+        name: of the experiment; the run folder is OUTPUT_DIR/NAME/RUN.
+        run: of the run.
+        output_dir: folder of all runs.
+        run_dir: the run folder, where it is not made of the three names.
+        seed: of everything random.
+        tile_thw: tokens of the patchified latent per tile of sparse attention, along time, height, width.
+        ckpt_path: what to resume: `last` (of this run), a checkpoint folder or a run folder.
+        init_from: weights to start from, with a new optimizer: a checkpoint or run folder, a folder or hub id of
+            pretrained weights.
+        overwrite: start anew in a run folder that already holds checkpoints.
+        flop_budget: stop after this many executed training FLOPs (a teacher's not counted) instead of
+            trainer.max_steps.
+    """
+
+    name: str | int = "pretrain"
+    run: str | int = "default"
+    output_dir: str = "outputs"
+    run_dir: str = "${output_dir}/${name}/${run}"
+    seed: Count = 0
+    tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (4, 4, 4)
+    ckpt_path: str | None = None
+    init_from: str | None = None
+    overwrite: bool = False
+    flop_budget: Positive | None = None
+
+
+OBJECTS = ("task", "model", "attention", "sparsity", "data", "optim", "trainer")
+TABLES = ("callbacks", "logger")
+"""Groups of one object, and groups of several by name."""
+
+LIMITS: Mapping[str, Mapping[str, Any]] = {
+    "lightning.pytorch.trainer.trainer.Trainer": {
+        "max_steps": Annotated[int, Ge(-1)],
+        "max_epochs": Union[Annotated[int, Ge(-1)], None],  # noqa: UP007
+        "num_nodes": AtLeastOne,
+        "devices": Union[AtLeastOne, list[int], Literal["auto", -1]],  # noqa: UP007
+        "accumulate_grad_batches": AtLeastOne,
+        "log_every_n_steps": AtLeastOne,
+        "val_check_interval": Union[AtLeastOne, Share, None],  # noqa: UP007
+        "check_val_every_n_epoch": Union[AtLeastOne, None],  # noqa: UP007
+        "limit_train_batches": Union[Count, Share, None],  # noqa: UP007
+        "limit_val_batches": Union[Count, Share, None],  # noqa: UP007
+        "overfit_batches": Union[Count, Share],  # noqa: UP007
+        # of all precisions one is left, with its reason told in training
+        "precision": Any,
+    }
+}
+"""Types and ranges that annotations of other projects leave open."""
+
+ELSEWHERE = {
+    "trainer.gradient_clip_val": "task.grad_clip",
+    "trainer.gradient_clip_algorithm": "task.grad_clip",
+    "trainer.callbacks": "callbacks",
+    "trainer.logger": "logger",
+    "trainer.default_root_dir": "run_dir",
+}
+"""Arguments of a class that a run sets from another key."""
 
 
 def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -60,15 +129,121 @@ def check_targets(config: Any) -> None:
         refused = ValueError(f"{key}={target} is not allowed: a config may build classes of vsa and lightning only")
         if not isinstance(target, str) or not target.startswith((*ALLOWED_TARGETS, "lightning.pytorch.Trainer")):
             raise refused
-        module_name, _, class_name = target.rpartition(".")
         try:
-            found = getattr(importlib.import_module(module_name), class_name)
+            found = target_class(target)
         except (ImportError, AttributeError) as error:
             moved = moved_target(target)
             reason = f"it is {moved} now" if moved != target else str(error)
             raise ValueError(f"{key}={target} does not exist: {reason}") from None
         if not isinstance(found, type) or not f"{found.__module__}.".startswith(ALLOWED_TARGETS):
             raise refused
+
+
+def target_class(target: str) -> Any:
+    """What a `_target_` names."""
+    module_name, _, class_name = target.rpartition(".")
+    return getattr(importlib.import_module(module_name), class_name)
+
+
+def check_settings(cfg: DictConfig) -> None:
+    """Refuse values that do not fit the annotations of the constructors they go to, and settings that none has.
+
+    Raises:
+        ValueError: every problem with the key as a user types it, the value and what is expected.
+    """
+    check, run = _SettingsCheck(), hints_of(Run)
+    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    check.known |= {f"start.{name}" for name in raw.get("start", ())}
+    for name, value in raw.items():
+        if name == "start":
+            # its values are told where attention takes them
+            continue
+        if name in run:
+            check.value(name, cfg[name], value, run[name])
+        elif name not in (*OBJECTS, *TABLES):
+            check.unknown[name] = value
+    for name in (*OBJECTS, *TABLES):
+        node: Any = OmegaConf.to_container(cfg[name], resolve=True) if raw.get(name) is not None else None
+        if name in OBJECTS:
+            check.node(name, node, raw.get(name))
+        else:
+            for key, settings in (node or {}).items():
+                if settings is not None:
+                    check.node(f"{name}.{key}", settings, raw[name][key])
+    if problems := check.problems():
+        raise ValueError("; ".join(problems))
+
+
+class _SettingsCheck:
+    """Problems of a config by key, and the keys that exist."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set(hints_of(Run))
+        self.unknown: dict[str, Any] = {}
+        self._refused: dict[str, str] = {}
+
+    def node(self, key: str, settings: Any, raw: Any) -> None:
+        """Check the settings of one object, in the form of the composed config and before interpolation."""
+        if not isinstance(settings, Mapping):
+            self._refused[key] = f"{key}={shown(settings)}: expected the settings of an object, with _target_"
+            return
+        if "_target_" not in settings:
+            self.unknown |= {f"{key}.{name}": value for name, value in settings.items()}
+            return
+        constructor = target_class(settings["_target_"])
+        place = f"{constructor.__module__}.{constructor.__qualname__}"
+        hints = {**hints_of(constructor), **LIMITS.get(place, {})}
+        self.known |= {f"{key}.{name}" for name in hints}
+        for name, value in settings.items():
+            inner = f"{key}.{name}"
+            if name in ("_target_", "_partial_", "_convert_", "_recursive_"):
+                continue
+            if inner in ELSEWHERE:
+                self._refused[inner] = f"{inner}={shown(value)}: set {ELSEWHERE[inner]} instead"
+            elif name in hints or "**" in hints:
+                self.value(inner, value, raw[name], hints.get(name, Any))
+            else:
+                self.unknown[inner] = value
+
+    def value(self, key: str, value: Any, raw: Any, hint: Any) -> None:
+        """Check one value, which may be the settings of an object."""
+        copied = re.fullmatch(r"\$\{([\w.]+)\}", raw) if isinstance(raw, str) else None
+        if copied:
+            # told with the key that a user sets
+            key = copied[1]
+        if isinstance(value, Mapping) and "_target_" in value:
+            if not _takes(hint, target_class(value["_target_"])):
+                self._refused[key] = refusal(key, value["_target_"], hint)
+            elif not copied:
+                self.node(key, value, raw)
+        elif plain(hint) is None or not fits(value, plain(hint)):
+            self._refused.setdefault(key, refusal(key, value, hint))
+
+    def problems(self) -> list[str]:
+        return [
+            *self._refused.values(),
+            *(f"{key}={shown(v)}: unknown setting{self._advice(key)}" for key, v in self.unknown.items()),
+        ]
+
+    def _advice(self, key: str) -> str:
+        def likeness(known: str) -> float:
+            pairs = ((known, key), (known.rpartition(".")[2], key.rpartition(".")[2]))
+            return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+        nearest = max(sorted(self.known), key=likeness)
+        return f", did you mean {nearest}?" if likeness(nearest) > 0.7 else ""
+
+
+def _takes(hint: Any, cls: type) -> bool:
+    """Whether an argument may be an object of `cls`, or a factory of such objects."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _takes(args[0], cls)
+    if origin in (Union, UnionType):
+        return any(_takes(part, cls) for part in args)
+    if hint is Any or origin is Callable:
+        return True
+    return isinstance(hint, type) and (getattr(hint, "_is_protocol", False) or issubclass(cls, hint))
 
 
 def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
@@ -116,3 +291,8 @@ def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[..., Video
     """The function that builds the network of a whole run config (its `model` and `attention` nodes)."""
     attention = build(config["attention"])
     return partial(build, config["model"], attention=attention)
+
+
+def build_task(cfg: DictConfig, **arguments: Any) -> Any:
+    """The training module of a whole run config, with its network, optimizer and schedule."""
+    return build(cfg.task, model=model_factory(cfg), optim=cfg.optim, sparsity=cfg.sparsity, **arguments)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.mark.parametrize(("name", "cls"), [("video_sparse", VideoSparseAttention), ("full", FullAttention)])
 def test_attention_configs_are_factories(name, cls):
-    factory = instantiate(OmegaConf.load(CONFIGS / "attention" / f"{name}.yaml"))
+    whole = {"tile_thw": [4, 4, 4], "start": OmegaConf.load(CONFIGS / "start" / "scratch.yaml")}
+    whole["attention"] = OmegaConf.load(CONFIGS / "attention" / f"{name}.yaml")
+    factory = instantiate(OmegaConf.create(whole).attention)
     method = factory(dim=8, num_heads=2, head_dim=4, layer_idx=1)
     assert type(method) is cls
     assert method.layer_idx == 1
     assert set(factory.keywords) | {"dim", "num_heads", "head_dim", "layer_idx"} == {
-        *cls.__init__.__kwdefaults__,
+        *inspect.unwrap(cls.__init__).__kwdefaults__,
         "dim",
         "num_heads",
         "head_dim",

@@ -90,11 +90,11 @@ def test_flow_shift_kinds():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"kind": "cosine"}, "constant, sqrt or table, got 'cosine'"),
-        ({"value": 0.0}, "must be positive, got 0.0"),
+        ({"kind": "cosine"}, "kind=cosine: expected one of constant, sqrt, table, got 'cosine'"),
+        ({"value": 0.0}, "value=0.0: expected a number above 0, got 0.0"),
         ({"kind": "sqrt"}, "base_tokens=None"),
         ({"base_tokens": 7}, "kind=constant, base_tokens=7"),
-        ({"kind": "sqrt", "base_tokens": 0}, "at least 1, got 0"),
+        ({"kind": "sqrt", "base_tokens": 0}, "base_tokens=0: expected an integer of at least 1, or null, got 0"),
         ({"kind": "table"}, "table=None"),
         ({"table": {1: 1.0}}, "kind=constant"),
         ({"kind": "table", "table": {5: -1.0}}, "5: -1.0"),

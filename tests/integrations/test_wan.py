@@ -236,8 +236,8 @@ def test_bfloat16():
     [
         (dict(), "exactly one of topk and sparsity"),
         (dict(topk=2, sparsity=0.5), "exactly one of topk and sparsity"),
-        (dict(sparsity=1), r"sparsity must be in \[0, 1\), got 1"),
-        (dict(topk=0), "topk must be at least 1, got 0"),
+        (dict(sparsity=1), "sparsity=1.0: expected a number of at least 0 and below 1"),
+        (dict(topk=0), "topk=0: expected an integer of at least 1, or null, got 0"),
         (dict(topk=(3, 2, 1)), "topk has 3 entries for 2 layers"),
         (dict(topk=2, dense_layers=(2,)), "dense layer 2 is not one of the 2 layers"),
         (dict(topk=2, dense_steps=-1), "dense_steps must be at least 0, got -1"),

@@ -23,7 +23,7 @@ from vsa.attention.full import FullAttention
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sampling_settings import sampling_of
-from vsa.config import build, check_targets, model_factory
+from vsa.config import build, build_task, check_targets, model_factory
 from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion.distribution_matching import standard_scale
 from vsa.training.config_changes import changed_settings
@@ -53,7 +53,7 @@ def build_everything(cfg) -> L.Trainer:
     check_targets(cfg)
     datamodule = build(cfg.data)
     assert isinstance(datamodule, PlanDataModule)
-    module = build(cfg.task, model=model_factory(cfg))
+    module = build_task(cfg)
     assert isinstance(module, DiffusionModule)
     with torch.device("meta"):
         model = module._model_factory()
@@ -80,6 +80,7 @@ def test_every_config_file_composes_and_builds(group, name, tmp_path, monkeypatc
     overrides = [f"output_dir={tmp_path}", f"{group}={name}"]
     if group == "model":
         overrides.append("data.text_encoder.dim=${model.text_dim}")
+    overrides += {"lora": ["task=finetune"], "gan": ["task=distill", "task.objective.gan.layers=[0,1]"]}.get(group, [])
     composed = compose_run(*overrides)
     if composed.data.codec._target_.endswith("WanVAE"):
         # the encoders of a tiny pipeline, with the width of theirs
@@ -182,7 +183,7 @@ def test_wan_is_sampled_as_wan_though_it_trains_without_a_shift(name, shift):
 def test_wan_is_distilled_as_published():
     # from reference/training.md 1e, not from the config
     cfg = compose_run("experiment=distill_wan_1_3b")
-    module = build(cfg.task, model=model_factory(cfg))
+    module = build_task(cfg)
     assert module.step_list == (1000, 757, 522)
     assert standard_scale(module.objective.guidance, module.objective.cfg_form) == 4.5
     assert module.objective.shift(23_296) == 8

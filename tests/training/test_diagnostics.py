@@ -25,7 +25,7 @@ from vsa.training.callbacks.diagnostics import METRICS, Diagnostics
 LOOK = (
     "callbacks=diagnostics",
     "callbacks.diagnostics.every_n_steps=2",
-    "callbacks.diagnostics.timesteps=[0.2,0.6,0.9]",
+    "callbacks.diagnostics.noise_levels=[0.2,0.6,0.9]",
     "model.num_attention_heads=2",
 )
 STAIRS = (
@@ -187,13 +187,16 @@ def test_a_measured_schedule_needs_measurements(training):
     [
         (["callbacks.diagnostics.layers=[0,2]"], r"layers has \[2\], but the model's layers are 0 to 1"),
         (["callbacks.diagnostics.samples=5"], "samples=5 is above the 4 samples"),
-        (["callbacks.diagnostics.every_n_steps=0"], "every_n_steps must be at least 1, got 0"),
-        (["callbacks.diagnostics.timesteps=[0.5,1.5]"], r"must lie in \[0, 1\], got \[0.5, 1.5\]"),
+        (
+            ["callbacks.diagnostics.every_n_steps=0"],
+            "diagnostics.every_n_steps=0: expected an integer of at least 1",
+        ),
+        (["callbacks.diagnostics.noise_levels=[0.5,1.5]"], r"each a number from 0 to 1, got \[0.5, 1.5\]"),
         (["data.val_fraction=0"], "needs held-out samples"),
         (["sparsity.dense_layers=[2]"], "dense_layers has layer 2, but the model's layers are 0 to 1"),
         (["flop_budget=1e9", *MEASURED], "flop_budget needs a schedule known in advance, MissedMassSparsity"),
         (["++task.validate_at=[dense]"], r"must hold current, .* got \['dense'\]"),
-        (["++callbacks.samples.sparsity=[none]"], r"callbacks.samples.sparsity must hold some of .* \['none'\]"),
+        (["++callbacks.samples.sparsity=[none]"], r"callbacks.samples.sparsity=\[none\]: expected a list of values"),
     ],
 )
 def test_bad_input(training, overrides, message):

@@ -26,7 +26,7 @@ from tests.tiny_runs import TinyTraining
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.cli.convert import convert
-from vsa.config import build, model_factory
+from vsa.config import build_task
 from vsa.diffusion.flow_matching import FlowShift, mixed_generator, noise_like
 from vsa.diffusion.rollout import rollout_index, stream_seeds
 from vsa.models.video_dit import VideoDiT
@@ -43,7 +43,7 @@ DENSE = ("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_step
 # the large eps keeps Adam from turning rounding of near-zero gradients into whole steps
 DISTILL = (
     "task=distill",
-    "attention=video_sparse_from_dense",
+    "start=dense",
     "optim.betas=[0.0,0.99]",
     "optim.eps=0.01",
     "optim.schedule.warmup_steps=3",
@@ -236,7 +236,7 @@ def as_is(teacher_dir, tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
 
 
 # a Hydra choice and settings of it
-SPARSE_SCORE = ";".join(("attention@task.{0}_attention=video_sparse_from_dense", "task.{0}_attention.tile_thw=[1,2,2]"))
+SPARSE_SCORE = ";".join(("attention@task.{0}_attention=video_sparse", "task.{0}_attention.tile_thw=[1,2,2]"))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_critic_and_teacher_start_from_the_teacher_and_gates_at_identity(distill
 
 def test_a_sparse_checkpoint_keeps_its_gates(distill, training, teacher_dir):
     training(
-        *("task=finetune", "attention=video_sparse_from_dense", f"init_from={teacher_dir}"),
+        *("task=finetune", "start=dense", f"init_from={teacher_dir}"),
         *("run=sparse", "trainer.max_steps=3"),
     )
     kept = Keep()
@@ -475,7 +475,7 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
     ):
         with pytest.raises(ValueError, match=message):
             distill(*same, *overrides)
-    sparse = ("attention=video_sparse_from_dense", f"init_from={teacher_dir}")
+    sparse = ("start=dense", f"init_from={teacher_dir}")
     with pytest.raises(ValueError, match=r"is a checkpoint of vsa\.training\.modules\.distill\.DistillModule"):
         training("task=finetune", *sparse, *same)
     path = training.last("cycle").path / "state.json"
@@ -911,7 +911,7 @@ def test_validation_has_the_topk_of_the_last_iteration(distill, monkeypatch):
 
 def test_curves_are_drawn(distill, training):
     distill("trainer.max_steps=3", "trainer.val_check_interval=2", "run=drawn")
-    module = build(training.config(*DISTILL).task, model=model_factory(training.config(*DISTILL)))
+    module = build_task(training.config(*DISTILL))
     module.draw_curves(training.folder("drawn") / "metrics.csv", training.folder("drawn") / "loss.png", "drawn")
     assert (training.folder("drawn") / "loss.png").stat().st_size > 10_000
 
@@ -931,8 +931,8 @@ def test_curves_are_drawn(distill, training):
         (("task.objective.cfg_form=other",), "cfg_form must be standard or additive, got 'other'"),
         (("task.objective.source=magic",), "source must be simulate or data_latent, got 'magic'"),
         (("task.objective.min_ratio=0.9", "task.objective.max_ratio=0.5"), "min_ratio=0.9, max_ratio=0.5"),
-        (("task.objective.velocity=-1",), "velocity must be at least 0, got -1"),
-        (("task.generator_every=0",), "generator_every must be at least 1, got 0"),
+        (("task.objective.velocity=-1",), "velocity=-1: expected a number of at least 0, got -1"),
+        (("task.generator_every=0",), "generator_every=0: expected an integer of at least 1, got 0"),
         (("task.fake_score_warmup=-1",), "fake_score_warmup must not be negative, got -1"),
         (("task.gates=maybe",), "task.gates must be initial or required, got 'maybe'"),
         (("task.gates=required",), "lacks 4 gate tensors"),
@@ -941,7 +941,10 @@ def test_curves_are_drawn(distill, training):
         (("model.ffn_dim=36",), r"\(24, 12\)"),
         (("init_from=null",), "task.teacher=null and init_from=null: name a dense checkpoint"),
         (("task.teacher=nowhere",), "no such folder: nowhere"),
-        (("attention@task.fake_score_attention=video_sparse_222",), r"as fake_score .* needs gate_init=identity"),
+        (
+            ("attention@task.fake_score_attention=video_sparse", "task.fake_score_attention.gate_init=model"),
+            r"as fake_score .* needs gate_init=identity",
+        ),
         (("data.batch_size=6", "trainer.accumulate_grad_batches=4"), "data.batch_size=6 is not divisible by the 4"),
         (("flop_budget=1e12",), "flop_budget"),
         (("callbacks.samples.prompts=[a]",), "callbacks.samples.flow_shift=null"),

@@ -171,7 +171,7 @@ def test_finetuning_on_two_ranks_is_one(training, start, extra):
     common = (
         *small,
         "task=finetune",
-        "attention=video_sparse_from_dense",
+        "start=dense",
         f"init_from={source}",
         "task.objective.velocity=0.5",
         "optim.lr=0.1",
@@ -405,7 +405,7 @@ def test_rank_0_alone_reads_the_digests_and_all_take_its_choice(training, monkey
     if task == "finetune":
         # its teacher is found again through the checkpoint that is resumed
         training(*COMMON, "run=dense", "attention=full", "~attention.tile_thw", "trainer.max_steps=2")
-        common += ("task=finetune", "attention=video_sparse_from_dense", "task.objective.velocity=0.5")
+        common += ("task=finetune", "start=dense", "task.objective.velocity=0.5")
         training(*common, f"init_from={training.folder('dense')}")
     else:
         training(*common)

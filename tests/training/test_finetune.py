@@ -282,7 +282,7 @@ def test_collected_attention_outputs_carry_gradients(checkpointing):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"velocity": -1.0}, "objective.velocity must be at least 0, got -1.0"),
+        ({"velocity": -1.0}, "velocity=-1.0: expected a number of at least 0, got -1.0"),
         ({"data": 0.0}, "are all 0: nothing to train"),
     ],
 )
@@ -498,8 +498,8 @@ def test_merging_is_that_of_peft():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 0, "alpha": 1}, "lora.rank must be at least 1, got 0"),
-        ({"rank": 1, "alpha": 0}, "lora.alpha must be positive, got 0"),
+        ({"rank": 0, "alpha": 1}, "rank=0: expected an integer of at least 1, got 0"),
+        ({"rank": 1, "alpha": 0}, "alpha=0: expected a number above 0, got 0"),
     ],
 )
 def test_impossible_adapters_are_refused(settings, message):

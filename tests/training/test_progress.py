@@ -77,5 +77,5 @@ def test_the_bar_of_a_failed_run_is_closed_at_the_last_whole_step(training, caps
 @pytest.mark.parametrize("name", ["seconds", "log_seconds"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 def test_times_must_be_positive(name, value):
-    with pytest.raises(ValueError, match=rf"callbacks\.progress\.{name} must be positive, got {value}"):
+    with pytest.raises(ValueError, match=rf"{name}={value}: expected a number above 0, got {value}"):
         TimedProgressBar(**{name: value})

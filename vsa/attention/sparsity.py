@@ -11,11 +11,13 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, Literal
 
+from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
+
 SparsityPoint = Literal["current", "dense", "target"]
 """Where to look at a schedule: what the step asks for, all tiles, or its end value."""
 
-Budget = Literal["count", "fraction"] | float
-LayerTopk = Mapping[int, int] | Mapping[str, int]
+Budget = Literal["count", "fraction"] | Share
+LayerTopk = Mapping[Any, AtLeastOne]
 
 SPARSITY_POINTS: tuple[SparsityPoint, ...] = ("current", "dense", "target")
 
@@ -85,17 +87,7 @@ def _exact_sparsity(sparsity: float | str) -> Fraction:
     return value
 
 
-def check_at_least(least: int, **values: int) -> None:
-    """Refuse options, given by name, below `least`.
-
-    Raises:
-        ValueError: names the option and its value.
-    """
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
+@checked
 class SparsitySchedule:
     """Top-k of each optimizer step and layer, on the way from all tiles to an end value.
 
@@ -123,19 +115,15 @@ class SparsitySchedule:
     def __init__(
         self,
         *,
-        topk: int | None = None,
-        sparsity: float | str | None = None,
+        topk: AtLeastOne | None = None,
+        sparsity: ShareBelowOne | None = None,
         budget: Budget | None = None,
-        reference_tiles: int | None = None,
-        dense_layers: Sequence[int] = (),
+        reference_tiles: AtLeastOne | None = None,
+        dense_layers: Sequence[Count] = (),
         layer_topk: LayerTopk | None = None,
     ):
         if (topk is None) == (sparsity is None):
             raise ValueError(f"give exactly one of topk and sparsity, got topk={topk} and sparsity={sparsity}")
-        if topk is not None:
-            check_at_least(1, topk=topk)
-        if sparsity is not None:
-            _exact_sparsity(sparsity)
         if (budget is None) != (reference_tiles is None):
             raise ValueError(
                 f"budget and reference_tiles come together, got budget={budget} and reference_tiles={reference_tiles}"
@@ -143,15 +131,10 @@ class SparsitySchedule:
         self._topk, self._sparsity = topk, sparsity
         self._exponent = None if budget is None else _exponent(budget)
         self._reference_tiles = reference_tiles
-        if reference_tiles is not None:
-            check_at_least(1, reference_tiles=reference_tiles)
-            if topk is not None and topk > reference_tiles:
-                raise ValueError(f"topk={topk} is above reference_tiles={reference_tiles}")
+        if reference_tiles is not None and topk is not None and topk > reference_tiles:
+            raise ValueError(f"topk={topk} is above reference_tiles={reference_tiles}")
         self._dense_layers = frozenset(_layer("dense_layers", layer) for layer in dense_layers)
         self._layer_topk = {_layer("layer_topk", layer): int(k) for layer, k in (layer_topk or {}).items()}
-        for layer, k in self._layer_topk.items():
-            if k < 1:
-                raise ValueError(f"layer_topk of layer {layer} must be at least 1, got {k}")
         both = sorted(self._dense_layers & self._layer_topk.keys())
         if both:
             raise ValueError(f"layers {both} are in dense_layers and in layer_topk: a layer has one top-k")
@@ -293,14 +276,7 @@ class SparsitySchedule:
 
 
 def _exponent(budget: str | float) -> Fraction:
-    named = {"count": 0, "fraction": 1}.get(str(budget), budget)
-    try:
-        exponent = exact("budget", named)
-    except ValueError:
-        exponent = Fraction(-1)
-    if not 0 <= exponent <= 1:
-        raise ValueError(f"budget must be count, fraction or a power from 0 to 1, got {budget!r}")
-    return exponent
+    return exact("budget", {"count": 0, "fraction": 1}.get(str(budget), budget))
 
 
 def _layer(name: str, layer: int | str) -> int:
@@ -324,6 +300,7 @@ class ConstantSparsity(SparsitySchedule):
         return 0
 
 
+@checked
 class TokenBudgetSparsity(ConstantSparsity):
     """So many kv tokens per query tile at every step, in whole tiles: `ceil(tokens / tokens_per_tile)` of them.
 
@@ -340,14 +317,13 @@ class TokenBudgetSparsity(ConstantSparsity):
     def __init__(
         self,
         *,
-        tokens: int,
-        tokens_per_tile: int,
+        tokens: AtLeastOne,
+        tokens_per_tile: AtLeastOne,
         budget: Budget | None = None,
-        reference_tiles: int | None = None,
-        dense_layers: Sequence[int] = (),
+        reference_tiles: AtLeastOne | None = None,
+        dense_layers: Sequence[Count] = (),
         layer_topk: LayerTopk | None = None,
     ):
-        check_at_least(1, tokens=tokens, tokens_per_tile=tokens_per_tile)
         super().__init__(
             topk=-(-tokens // tokens_per_tile),
             budget=budget,

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from vsa.attention.sparsity import Budget, LayerTopk, SparsitySchedule, check_at_least, exact
+from vsa.attention.sparsity import Budget, LayerTopk, SparsitySchedule, exact
+from vsa.settings import AtLeastOne, Count, PositiveShare, Share, ShareBelowOne, checked
 
 
+@checked
 class StaircaseSparsity(SparsitySchedule):
     """All tiles for `dense_steps`, then a step down at once and every `interval` steps, to exactly the end value.
 
@@ -33,15 +35,15 @@ class StaircaseSparsity(SparsitySchedule):
     def __init__(
         self,
         *,
-        dense_steps: int,
-        interval: int,
-        tiles: int | None = None,
-        fraction: float | str | None = None,
-        topk: int | None = None,
-        sparsity: float | str | None = None,
+        dense_steps: Count,
+        interval: AtLeastOne,
+        tiles: AtLeastOne | None = None,
+        fraction: PositiveShare | None = None,
+        topk: AtLeastOne | None = None,
+        sparsity: ShareBelowOne | None = None,
         budget: Budget | None = None,
-        reference_tiles: int | None = None,
-        dense_layers: Sequence[int] = (),
+        reference_tiles: AtLeastOne | None = None,
+        dense_layers: Sequence[Count] = (),
         layer_topk: LayerTopk | None = None,
     ):
         super().__init__(
@@ -52,17 +54,11 @@ class StaircaseSparsity(SparsitySchedule):
             dense_layers=dense_layers,
             layer_topk=layer_topk,
         )
-        check_at_least(0, dense_steps=dense_steps)
-        check_at_least(1, interval=interval)
         if (tiles is None) == (fraction is None):
             raise ValueError(f"give exactly one of tiles and fraction, got tiles={tiles} and fraction={fraction}")
-        if tiles is not None:
-            check_at_least(1, tiles=tiles)
         self._tiles, self._fraction = tiles, Fraction(0)
         if fraction is not None:
             self._fraction = exact("fraction", fraction)
-            if not 0 < self._fraction <= 1:
-                raise ValueError(f"fraction must be in (0, 1], got {fraction}")
         self._dense_steps, self._interval = dense_steps, interval
 
     def topk(self, step: int, num_tiles: int) -> int:
@@ -81,6 +77,7 @@ class StaircaseSparsity(SparsitySchedule):
         return 0 if step < self._dense_steps else (step - self._dense_steps) // self._interval + 1
 
 
+@checked
 class LinearSparsity(SparsitySchedule):
     """All tiles for `dense_steps`, then down in a straight line that reaches the end value `total_steps` later.
 
@@ -96,13 +93,13 @@ class LinearSparsity(SparsitySchedule):
     def __init__(
         self,
         *,
-        dense_steps: int,
-        total_steps: int,
-        topk: int | None = None,
-        sparsity: float | str | None = None,
+        dense_steps: Count,
+        total_steps: AtLeastOne,
+        topk: AtLeastOne | None = None,
+        sparsity: ShareBelowOne | None = None,
         budget: Budget | None = None,
-        reference_tiles: int | None = None,
-        dense_layers: Sequence[int] = (),
+        reference_tiles: AtLeastOne | None = None,
+        dense_layers: Sequence[Count] = (),
         layer_topk: LayerTopk | None = None,
     ):
         super().__init__(
@@ -113,8 +110,6 @@ class LinearSparsity(SparsitySchedule):
             dense_layers=dense_layers,
             layer_topk=layer_topk,
         )
-        check_at_least(0, dense_steps=dense_steps)
-        check_at_least(1, total_steps=total_steps)
         self._dense_steps, self._total_steps = dense_steps, total_steps
 
     def topk(self, step: int, num_tiles: int) -> int:
@@ -140,6 +135,7 @@ class CosineSparsity(LinearSparsity):
         return Fraction(max(round((1 + math.cos(math.pi * progress)) / 2, 14), 1e-14))
 
 
+@checked
 class MissedMassSparsity(StaircaseSparsity):
     """A staircase that goes down only where a measurement allows it, and never up.
 
@@ -162,15 +158,15 @@ class MissedMassSparsity(StaircaseSparsity):
     def __init__(
         self,
         *,
-        max_missed: float,
-        dense_steps: int,
-        interval: int,
-        tiles: int,
-        topk: int | None = None,
-        sparsity: float | str | None = None,
+        max_missed: Share,
+        dense_steps: Count,
+        interval: AtLeastOne,
+        tiles: AtLeastOne,
+        topk: AtLeastOne | None = None,
+        sparsity: ShareBelowOne | None = None,
         budget: Budget | None = None,
-        reference_tiles: int | None = None,
-        dense_layers: Sequence[int] = (),
+        reference_tiles: AtLeastOne | None = None,
+        dense_layers: Sequence[Count] = (),
         layer_topk: LayerTopk | None = None,
     ):
         super().__init__(
@@ -184,8 +180,6 @@ class MissedMassSparsity(StaircaseSparsity):
             dense_layers=dense_layers,
             layer_topk=layer_topk,
         )
-        if not 0 <= max_missed <= 1:
-            raise ValueError(f"max_missed must be in [0, 1], got {max_missed}")
         self._max_missed = max_missed
         self._drop_steps: list[int] = []
         self._measured: list[tuple[int, float]] = []

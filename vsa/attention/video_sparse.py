@@ -25,14 +25,15 @@ import torch
 from torch import Tensor, nn
 from vsa_kernels import BlockIndex
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, coarse_fine_stages, combine
-from vsa_kernels.dispatch import check_backend_name
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.full import dense_attn, dense_attn_per_sample
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
+from vsa.settings import AtLeastOne, checked
 
 
+@checked
 class VideoSparseAttention(AttentionMethod):
     """VSA as a layer's self-attention, with gates on the coarse and the fine output.
 
@@ -64,21 +65,17 @@ class VideoSparseAttention(AttentionMethod):
         num_heads: int,
         head_dim: int,
         layer_idx: int = 0,
-        tile_thw: Sequence[int] = (4, 4, 4),
+        tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (4, 4, 4),
         partition: Partition = "cube",
         block_order: BlockOrder = "nested",
         fine_gate: bool = True,
         gate_init: Literal["identity", "model"] = "identity",
-        backend: str | None = None,
+        backend: Literal["reference", "gather", "triton"] | None = None,
     ):
         super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
         if dim != num_heads * head_dim:
             raise ValueError(f"dim must be num_heads * head_dim, got {dim} and {num_heads} * {head_dim}")
-        if gate_init not in ("identity", "model"):
-            raise ValueError(f"gate_init must be identity or model, got {gate_init!r}")
-        # a wrong name is refused here, not at the first step
-        check_backend_name(backend)
-        self.tile_thw = tuple(int(n) for n in tile_thw)
+        self.tile_thw = tuple(tile_thw)
         self.partition: Partition = partition
         self.block_order: BlockOrder = block_order
         self.gate_init = gate_init

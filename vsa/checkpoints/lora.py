@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from vsa.models.video_dit import VideoDiT
+from vsa.settings import AtLeastOne, Positive, checked
 
 _ADAPTER = "default"
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Which linear layers get an adapter `W + (alpha / rank) * B A`, and of what rank.
@@ -29,15 +31,9 @@ class LoRA:
         ValueError: a value out of range.
     """
 
-    rank: int
-    alpha: float
+    rank: AtLeastOne
+    alpha: Positive
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
-
-    def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(f"lora.rank must be at least 1, got {self.rank}")
-        if not self.alpha > 0:
-            raise ValueError(f"lora.alpha must be positive, got {self.alpha}")
 
     def inject(self, model: VideoDiT) -> None:
         """Put adapters into `model` in place; B starts at zero, so the output stays what it was.

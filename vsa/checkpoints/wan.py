@@ -36,8 +36,7 @@ def refuse_random_gates(model: VideoDiT) -> None:
         start = getattr(block.method, "gate_init", "identity")
         if start != "identity":
             raise ValueError(
-                f"gate_init={start} of its attention, but a dense checkpoint needs gate_init=identity "
-                "(attention=video_sparse_from_dense)"
+                f"gate_init={start} of its attention, but a dense checkpoint needs gate_init=identity (start=dense)"
             )
 
 

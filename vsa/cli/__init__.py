@@ -23,6 +23,7 @@ COMMANDS = {
     "report": "vsa.cli.report:report",
     "toy": "vsa.cli.toy:toy",
     "check-data": "vsa.cli.check_data:check_data",
+    "config": "vsa.cli.config:config",
     "info": "vsa.cli.info:info",
 }
 """Commands in the order of the help, each with the function that defines its arguments."""

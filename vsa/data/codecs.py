@@ -6,14 +6,15 @@ T H W frames and pixels, C t h w latent channels, frames and size.
 from __future__ import annotations
 
 import hashlib
-import math
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
+from vsa.settings import checked
 
 
 class Codec(Protocol):
@@ -66,6 +67,7 @@ def check_frames(codec: Codec, frames: int) -> None:
     raise ValueError(f"codec {codec.id} cannot encode {frames} frames; the nearest valid {nearest}")
 
 
+@checked
 class HaarCodec:
     """Separable 3-D Haar wavelets over cells of 4 x 8 x 8 pixels and an orthonormal luma/chroma split.
 
@@ -86,10 +88,7 @@ class HaarCodec:
     stride: tuple[int, int, int] = (4, 8, 8)
     statistics: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, channels: int = 16) -> None:
-        bands = math.prod(self.stride) * 3
-        if not 1 <= channels <= bands:
-            raise ValueError(f"channels of HaarCodec must be in 1..{bands}, got {channels}")
+    def __init__(self, channels: Annotated[int, Ge(1), Le(768)] = 16) -> None:
         self.channels = channels
         self.id = f"haar-4x8x8-c{channels}"
         self.basis = _haar_bands(self.stride)[:channels]  # [C, t*h*w*3], orthonormal rows
@@ -156,6 +155,7 @@ class HaarCodec:
         return pixels.permute(0, 3, 1, 4, 2, 5, 6).reshape(t * st, h * sh, w * sw, 3)
 
 
+@checked
 class WanVAE:
     """The causal video VAE of Wan 2.1 (16 channels, 4 x 8 x 8) and Wan 2.2 (48 channels, 4 x 16 x 16).
 
@@ -179,8 +179,6 @@ class WanVAE:
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         tiled_decoding: bool = False,
     ) -> None:
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype of the VAE must be float32, bfloat16 or float16, got {dtype!r}")
         own = Path(source) / "config.json"
         self._folder = own.parent if own.is_file() else component_folder(source, "vae")
         config = read_config(self._folder, "AutoencoderKLWan")

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vsa.data.batch import TextPadding, VideoBatch, check_text_padding
+from vsa.data.batch import TextPadding, VideoBatch
 from vsa.data.batch_stream import RankSlice, TrainStream, ValidationStream
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec
@@ -24,6 +24,7 @@ from vsa.data.sample_store import SampleStore, ShardStore, ToyStore
 from vsa.data.shards import LatentReader
 from vsa.data.text import TextEncoder
 from vsa.data.toy_videos import ToyClips, write_toy_videos
+from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 
 # a run without max_steps ends by other means
 _ENDLESS = 1 << 40
@@ -55,17 +56,8 @@ class PlanDataModule(LightningDataModule):
         text_padding: TextPadding,
     ) -> None:
         super().__init__()
-        if not 0 <= val_fraction < 1:
-            raise ValueError(f"val_fraction must be in [0, 1), got {val_fraction}")
-        if not 0 <= caption_dropout <= 1:
-            raise ValueError(f"caption_dropout must be in [0, 1], got {caption_dropout}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if stats not in ("data", "codec"):
-            raise ValueError(f"stats must be data or codec, got {stats!r}")
         if stats == "codec" and codec.statistics is None:
             raise ValueError(f"stats=codec, but codec {codec.id} publishes no statistics: use stats=data")
-        check_text_padding(text_padding)
         self.codec = codec
         self.text_encoder = text_encoder
         self.batch_size = batch_size
@@ -280,6 +272,7 @@ class PlanDataModule(LightningDataModule):
         )
 
 
+@checked
 class LatentDataModule(PlanDataModule):
     """Batches from folders of latent shards.
 
@@ -310,14 +303,14 @@ class LatentDataModule(PlanDataModule):
         *,
         codec: Codec,
         text_encoder: TextEncoder,
-        batch_size: int,
+        batch_size: AtLeastOne,
         root: str | None = None,
         sources: Mapping[str, Mapping[str, Any]] | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
-        val_fraction: float = 0.05,
-        val_batches: int | None = None,
-        caption_dropout: float = 0.1,
+        seed: Count = 0,
+        num_workers: Count = 0,
+        val_fraction: ShareBelowOne = 0.05,
+        val_batches: Count | None = None,
+        caption_dropout: Share = 0.1,
         stats: Literal["data", "codec"] = "data",
         text_padding: TextPadding = "mask",
         weight_phases: Sequence[Mapping[str, Any]] = (),
@@ -387,6 +380,7 @@ class LatentDataModule(PlanDataModule):
         return self._phases
 
 
+@checked
 class ToyOnlineDataModule(PlanDataModule):
     """Toy clips rendered and encoded in the loader: no files, a pure function of (seed, sample).
 
@@ -411,12 +405,12 @@ class ToyOnlineDataModule(PlanDataModule):
         toy: ToyClips,
         codec: Codec,
         text_encoder: TextEncoder,
-        batch_size: int,
-        seed: int = 0,
-        num_workers: int = 0,
-        val_fraction: float = 0.05,
-        val_batches: int | None = None,
-        caption_dropout: float = 0.1,
+        batch_size: AtLeastOne,
+        seed: Count = 0,
+        num_workers: Count = 0,
+        val_fraction: ShareBelowOne = 0.05,
+        val_batches: Count | None = None,
+        caption_dropout: Share = 0.1,
         stats: Literal["data", "codec"] = "data",
         text_padding: TextPadding = "mask",
     ) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
+from vsa.settings import AtLeastOne, checked
 
 
 class TextEncoder(Protocol):
@@ -39,6 +40,7 @@ class TextEncoder(Protocol):
         ...
 
 
+@checked
 class HashedNgramEncoder:
     """One token per word: the sum of hashed character n-grams of the word plus a code of its position.
 
@@ -59,9 +61,7 @@ class HashedNgramEncoder:
     _WORD_WEIGHT = 2.0
     _POSITION_WEIGHT = 0.5
 
-    def __init__(self, dim: int = 64, max_tokens: int = 16) -> None:
-        if dim < 1 or max_tokens < 1:
-            raise ValueError(f"dim and max_tokens must be at least 1, got {dim} and {max_tokens}")
+    def __init__(self, dim: AtLeastOne = 64, max_tokens: AtLeastOne = 16) -> None:
         self.dim = dim
         self.max_tokens = max_tokens
         self.id = f"hashed-ngrams-{dim}x{max_tokens}"
@@ -96,6 +96,7 @@ class HashedNgramEncoder:
         return bits.astype(np.float64) * 2 - 1
 
 
+@checked
 class UMT5Encoder:
     """Wan's text encoder, UMT5-XXL: one row a token of the caption, the end token included.
 
@@ -117,12 +118,10 @@ class UMT5Encoder:
         self,
         source: str,
         *,
-        max_tokens: int = 512,
+        max_tokens: AtLeastOne = 512,
         dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
         device: str = "cpu",
     ) -> None:
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype of the text encoder must be float32, bfloat16 or float16, got {dtype!r}")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         self._folder = component_folder(source, "text_encoder")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vsa.data.video_files import write_video
 from vsa.files import atomic_file
+from vsa.settings import AtLeastOne, Count, checked
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (225, 45, 45),
@@ -53,6 +54,7 @@ class ToyAttributes:
     speed: str | None = None
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ToyClips:
     """A set of toy clips: clip i is a pure function of (seed, i).
@@ -64,15 +66,13 @@ class ToyClips:
         fps: frames per second of the files.
     """
 
-    count: int = 1024
-    size: tuple[int, int, int] = (16, 128, 128)
-    seed: int = 0
-    fps: int = 8
+    count: AtLeastOne = 1024
+    size: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (16, 128, 128)
+    seed: Count = 0
+    fps: AtLeastOne = 8
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", tuple(int(n) for n in self.size))
-        if self.count < 1 or len(self.size) != 3 or min(self.size) < 1:
-            raise ValueError(f"toy clips need count >= 1 and size (T, H, W), got {self.count} and {self.size}")
+        object.__setattr__(self, "size", tuple(self.size))
 
 
 def render_clip(

@@ -13,10 +13,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from vsa.settings import AtLeastOne, Positive, checked
 
 TIMESTEP_SCALE = 1000.0
 
@@ -89,6 +91,7 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     return torch.where(sigma == 1, sigma, shifted)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class FlowShift:
     """Flow shift as a function of the number of tokens of a segment.
@@ -105,23 +108,17 @@ class FlowShift:
     """
 
     kind: Literal["constant", "sqrt", "table"] = "constant"
-    value: float = 1.0
-    base_tokens: int | None = None
-    table: Mapping[int, float] | None = None
+    value: Positive = 1.0
+    base_tokens: AtLeastOne | None = None
+    table: Mapping[Any, Positive] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("constant", "sqrt", "table"):
-            raise ValueError(f"flow shift kind must be constant, sqrt or table, got {self.kind!r}")
-        if not self.value > 0:
-            raise ValueError(f"flow shift value must be positive, got {self.value}")
         if (self.kind == "sqrt") != (self.base_tokens is not None):
             raise ValueError(f"base_tokens belongs to kind sqrt, got kind={self.kind}, base_tokens={self.base_tokens}")
-        if self.base_tokens is not None and self.base_tokens < 1:
-            raise ValueError(f"base_tokens must be at least 1, got {self.base_tokens}")
         if (self.kind == "table") != bool(self.table):
             raise ValueError(f"table belongs to kind table, got kind={self.kind}, table={self.table}")
         for tokens, shift in (self.table or {}).items():
-            if int(tokens) < 1 or not shift > 0:
+            if int(tokens) < 1:
                 raise ValueError(f"table must map token counts to positive shifts, got {tokens}: {shift}")
 
     def __call__(self, num_tokens: int) -> float:

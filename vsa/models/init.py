@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from torch import nn
 
-INITS = ("gpt_neox", "wan")
+Init = Literal["gpt_neox", "wan"]
 
 
-def init_parameters(model: nn.Module, *, init: str, dim: int, num_layers: int) -> None:
+def init_parameters(model: nn.Module, *, init: Init, dim: int, num_layers: int) -> None:
     """Initialise every parameter of a `VideoDiT` except those its attention methods reset afterwards.
 
     Both schemes: zero biases, unit norms, N(0, 0.02) text and time MLPs, a zero head (`proj_out`) and

@@ -26,8 +26,9 @@ from vsa.models.embeddings import (
     unpatchify,
 )
 from vsa.models.flops import FlopCount, count_flops, linear_flops
-from vsa.models.init import INITS, init_parameters
+from vsa.models.init import Init, init_parameters
 from vsa.models.rope import axis_dims, rope_tables, sincos_table
+from vsa.settings import AtLeastOne, Positive, checked
 
 Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 TopK = int | Sequence[int] | None
@@ -42,6 +43,7 @@ class AttentionFactory(Protocol):
     def __call__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int) -> AttentionMethod: ...
 
 
+@checked
 class VideoDiT(nn.Module):
     """Predicts the flow-matching velocity of video latents from noisy latents, timestep and text.
 
@@ -77,45 +79,30 @@ class VideoDiT(nn.Module):
         self,
         *,
         attention: AttentionFactory | Callable[..., AttentionMethod],
-        num_attention_heads: int,
+        num_attention_heads: AtLeastOne,
         attention_head_dim: int,
-        ffn_dim: int,
-        num_layers: int,
-        in_channels: int = 16,
-        out_channels: int = 16,
-        text_dim: int = 4096,
+        ffn_dim: AtLeastOne,
+        num_layers: AtLeastOne,
+        in_channels: AtLeastOne = 16,
+        out_channels: AtLeastOne = 16,
+        text_dim: AtLeastOne = 4096,
         freq_dim: int = 256,
-        patch_size: Sequence[int] = (1, 2, 2),
+        patch_size: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (1, 2, 2),
         cross_attn_norm: bool = True,
-        eps: float = 1e-6,
-        image_dim: int | None = None,
-        added_kv_proj_dim: int | None = None,
-        rope_max_seq_len: int = 1024,
-        rope_theta: float = 10000.0,
+        eps: Positive = 1e-6,
+        image_dim: AtLeastOne | None = None,
+        added_kv_proj_dim: AtLeastOne | None = None,
+        rope_max_seq_len: AtLeastOne = 1024,
+        rope_theta: Positive = 10000.0,
         absolute_positions: bool = False,
-        init: str = "gpt_neox",
+        init: Init = "gpt_neox",
     ):
         super().__init__()
-        sizes = {
-            "num_attention_heads": num_attention_heads,
-            "ffn_dim": ffn_dim,
-            "num_layers": num_layers,
-            "in_channels": in_channels,
-            "out_channels": out_channels,
-            "text_dim": text_dim,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
         axis_dims(attention_head_dim)
         if freq_dim < 2 or freq_dim % 2:
             raise ValueError(f"freq_dim must be even and positive, got {freq_dim}")
-        if len(patch_size) != 3 or min(patch_size) < 1:
-            raise ValueError(f"patch_size must be three positive sizes, got {tuple(patch_size)}")
         if (image_dim is None) != (added_kv_proj_dim is None):
             raise ValueError(f"image_dim and added_kv_proj_dim come together, got {image_dim} and {added_kv_proj_dim}")
-        if init not in INITS:
-            raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
         dim = num_attention_heads * attention_head_dim
         if added_kv_proj_dim not in (None, dim):
             raise ValueError(f"added_kv_proj_dim must be the model width {dim}, got {added_kv_proj_dim}")

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from vsa.settings import Count, Positive, checked
 
+
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Gan:
     """Weights and place of the GAN term.
@@ -32,17 +35,14 @@ class Gan:
     Source: the weights are those of the published code (reference/training.md 2).
     """
 
-    layers: tuple[int, ...]
-    generator_weight: float = 5e-3
-    critic_weight: float = 1e-2
+    layers: tuple[Count, ...]
+    generator_weight: Positive = 5e-3
+    critic_weight: Positive = 1e-2
 
     def __post_init__(self):
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"gan.layers must name blocks of the critic, each once, got {list(self.layers)}")
-        for name in ("generator_weight", "critic_weight"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"gan.{name} must be positive, got {getattr(self, name)}")
 
     def build(self, dim: int, num_layers: int, *, seed: int, mesh: DeviceMesh | None) -> Discriminator:
         """The classifier on features of width `dim`, its shards over `mesh`.

@@ -22,6 +22,7 @@ from vsa.models.forward_hooks import added_to, outputs_of
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
+from vsa.settings import NonNegative, Positive, checked
 
 TopK = int | Sequence[int]
 
@@ -91,6 +92,7 @@ class ScoredRollout:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class DistributionMatching:
     """Distribution matching distillation (DMD2, arXiv:2405.14867) with its conventions named.
@@ -116,14 +118,14 @@ class DistributionMatching:
     """
 
     shift: fm.FlowShift
-    timesteps: tuple[float, ...] = (1000, 757, 522)
-    timesteps_shift: float = 1.0
+    timesteps: tuple[Positive, ...] = (1000, 757, 522)
+    timesteps_shift: Positive = 1.0
     source: Literal["simulate", "data_latent"] = "simulate"
     guidance: float = 4.5
     cfg_form: dm.CfgForm = "standard"
     min_ratio: float = 0.02
     max_ratio: float = 0.98
-    velocity: float = 0.0
+    velocity: NonNegative = 0.0
     gan: Gan | None = None
     step_aware: bool = False
 
@@ -135,12 +137,6 @@ class DistributionMatching:
         )
         if steps[0] != fm.TIMESTEP_SCALE:
             raise ValueError(f"objective.timesteps must start at 1000, which is pure noise, got {list(self.timesteps)}")
-        if self.source not in ("simulate", "data_latent"):
-            raise ValueError(f"objective.source must be simulate or data_latent, got {self.source!r}")
-        if not self.velocity >= 0:
-            raise ValueError(f"objective.velocity must be at least 0, got {self.velocity}")
-        if not isinstance(self.step_aware, bool):
-            raise ValueError(f"objective.step_aware must be true or false, got {self.step_aware!r}")
         if self.step_aware and len(steps) == 1:
             raise ValueError(
                 f"objective.step_aware has no effect: objective.timesteps={list(self.timesteps)} is one step"

@@ -17,6 +17,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.forward_hooks import outputs_of
 from vsa.models.video_dit import VideoDiT
+from vsa.settings import NonNegative, Positive, checked
 
 VALIDATION_SEED = 7919
 """Added to the run's seed for validation noise and timesteps, which must differ from those of training."""
@@ -66,6 +67,7 @@ class NoisedBatch:
         return LossTerms(mse=mse, weights=self.weights, sigmas=self.sigmas, total_weight=self.total_weight, parts=parts)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class FlowMatchingLoss:
     """Velocity matching on data: mean squared error against eps - x0 (methods.md 1.4).
@@ -81,20 +83,8 @@ class FlowMatchingLoss:
     shift: fm.FlowShift
     distribution: Literal["logit_normal", "uniform"] = "logit_normal"
     logit_mean: float = 0.0
-    logit_std: float = 1.0
+    logit_std: Positive = 1.0
     weighting: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform"
-
-    def __post_init__(self):
-        # both refuse what they do not know: at the start, not at the first step
-        sigmas = fm.sample_sigmas(
-            seed=0,
-            step=0,
-            num_slots=1,
-            distribution=self.distribution,
-            logit_mean=self.logit_mean,
-            logit_std=self.logit_std,
-        )
-        fm.loss_weights(sigmas, self.weighting)
 
     def __call__(
         self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: int | Sequence[int]
@@ -134,6 +124,7 @@ class FlowMatchingLoss:
         )
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class FinetuneLoss(FlowMatchingLoss):
     """`data * L_data + velocity * L_velocity + attention * L_attention` on the same noised latents.
@@ -155,15 +146,11 @@ class FinetuneLoss(FlowMatchingLoss):
     Source: velocity matching as in TurboDiffusion's sparse adaptation (arXiv 2512.16093).
     """
 
-    data: float = 1.0
-    velocity: float = 0.0
-    attention: float = 0.0
+    data: NonNegative = 1.0
+    velocity: NonNegative = 0.0
+    attention: NonNegative = 0.0
 
     def __post_init__(self):
-        super().__post_init__()
-        for name in ("data", "velocity", "attention"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"objective.{name} must be at least 0, got {getattr(self, name)}")
         if self.data + self.velocity + self.attention == 0:
             raise ValueError("objective.data, objective.velocity and objective.attention are all 0: nothing to train")
 

@@ -9,6 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 # where a run stands, how it is started and shown
 _WITHOUT_EFFECT = ("name", "run", "output_dir", "run_dir", "ckpt_path", "overwrite", "logger")
+# copies of optim, sparsity and attention in the configs of older checkpoints, or of newer ones
+_COPIES = ("task.optim", "task.sparsity", "tile_thw", "start")
 _PICTURES = ("callbacks.progress", "callbacks.samples", "callbacks.diagnostics")
 _SHOWN = 8
 _UNSET = "unset"
@@ -26,11 +28,12 @@ def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> str:
     now: dict[str, Any] = dict(_leaves(OmegaConf.to_container(cfg, resolve=True)))
     follows = tuple(_interpolated(cfg))
     old = dict(_leaves(before))
+    left_out = (*_WITHOUT_EFFECT, *_COPIES, *_PICTURES, *follows)
     changes = [
         f"{key} {_short(old.get(key, _UNSET))} -> {_short(now.get(key, _UNSET))}"
         for key in dict.fromkeys((*now, *old))
         if old.get(key, _UNSET) != now.get(key, _UNSET)
-        and not any(key == top or key.startswith(f"{top}.") for top in (*_WITHOUT_EFFECT, *_PICTURES, *follows))
+        and not any(key == top or key.startswith(f"{top}.") for top in left_out)
     ]
     more = [f"and {len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
     return ", ".join(changes[:_SHOWN] + more)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.objectives.distribution_matching import ScoredRollout
+from vsa.settings import AtLeastOne, Positive, PositiveShare, ShareBelowOne, checked
 
 SATURATED = 5.0
 """Latents beyond so many standard deviations of the data count as saturated."""
@@ -64,6 +66,7 @@ class SpreadMeter:
         )
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class CollapseRule:
     """When the output of a generator counts as collapsed: blank, blown up, or of one colour.
@@ -81,21 +84,11 @@ class CollapseRule:
         ValueError: a value out of range.
     """
 
-    min_std: float = 0.1
-    max_std: float = 5.0
-    max_saturation: float = 0.2
-    max_mean: float = 1.0
-    patience: int = 20
-
-    def __post_init__(self):
-        if not 0 <= self.min_std < 1 < self.max_std:
-            raise ValueError(f"collapse must satisfy 0 <= min_std < 1 < max_std, got {self.min_std} and {self.max_std}")
-        if not 0 < self.max_saturation <= 1:
-            raise ValueError(f"collapse.max_saturation must be in (0, 1], got {self.max_saturation}")
-        if not self.max_mean > 0:
-            raise ValueError(f"collapse.max_mean must be positive, got {self.max_mean}")
-        if self.patience < 1:
-            raise ValueError(f"collapse.patience must be at least 1, got {self.patience}")
+    min_std: ShareBelowOne = 0.1
+    max_std: Annotated[float, Gt(1)] = 5.0
+    max_saturation: PositiveShare = 0.2
+    max_mean: Positive = 1.0
+    patience: AtLeastOne = 20
 
     def breaks(self, spread: LatentSpread) -> bool:
         """Whether a batch counts as collapsed; nan does."""

@@ -18,6 +18,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -153,6 +154,19 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         super().__init__(config_search_path=config_search_path)
         self.repository = _CheckedRepository(config_search_path=config_search_path)
         self.sweep: SweepFolder | None = None
+
+    def _load_configuration_impl(
+        self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
+    ) -> DictConfig:
+        """Compose; a key that no file has needs no `+`, since `check_settings` refuses those that nothing has."""
+        try:
+            return super()._load_configuration_impl(config_name, overrides, *args, **kwargs)
+        except ConfigCompositionException as error:
+            match = re.match(r"Could not override '(.+)'", str(error))
+            added = [f"++{o}" if match and o.partition("=")[0] == match[1] else o for o in overrides]
+            if added == overrides or any(o.startswith("++hydra.") for o in added):
+                raise
+            return self._load_configuration_impl(config_name, added, *args, **kwargs)
 
     def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
         cfg = super().load_configuration(*args, **kwargs)

@@ -6,12 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import nn
 
-ROLES = ("matrix", "vector", "embedding", "gate", "head")
+from vsa.settings import AtLeastOne, Count, NonNegative, Positive, PositiveShare, ShareBelowOne, checked
+
+Role = Literal["matrix", "vector", "embedding", "gate", "head"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Schedule(Protocol):
@@ -24,23 +27,25 @@ def _warmup(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / steps) if steps > 0 else 1.0
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Constant:
     """Linear warm-up over `warmup_steps`, then 1."""
 
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
 
     def __call__(self, step: int) -> float:
         return _warmup(step, self.warmup_steps)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
     """Linear warm-up, then half a cosine from 1 to `end` at `total_steps`; `end` afterwards."""
 
-    total_steps: int
-    warmup_steps: int = 0
-    end: float = 0.0
+    total_steps: AtLeastOne
+    warmup_steps: Count = 0
+    end: NonNegative = 0.0
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -49,6 +54,7 @@ class Cosine:
         return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class WSD:
     """Warm-up, stable, decay: 1 until the last `decay_share` of `total_steps`, then linear to `end`.
@@ -56,14 +62,10 @@ class WSD:
     A warm-up that reaches into the decay multiplies it.
     """
 
-    total_steps: int
-    decay_share: float
-    warmup_steps: int = 0
-    end: float = 0.0
-
-    def __post_init__(self):
-        if not 0 < self.decay_share <= 1:
-            raise ValueError(f"decay_share must lie in (0, 1], got {self.decay_share}")
+    total_steps: AtLeastOne
+    decay_share: PositiveShare
+    warmup_steps: Count = 0
+    end: NonNegative = 0.0
 
     def __call__(self, step: int) -> float:
         decay_steps = max(1.0, self.decay_share * self.total_steps)
@@ -75,6 +77,7 @@ def _is_pattern(key: str) -> bool:
     return "." in key or "*" in key
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Recipe for a `torch.optim.AdamW` with one parameter group per role.
@@ -90,17 +93,18 @@ class AdamW:
         schedule: factor by optimizer step.
     """
 
-    lr: float
+    # a step moves every weight by about lr, so that nothing is left of one above 1
+    lr: PositiveShare
     schedule: Schedule
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    decay_roles: tuple[str, ...] = ("matrix", "gate", "head")
-    lr_factors: Mapping[str, float] = field(default_factory=dict)
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.01
+    decay_roles: tuple[Role, ...] = ("matrix", "gate", "head")
+    lr_factors: Mapping[str, NonNegative] = field(default_factory=dict)
 
     def __post_init__(self):
-        for role in (*self.decay_roles, *(key for key in self.lr_factors if not _is_pattern(key))):
-            if role not in ROLES:
+        for role in self.lr_factors:
+            if not _is_pattern(role) and role not in ROLES:
                 raise ValueError(f"unknown parameter role {role!r}, known roles are {', '.join(ROLES)}")
 
     def build(self, model: nn.Module, roles: Mapping[str, str]) -> torch.optim.AdamW:

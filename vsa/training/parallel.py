@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
+from vsa.settings import AtLeastOne, checked
 from vsa.training.lightning_compat import MeshStrategy
 
 aten = torch.ops.aten
@@ -155,6 +156,7 @@ def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:
                 raise ValueError(f"{other} and {role} share a parameter ({theirs} and {name}): each needs its own")
 
 
+@checked
 class ShardedDataParallel(MeshStrategy):
     """FSDP2 for a module that shards its networks over `device_mesh` in `configure_model`.
 
@@ -170,10 +172,8 @@ class ShardedDataParallel(MeshStrategy):
         ValueError: the ranks do not divide into that many copies (once they are known).
     """
 
-    def __init__(self, replicate: int | Literal["all"] = 1, reduce_each: bool = False):
+    def __init__(self, replicate: AtLeastOne | Literal["all"] = 1, reduce_each: bool = False):
         super().__init__()
-        if replicate != "all" and (not isinstance(replicate, int) or replicate < 1):
-            raise ValueError(f'trainer.strategy.replicate must be "all" or at least 1, got {replicate!r}')
         self._replicate = replicate
         self._reduce_each = reduce_each
 

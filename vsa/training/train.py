@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,7 +20,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
-from vsa.config import build, check_targets, model_factory
+from vsa.config import build, build_task, check_settings, check_targets, model_factory
 from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings
 from vsa.training.ending import fit, nothing_to_do
@@ -47,7 +48,9 @@ def train(cfg: DictConfig) -> None:
         ValueError: an impossible setting, named with its value.
     """
     check_targets(cfg)
+    check_settings(cfg)
     _check_precision(cfg.trainer.precision)
+    _check_accelerator(cfg.trainer.accelerator)
     run_dir = _run_dir(cfg)
     # before anything is read to go on from, and until the last file is written
     with locked(run_dir) if _is_first_process(cfg) else nullcontext(), RunFolder(run_dir) as folder:
@@ -68,7 +71,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder) -> None:
     if nothing_to_do(cfg.trainer.max_steps, resume):
         return
 
-    module = build(cfg.task, model=model_factory(cfg), start=_start(cfg, resume))
+    module = build_task(cfg, start=_start(cfg, resume))
     _check_job(cfg, module)
     module.check_weights(datamodule)
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
@@ -89,6 +92,14 @@ def _check_precision(precision: Any) -> None:
             f"trainer.precision={precision} is not supported, expected 32-true: parameters stay in fp32, and on GPUs "
             "the sharding strategy computes in bf16 by itself"
         )
+
+
+def _check_accelerator(name: str) -> None:
+    usable = ["auto", "cpu"]
+    for kind, accelerator in (("cuda", CUDAAccelerator), ("mps", MPSAccelerator)):
+        usable += [kind, "gpu"] if accelerator.is_available() else []
+    if name not in usable:
+        raise ValueError(f"trainer.accelerator={name}: expected one that is here ({', '.join(usable)}), got {name!r}")
 
 
 def _run_dir(cfg: DictConfig) -> Path:

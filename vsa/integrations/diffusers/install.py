@@ -252,7 +252,8 @@ def fixed_budget(
     elif topk is not None:
         by_layer = (topk,) * num_layers
     # the schedule's own checks: exactly one of the two, and in range
-    ConstantSparsity(topk=None if by_layer is None else min(by_layer), sparsity=sparsity)
+    share = None if sparsity is None else float(sparsity)
+    ConstantSparsity(topk=None if by_layer is None else min(by_layer), sparsity=share)
     for layer in dense_layers:
         if not 0 <= layer < num_layers:
             raise ValueError(f"dense layer {layer} is not one of the {num_layers} layers, 0 to {num_layers - 1}")

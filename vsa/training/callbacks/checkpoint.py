@@ -6,10 +6,11 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 import torch
+from annotated_types import Ge
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.checkpoints.run_checkpoint import (
@@ -17,11 +18,13 @@ from vsa.checkpoints.run_checkpoint import (
     remove_checkpoint,
     write_checkpoint,
 )
+from vsa.settings import AtLeastOne, checked
 from vsa.training.lightning_compat import stop_without_validation
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import RunStatus, parts_of, tensors_of, values_of
 
 
+@checked
 class Checkpointing(L.Callback):
     """Writes a checkpoint every `every_n_steps`, at the end, and when the run is asked to stop.
 
@@ -38,11 +41,7 @@ class Checkpointing(L.Callback):
     # after those that change what it saves
     order = 1
 
-    def __init__(self, run_dir: str, every_n_steps: int = 1000, keep: int = 2):
-        if keep < 2:
-            raise ValueError(f"callbacks.checkpoint.keep must be at least 2, got {keep}")
-        if every_n_steps < 1:
-            raise ValueError(f"callbacks.checkpoint.every_n_steps must be at least 1, got {every_n_steps}")
+    def __init__(self, run_dir: str, every_n_steps: AtLeastOne = 1000, keep: Annotated[int, Ge(2)] = 2):
         self.folder = Path(run_dir) / "checkpoints"
         self.every_n_steps, self.keep = every_n_steps, keep
         self._status = RunStatus()

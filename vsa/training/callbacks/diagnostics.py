@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 import torch
+from annotated_types import MinLen
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.image import imread
 from torch import Tensor
@@ -26,6 +27,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.figures import layer_heatmaps
 from vsa.files import atomic_file
+from vsa.settings import AtLeastOne, Count, Share, checked
 from vsa.training.display import never_fatal
 
 PANELS = {
@@ -41,6 +43,7 @@ PANELS = {
 METRICS = (*PANELS, "recall_random")
 
 
+@checked
 class Diagnostics(L.Callback):
     """Looks into the attention every `every_n_steps`, off the hot path, on samples and noise that never change.
 
@@ -53,7 +56,7 @@ class Diagnostics(L.Callback):
         run_dir: the run folder.
         every_n_steps: optimizer steps between two looks.
         layers: layers to look at, None for all.
-        timesteps: noise levels in [0, 1], 1 is pure noise; selections are compared from one to the next.
+        noise_levels: where to look, in [0, 1], 1 is pure noise; selections are compared from one to the next.
         samples: held-out samples per process.
         queries: query tokens per sample whose dense attention is computed for the recall, None for all.
         seed: of the choice of query tokens.
@@ -65,20 +68,15 @@ class Diagnostics(L.Callback):
     def __init__(
         self,
         run_dir: str,
-        every_n_steps: int = 500,
-        layers: Sequence[int] | None = None,
-        timesteps: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9),
-        samples: int = 1,
-        queries: int | None = 256,
-        seed: int = 0,
+        every_n_steps: AtLeastOne = 500,
+        layers: Sequence[Count] | None = None,
+        noise_levels: Annotated[Sequence[Share], MinLen(1)] = (0.1, 0.3, 0.5, 0.7, 0.9),
+        samples: AtLeastOne = 1,
+        queries: AtLeastOne | None = 256,
+        seed: Count = 0,
     ):
-        for name, value in (("every_n_steps", every_n_steps), ("samples", samples), ("queries", queries)):
-            if value is not None and value < 1:
-                raise ValueError(f"callbacks.diagnostics.{name} must be at least 1, got {value}")
-        if not timesteps or not all(0 <= t <= 1 for t in timesteps):
-            raise ValueError(f"callbacks.diagnostics.timesteps must lie in [0, 1], got {list(timesteps)}")
         self.folder = Path(run_dir) / "diagnostics"
-        self.every_n_steps, self.timesteps = every_n_steps, tuple(timesteps)
+        self.every_n_steps, self.noise_levels = every_n_steps, tuple(noise_levels)
         self.layers = None if layers is None else tuple(layers)
         self.samples, self.queries, self.seed = samples, queries, seed
         self._batch: VideoBatch | None = None
@@ -86,7 +84,7 @@ class Diagnostics(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if pl_module.step_list is not None:
             # a few-step generator knows no other noise levels
-            self.timesteps = tuple(step / 1000 for step in reversed(pl_module.step_list))
+            self.noise_levels = tuple(step / 1000 for step in reversed(pl_module.step_list))
         num_layers = len(pl_module.model.blocks)
         bad = [layer for layer in self.layers or () if not 0 <= layer < num_layers]
         if bad:
@@ -157,7 +155,7 @@ class Diagnostics(L.Callback):
         tokens = stats.sample_tokens(layout.num_tokens, self.queries, seed=self.seed)
         selections: dict[int, BlockIndex] = {}
         columns = []
-        for timestep in self.timesteps:
+        for timestep in self.noise_levels:
             found: dict[int, dict[str, Tensor]] = {}
 
             def recorder(layer: int, tensors: dict[str, Tensor], found=found) -> None:
@@ -196,9 +194,9 @@ class Diagnostics(L.Callback):
             f"recall {means['recall']:.1%}, random tiles {means['recall_random']:.1%}"
         )
         panels = {name: tables[key] for key, name in PANELS.items()}
-        layer_heatmaps(panels, path, layers=layers, timesteps=self.timesteps, title=title)
+        layer_heatmaps(panels, path, layers=layers, timesteps=self.noise_levels, title=title)
         rows = {name: [[_or_none(x) for x in row] for row in table.tolist()] for name, table in tables.items()}
-        whole = {**record, "layers": list(layers), "timesteps": self.timesteps, "means": means, "tables": rows}
+        whole = {**record, "layers": list(layers), "timesteps": self.noise_levels, "means": means, "tables": rows}
         with atomic_file(path.with_suffix(".json")) as temporary:
             temporary.write_text(json.dumps(whole, indent=1), encoding="utf-8")
         for logger in trainer.loggers:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from vsa.models.sharding import local
+from vsa.settings import ShareBelowOne, checked
 from vsa.training.modules.base import DiffusionModule
 
 
+@checked
 class EMA(L.Callback):
     """Keeps an fp32 average of every parameter; validation and samples use it.
 
@@ -26,9 +28,7 @@ class EMA(L.Callback):
 
     part = "ema"
 
-    def __init__(self, decay: float = 0.999, warmup: bool = True):
-        if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay must lie in [0, 1), got {decay}")
+    def __init__(self, decay: ShareBelowOne = 0.999, warmup: bool = True):
         self.decay, self.warmup = decay, warmup
         self._average: dict[str, Tensor] = {}
 

@@ -10,9 +10,11 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from vsa.settings import Positive, checked
 from vsa.training.lightning_compat import close_bars
 
 
+@checked
 class TimedProgressBar(TQDMProgressBar):
     """Lightning's bar, redrawn at the first step that ends `seconds` after the last redraw, however long steps take.
 
@@ -24,10 +26,7 @@ class TimedProgressBar(TQDMProgressBar):
         ValueError: a time that is not positive.
     """
 
-    def __init__(self, seconds: float = 0.2, log_seconds: float = 30.0):
-        for name, value in (("seconds", seconds), ("log_seconds", log_seconds)):
-            if not value > 0:
-                raise ValueError(f"callbacks.progress.{name} must be positive, got {value}")
+    def __init__(self, seconds: Positive = 0.2, log_seconds: Positive = 30.0):
         # whenever it is asked
         super().__init__(refresh_rate=1)
         self._seconds = seconds if sys.stdout.isatty() else log_seconds

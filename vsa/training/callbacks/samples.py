@@ -22,6 +22,7 @@ from vsa.evaluation.figures import logged_metrics
 from vsa.sampling.contact_sheet import side_by_side
 from vsa.sampling.pipeline import LoadedRun, SampleSettings, generate, settings_dict
 from vsa.sampling.sample_writer import file_stem, write_clips
+from vsa.settings import AtLeastOne, Count, NonNegative, Positive, checked
 from vsa.training.callbacks.ema import EMA
 from vsa.training.display import never_fatal
 from vsa.training.modules.teacher import Teacher
@@ -53,6 +54,7 @@ class ClipSet:
         return ", ".join(parts)
 
 
+@checked
 class Samples(L.Callback):
     """Samples clips with the averaged weights every `every_n_steps` and at the end, and draws the run's pictures.
 
@@ -88,16 +90,14 @@ class Samples(L.Callback):
         self,
         run_dir: str,
         prompts: Sequence[str] | None = None,
-        every_n_steps: int = 0,
-        steps: int = 32,
-        guidance: float = 1.0,
-        flow_shift: float | None = None,
-        seed: int = 0,
-        fps: float = 8,
+        every_n_steps: Count = 0,
+        steps: AtLeastOne = 32,
+        guidance: NonNegative = 1.0,
+        flow_shift: Positive | None = None,
+        seed: Count = 0,
+        fps: Positive = 8,
         sparsity: Sequence[SparsityPoint] = ("current",),
     ):
-        if flow_shift is not None and not flow_shift > 0:
-            raise ValueError(f"flow_shift must be positive, got {flow_shift}")
         self.run_dir = Path(run_dir)
         # those of the data are known when it is open
         self._from_data = prompts is None

@@ -24,6 +24,7 @@ from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount
 from vsa.models.video_dit import VideoDiT
+from vsa.settings import Count, NonNegative, checked
 from vsa.training.gradients import GradientClipper
 from vsa.training.lightning_compat import set_step
 from vsa.training.modules.teacher import Teacher
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from vsa.data.datamodule import PlanDataModule
 
 
+@checked
 class DiffusionModule(L.LightningModule):
     """One trained network under one optimizer.
 
@@ -75,13 +77,11 @@ class DiffusionModule(L.LightningModule):
         parallel: ParallelPlan,
         start: RunStart = NEW_RUN,
         latent_scale: Literal["channel", "shared"] = "channel",
-        grad_clip: float = 1.0,
-        max_skipped: int = 10,
-        seed: int = 0,
+        grad_clip: NonNegative = 1.0,
+        max_skipped: Count = 10,
+        seed: Count = 0,
     ):
         super().__init__()
-        if latent_scale not in ("channel", "shared"):
-            raise ValueError(f"latent_scale must be channel or shared, got {latent_scale!r}")
         self.model: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
         self.sparsity = sparsity
         self.latent_scale = latent_scale

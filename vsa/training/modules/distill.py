@@ -27,6 +27,7 @@ from vsa.models.flops import FlopCount
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.objectives.flow_matching import VALIDATION_SEED
+from vsa.settings import AtLeastOne, Count, NonNegative, checked
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.gradients import GradientClipper
 from vsa.training.lightning_compat import set_accumulation, set_manual_step
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from vsa.data.datamodule import PlanDataModule
 
 
+@checked
 class DistillModule(DiffusionModule):
     """Distil a dense teacher into a generator of few steps and sparse attention (VSA paper, section 2.3).
 
@@ -91,8 +93,8 @@ class DistillModule(DiffusionModule):
         objective: DistributionMatching,
         parallel: ParallelPlan,
         start: RunStart = NEW_RUN,
-        generator_every: int = 5,
-        fake_score_warmup: int = 0,
+        generator_every: AtLeastOne = 5,
+        fake_score_warmup: Count = 0,
         teacher: str | None = None,
         gates: Literal["initial", "required"] = "initial",
         negative_prompt: str | None = "",
@@ -100,14 +102,12 @@ class DistillModule(DiffusionModule):
         real_score_attention: Callable[..., AttentionMethod] = FullAttention,
         collapse: CollapseRule | None = None,
         latent_scale: Literal["channel", "shared"] = "channel",
-        grad_clip: float = 1.0,
-        fake_score_grad_clip: float = 1.0,
-        max_skipped: int = 10,
-        seed: int = 0,
+        grad_clip: NonNegative = 1.0,
+        fake_score_grad_clip: NonNegative = 1.0,
+        max_skipped: Count = 10,
+        seed: Count = 0,
     ):
         cycle = UpdateCycle(generator_every=generator_every, fake_score_warmup=fake_score_warmup)
-        if gates not in ("initial", "required"):
-            raise ValueError(f"task.gates must be initial or required, got {gates!r}")
         if objective.guided and negative_prompt is None:
             raise ValueError(
                 f"objective.guidance={objective.guidance} ({objective.cfg_form}) needs a negative embedding, but "

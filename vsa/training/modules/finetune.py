@@ -19,6 +19,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.flow_matching import FinetuneLoss, LossTerms
+from vsa.settings import Count, NonNegative, checked
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vsa.data.datamodule import PlanDataModule
 
 
+@checked
 class FinetuneModule(PretrainModule):
     """Finetune a pretrained checkpoint to sparse attention (VSA paper, section 2.3 and appendix C.5).
 
@@ -74,12 +76,10 @@ class FinetuneModule(PretrainModule):
         teacher: str | None = None,
         latent_scale: Literal["channel", "shared"] = "channel",
         validate_at: Sequence[SparsityPoint] = ("current",),
-        grad_clip: float = 1.0,
-        max_skipped: int = 10,
-        seed: int = 0,
+        grad_clip: NonNegative = 1.0,
+        max_skipped: Count = 10,
+        seed: Count = 0,
     ):
-        if gates not in ("initial", "required"):
-            raise ValueError(f"task.gates must be initial or required, got {gates!r}")
         if objective.attention > 0 and parallel.compile:
             raise ValueError("task.objective.attention looks into the blocks and cannot be had with parallel.compile")
         super().__init__(

@@ -16,6 +16,7 @@ from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms
+from vsa.settings import Count, NonNegative, checked
 from vsa.training.loss_window import LossWindow
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.optimizer import AdamW
@@ -23,6 +24,7 @@ from vsa.training.parallel import ParallelPlan
 from vsa.training.run_state import NEW_RUN, RunStart, Stateful
 
 
+@checked
 class PretrainModule(DiffusionModule):
     """Pretrain a video DiT with sparse attention from scratch (VSA paper, section 3.1).
 
@@ -52,9 +54,9 @@ class PretrainModule(DiffusionModule):
         start: RunStart = NEW_RUN,
         latent_scale: Literal["channel", "shared"] = "channel",
         validate_at: Sequence[SparsityPoint] = ("current",),
-        grad_clip: float = 1.0,
-        max_skipped: int = 10,
-        seed: int = 0,
+        grad_clip: NonNegative = 1.0,
+        max_skipped: Count = 10,
+        seed: Count = 0,
     ):
         points = check_points("validate_at", validate_at)
         if "current" not in points:

@@ -1,0 +1,88 @@
+"""Types of settings: what fits an annotation, how it is said, and what a constructor call refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from vsa.settings import AtLeastOne, Positive, PositiveShare, Share, checked, describe, fits, plain, refusal
+
+Names = Literal["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "good", "bad", "words"),
+    [
+        (int, [0, -3], [2.0, "2", True, None, math.nan], "an integer"),
+        (float, [1, 0.5], ["1", True, math.nan, math.inf, None], "a number"),
+        (bool, [True, False], [0, 1, "no", None], "true or false"),
+        (str, ["", "a"], [1, None, ["a"]], "text"),
+        (AtLeastOne, [1], [0, 1.0], "an integer of at least 1"),
+        (Positive | None, [0.1, 7, None], [0, "x"], "a number above 0, or null"),
+        (Share, [0, 1, 0.5], [-0.1, 1.1, math.nan], "a number from 0 to 1"),
+        (PositiveShare, [1, 1e-9], [0, 1e30, math.inf], "a number above 0 and of at most 1"),
+        (Names, ["a"], ["c", None, ["a"]], "one of a, b"),
+        (Literal[1, "x"], [1, "x"], ["1", 1.5], "one of 1, x"),
+        (Sequence[str], [["a"], (), ("a", "b")], ["ab", [1], {"a": 1}], "a list of values, each text"),
+        (tuple[Share, Share], [[0, 1]], [[0.5], [0, 2], 0.5], "a list of 2 values, each a number from 0 to 1"),
+        (tuple[int, ...], [[1], []], ["12", [1.0]], "a list of values, each an integer"),
+        (Mapping[str, int], [{"a": 1}, {}], [{1: 1}, {"a": 1.5}, [1]], "a mapping from text to an integer"),
+        (Any, [1, "a", None, {}], [], "any value"),
+    ],
+    ids=str,
+)
+def test_what_fits_and_how_it_is_said(hint, good, bad, words):
+    assert describe(hint) == words
+    assert [value for value in good if not fits(value, hint)] == []
+    assert [value for value in bad if fits(value, hint)] == []
+
+
+class Other:
+    pass
+
+
+def test_the_part_of_an_annotation_that_yaml_can_say():
+    assert plain(Other) is None
+    assert plain(str | Other) is str
+    assert plain(int | Other | None) == int | None
+    assert plain(Sequence[Other]) is None
+    for whole in (Positive | None, Sequence[Names], Mapping[str, Mapping[str, Any]], Literal["a"] | Share):
+        assert plain(whole) == whole
+
+
+def test_a_refusal_is_one_line_with_key_value_and_what_is_expected():
+    assert refusal("optim.lr", "abc", PositiveShare) == (
+        "optim.lr=abc: expected a number above 0 and of at most 1, got 'abc'"
+    )
+    assert refusal("x", [None, True], Positive) == "x=[null,true]: expected a number above 0, got [None, True]"
+    assert refusal("output_dir", None, str) == "output_dir=null: expected text, got null"
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    steps: AtLeastOne
+    name: Names = "a"
+    other: Other | int | None = None
+
+
+def test_a_constructor_call_with_impossible_values_names_all_of_them():
+    assert Recipe(steps=2, name="b") == Recipe(steps=2, name="b")
+    # an annotation with a class of ours is left to the constructor
+    assert Recipe(steps=1, other="anything").other == "anything"
+    with pytest.raises(ValueError, match=r"^steps=0: expected an integer of at least 1, got 0; name=c: expected one"):
+        Recipe(steps=0, name="c")
+    with pytest.raises(TypeError, match="steps"):
+        Recipe(name="a")
+
+
+def test_a_subclass_checks_its_own_arguments():
+    class Longer(Recipe):
+        pass
+
+    with pytest.raises(ValueError, match="steps=0"):
+        Longer(steps=0)

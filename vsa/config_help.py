@@ -1,0 +1,128 @@
+"""What can be set: the options of every config group with type, default and meaning.
+
+Names and types are those of constructors, meanings the `Args` of their docstrings, defaults the composed values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from vsa.config import ELSEWHERE, LIMITS, Run, target_class
+from vsa.settings import describe, hints_of, shown
+
+CONFIGS = next(
+    path for path in (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs") if path.is_dir()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One setting.
+
+    Args:
+        key: as it is typed on a command line.
+        type: what is expected.
+        default: the value it has if nothing is typed.
+        meaning: from the docstring.
+    """
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def choices() -> dict[str, dict[str, str]]:
+    """The files of every group, each with what its head says of it."""
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted(CONFIGS.glob("*/*.yaml")):
+        head = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+        lines = [line[1:].strip() for line in head if not line.startswith("# @package")]
+        text = " ".join(takewhile(lambda line: not line.startswith("Command:"), lines))
+        found.setdefault(path.parent.name, {})[path.stem] = text.removeprefix("Purpose:").partition(". ")[0].strip(" .")
+    return found
+
+
+def options(group: str) -> list[Option]:
+    """Options of a group as chosen by default, of one of its files (`task/distill`), or of the run itself (`run`).
+
+    Raises:
+        ValueError: no such group or file.
+    """
+    if group == "run":
+        return list(_options("", Run, vars(Run())))
+    name, _, choice = group.partition("/")
+    known = choices()
+    if name not in known or choice not in ("", *known[name]):
+        names = ["run", *known, *(f"{key}/{file}" for key, files in known.items() for file in files)]
+        nearest = get_close_matches(group, names, 1)
+        advice = f", did you mean {nearest[0]}?" if nearest else f": expected one of {', '.join(['run', *known])}"
+        raise ValueError(f"{group}: unknown config group{advice}")
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        cfg = compose("train", overrides=[f"{group.replace('/', '=')}"] if choice else [])
+    whole: Any = OmegaConf.to_container(cfg, resolve=False)
+    if not isinstance(node := whole.get(name), Mapping):
+        raise ValueError(f"{name} sets options of other groups: look into {name}/*.yaml, or at --cfg job")
+    nodes = {name: node} if "_target_" in node else {f"{name}.{key}": value for key, value in node.items()}
+    return [
+        option
+        for key, settings in nodes.items()
+        if isinstance(settings, Mapping)
+        for option in _options(f"{key}.", target_class(settings["_target_"]), settings)
+    ]
+
+
+def _options(prefix: str, constructor: type, settings: Mapping[str, Any]) -> Iterator[Option]:
+    place = f"{constructor.__module__}.{constructor.__qualname__}"
+    hints = {**hints_of(constructor), **LIMITS.get(place, {})}
+    parameters = inspect.signature(constructor).parameters
+    for name in hints:
+        key = f"{prefix}{name}"
+        value = settings.get(name, parameters[name].default if name in parameters else inspect.Parameter.empty)
+        # what is left empty comes from the program: a task's model, a layer's width and place
+        if value is inspect.Parameter.empty or key in ELSEWHERE or name == "layer_idx":
+            continue
+        if isinstance(value, Mapping) and "_target_" in value:
+            cls = target_class(value["_target_"])
+            yield Option(key=key, type=describe(hints[name]), default=cls.__name__, meaning=_meaning(constructor, name))
+            yield from _options(f"{key}.", cls, value)
+        else:
+            default = getattr(value, "__name__", None) or shown(value)
+            yield Option(key=key, type=describe(hints[name]), default=default, meaning=_meaning(constructor, name))
+
+
+def _meaning(constructor: type, name: str) -> str:
+    """What the docstring says of an argument; a base class's where this one says no more than "see"."""
+    found = ""
+    for cls in constructor.__mro__:
+        for text in (cls.__doc__, getattr(cls.__init__, "__doc__", None)):
+            found = _documented(text or "").get(name, "") or found
+            if found and not found.startswith("see "):
+                return found
+    return found
+
+
+def _documented(docstring: str) -> dict[str, str]:
+    """Arguments and their texts in the `Args` section of a docstring."""
+    _, _, section = inspect.cleandoc(docstring).partition("Args:\n")
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.splitlines():
+        if line and not line.startswith(" "):
+            break
+        if head := re.match(r" {4}([\w, *`]+?)(?: \(.*?\))?:\s*(.*)", line):
+            names = [name.strip(" *`") for name in head[1].split(",")]
+            found |= dict.fromkeys(names, head[2])
+        else:
+            found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
+    return found
