@@ -52,7 +52,7 @@ def check_operator(backend: str, dtype: torch.dtype, device: torch.device) -> st
     topk = 3
     inputs = _separated(blocks, topk, dtype, device)
 
-    def result(backend: str, dtype: torch.dtype, scale: float | None = None) -> dict[str, Tensor]:
+    def result(backend: Any, dtype: torch.dtype, scale: float | None = None) -> dict[str, Tensor]:
         *leaves, dout = (x.to(dtype).requires_grad_() for x in inputs)
         sides: dict[str, Any] = {"q_blocks": blocks, "kv_blocks": blocks, "topk": topk, "scale": scale}
         got = coarse_fine_attn(*leaves, **sides, backend=backend)
@@ -70,7 +70,7 @@ def check_operator(backend: str, dtype: torch.dtype, device: torch.device) -> st
 def check_layer(backend: str, device: torch.device) -> str:
     """Compare a sparse self-attention layer in fp32 with fp64; arguments and errors as in `check`."""
 
-    def result(backend: str, dtype: torch.dtype, topk: int) -> dict[str, Tensor]:
+    def result(backend: Any, dtype: torch.dtype, topk: int) -> dict[str, Tensor]:
         torch.manual_seed(0)
         method = VideoSparseAttention(
             dim=32, num_heads=2, head_dim=16, tile_thw=(2, 2, 2), gate_init="model", backend=backend

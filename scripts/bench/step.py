@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -103,7 +103,11 @@ def video_dit(shape: Shape, attention: str, device: torch.device) -> VideoDiT:
     factory: Any = {"dense": FullAttention, "free": FreeAttention}.get(attention)
     if factory is None:
         factory = partial(
-            VideoSparseAttention, tile_thw=shape.tile_thw, fine_gate=False, gate_init="model", backend=attention
+            VideoSparseAttention,
+            tile_thw=shape.tile_thw,
+            fine_gate=False,
+            gate_init="model",
+            backend=cast(Any, attention),
         )
     with device:
         return VideoDiT(attention=factory, **size)

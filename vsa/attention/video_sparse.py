@@ -32,6 +32,8 @@ from vsa.attention.full import dense_attn, dense_attn_per_sample
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.settings import AtLeastOne, checked
 
+Backend = Literal["reference", "gather", "triton"]
+
 
 @checked
 class VideoSparseAttention(AttentionMethod):
@@ -70,7 +72,7 @@ class VideoSparseAttention(AttentionMethod):
         block_order: BlockOrder = "nested",
         fine_gate: bool = True,
         gate_init: Literal["identity", "model"] = "identity",
-        backend: Literal["reference", "gather", "triton"] | None = None,
+        backend: Backend | None = None,
     ):
         super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
         if dim != num_heads * head_dim:

@@ -10,12 +10,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.golden import GoldenError, attention_output, check_golden
 from vsa.checkpoints.weight_source import open_network
 from vsa.errors import usable_device
 
 
-def verify_export(folder: Path, *, backend: str | None = None, device: str | None = None) -> None:
+def verify_export(folder: Path, *, backend: Backend | None = None, device: str | None = None) -> None:
     """Print the error of every layer of an exported sparse checkpoint.
 
     Args:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
-from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, write_sparse_config
 from vsa.checkpoints.wan_config import SPARSE_FLAG, transformer_config
 from vsa.checkpoints.wan_names import diffusers_to_wan, wan_config
@@ -60,7 +60,7 @@ def sparse_settings(model: VideoDiT) -> dict[str, Any]:
     }
 
 
-def attention_of(sparse: SparseAttentionConfig | None, backend: str | None = None) -> Callable[..., Any]:
+def attention_of(sparse: SparseAttentionConfig | None, backend: Backend | None = None) -> Callable[..., Any]:
     """Factory of the attention a checkpoint was trained with; None is dense attention.
 
     Raises:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vsa.attention.sparsity import SparsitySchedule
+from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.checkpoints.sampling_settings import read_sampling_part, sampling_of
@@ -271,7 +272,7 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
 
 
 def open_network(
-    spec: str | Path, *, device: torch.device | str = "cpu", backend: str | None = None
+    spec: str | Path, *, device: torch.device | str = "cpu", backend: Backend | None = None
 ) -> tuple[VideoDiT, WeightSource]:
     """The network of a weights folder in float32, filled, and where its weights came from.
 

@@ -21,7 +21,7 @@ def train(
     vsa train experiment=quickstart
     vsa train experiment=quickstart run=mine trainer.max_steps=100
     vsa train experiment=quickstart run=mine ckpt_path=last       goes on from the newest checkpoint
-    vsa train data=folder data.root=SHARDS attention=video_sparse_222
+    vsa train data=folder data.root=SHARDS tile_thw=[2,2,2]
     vsa train -m experiment=quickstart sparsity.sparsity=0.5,0.75 'run=s${sparsity.sparsity}'
 
     --cfg job prints every setting, --info what Hydra made of them, -m runs all combinations of listed values.

@@ -109,7 +109,8 @@ class VideoDiT(nn.Module):
         self.dim, self.num_heads, self.head_dim = dim, num_attention_heads, attention_head_dim
         self.in_channels, self.out_channels, self.text_dim = in_channels, out_channels, text_dim
         self.image_dim, self.rope_max_seq_len, self.rope_theta = image_dim, rope_max_seq_len, rope_theta
-        self.absolute_positions, self.init = absolute_positions, init
+        self.absolute_positions = absolute_positions
+        self.init: Init = init
         self.patch_size: Grid = (int(patch_size[0]), int(patch_size[1]), int(patch_size[2]))
 
         self.patch_embedding = PatchEmbedding(in_channels, dim, self.patch_size)

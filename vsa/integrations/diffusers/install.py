@@ -15,7 +15,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.attention.sparsity import ConstantSparsity
-from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.integrations.diffusers.families import Family, family_of
 from vsa.integrations.diffusers.tile_attention import Budget, CurrentPass, FixedBudget, Pass, TileAttention
@@ -132,7 +132,7 @@ def apply(
     partition: Partition | None = None,
     block_order: BlockOrder | None = None,
     gates: Gates | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Applied:
     """Put an attention method into the self-attention of a diffusers transformer; `remove` takes it out again.
 
@@ -206,7 +206,7 @@ def method_factory(
     partition: Partition | None,
     block_order: BlockOrder | None,
     gates: Gates | None,
-    backend: str | None,
+    backend: Backend | None,
 ) -> MethodFactory:
     """Layers of a method by its config name.
 
@@ -267,7 +267,7 @@ def install(
     family: Family,
     factory: MethodFactory,
     budget: Budget,
-    backend: str | None = None,
+    backend: Backend | None = None,
     trained: SparseAttentionConfig | None = None,
 ) -> Applied:
     """Put the layers of a factory into a transformer; nothing changes when one of them does not fit.
@@ -306,7 +306,7 @@ def install(
 
 
 def _layer_method(
-    factory: MethodFactory, attn: Any, layer: int, family: Family, backend: str | None
+    factory: MethodFactory, attn: Any, layer: int, family: Family, backend: Backend | None
 ) -> AttentionMethod:
     """The method of one layer, on the device and in the dtype of the layer's weights."""
     if type(attn.processor).__name__ != family.original:

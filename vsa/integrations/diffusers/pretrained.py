@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
 from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
@@ -54,7 +55,7 @@ def load_sparse(
     dtype: torch.dtype | None = None,
     sparsity: float | str | None = None,
     topk: int | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Any:
     """A Wan transformer with the gates and the settings of an exported sparse checkpoint, ready for a pipeline.
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import BlockOrder, Partition
-from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.attention.video_sparse import Backend, VideoSparseAttention
 
 
 class UngatedVideoSparse(VideoSparseAttention):
@@ -25,10 +23,10 @@ class UngatedVideoSparse(VideoSparseAttention):
         num_heads: int,
         head_dim: int,
         layer_idx: int = 0,
-        tile_thw: Sequence[int] = (4, 4, 4),
+        tile_thw: tuple[int, int, int] = (4, 4, 4),
         partition: Partition = "cube",
         block_order: BlockOrder = "nested",
-        backend: str | None = None,
+        backend: Backend | None = None,
     ):
         # gates of a 14B model would be a billion parameters that nobody reads
         with torch.device("meta"):
