@@ -300,7 +300,7 @@ def test_only_its_own_network_gets_gradients_in_an_update(distill):
                 seen[name] = {role for role, net in nets.items() if any(p.grad is not None for p in net.parameters())}
                 return guard(optimizer, iteration)
 
-            check.__dict__ = {"skipped": False, "skipped_total": 0, "state_dict": guard.state_dict}
+            check.__dict__ = {"skipped": False, "skipped_total": 0, "state_dict": guard.state_dict, "step": guard.step}
             return check
 
         module.clipper = guarded("generator", module.clipper)
