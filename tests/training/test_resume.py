@@ -263,7 +263,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
         (("ckpt_path=last", "seed=1"), "another data plan"),
         (("ckpt_path=last", "data.batch_size=2"), "another data plan"),
         (("ckpt_path=last", "model.ffn_dim=36"), r"blocks\.0\.ffn.*has shape \(24, 12\), the model needs \(36, 12\)"),
-        (("ckpt_path=last", "attention.fine_gate=false"), "unexpected 4 .*to_gate_fine"),
+        (("ckpt_path=last", "attention.fine_gate=false"), "has 4 tensors the model has no place for: .*to_gate_fine"),
         (("ckpt_path=last", "run=other"), "no valid checkpoint in .*other"),
         (("ckpt_path=nowhere", "run=other"), "no such checkpoint or run folder: nowhere"),
         (("init_from=nowhere", "run=other"), "no such folder: nowhere"),

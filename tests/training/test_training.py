@@ -159,15 +159,15 @@ def test_a_window_of_other_losses_is_dropped_at_a_resume(monkeypatch, names):
         window.add(losses, torch.tensor([loss]), torch.tensor([0.1]).double())
         window.end_step()
 
-    before = LossWindow()
+    before = LossWindow(strategy)
     step(before, 1.0, ("loss", "loss_attention"))
-    state = before.state_dict(strategy)
+    state = before.state_dict()
     for resumed_names, mean in ((("loss", "loss_attention"), 2.0), (names, 3.0)):
         assert not said
-        resumed = LossWindow()
+        resumed = LossWindow(strategy)
         resumed.load_state_dict(state)
         step(resumed, 3.0, resumed_names)
-        assert resumed.metrics(strategy) == dict.fromkeys((*resumed_names, "loss_decile_1"), mean)
+        assert resumed.metrics() == dict.fromkeys((*resumed_names, "loss_decile_1"), mean)
     assert len(said) == 1
     assert said[0].startswith("the checkpoint has loss, loss_attention of 1 steps not logged yet, the run now has loss")
 
