@@ -22,7 +22,7 @@ LINES = [
     if line.split("#")[0].strip()
 ]
 VARIABLES = dict(re.findall(r"^(\w+)=(\S+)$", "\n".join(LINES), re.M))
-COMMANDS = [re.sub(r"^([A-Z_]+=\S+ )+|\$(\w+)", lambda m: m[2] and VARIABLES[m[2]] or "", line) for line in LINES]
+COMMANDS = [re.sub(r"^([A-Z_]+=\S+ )+|\$(\w+)", lambda m: (m[2] and VARIABLES[m[2]]) or "", line) for line in LINES]
 SCRIPTS = [c for c in COMMANDS if c.startswith(("python scripts/", "python -m benchmarks."))]
 OURS = [c for c in COMMANDS if c.startswith("vsa ") and not c.startswith("vsa train ")]
 EXPERIMENTS = sorted((ROOT / "configs" / "experiment").glob("*.yaml"))

@@ -271,7 +271,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
         (("overwrite=true", "sparsity.topk=99", "sparsity.sparsity=null"), "topk=99 is above the number of tiles, 8"),
         (("overwrite=true", "run=."), "run=. is not a name"),
         # found out by the loaders, which are made last
-        (("overwrite=true", "data.num_workers=-1"), "num_workers option should be non-negative"),
+        (("overwrite=true", "data.num_workers=-1"), r"data\.num_workers=-1: expected"),
         (
             ("ckpt_path=last", "callbacks.ema={_target_:vsa.training.callbacks.ema.EMA}"),
             "trained without callbacks.ema",
