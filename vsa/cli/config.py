@@ -14,7 +14,9 @@ def config(
 ) -> None:
     """List the options of a config group; without a group, the groups and their files.
 
-    Example: vsa config task/distill
+    \b
+    vsa config
+    vsa config task/distill
     """
     from rich.console import Console
     from rich.markup import escape
