@@ -7,7 +7,7 @@ import argparse
 import torch
 
 from vsa.data.codecs import HaarCodec
-from vsa.data.shards import ShardWriter
+from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import HashedNgramEncoder
 from vsa.errors import one_line_errors
 

@@ -515,7 +515,7 @@ def test_changing_topk_does_not_recompile():
     ("make", "message"),
     [
         (lambda: VideoSparseAttention(dim=12, num_heads=2, head_dim=8), r"num_heads \* head_dim, got 12 and 2 \* 8"),
-        (lambda: make_method(gate_init="ones"), "gate_init must be identity or model, got 'ones'"),
+        (lambda: make_method(gate_init="ones"), "gate_init=ones: expected one of identity, model, got 'ones'"),
         (lambda: run_layer(make_method(), make_method().layout(SINGLE), make_inputs(105), 0), "at least 1, got 0"),
         (lambda: run_layer(make_method(), make_method().layout(TEXT), make_inputs(122), 0), "at least 1, got 0"),
         (

@@ -15,6 +15,7 @@ BEFORE = [
     "vsa.attention.annealing.StaircaseSparsity",
     "vsa.attention.schedule.ConstantSparsity",
     "vsa.attention.schedule.TokenBudgetSparsity",
+    "vsa.data.datamodule.ToyOnlineDataModule",
     "vsa.training.distill.DistillModule",
     "vsa.training.distill_loss.DistributionMatching",
     "vsa.training.finetune.FinetuneLoss",

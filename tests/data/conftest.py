@@ -9,7 +9,7 @@ import torch
 
 from tests.data.tiny_wan import make_vae
 from vsa.data.codecs import HaarCodec, WanVAE
-from vsa.data.shards import ShardWriter
+from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import HashedNgramEncoder
 
 VIDEO_SHAPE = (16, 2, 2, 4)

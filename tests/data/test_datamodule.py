@@ -12,11 +12,13 @@ from torch import nn
 from tests.data.tiny_wan import save_pipeline
 from vsa.data.batch import VideoBatch
 from vsa.data.codecs import HaarCodec
-from vsa.data.datamodule import LatentDataModule, PlanDataModule, ToyOnlineDataModule
+from vsa.data.datamodule import LatentDataModule, PlanDataModule
 from vsa.data.encode import encode_folder
 from vsa.data.plan import SampleRef, is_validation, sample_seed
-from vsa.data.shards import LatentReader, ShardWriter
+from vsa.data.shard_writer import ShardWriter
+from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
+from vsa.data.toy_datamodule import ToyOnlineDataModule
 from vsa.data.toy_videos import ToyClips, render_clip
 
 ENCODER = HashedNgramEncoder(dim=8, max_tokens=5)

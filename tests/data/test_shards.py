@@ -16,7 +16,8 @@ import torch
 from tests.disks import small_files
 from vsa.data.codecs import HaarCodec
 from vsa.data.index import DatasetIndex
-from vsa.data.shards import LatentReader, ShardWriter
+from vsa.data.shard_writer import ShardWriter
+from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
 from vsa.files import DiskFullError
 
@@ -206,7 +207,7 @@ def test_a_killed_writer_leaves_nothing_that_looks_finished(tmp_path: Path, make
     code = (
         "import os, signal, sys, torch\n"
         "from vsa.data.codecs import HaarCodec\n"
-        "from vsa.data.shards import ShardWriter\n"
+        "from vsa.data.shard_writer import ShardWriter\n"
         "from vsa.data.text import HashedNgramEncoder\n"
         "writer = ShardWriter(sys.argv[1], codec=HaarCodec(1), text_encoder=HashedNgramEncoder(8, 5), "
         "samples_per_shard=3, overwrite=True)\n"

@@ -92,7 +92,7 @@ def test_clips_of_a_run_in_training_have_its_flow_shift(training):
         assert (settings.steps, settings.flow_shift) == (record["steps"], record["flow_shift"])
         shifts[run] = record["flow_shift"]
     assert shifts == {"own": 7, "trained": 3}
-    with pytest.raises(ValueError, match="flow_shift must be positive, got 0"):
+    with pytest.raises(ValueError, match="flow_shift=0: expected a number above 0, or null, got 0"):
         training(*common, "callbacks.samples.flow_shift=0", "run=refused")
     assert not training.folder("refused").exists()
 

@@ -100,7 +100,7 @@ BAD_SETTINGS = [
     (["output_dir=null"], "output_dir=null: expected text, got null"),
     # all at once
     (
-        ["seed=x", "+model.eps=0", "optim.lrr=1"],
+        ["seed=x", "model.eps=0", "optim.lrr=1"],
         "got 'x'; model.eps=0: expected a number above 0, got 0; optim.lrr=1: unknown",
     ),
     (["run=.."], "run=.. is not a name"),

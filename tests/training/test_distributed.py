@@ -284,6 +284,10 @@ def test_sharded_weights_start_as_unsharded_ones(init):
     assert any(not torch.equal(p, wanted[n]) for n, p in make_model(init).named_parameters())
 
 
+# of glibc
+M_MMAP_THRESHOLD = -3
+
+
 def test_no_rank_ever_holds_the_whole_model():
     def build() -> VideoDiT:
         return make_model("wan", heads=32, layers=6, dense=True)
@@ -291,8 +295,10 @@ def test_no_rank_ever_holds_the_whole_model():
     def peak_of(function) -> int:
         """Growth of the largest resident size in bytes."""
         gc.collect()
-        # what earlier tests freed would be used again without growing
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        # what earlier tests freed would be used again without growing: every tensor gets pages of its own
+        libc = ctypes.CDLL("libc.so.6")
+        assert libc.mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
+        libc.malloc_trim(0)
         # 5 resets the high-water mark
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmRSS")
@@ -313,8 +319,8 @@ def test_no_rank_ever_holds_the_whole_model():
     with torch.device("meta"):
         size = 4 * sum(p.numel() for p in build().parameters())
     assert max(run_ranks(2, on_rank)) < 0.75 * size
-    # control, in a process of its own: freed memory would be used again, and a little of it is
-    assert run_ranks(1, lambda rank: peak_of(build))[0] > 0.9 * size
+    # control
+    assert run_ranks(1, lambda rank: peak_of(build))[0] > 0.95 * size
 
 
 # checkpoints
@@ -539,7 +545,9 @@ def test_the_quickstart_runs_on_two_ranks(training, tmp_path):
 
 @pytest.mark.parametrize("replicate", [0, "each", 1.5])
 def test_copies_that_cannot_be_are_refused(replicate):
-    with pytest.raises(ValueError, match=rf'replicate must be "all" or at least 1, got {replicate!r}'):
+    with pytest.raises(
+        ValueError, match=rf"replicate={replicate}: expected an integer of at least 1 or all, got {replicate!r}"
+    ):
         ShardedDataParallel(replicate=replicate)
 
 

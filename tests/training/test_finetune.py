@@ -530,7 +530,7 @@ def no_memory(monkeypatch):
         (("model.ffn_dim=36",), r"ffn\.\S+ has shape \(24, 12\), the model needs \(36, 12\)"),
         (("model.num_layers=3",), "has model.num_layers=2, the model has 3"),
         (("task.gates=required",), "lacks 8 gate tensors of the model: blocks.0.to_gate_compress.bias"),
-        (("task.gates=some",), "task.gates must be initial or required, got 'some'"),
+        (("task.gates=some",), "task.gates=some: expected one of initial, required, got 'some'"),
         (("task.trainable=['*.attn7.*']",), r"task.trainable pattern '\*.attn7.\*' fits no parameter"),
         (("task.objective.data=0",), "are all 0: nothing to train"),
         ((LORA[:-1] + ",targets:[to_nothing]}",), "lora.targets: no linear layer is named 'to_nothing'"),

@@ -25,7 +25,7 @@ from vsa.data.clip_rules import PATCH, ClipRules
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
 from vsa.data.reconstruction import describe_reconstruction
 from vsa.data.resumable_writer import PartContent, PartsReport, check_target, join_parts, pending_parts, write_parts
-from vsa.data.shards import ShardWriter
+from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import TextEncoder
 from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 

@@ -22,7 +22,7 @@ from vsa.data.codecs import Codec, WanVAE, check_frames
 from vsa.data.plan import hash64
 from vsa.data.pretrained import component_folder, read_config, refuse_missing, weights_digest
 from vsa.data.resumable_writer import PartContent, join_parts, write_parts
-from vsa.data.shards import ShardWriter
+from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import TextEncoder, UMT5Encoder
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler
