@@ -133,7 +133,7 @@ def _runner(kernel: str, args: Any, saved: Any, half: bool) -> Callable[[], Any]
     if kind == "fwd":
         return lambda: fwd._run(*args, Plan.of(kernel, q, k, mask, half))
     if kind == "dq":
-        return lambda: bwd._run_dq(*saved, *args, Plan.of(kernel, q, k, mask, half), None, None)
+        return lambda: bwd._run_dq(*saved, *args, Plan.of(kernel, q, k, mask, half), None)
     if mask is None:
         return lambda: bwd._run_dkv(*saved, *args, Plan.of(kernel, q, k, mask, half), (None, None))
     # made once: the index is no part of the kernel

@@ -17,15 +17,12 @@ from torch import Tensor
 
 import vsa.training.modules.base as module_file
 from tests.data.tiny_wan import make_vae
+from tests.objectives.small_nets import make_net, sparse_attention
 from vsa.attention.full import FullAttention
-from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.weight_source import open_weights
-from vsa.data.batch import VideoBatch
-from vsa.diffusion.flow_matching import FlowShift
 from vsa.models.video_dit import VideoDiT
-from vsa.objectives.flow_matching import FinetuneLoss, attention_outputs
 from vsa.sampling.pipeline import load_run
 from vsa.training.modules.finetune import FinetuneModule
 from vsa.training.modules.teacher import Teacher
@@ -165,130 +162,6 @@ def test_annealing_ends_at_the_exact_count_and_the_loss_falls(training, dense):
     assert all(a >= b for a, b in pairwise(topk))
     losses = [float(metrics[step]["train/loss"]) for step in sorted(metrics)]
     assert sum(losses[-8:]) < sum(losses[:8])
-
-
-# the loss
-
-
-def make_net(attention, seed: int = 0) -> VideoDiT:
-    torch.manual_seed(seed)
-    net = VideoDiT(
-        attention=attention,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        ffn_dim=16,
-        num_layers=3,
-        in_channels=4,
-        out_channels=4,
-        text_dim=8,
-        freq_dim=8,
-    )
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.normal_(std=0.2)
-    return net
-
-
-def sparse_attention(**sizes):
-    return VideoSparseAttention(**sizes, tile_thw=(2, 2, 2))
-
-
-def make_batch() -> tuple[VideoBatch, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(2, 4, 3, 8, 6, generator=generator)
-    batch = VideoBatch(
-        latents=latents,
-        text=torch.randn(2, 5, 8, generator=generator),
-        text_mask=torch.tensor([[True] * 5, [True] * 3 + [False] * 2]),
-        seeds=torch.tensor([11, 12]),
-        slots=torch.tensor([0, 1]),
-        num_slots=2,
-        step=4,
-        sample_ids=("a", "b"),
-        captions=("", ""),
-    )
-    return batch, latents
-
-
-def test_the_parts_of_the_loss_are_what_they_say():
-    model, teacher = make_net(sparse_attention), make_net(FullAttention, seed=1)
-    batch, latents = make_batch()
-    shift = FlowShift(kind="constant", value=2.0)
-    loss = FinetuneLoss(shift=shift, data=0.5, velocity=2.0, attention=0.25)
-    terms = loss.mixed(model, teacher, batch, latents, seed=3, topk=2)
-    noised = loss.noised(model, batch, latents, seed=3)
-    ask = (noised.x_t, noised.timestep, batch.text, batch.text_mask)
-
-    def outputs_of(net, **own):
-        """Velocity and what the output projection of each self-attention is made of, in raster order."""
-        found = []
-        layout = net.layout_for(latents.shape[1:], latents.device)
-        hooks = [
-            block.attn1.to_out[0].register_forward_hook(lambda m, i, o: found.append(layout.unpermute(o).double()))
-            for block in net.blocks
-        ]
-        velocity = net(*ask, **own).double()
-        for hook in hooks:
-            hook.remove()
-        return velocity, found
-
-    ours, our_layers = outputs_of(model, topk=2)
-    theirs, their_layers = outputs_of(teacher)
-    data = (ours - noised.target).square().flatten(1).mean(1)
-    velocity = (ours - theirs).square().flatten(1).mean(1)
-    layers = [
-        (a - b).square().flatten(1).mean(1) / b.square().flatten(1).mean(1)
-        for a, b in zip(our_layers, their_layers, strict=True)
-    ]
-    assert len(layers) == 3
-    attention = torch.stack(layers).mean(0)
-    for name, wanted in (("data", data), ("velocity", velocity), ("attention", attention)):
-        torch.testing.assert_close(terms.parts[name].double(), wanted, rtol=1e-5, atol=0)
-        assert wanted.min() > 1e-3
-    torch.testing.assert_close(terms.mse.double(), 0.5 * data + 2 * velocity + 0.25 * attention, rtol=1e-5, atol=0)
-    # the teacher gets no gradient, the model gets one through each part
-    terms.mse.sum().backward()
-    assert all(p.grad is None for p in teacher.parameters())
-    assert all(p.grad is not None for n, p in model.named_parameters() if "to_gate" not in n)
-    # validation is flow matching on data alone
-    plain = loss(model, batch, latents, seed=3, topk=2)
-    torch.testing.assert_close(plain.mse.double(), data, rtol=1e-5, atol=0)
-
-
-def test_a_model_matches_itself():
-    model = make_net(FullAttention)
-    batch, latents = make_batch()
-    loss = FinetuneLoss(shift=FlowShift(kind="constant", value=1.0), data=0.0, velocity=1.0, attention=1.0)
-    assert loss.mixed(model, model, batch, latents, seed=0, topk=1).mse.abs().max() < 1e-10
-    # control
-    assert loss.mixed(model, make_net(FullAttention, 1), batch, latents, seed=0, topk=1).mse.min() > 1e-3
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_collected_attention_outputs_carry_gradients(checkpointing):
-    model = make_net(sparse_attention)
-    model.activation_checkpointing = checkpointing
-    batch, latents = make_batch()
-    with attention_outputs(model, True) as found:
-        model(latents, torch.tensor([300.0, 700.0]), batch.text, batch.text_mask, topk=2)
-    assert sorted(found) == [0, 1, 2]
-    sum(value.square().sum() for value in found.values()).backward()
-    assert model.blocks[0].attn1.to_q.weight.grad.abs().max() > 0
-    # nothing was collected again, and the hooks are gone
-    assert sorted(found) == [0, 1, 2]
-    assert not any(block.attn1.to_out[0]._forward_hooks for block in model.blocks)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"velocity": -1.0}, "velocity=-1.0: expected a number of at least 0, got -1.0"),
-        ({"data": 0.0}, "are all 0: nothing to train"),
-    ],
-)
-def test_impossible_weights_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        FinetuneLoss(shift=FlowShift(kind="constant", value=1.0), **settings)
 
 
 # the teacher

@@ -1,0 +1,128 @@
+"""`sparse_attention.json`: what it holds, what it means for other grids, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.checkpoints.wan_models import config_of, random_sparse
+from vsa.checkpoints.sparse_config import (
+    SPARSE_CONFIG,
+    SparseAttentionConfig,
+    TopkRange,
+    read_sparse_config,
+    write_sparse_config,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
+
+
+def test_sparse_config_round_trip(tmp_path):
+    config = config_of(
+        random_sparse(),
+        topk_ranges=(TopkRange(start=0, stop=0.25, grid_topk=((10, 12),)),),
+        dense_layers=(0,),
+        dense_steps=2,
+        step_list=(1000.0, 757.0, 522.0),
+        guidance_form="additive",
+        budget=0.5,
+    )
+    write_sparse_config(tmp_path, config)
+    assert read_sparse_config(tmp_path) == config
+    assert [path.name for path in tmp_path.iterdir()] == [SPARSE_CONFIG]
+
+
+def test_topk_of_another_grid_layer_and_moment():
+    model = random_sparse()
+    later = TopkRange(start=0.0, stop=0.5, grid_topk=((15, 30),))
+    config = config_of(model, grid_topk=((3, 6),), budget="fraction", topk_ranges=(later,), dense_steps=1)
+    assert config.layer_topk(30) == (3, 6)
+    # a share is rounded up: 3 of 30 are 1.1 of 11
+    assert config.layer_topk(11) == (2, 3)
+    assert config.layer_topk(60, progress=0.49, step=1) == (30, 60)
+    assert config.layer_topk(60, progress=0.5, step=1) == (6, 12)
+    assert config.layer_topk(60, progress=0.0, step=0) == (60, 60)
+    assert replace(config, budget="count").layer_topk(4) == (3, 4)
+    assert replace(config, budget=0.5).layer_topk(120) == (6, 12)
+    assert replace(config, dense_layers=(1,)).layer_topk(60) == (6, 60)
+
+
+def test_trained_grids_have_the_topk_they_were_trained_with():
+    # no rule makes these rows of each other
+    rows, tiles = ((9, 4), (7, 2), (1, 3)), (30, 12, 4)
+    grids = ((3, 6, 10), (3, 4, 6), (1, 4, 4))
+    early = TopkRange(start=0.0, stop=0.5, grid_topk=((30, 1), (12, 5), (2, 2)))
+    config = config_of(random_sparse(), grid_topk=rows, num_tiles=tiles, grids=grids, topk_ranges=(early,))
+    config = SparseAttentionConfig.from_json(config.to_json())
+    for row, other, count in zip(rows, early.grid_topk, tiles, strict=True):
+        assert config.layer_topk(count) == row
+        assert config.layer_topk(count, progress=0.2) == other
+        assert replace(config, dense_layers=(1,)).layer_topk(count) == (row[0], count)
+    # other grids follow the first one, and only by the budget
+    assert config.layer_topk(60) == (18, 8)
+    assert config.layer_topk(60, progress=0.2) == (60, 2)
+    assert replace(config, budget="count").layer_topk(60) == (9, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grid_topk": ((4, 31),)}, r"grid_topk must be in 1..30, the tiles of grid \(3, 6, 10\), got 4..31"),
+        ({"grid_topk": ((0, 3),)}, r"got 0..3"),
+        ({"grid_topk": ((),)}, r"one entry per layer, got 0 for grid \(3, 6, 10\)"),
+        ({"grid_topk": ((4, 8), (2, 4))}, "one row per grid, got 2 rows and 1 grids"),
+        (
+            {"grid_topk": ((4, 8), (2,)), "num_tiles": (30, 12), "grids": ((3, 6, 10), (3, 4, 6))},
+            r"one entry per layer, got 1 for grid \(3, 4, 6\)",
+        ),
+        (
+            {"grid_topk": ((4, 8), (2, 13)), "num_tiles": (30, 12), "grids": ((3, 6, 10), (3, 4, 6))},
+            r"in 1..12, the tiles of grid \(3, 4, 6\), got 2..13",
+        ),
+        (
+            {"grid_topk": ((4, 8), (4, 9)), "num_tiles": (30, 30), "grids": ((3, 6, 10), (3, 10, 6))},
+            r"grid_topk has \(4, 8\) and \(4, 9\) for grids of 30 tiles",
+        ),
+        ({"tile_thw": (4, 4)}, r"tile_thw must be three positive sizes, got \(4, 4\)"),
+        ({"num_tiles": (30, 12)}, "one entry per grid, got 2 and 1"),
+        ({"dense_layers": (2,)}, r"dense_layers must be in 0..1, got \[2\]"),
+        ({"dense_steps": -1}, "must not be negative, got -1"),
+        ({"flow_shift": 0.0}, "flow_shift must be positive, got 0.0"),
+        (
+            {"budget": "half"},
+            "budget=half: expected one of count, fraction or a number from 0 to 1, or null, got 'half'",
+        ),
+        ({"guidance_form": "cfg"}, "got 'cfg'"),
+        ({"topk_ranges": (TopkRange(start=0.5, stop=0.5, grid_topk=((1, 1),)),)}, "got 0.5 and 0.5"),
+        (
+            {"topk_ranges": (TopkRange(start=0, stop=1, grid_topk=((1,),)),)},
+            "of topk_ranges must have one entry per layer, got 1",
+        ),
+        ({"golden": "golden.safetensors"}, "golden and golden_tolerance come together"),
+    ],
+)
+def test_sparse_config_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(random_sparse(), **change)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda v: v.pop("grid_topk"), r"keys missing \['grid_topk'\]"),
+        (lambda v: v.update(tiles=3), r"keys unknown \['tiles'\]"),
+        (lambda v: v.update(grid_topk=3), "wrong type"),
+        (lambda v: v.update(topk_ranges=[{"start": 0}]), "wrong type"),
+        (lambda v: v.update(schema_version=None), "schema_version is None"),
+    ],
+)
+def test_sparse_config_file_refuses(edit, message, tmp_path):
+    path = write_sparse_config(tmp_path, config_of(random_sparse()))
+    values = json.loads(path.read_text())
+    edit(values)
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_sparse_config(tmp_path)
+    assert str(path) in str(caught.value)

@@ -1,0 +1,247 @@
+"""Checkpoints that do not fit are refused with a message, and the model is not touched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints.wan_models import COARSE_ONLY, SPARSE, config_of, ours, random_sparse, saved
+from vsa.attention.full import FullAttention
+from vsa.checkpoints.sparse_config import (
+    SPARSE_CONFIG,
+)
+from vsa.checkpoints.wan import (
+    export_pretrained,
+)
+from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder
+from vsa.checkpoints.weight_source import open_network, open_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
+
+
+def tampered(folder: Path, change) -> None:
+    path = folder / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def set_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: set_config(f, num_attention_heads=6), "num_attention_heads=6, the model has 3"),
+        (lambda f: set_config(f, num_layers=3), "num_layers=3, the model has 2"),
+        (lambda f: set_config(f, ffn_dim=96), "ffn_dim=96, the model has 80"),
+        (lambda f: set_config(f, eps=1e-5), "eps=1e-05, the model has 1e-06"),
+        (lambda f: set_config(f, rope_max_seq_len=512), "rope_max_seq_len=512, the model has 1024"),
+        (lambda f: set_config(f, pos_embed_seq_len=514), "pos_embed_seq_len=514 is not supported, only None"),
+        (lambda f: set_config(f, qk_norm="rms_norm"), "qk_norm=rms_norm is not supported, only rms_norm_across_heads"),
+        (lambda f: set_config(f, vace_layers=[0]), r"vace_layers=\[0\] is unknown"),
+        (lambda f: set_config(f, _class_name="WanVACETransformer3DModel"), "got WanVACETransformer3DModel"),
+        (lambda f: set_config(f, _class_name="WanModel"), r"blocks\.0\..* is no tensor of a Wan checkpoint"),
+        (lambda f: (f / "config.json").write_text("{"), "does not parse"),
+        (lambda f: (f / "config.json").unlink(), "has no config.json"),
+        (lambda f: (f / "diffusion_pytorch_model.safetensors").unlink(), "no diffusion_pytorch_model.safetensors"),
+        (lambda f: (f / "diffusion_pytorch_model.safetensors").write_bytes(b"x" * 99), "is damaged"),
+        (lambda f: tampered(f, lambda t: t.pop("proj_out.bias")), "lacks 1 tensors of the model: proj_out.bias"),
+        (lambda f: tampered(f, lambda t: t.update(more=torch.ones(1))), "has 1 tensors .* no place for: more"),
+        (
+            lambda f: tampered(f, lambda t: t.update({"proj_out.bias": torch.ones(31)})),
+            r"proj_out.bias has shape \(31,\), the model needs \(32,\)",
+        ),
+        (
+            lambda f: tampered(f, lambda t: t.update({"proj_out.bias": torch.ones(32, dtype=torch.int8)})),
+            "proj_out.bias has dtype I8",
+        ),
+    ],
+)
+def test_checkpoints_that_do_not_fit_are_refused_before_a_byte_is_copied(change, message, tmp_path):
+    saved(tmp_path)
+    change(tmp_path)
+    model = ours()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=message) as caught:
+        open_weights(tmp_path).load(model, "absent")
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    with torch.device("meta"):
+        unplaced = ours()
+    with pytest.raises(ValueError, match=message):
+        open_weights(tmp_path).check(unplaced, "absent")
+
+
+def test_shards_that_disagree_with_their_index_are_refused(tmp_path):
+    saved(tmp_path, shard="60KB")
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    del good["weight_map"]["proj_out.bias"]
+    index.write_text(json.dumps(good))
+    with pytest.raises(ValueError, match=r"do not hold the same tensors: proj_out\.bias"):
+        WeightFiles(tmp_path)
+    next(tmp_path.glob("*-00002-*")).unlink()
+    with pytest.raises(ValueError, match=r"00002.* is missing"):
+        WeightFiles(tmp_path)
+
+
+def test_a_tensor_has_one_place(tmp_path):
+    saved(tmp_path, shard="60KB")
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    text = index.read_text()
+    moved = json.loads(text)
+    # the last and the first tensor change places, so both files are still named
+    last, first = moved["weight_map"]["proj_out.bias"], moved["weight_map"]["patch_embedding.bias"]
+    assert last != first
+    moved["weight_map"]["proj_out.bias"] = first
+    index.write_text(json.dumps(moved))
+    with pytest.raises(ValueError, match=rf"has proj_out\.bias in {first}, but it is in {last}"):
+        WeightFiles(tmp_path)
+    index.write_text(text)
+    tensors = load_file(tmp_path / last)
+    save_file(tensors | {"patch_embedding.bias": torch.ones(48)}, tmp_path / last)
+    with pytest.raises(ValueError, match=rf"patch_embedding\.bias is in two files, {first} and {last}"):
+        WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("attention", "gates", "message"),
+    [
+        (SPARSE, "absent", "gates=absent takes a dense checkpoint, but .* has gates: blocks.0.to_gate_compress.bias"),
+        (SPARSE, "initial", "gates=initial takes a dense checkpoint, but .* has gates"),
+        (FullAttention, "required", "gates=required, but the model has none"),
+        (
+            COARSE_ONLY,
+            "required",
+            "has 4 gate tensors the model has no place for: blocks.0.to_gate_fine.bias, .*, ...; "
+            "attention.fine_gate=true gives them a place$",
+        ),
+        (partial(SPARSE, tile_thw=(4, 4, 4)), "required", r"tile_thw=\(2, 2, 2\), the model has \(4, 4, 4\)"),
+        (partial(SPARSE, partition="hilbert_run"), "required", "partition=cube, the model has hilbert_run"),
+        (SPARSE, "some", "gates must be required, initial or absent, got 'some'"),
+    ],
+)
+def test_gates_of_a_sparse_checkpoint(attention, gates, message, tmp_path):
+    model = random_sparse()
+    export_pretrained(model, tmp_path / "out", sparse=config_of(model))
+    with pytest.raises(ValueError, match=message):
+        open_weights(tmp_path / "out").load(ours(attention), gates)
+
+
+@pytest.mark.parametrize(
+    ("attention", "gates", "message"),
+    [
+        (
+            SPARSE,
+            "required",
+            "lacks 8 gate tensors of the model: blocks.0.to_gate_compress.bias.*; to finetune a dense checkpoint use "
+            "task.gates=initial$",
+        ),
+        (SPARSE, "absent", "gates=absent, but the model has gates"),
+    ],
+)
+def test_gates_of_a_model_for_a_dense_checkpoint(attention, gates, message, tmp_path):
+    saved(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        open_weights(tmp_path).load(ours(attention), gates)
+
+
+def test_a_fine_gate_that_only_the_model_has_is_named_with_its_setting(tmp_path):
+    model = ours(COARSE_ONLY)
+    export_pretrained(model, tmp_path / "out", sparse=config_of(model))
+    with pytest.raises(ValueError, match=r"lacks 4 gate tensors .*; attention\.fine_gate=false leaves them out$"):
+        open_weights(tmp_path / "out").load(ours(SPARSE), "required")
+
+
+def test_gates_without_their_file_are_refused(tmp_path):
+    model = random_sparse()
+    export_pretrained(model, tmp_path / "out", sparse=config_of(model))
+    path = tmp_path / "out" / SPARSE_CONFIG
+    text = path.read_text()
+    path.unlink()
+    with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
+        open_weights(tmp_path / "out").load(ours(SPARSE), "required")
+    with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
+        open_network(tmp_path / "out")
+    path.write_text(text.replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(ValueError, match=r"sparse_attention\.json: schema_version is 2, this version reads 1"):
+        open_network(tmp_path / "out")
+
+
+def test_exports_that_cannot_be_written_down_are_refused(tmp_path):
+    model = random_sparse()
+    sparse = config_of(model)
+    cases = [
+        (lambda: export_pretrained(model, tmp_path / "a", sparse=None), "the model has gates"),
+        (lambda: export_pretrained(ours(), tmp_path / "a", sparse=sparse), "video_sparse attention.*FullAttention"),
+        (
+            lambda: export_pretrained(model, tmp_path / "a", sparse=replace(sparse, tile_thw=(4, 4, 4))),
+            r"tile_thw=\(4, 4, 4\), the model has \(2, 2, 2\)",
+        ),
+        (
+            lambda: export_pretrained(model, tmp_path / "a", sparse=replace(sparse, grid_topk=((1, 2, 3),))),
+            "grid_topk of 3 layers, the model has 2",
+        ),
+        (
+            lambda: export_pretrained(ours(absolute_positions=True), tmp_path / "a", sparse=None),
+            "absolute_positions=true has no counterpart",
+        ),
+        (lambda: export_pretrained(ours(rope_theta=100.0), tmp_path / "a", sparse=None), "rope_theta .* has 100"),
+        (lambda: export_pretrained(ours(), tmp_path / "a", sparse=None, max_shard_bytes=0), "at least 1, got 0"),
+        (lambda: export_pretrained(ours(), Path(__file__).parent, sparse=None), "already exists"),
+    ]
+    for export, message in cases:
+        with pytest.raises(ValueError, match=message):
+            export()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_no_folder_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"no such folder: \./nowhere/at/all"):
+        open_weights("./nowhere/at/all")
+    with pytest.raises(ValueError, match="nobody/nothing is no folder, and the hub does not give it"):
+        open_weights("nobody/nothing")
+
+
+def test_what_is_downloaded(monkeypatch, tmp_path):
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = [
+        "model_index.json",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
+        "transformer/sparse_attention.json",
+        "vae/config.json",
+    ]
+    other = [
+        "transformer_2/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+        "tokenizer/tokenizer.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    ]
+    saved(tmp_path / "hub" / "transformer")
+    asked: list[str] = []
+
+    def download(hub_id: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert pretrained_folder("somebody/something") == tmp_path / "hub" / "transformer"
+    assert list(filter_repo_objects(wanted + other, allow_patterns=asked)) == wanted
+    # a repository that is a transformer, diffusers' or Wan's own
+    top = ["config.json", "diffusion_pytorch_model.safetensors.index.json", "sparse_attention.json"]
+    top += ["diffusion_pytorch_model-00001-of-00006.safetensors", "golden.safetensors"]
+    assert list(filter_repo_objects([*top, "models_t5_umt5-xxl-enc-bf16.pth"], allow_patterns=asked)) == top
