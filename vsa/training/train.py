@@ -1,4 +1,4 @@
-"""One training run: compose, build, fit. Reads top-down."""
+"""One training run: compose, check, build, fit. Reads top-down."""
 
 from __future__ import annotations
 
