@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from vsa.settings import AtLeastOne, Positive, PositiveShare, Share, checked, describe, fits, plain, refusal
+from vsa.settings import AtLeastOne, Bound, Positive, PositiveShare, Share, checked, describe, fits, plain, refusal
 
 Names = Literal["a", "b"]
 
@@ -30,6 +34,12 @@ Names = Literal["a", "b"]
         (Sequence[str], [["a"], (), ("a", "b")], ["ab", [1], {"a": 1}], "a list of values, each text"),
         (tuple[Share, Share], [[0, 1]], [[0.5], [0, 2], 0.5], "a list of 2 values, each a number from 0 to 1"),
         (tuple[int, ...], [[1], []], ["12", [1.0]], "a list of values, each an integer"),
+        (
+            Annotated[Sequence[Share], Bound(">=", 1)],
+            [[0.5], (0, 1)],
+            [[], [2], 0.5, "a"],
+            "a list of at least 1 values, each a number from 0 to 1",
+        ),
         (Mapping[str, int], [{"a": 1}, {}], [{1: 1}, {"a": 1.5}, [1]], "a mapping from text to an integer"),
         (Any, [1, "a", None, {}], [], "any value"),
     ],
@@ -39,6 +49,63 @@ def test_what_fits_and_how_it_is_said(hint, good, bad, words):
     assert describe(hint) == words
     assert [value for value in good if not fits(value, hint)] == []
     assert [value for value in bad if fits(value, hint)] == []
+
+
+SCALARS = st.sampled_from([bool, int, float, str, type(None), Any, Names, Literal[1, "x"], AtLeastOne, Share, Positive])
+HINTS = st.recursive(
+    SCALARS,
+    lambda hints: st.one_of(
+        st.builds(lambda a: Sequence[a], hints),
+        st.builds(lambda a: list[a], hints),
+        st.builds(lambda a: tuple[a, ...], hints),
+        st.builds(lambda a, b: tuple[a, b], hints, hints),
+        st.builds(lambda a: Mapping[str, a], hints),
+        st.builds(lambda a, b: Union[a, b], hints, hints),  # noqa: UP007
+        st.builds(lambda a: Annotated[Sequence[a], Bound(">=", 1)], hints),
+    ),
+    max_leaves=4,
+)
+VALUES = st.recursive(
+    st.sampled_from([None, True, False, 0, 1, -1, 2.0, 0.5, math.nan, math.inf, "", "a", "x", "1", 10**400]),
+    lambda values: st.one_of(st.lists(values, max_size=3), st.dictionaries(st.sampled_from(["k", "m"]), values)),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None)  # pydantic is imported on the way
+@given(HINTS, VALUES)
+def test_what_fits_is_what_pydantic_takes_without_converting(hint, value):
+    pydantic = pytest.importorskip("pydantic")
+    assert fits(value, hint) == _accepted(pydantic, value, hint)
+
+
+def _accepted(pydantic, value, hint):
+    """Whether pydantic validates a value; sequences of other kinds, which it converts, never come up here."""
+    try:
+        pydantic.TypeAdapter(_strict(pydantic, hint)).validate_python(value)
+    except pydantic.ValidationError:
+        return False
+    return True
+
+
+def _strict(pydantic, hint):
+    """A hint of ours in pydantic's words."""
+    origin, args = get_origin(hint), get_args(hint)
+    names = {">": "gt", ">=": "ge", "<": "lt", "<=": "le"}
+    if hint is float:
+        return Annotated[float, pydantic.Strict(), pydantic.AllowInfNan(False)]
+    if hint in (bool, int, str):
+        return Annotated[hint, pydantic.Strict()]
+    if origin is Annotated:
+        inner = _strict(pydantic, args[0])
+        if get_origin(args[0]):
+            return Annotated[inner, pydantic.Field(min_length=args[1].limit)]
+        return Annotated[inner, pydantic.Field(**{names[bound.sign]: bound.limit for bound in args[1:]})]
+    if origin is Union:
+        return functools.reduce(operator.or_, (_strict(pydantic, part) for part in args))
+    if not args or origin is Literal:
+        return hint
+    return origin[tuple(part if part is ... else _strict(pydantic, part) for part in args)]
 
 
 class Other:

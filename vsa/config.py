@@ -12,7 +12,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
 from vsa.moved import moved_target
-from vsa.settings import AtLeastOne, Count, Positive, Share, fits, hints_of, plain, refusal, shown
+from vsa.settings import AtLeastOne, Bound, Count, Positive, Share, fits, hints_of, plain, refusal, shown
 
 ALLOWED_TARGETS = (
     "vsa.",
@@ -77,8 +76,8 @@ TABLES = ("callbacks", "logger")
 
 LIMITS: Mapping[str, Mapping[str, Any]] = {
     "lightning.pytorch.trainer.trainer.Trainer": {
-        "max_steps": Annotated[int, Ge(-1)],
-        "max_epochs": Union[Annotated[int, Ge(-1)], None],  # noqa: UP007
+        "max_steps": Annotated[int, Bound(">=", -1)],
+        "max_epochs": Union[Annotated[int, Bound(">=", -1)], None],  # noqa: UP007
         "num_nodes": AtLeastOne,
         "devices": Union[AtLeastOne, list[int], Literal["auto", -1]],  # noqa: UP007
         "accumulate_grad_batches": AtLeastOne,

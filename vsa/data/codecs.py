@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
-from vsa.settings import checked
+from vsa.settings import Bound, checked
 
 
 class Codec(Protocol):
@@ -88,7 +87,7 @@ class HaarCodec:
     stride: tuple[int, int, int] = (4, 8, 8)
     statistics: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, channels: Annotated[int, Ge(1), Le(768)] = 16) -> None:
+    def __init__(self, channels: Annotated[int, Bound(">=", 1), Bound("<=", 768)] = 16) -> None:
         self.channels = channels
         self.id = f"haar-4x8x8-c{channels}"
         self.basis = _haar_bands(self.stride)[:channels]  # [C, t*h*w*3], orthonormal rows

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Gt
 from torch import Tensor
 
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.objectives.distribution_matching import ScoredRollout
-from vsa.settings import AtLeastOne, Positive, PositiveShare, ShareBelowOne, checked
+from vsa.settings import AtLeastOne, Bound, Positive, PositiveShare, ShareBelowOne, checked
 
 SATURATED = 5.0
 """Latents beyond so many standard deviations of the data count as saturated."""
@@ -85,7 +84,7 @@ class CollapseRule:
     """
 
     min_std: ShareBelowOne = 0.1
-    max_std: Annotated[float, Gt(1)] = 5.0
+    max_std: Annotated[float, Bound(">", 1)] = 5.0
     max_saturation: PositiveShare = 0.2
     max_mean: Positive = 1.0
     patience: AtLeastOne = 20

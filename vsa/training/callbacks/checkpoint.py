@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import lightning as L
 import torch
-from annotated_types import Ge
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.checkpoints.run_checkpoint import (
@@ -18,7 +17,7 @@ from vsa.checkpoints.run_checkpoint import (
     remove_checkpoint,
     write_checkpoint,
 )
-from vsa.settings import AtLeastOne, checked
+from vsa.settings import AtLeastOne, Bound, checked
 from vsa.training.lightning_compat import stop_without_validation
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import RunStatus, parts_of, tensors_of, values_of
@@ -41,7 +40,7 @@ class Checkpointing(L.Callback):
     # after those that change what it saves
     order = 1
 
-    def __init__(self, run_dir: str, every_n_steps: AtLeastOne = 1000, keep: Annotated[int, Ge(2)] = 2):
+    def __init__(self, run_dir: str, every_n_steps: AtLeastOne = 1000, keep: Annotated[int, Bound(">=", 2)] = 2):
         self.folder = Path(run_dir) / "checkpoints"
         self.every_n_steps, self.keep = every_n_steps, keep
         self._status = RunStatus()

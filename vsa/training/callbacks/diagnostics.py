@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import lightning as L
 import torch
-from annotated_types import MinLen
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from matplotlib.image import imread
 from torch import Tensor
@@ -27,7 +26,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.figures import layer_heatmaps
 from vsa.files import atomic_file
-from vsa.settings import AtLeastOne, Count, Share, checked
+from vsa.settings import AtLeastOne, Bound, Count, Share, checked
 from vsa.training.display import never_fatal
 
 PANELS = {
@@ -70,7 +69,7 @@ class Diagnostics(L.Callback):
         run_dir: str,
         every_n_steps: AtLeastOne = 500,
         layers: Sequence[Count] | None = None,
-        noise_levels: Annotated[Sequence[Share], MinLen(1)] = (0.1, 0.3, 0.5, 0.7, 0.9),
+        noise_levels: Annotated[Sequence[Share], Bound(">=", 1)] = (0.1, 0.3, 0.5, 0.7, 0.9),
         samples: AtLeastOne = 1,
         queries: AtLeastOne | None = 256,
         seed: Count = 0,
