@@ -44,3 +44,15 @@ def test_an_unknown_command_is_a_usage_error(command_line):
     status, _, err = command_line("smaple")
     assert status == 2
     assert "sample" in err
+
+
+def test_a_shell_completes_commands_and_their_options(command_line, monkeypatch):
+    def completed(*words: str) -> list[str]:
+        monkeypatch.setenv("_VSA_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", " ".join(("vsa", *words)))
+        monkeypatch.setenv("COMP_CWORD", str(len(words)))
+        return command_line("vsa")[1].split()
+
+    assert completed("sam") == ["sample"]
+    assert completed("sample", "--gui") == ["--guidance"]
+    assert completed("nothing") == []

@@ -21,11 +21,14 @@ def init_parameters(model: nn.Module, *, init: Init, dim: int, num_layers: int) 
     - `wan` (Wan2.1): every other weight Xavier-uniform, a convolution flattened to a matrix.
 
     Args:
-        model: the model, parameters already on a real device.
+        model: the model; on the meta device, where there is nothing to initialise, it is left alone.
         init: "gpt_neox" or "wan".
         dim: model width.
         num_layers: number of blocks.
     """
+    if next(model.parameters()).is_meta:
+        # drawing nothing takes as long as building the rest
+        return
     small, output = math.sqrt(2 / (5 * dim)), 2 / (num_layers * math.sqrt(dim))
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv3d):
