@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from vsa_kernels.selection.api import select_topk
+from vsa_kernels.selection.reference import order_keys
 
-__all__ = ["select_topk"]
+__all__ = ["order_keys", "select_topk"]

@@ -1,0 +1,187 @@
+"""Row rules against their definitions in plain Python and exact fractions."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vsa_kernels import select_topk
+
+from vsa.attention.selection import RowRule, select_blocks
+
+WEIGHTS = [Fraction(1, 2**n) for n in range(7)]
+"""Dyadic weights: their logarithms give a softmax whose sums are exact, with many ties."""
+
+
+def kept_by_definition(weights, rule, compete, first):
+    """Set of (row, column) of one head that the rule keeps; weights: rows of fractions."""
+    rows, columns = len(weights), len(weights[0])
+    cells = [(i, j) for i in range(rows) for j in range(columns) if compete[i][j]]
+
+    def rank(cell):
+        i, j = cell
+        return (0 if first[i][j] else 1, -weights[i][j], i, j)
+
+    def share(cell):
+        i, j = cell
+        return weights[i][j] / (1 if rule.over == "head" else sum(weights[i][m] for n, m in cells if n == i))
+
+    groups = [cells] if rule.over == "head" else [[c for c in cells if c[0] == i] for i in range(rows)]
+    kept = set()
+    for group in groups:
+        ranked = sorted(group, key=rank)
+        if rule.topk is not None:
+            kept |= set(ranked[: rule.topk * (rows if rule.over == "head" else 1)])
+        if rule.top_p is not None:
+            wanted, reached = Fraction(rule.top_p) * sum(map(share, group)), Fraction(0)
+            for cell in ranked:
+                before, reached = reached, reached + share(cell)
+                if rule.top_p == 1 or (before < wanted if rule.crossing == "keep" else reached <= wanted):
+                    kept.add(cell)
+    for i in range(rows):
+        # at least the best of each row
+        kept |= set(sorted((c for c in cells if c[0] == i), key=rank)[:1])
+    return kept
+
+
+RULES = st.builds(
+    RowRule,
+    topk=st.integers(1, 6),
+    top_p=st.sampled_from([None, 0.125, 0.5, 0.75, 1]),
+    crossing=st.sampled_from(["keep", "drop"]),
+    over=st.sampled_from(["row", "head"]),
+) | st.builds(
+    RowRule,
+    top_p=st.sampled_from([0.125, 0.25, 0.5, 0.625, 0.75, 0.875, 1]),
+    crossing=st.sampled_from(["keep", "drop"]),
+    over=st.sampled_from(["row", "head"]),
+)
+
+
+def masks(draw, rows, columns):
+    return draw(st.lists(st.lists(st.booleans(), min_size=columns, max_size=columns), min_size=rows, max_size=rows))
+
+
+@st.composite
+def problems(draw):
+    rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    heads = [[[draw(st.sampled_from(WEIGHTS)) for _ in range(columns)] for _ in range(rows)] for _ in range(2)]
+    return heads, *(masks(draw, rows, columns) for _ in range(4))
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems(), RULES, st.booleans())
+def test_rules_keep_what_their_definition_keeps(problem, rule, plain):
+    heads, compete, first, always, union = problem
+    if plain:
+        compete, first = [[True] * len(row) for row in compete], [[False] * len(row) for row in first]
+        always = union = first
+    # logits; over a head shares
+    given = float if rule.over == "head" else math.log
+    scores = torch.tensor([[[[given(w) for w in row] for row in head] for head in heads]], dtype=torch.float64)
+    tensors = {name: torch.tensor(m) for name, m in (("always", always), ("first", first), ("union", union))}
+    index = select_blocks(scores, rule, candidates=torch.tensor(compete), **({} if plain else tensors))
+    kept = index.to_dense(scores.shape[-1])[0]
+    free = [[c and not a for c, a in zip(*rows, strict=True)] for rows in zip(compete, always, strict=True)]
+    for head, weights in enumerate(heads):
+        expected = kept_by_definition(weights, rule, free, first)
+        listed = torch.tensor([[(i, j) in expected for j in range(len(weights[0]))] for i in range(len(weights))])
+        assert torch.equal(kept[head], listed | tensors["always"] | tensors["union"])
+
+
+@pytest.mark.parametrize("over", ["row", "head"])
+@pytest.mark.parametrize("deviations", [-0.5, 0.0, 1.0, 2.0])
+def test_deviations_keep_scores_above_the_mean(over, deviations, device):
+    scores = torch.randn(2, 3, 5, 17, generator=torch.Generator().manual_seed(0)).to(device)
+    kept = select_blocks(scores, RowRule(deviations=deviations, over=over)).to_dense(17)
+    rows = scores.double() if over == "row" else scores.double().flatten(2)[:, :, None]
+    bar = rows.mean(-1, keepdim=True) + deviations * rows.std(-1, correction=0, keepdim=True)
+    above = scores.double() > bar
+    best = torch.zeros_like(above).scatter_(-1, scores.argmax(-1, keepdim=True), True)
+    assert torch.equal(kept, above | best)
+    # more deviations, fewer blocks; a row that would have none keeps its best
+    assert kept.sum(-1).min() >= 1
+
+
+def test_the_union_of_two_rules_is_the_larger_count(device):
+    scores = torch.randn(1, 4, 6, 40, generator=torch.Generator().manual_seed(1)).to(device)
+    both = select_blocks(scores, RowRule(topk=5, top_p=0.4)).to_dense(40)
+    k, p = (select_blocks(scores, rule).to_dense(40) for rule in (RowRule(topk=5), RowRule(top_p=0.4)))
+    assert torch.equal(both, k | p)
+    counts = both.sum(-1)
+    assert torch.equal(counts, torch.maximum(k.sum(-1), p.sum(-1)))
+    assert counts.min() < counts.max()
+
+
+def test_a_plain_topk_is_the_kernels(device):
+    scores = torch.randn(1, 2, 5, 12, generator=torch.Generator().manual_seed(2)).to(device)
+    candidates = torch.rand(5, 12, generator=torch.Generator().manual_seed(3)).to(device) < 0.7
+    ours = select_blocks(scores, RowRule(topk=4), candidates=candidates)
+    expected = select_topk(scores, 4, candidates=candidates)
+    assert torch.equal(ours.to_dense(12), expected.to_dense(12))
+    # the composition agrees: a union with nothing leaves the kernel's path
+    composed = select_blocks(scores, RowRule(topk=4), candidates=candidates, union=torch.zeros_like(candidates))
+    assert torch.equal(composed.to_dense(12), expected.to_dense(12))
+
+
+def test_scores_without_order_and_weight(device):
+    scores = torch.tensor([[[[math.nan, 1.0, -math.inf, 0.0, -0.0]]]], device=device)
+    kept = lambda **rule: select_blocks(scores, RowRule(**rule)).to_dense(5)[0, 0, 0].tolist()  # noqa: E731
+    assert kept(topk=3, top_p=0.1) == [False, True, False, True, True]
+    assert kept(topk=2, top_p=0.1) == [False, True, False, True, False]
+    assert kept(top_p=0.9) == [False, True, False, True, True]
+    nothing = torch.full((1, 1, 2, 3), -math.inf, device=device)
+    for rule in (RowRule(top_p=0.9), RowRule(top_p=0.9, over="head"), RowRule(deviations=1.0)):
+        assert select_blocks(nothing, rule).kv_num_blocks.tolist() == [[[1, 1]]]
+
+
+def test_half_precision_scores_are_ranked_as_they_are(device):
+    scores = torch.randn(1, 2, 3, 30, generator=torch.Generator().manual_seed(4)).to(device).bfloat16()
+    for rule in (RowRule(top_p=0.5), RowRule(topk=3, over="head")):
+        assert torch.equal(select_blocks(scores, rule).kv_indices, select_blocks(scores.float(), rule).kv_indices)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"a row rule needs topk, top_p or deviations"):
+        RowRule()
+    with pytest.raises(ValueError, match=r"^top_p=1.5: expected a number above 0 and of at most 1"):
+        RowRule(top_p=1.5)
+    with pytest.raises(ValueError, match=r"^deviations=nan: expected a number"):
+        RowRule(deviations=math.nan)
+    scores = torch.zeros(1, 1, 2, 3)
+    with pytest.raises(ValueError, match=r"union must be bool \[2, 3\], got torch.bool \[3, 2\]"):
+        select_blocks(scores, RowRule(topk=1), union=torch.zeros(3, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"scores must be a float"):
+        select_blocks(scores.long(), RowRule(top_p=0.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_nothing_waits_for_the_device():
+    scores = torch.randn(1, 2, 64, 64, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rule in (RowRule(top_p=0.9), RowRule(topk=3, over="head"), RowRule(deviations=1.0)):
+            select_blocks(scores, rule)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_entry_that_crosses_the_share():
+    scores = torch.tensor([0.25, 0.5, 0.25, 0.0], dtype=torch.float64).log()[None, None, None]
+
+    def kept(top_p, crossing):
+        return select_blocks(scores, RowRule(top_p=top_p, crossing=crossing)).to_dense(4)[0, 0, 0].tolist()
+
+    assert kept(0.75, "keep") == kept(0.75, "drop") == [True, True, False, False]
+    assert kept(0.7, "keep") == [True, True, False, False]
+    assert kept(0.7, "drop") == [False, True, False, False]
+    # one at the least, and all of them when all are asked for
+    assert kept(0.2, "drop") == [False, True, False, False]
+    assert kept(1, "keep") == kept(1, "drop") == [True] * 4
+    assert kept(1 - 1e-12, "keep") == [True, True, True, False]

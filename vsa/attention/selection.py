@@ -1,0 +1,175 @@
+"""Row rules: which kv tiles a query tile keeps, by its row of scores.
+
+Every attention method selects with `select_blocks`. A rule keeps the best entries of a row and only says how many, so
+the union of two rules is the one that keeps more (`RowRule` takes the largest count).
+
+B batch, H heads, Nq / Nkv query / kv blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, select_topk
+from vsa_kernels.selection import order_keys
+
+from vsa.settings import AtLeastOne, PositiveShare, checked
+
+_UNITS = 1 << 32
+"""Whole units that a row's softmax is counted in: sums of integers are exact, and the same on every device."""
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class RowRule:
+    """How many of a row's best candidates are kept: the largest of the counts that are given, at least one.
+
+    Args:
+        topk: a count.
+        top_p: share of the softmax over the row's logits; 1 keeps every candidate, those of weight 0 too.
+        crossing: whether top_p keeps the entry that reaches the share (keep: the smallest set whose sum is at least
+            top_p; FG-Attn, NABLA, FastVideo's BSA) or not (drop: the largest set whose sum is at most top_p;
+            SpargeAttn's listing, LongCat).
+        deviations: keeps scores above the row's mean + this many standard deviations (Sol-Attn's beta).
+        over: row, or head: all rows of a head compete for `topk` * Nq entries, for `top_p` of the head's sum, or stand
+            against the head's mean and deviation (VSA2, VMoBA), and one row may keep more than another. Scores of
+            different rows are then compared as they are and summed as they are: they must be shares, not logits.
+
+    Raises:
+        ValueError: no count at all.
+    """
+
+    topk: AtLeastOne | None = None
+    top_p: PositiveShare | None = None
+    crossing: Literal["keep", "drop"] = "keep"
+    deviations: float | None = None
+    over: Literal["row", "head"] = "row"
+
+    def __post_init__(self) -> None:
+        if self.topk is None and self.top_p is None and self.deviations is None:
+            raise ValueError("a row rule needs topk, top_p or deviations, got none of them")
+
+    @property
+    def is_topk(self) -> bool:
+        """Whether every row keeps the same count."""
+        return self.top_p is None and self.deviations is None and self.over == "row"
+
+
+def select_blocks(
+    scores: Tensor,
+    rule: RowRule,
+    *,
+    candidates: Tensor | None = None,
+    always: Tensor | None = None,
+    first: Tensor | None = None,
+    union: Tensor | None = None,
+    backend: str | None = None,
+) -> BlockIndex:
+    """The kv blocks of every row by a rule; ragged lists, ascending.
+
+    Exact and deterministic: equal scores (0.0 and -0.0 are equal) go to the lowest index (of a head: to the lowest
+    row, then index), NaN ranks below -inf and has no weight. The choice is not differentiable and never waits for the
+    device.
+
+    Args:
+        scores: `[B, H, Nq, Nkv]` any float dtype; logits, or shares of at least 0 for a rule over the head.
+        rule: how many are kept.
+        candidates: bool `[Nq, Nkv]`, blocks that may compete; None: all. A row without any lists what the masks below
+            give it.
+        always: bool `[Nq, Nkv]`, blocks listed whatever their score; they do not compete (text).
+        first: bool `[Nq, Nkv]`, candidates that come before all others and count towards the rule (a local window
+            inside the budget).
+        union: bool `[Nq, Nkv]`, blocks listed on top of what the rule chose among all candidates (a static index).
+        backend: of `select_topk`, for a plain top-k.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+
+    Source: reference of the rules: VSA (top-k), FG-Attn and NABLA (top-p), Sol-Attn (mean + beta * std), VSA2 (one
+    budget for the rows of a head).
+    """
+    if first is None and union is None and rule.is_topk:
+        return select_topk(scores, rule.topk or 1, candidates=candidates, always=always, backend=backend)
+    _check_masks(scores, candidates=candidates, always=always, first=first, union=union)
+    compete = torch.ones_like(scores[0, 0], dtype=torch.bool) if candidates is None else candidates
+    compete = compete if always is None else compete & ~always
+    keys = order_keys(scores.detach())
+    lowest = torch.iinfo(keys.dtype).min
+    keys = keys.masked_fill(~compete, lowest)
+    first = torch.zeros_like(compete) if first is None else first & compete
+    # at least the best candidate, one of the first where the row has any
+    best = keys.masked_fill(first.any(-1, keepdim=True) & ~first, lowest)
+    best = best == best.amax(-1, keepdim=True)
+    kept = ((best & (best.cumsum(-1) == 1)) | _by_rule(scores.detach(), keys, compete, first, rule)) & compete
+    for mask in (always, union):
+        kept = kept if mask is None else kept | mask
+    return BlockIndex.from_dense(kept)
+
+
+def _by_rule(scores: Tensor, keys: Tensor, compete: Tensor, first: Tensor, rule: RowRule) -> Tensor:
+    """Bool `[B, H, Nq, Nkv]`, entries that the rule keeps."""
+    # a head's rows are one long row
+    groups = {"row": scores.shape[2], "head": 1}[rule.over]
+    rows_in_group = scores.shape[2] // groups
+    keys = keys.unflatten(2, (groups, -1)).flatten(3)
+    allowed, leading = (mask.unflatten(0, (groups, -1)).flatten(1) for mask in (compete, first))
+    kept = torch.zeros_like(keys, dtype=torch.bool)
+    if rule.deviations is not None:
+        kept = _above(scores.unflatten(2, (groups, -1)).flatten(3), allowed, rule.deviations)
+    if rule.topk is not None or rule.top_p is not None:
+        # stable, so that equal keys stay in ascending order of their index
+        ranking = torch.sort(keys, dim=-1, descending=True, stable=True).indices
+        behind = (~leading).expand_as(keys).gather(-1, ranking).to(torch.int8)
+        ranking = ranking.gather(-1, torch.sort(behind, dim=-1, stable=True).indices)
+        slots = torch.zeros_like(kept)
+        if rule.topk is not None:
+            counts = allowed.sum(-1).clamp(max=rule.topk * rows_in_group)
+            slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts[:, None])
+        if rule.top_p is not None:
+            weights = _softmax(scores, compete) if rule.over == "row" else scores.masked_fill(~compete, 0).clamp(min=0)
+            slots = slots | _share(weights.reshape(keys.shape).gather(-1, ranking), rule)
+        kept = kept | torch.zeros_like(kept).scatter_(-1, ranking, slots)
+    return kept.unflatten(3, (rows_in_group, -1)).flatten(2, 3)
+
+
+def _share(ranked: Tensor, rule: RowRule) -> Tensor:
+    """Bool mask of the first entries of each row of weights that hold the share `top_p` of the row."""
+    top_p = rule.top_p or 0.0
+    if top_p >= 1:
+        return torch.ones_like(ranked, dtype=torch.bool)
+    # a NaN has no weight
+    units = (ranked.nan_to_num(0.0).double() * _UNITS).round().long()
+    reached = units.cumsum(-1)
+    wanted = reached[..., -1:].double() * top_p
+    return reached - units < wanted if rule.crossing == "keep" else reached <= wanted
+
+
+def _softmax(scores: Tensor, compete: Tensor) -> Tensor:
+    """Softmax of each row over its candidates, at least fp32; NaN in a row without any logit above -inf."""
+    logits = scores if scores.dtype == torch.float64 else scores.float()
+    return logits.masked_fill(~compete | scores.isnan(), -math.inf).softmax(-1)
+
+
+def _above(scores: Tensor, allowed: Tensor, deviations: float) -> Tensor:
+    """Bool mask of scores `[B, H, rows, M]` above mean + deviations * std of the row's candidates."""
+    values = scores.double().masked_fill(~allowed, 0)
+    count = allowed.sum(-1, keepdim=True).clamp(min=1)
+    mean = values.sum(-1, keepdim=True) / count
+    spread = (values - mean).masked_fill(~allowed, 0).square().sum(-1, keepdim=True) / count
+    return (values > mean + deviations * spread.sqrt()) & allowed
+
+
+def _check_masks(scores: Tensor, **masks: Tensor | None) -> None:
+    if scores.ndim != 4 or not scores.is_floating_point() or 0 in scores.shape[1:]:
+        raise ValueError(f"scores must be a float [B, H, Nq, Nkv], got {scores.dtype} {list(scores.shape)}")
+    for name, mask in masks.items():
+        if mask is None:
+            continue
+        if mask.dtype != torch.bool or mask.shape != scores.shape[2:]:
+            raise ValueError(f"{name} must be bool {list(scores.shape[2:])}, got {mask.dtype} {list(mask.shape)}")
+        if mask.device != scores.device:
+            raise ValueError(f"{name} must be on {scores.device} like scores, got {mask.device}")
