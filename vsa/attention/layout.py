@@ -166,6 +166,16 @@ class TileLayout:
     def num_samples(self) -> int:
         return len(self.sample_spans)
 
+    def only_video(self, what: str) -> Segment:
+        """The one segment of a row that holds a single video or image.
+
+        Raises:
+            ValueError: the row holds more; `what` it is for stands in the message.
+        """
+        if len(self.segments) > 1:
+            raise ValueError(f"{what} takes rows of one video, got {[s.kind for s in self.segments]}")
+        return self.segments[0]
+
     def permute(self, x: Tensor) -> Tensor:
         """Tile-major copy of x `[B, L, ...]`, or x itself when the orders are the same."""
         return x if self.is_identity else x.index_select(1, self.order)

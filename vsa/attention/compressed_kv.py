@@ -1,0 +1,61 @@
+"""Attention of every token to pooled keys and values. B batch, L tokens, N tiles, H heads, D head dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from vsa_kernels import block_mean_pool
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.full import dense_attn
+from vsa.attention.layout import Segment, TileLayout
+from vsa.settings import AtLeastOne, checked
+
+
+@checked
+class CompressedKV(AttentionMethod):
+    """Softmax attention to the mean key and mean value of each tile, `softmax(q km^T / sqrt(D)) vm`; no `topk`.
+
+    A tile has one vote whatever its size, as everywhere in VSA's coarse stage.
+
+    Args:
+        dim: model width C.
+        num_heads: H.
+        head_dim: D.
+        layer_idx: position of the layer in the model.
+        pool_thw: tokens of a tile along time, height, width.
+
+    Source: baseline of the VSA paper, Table 1(a), with tiles of 2 x 2 x 2.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        layer_idx: int = 0,
+        pool_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (2, 2, 2),
+    ):
+        super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
+        self.pool_thw = tuple(pool_thw)
+
+    def extra_repr(self) -> str:
+        return f"pool_thw={self.pool_thw}"
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        return TileLayout.build(segments, tile_thw=self.pool_thw, device=device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        ctx.layout.only_video("attention to pooled keys")
+        k, v = (block_mean_pool(x, ctx.layout.blocks).to(q.dtype) for x in (k, v))
+        return {"out": dense_attn(q, k, v)}
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        return parts["out"]
+
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        return float(layout.num_tokens * layout.num_blocks)

@@ -1,0 +1,111 @@
+"""Attention inside groups of tokens that a layer's group shape cuts out of the video: the factorised baselines.
+
+    spatial     (1, all, all)   the tokens of a frame
+    temporal    (all, 1, 1)     the tokens of one place
+    windows     (2, all, all)   frames two by two; (all, 8, 8): a window of places through all frames
+
+B batch, L tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.full import dense_attn
+from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.tiling import Grid, cube_tiles
+from vsa.settings import AtLeastOne, Bound, checked
+
+Extent = AtLeastOne | Literal["all"]
+
+
+@checked
+class GroupedAttention(AttentionMethod):
+    """Dense attention among the tokens of a group; the layers take turns with the group shapes. `topk` is ignored.
+
+    Args:
+        dim: model width C.
+        num_heads: H.
+        head_dim: D.
+        layer_idx: position of the layer in the model; it takes `groups[layer_idx % len(groups)]`.
+        groups: tokens of a group along time, height, width; all: the whole axis. Groups at the far edges are smaller.
+
+    Source: baselines of the VSA paper, Table 1(a): spatial-temporal, spatial-full, strided window. Which kind of layer
+    comes first is not stated there.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        layer_idx: int = 0,
+        groups: Annotated[Sequence[tuple[Extent, Extent, Extent]], Bound(">=", 1)],
+    ):
+        super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
+        self.group = tuple(groups[layer_idx % len(groups)])
+
+    def extra_repr(self) -> str:
+        return f"group={self.group}"
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        return TileLayout.build(segments, tile_thw=None, device=device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        groups = self._groups(ctx.layout)
+        q, k, v = (x.index_select(1, groups.order) for x in (q, k, v))
+        parts, start = [], 0
+        for count, size in groups.classes:
+            stop = start + count * size
+            same = (x[:, start:stop].unflatten(1, (count, size)).flatten(0, 1) for x in (q, k, v))
+            parts.append(dense_attn(*same).unflatten(0, (-1, count)).flatten(1, 2))
+            start = stop
+        return {"out": torch.cat(parts, dim=1).index_select(1, groups.inverse)}
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        return parts["out"]
+
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        return float(sum(count * size**2 for count, size in self._groups(layout).classes))
+
+    def _groups(self, layout: TileLayout) -> _Groups:
+        grid = layout.only_video("attention inside groups").grid_thw
+        t, h, w = (n if extent == "all" else min(extent, n) for n, extent in zip(grid, self.group, strict=True))
+        return _make_groups(grid, (t, h, w), layout.device)
+
+
+class _Groups(NamedTuple):
+    """Tokens of a raster row by group, groups of one size together.
+
+    Args:
+        order: int64 `[L]`, raster index of each token in that order.
+        inverse: int64 `[L]`.
+        classes: number of groups and tokens in each, by size.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    classes: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=64)
+def _make_groups(grid: Grid, group: Grid, device: torch.device) -> _Groups:
+    # also first made while validating, where inference tensors cannot be saved for a backward
+    with torch.inference_mode(False):
+        tiles = cube_tiles(grid, group, "raster")
+        by_size: dict[int, list[Tensor]] = {}
+        for tokens in tiles.order.split(tiles.sizes):
+            by_size.setdefault(len(tokens), []).append(tokens)
+        order = torch.cat([tokens for same in by_size.values() for tokens in same])
+        assert len(order) == math.prod(grid)
+        classes = tuple((len(same), size) for size, same in by_size.items())
+        return _Groups(order.to(device), order.argsort().to(device), classes)
