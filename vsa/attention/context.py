@@ -35,6 +35,23 @@ class AttnContext:
     cache: MutableMapping[Any, Any] | None = None
     recorder: Recorder | None = None
 
+    def kept(self, q: Tensor) -> int:
+        """Video kv tiles that each video query tile keeps in this layer.
+
+        Args:
+            q: `[B, L, H, D]` queries of the row.
+
+        Raises:
+            ValueError: top-k of several layers or below 1, or another number of tokens than the layout's.
+        """
+        if isinstance(self.topk, tuple):
+            raise ValueError(f"a layer needs one top-k, got {self.topk}: take ctx.layer(index)")
+        if self.topk < 1:
+            raise ValueError(f"topk must be at least 1, got {self.topk}")
+        if q.shape[1] != self.layout.num_tokens:
+            raise ValueError(f"layout has {self.layout.num_tokens} tokens, q has {q.shape[1]}")
+        return self.topk
+
     def layer(self, index: int) -> AttnContext:
         """The context of one layer, its top-k a scalar: a tuple inside a compiled block recompiles at every layer."""
         topk = self.topk if isinstance(self.topk, int) else self.topk[index]

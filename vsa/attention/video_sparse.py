@@ -121,7 +121,7 @@ class VideoSparseAttention(AttentionMethod):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         """`fine` `[B, L, H, D]` per token and `coarse` `[B, Nv, H, D]` per video tile."""
-        layout, topk = ctx.layout, _checked_topk(q, ctx)
+        layout, topk = ctx.layout, ctx.kept(q)
         video, index = layout.take_video(q), None
         tiles: dict[str, Any] = {
             "q_blocks": layout.video_blocks,
@@ -157,7 +157,7 @@ class VideoSparseAttention(AttentionMethod):
         if ctx.recorder is not None:
             gates = {name: gate.detach() for name, gate in extra.items()}
             ctx = replace(ctx, recorder=partial(_record_with, ctx.recorder, gates))
-        layout, topk = ctx.layout, _checked_topk(q, ctx)
+        layout, topk = ctx.layout, ctx.kept(q)
         if ctx.recorder is not None or topk >= layout.num_video_tiles:
             return super().attend_combine(q, k, v, extra, ctx)
         gate_fine = extra.get("gate_fine")
@@ -209,14 +209,3 @@ def _all_tiles(layout: TileLayout) -> BlockIndex:
 def _record_with(recorder: Recorder, more: dict[str, Tensor], layer_idx: int, tensors: dict[str, Tensor]) -> None:
     # `attend` does not see the gates, the recorder gets them together with what it does see
     recorder(layer_idx, {**tensors, **more})
-
-
-def _checked_topk(q: Tensor, ctx: AttnContext) -> int:
-    # the layer's top-k, once it fits
-    if isinstance(ctx.topk, tuple):
-        raise ValueError(f"a layer needs one top-k, got {ctx.topk}: take ctx.layer(index)")
-    if ctx.topk < 1:
-        raise ValueError(f"topk must be at least 1, got {ctx.topk}")
-    if q.shape[1] != ctx.layout.num_tokens:
-        raise ValueError(f"layout has {ctx.layout.num_tokens} tokens, q has {q.shape[1]}")
-    return ctx.topk
