@@ -77,8 +77,12 @@ class StagedAttention(AttentionMethod):
         backend: Literal["reference", "gather", "triton"] | None = None,
     ):
         super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
-        self.stages, self.tile_thw, self.block_order = stages, tuple(tile_thw), block_order
-        self.window_thw, self.window_edge, self.window_budget = tuple(window_thw), window_edge, window_budget
+        self.stages: Stages = stages
+        self.tile_thw: Grid = (tile_thw[0], tile_thw[1], tile_thw[2])
+        self.block_order: BlockOrder = block_order
+        self.window_thw: Grid = (window_thw[0], window_thw[1], window_thw[2])
+        self.window_edge: Edge = window_edge
+        self.window_budget = window_budget
         self.gate_init, self.backend = gate_init, backend
         self.has_coarse, self.selects, self.has_window = "c" in stages, "f" in stages, "l" in stages
         starts = {"compress": 0.0} if self.has_coarse else {}
@@ -158,12 +162,13 @@ class StagedAttention(AttentionMethod):
             assert window is not None
             return select_blocks(scores, rule, candidates=~window)
         if self.stages == "c_fl":
-            return select_blocks(scores, rule, **{{"union": "union", "within": "first"}[self.window_budget]: window})
+            within = self.window_budget == "within"
+            return select_blocks(scores, rule, first=window if within else None, union=None if within else window)
         return select_blocks(scores, rule)
 
     def _fine(self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, index: BlockIndex) -> Tensor:
-        blocks = {"q_blocks": layout.blocks, "kv_blocks": layout.blocks}
-        return block_sparse_attn(q, k, v, index, **blocks, backend=self.backend)[0]
+        blocks = layout.blocks
+        return block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)[0]
 
     def _window(self, layout: TileLayout) -> Tensor:
         return window_mask(layout, self.window_thw, self.window_edge)
