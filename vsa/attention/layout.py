@@ -172,7 +172,7 @@ class TileLayout:
         Raises:
             ValueError: the row holds more; `what` it is for stands in the message.
         """
-        if len(self.segments) > 1:
+        if len(self.segments) != 1:
             raise ValueError(f"{what} takes rows of one video, got {[s.kind for s in self.segments]}")
         return self.segments[0]
 

@@ -1,0 +1,121 @@
+"""Attention with a pooled tail against a softmax written out over tokens and tiles, in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.attention.oracle import cube_ids
+from vsa.attention.context import AttnContext
+from vsa.attention.full import dense_attn
+from vsa.attention.layout import Segment
+from vsa.attention.pooled_tail import PooledTail
+
+SIZES = {"dim": 16, "num_heads": 4, "head_dim": 4}
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+
+def oracle(q, k, v, *, grid, tile, topk, order, score):
+    """Raster order; one row of logits per token: every token of the selected tiles, then every other tile."""
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    ids = torch.tensor(cube_ids(grid, tile))
+    members = [(ids == n).nonzero()[:, 0] for n in range(int(ids.max()) + 1)]
+    mean_k = torch.stack([k[:, :, m].mean(2) for m in members], 2)
+    mean_v = torch.stack([v[:, :, m].mean(2) for m in members], 2)
+    sizes = torch.tensor([len(m) for m in members], dtype=q.dtype)
+    tail = scale * q @ mean_k.transpose(-1, -2) + sizes.log()
+    if order == 2:
+        var = torch.stack([k[:, :, m].var(2, correction=0) for m in members], 2)
+        tail = tail + scale**2 / 2 * q.square() @ var.transpose(-1, -2)
+    if score == "mass":
+        ranks = torch.stack([tail.softmax(-1)[:, :, m].mean(2) for m in members], 2)
+    else:
+        ranks = torch.stack([q[:, :, m].mean(2) for m in members], 2) @ mean_k.transpose(-1, -2)
+    chosen = torch.zeros_like(ranks, dtype=torch.bool).scatter_(-1, ranks.topk(min(topk, len(members))).indices, True)
+    rows = chosen[:, :, ids]
+    logits = (scale * q @ k.transpose(-1, -2)).masked_fill(~rows[..., ids], -math.inf)
+    both = torch.cat((logits, tail.masked_fill(rows, -math.inf)), -1).softmax(-1)
+    return (both @ torch.cat((v, mean_v), 2)).transpose(1, 2)
+
+
+def run(method, grid, qkv, topk):
+    layout = method.layout([Segment(grid)], "cpu")
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    q, k, v = (layout.permute(x) for x in leaves)
+    out = layout.unpermute(method.attend_combine(q, k, v, {}, AttnContext(layout=layout, topk=topk)))
+    return out, grads_of(out, leaves)
+
+
+def grads_of(out, leaves):
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return torch.autograd.grad((out * weights).sum(), leaves)
+
+
+def random_qkv(grid, kv_heads=4):
+    generator = torch.Generator().manual_seed(sum(grid))
+    shape = (2, math.prod(grid))
+    return [torch.randn(*shape, h, 4, generator=generator, dtype=torch.float64) for h in (4, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("grid", [(4, 4, 6), (3, 5, 4)], ids=str)
+@pytest.mark.parametrize("score", ["mean", "mass"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_it_is_one_softmax_over_tokens_and_tiles(order, score, grid, kv_heads):
+    qkv = random_qkv(grid, kv_heads)
+    method = PooledTail(**SIZES, tile_thw=(2, 2, 2), order=order, score=score)
+    out, grads = run(method, grid, qkv, 3)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    definition = {"grid": grid, "tile": (2, 2, 2), "topk": 3}
+    expected = oracle(*leaves, **definition, order=order, score=score)
+    for ours, theirs in zip((out, *grads), (expected, *grads_of(expected, leaves)), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-11)
+    # the other order and other scores are noticed
+    assert not torch.allclose(out, oracle(*qkv, **definition, order=3 - order, score=score), atol=1e-4)
+    other = {"mean": "mass", "mass": "mean"}[score]
+    assert not torch.allclose(out, oracle(*qkv, **definition, order=order, score=other), atol=1e-4)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_all_tiles_and_tiles_of_one_token_are_dense_attention(order):
+    grid = (3, 4, 4)
+    qkv = random_qkv(grid)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    dense = dense_attn(*leaves)
+    expected = (dense, *grads_of(dense, leaves))
+    for tile, topk in (((2, 2, 2), 1000), ((1, 1, 1), 5)):
+        out, grads = run(PooledTail(**SIZES, tile_thw=tile, order=order), grid, qkv, topk)
+        for ours, theirs in zip((out, *grads), expected, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-12)
+    out, _ = run(PooledTail(**SIZES, tile_thw=(2, 2, 2), order=order), grid, qkv, 2)
+    assert not torch.allclose(out, expected[0], atol=1e-3)
+
+
+def test_the_second_order_is_nearer_to_dense_attention():
+    """Keys are normal inside a tile, so the logarithm of their mean exponential is quadratic, and they spread unevenly."""
+    torch.manual_seed(0)
+    grid = (8, 8, 8)
+    q, k, v = torch.randn(3, 1, 512, 4, 4, dtype=torch.float64).unbind(0)
+    # the later frames' tiles
+    k = torch.cat((k[:, :256] * 0.2, k[:, 256:] * 1.5), dim=1)
+    errors = []
+    for order in (1, 2):
+        out, _ = run(PooledTail(**SIZES, order=order), grid, (q, k, v), 1)
+        errors.append((out - dense_attn(q, k, v)).square().mean().sqrt())
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_pairs_and_bad_input():
+    method = PooledTail(**SIZES)
+    layout = method.layout([Segment((8, 8, 8))])
+    assert method.pairs(layout, 2) == 512 * (2 * 64 + 8)
+    with pytest.raises(ValueError, match="order=3: expected one of 1, 2"):
+        PooledTail(**SIZES, order=3)
+    row = method.layout([Segment((4, 4, 4)), Segment((1, 1, 3), "text")])
+    with pytest.raises(ValueError, match="takes rows of one video"):
+        method.attend(*[torch.zeros(1, 67, 4, 4)] * 3, AttnContext(layout=row, topk=1))
