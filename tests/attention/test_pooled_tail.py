@@ -97,7 +97,7 @@ def test_all_tiles_and_tiles_of_one_token_are_dense_attention(order):
 
 
 def test_the_second_order_is_nearer_to_dense_attention():
-    """Keys are normal inside a tile, so the logarithm of their mean exponential is quadratic, and they spread unevenly."""
+    """Keys are normal inside a tile, so the logarithm of their mean exponential is quadratic; spreads differ."""
     torch.manual_seed(0)
     grid = (8, 8, 8)
     q, k, v = torch.randn(3, 1, 512, 4, 4, dtype=torch.float64).unbind(0)
