@@ -11,18 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from vsa.config import ELSEWHERE, LIMITS, Run, target_class
-from vsa.settings import describe, hints_of, shown
+from vsa.config import ELSEWHERE, LIMITS, Run, config_folder, target_class
+from vsa.settings import arguments_of, describe, hints_of, shown
 
-CONFIGS = next(
-    path for path in (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs") if path.is_dir()
-)
+CONFIGS = config_folder()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +82,10 @@ def options(group: str) -> list[Option]:
 def _options(prefix: str, constructor: type, settings: Mapping[str, Any]) -> Iterator[Option]:
     place = f"{constructor.__module__}.{constructor.__qualname__}"
     hints = {**hints_of(constructor), **LIMITS.get(place, {})}
-    parameters = inspect.signature(constructor).parameters
+    arguments = arguments_of(constructor)
     for name in hints:
         key = f"{prefix}{name}"
-        value = settings.get(name, parameters[name].default if name in parameters else inspect.Parameter.empty)
+        value = settings.get(name, arguments[name].default if name in arguments else inspect.Parameter.empty)
         # what is left empty comes from the program: a task's model, a layer's width and place
         if value is inspect.Parameter.empty or key in ELSEWHERE or name == "layer_idx":
             continue

@@ -90,7 +90,7 @@ class DiffusionModule(L.LightningModule):
         self.clipper = GradientClipper(clip=grad_clip, max_skipped=max_skipped)
         self.resume, self.init_from = start.resume, start.weights
         self.status = RunStatus()
-        self._config = start.config
+        self._config, self._micro_batches = start.config, start.micro_batches
         self._flops: dict[Any, FlopCount] = {}
         self._model_factory = model
         self._optim = optim

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
-from vsa.attention.sparsity import SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates
 from vsa.data.batch import VideoBatch
@@ -36,8 +35,8 @@ from vsa.training.modules.critic import FakeScore
 from vsa.training.modules.cycle import UpdateCycle
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
-from vsa.training.parallel import ParallelPlan, reduced_when, refuse_shared_parameters
-from vsa.training.run_state import NEW_RUN, RunStart, Stateful, Weights, refuse_missing
+from vsa.training.parallel import reduced_when, refuse_shared_parameters
+from vsa.training.run_state import Stateful, Weights, refuse_missing
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -51,16 +50,12 @@ class DistillModule(DiffusionModule):
     `model` is the generator. An iteration updates the generator when its turn has come, then the critic, on the same
     samples with noise of their own. `global_step` counts iterations, and so does the sparsity schedule; learning rates
     follow the updates of their own network. All choices are functions of (seed, iteration, sample). Metrics are means
-    since the last log line; after a resume the first line has those since the resume.
+    since the last log line; after a resume the first line has those since the resume. A run that the teacher comes
+    from brings its latent statistics along.
 
     Args:
-        model: builds a network; called with another attention for the scores.
-        optim: recipe of the generator's optimizer.
         fake_score_optim: recipe of the critic's.
-        sparsity: top-k of the generator by iteration.
         objective: the losses, with step list and guidance.
-        parallel: activation checkpointing, compile, sharding.
-        start: how the run begins.
         generator_every: iterations per update of the generator.
         fake_score_warmup: iterations in which only the critic is trained.
         teacher: dense checkpoint of real and fake score; None: `init_from`.
@@ -69,11 +64,8 @@ class DistillModule(DiffusionModule):
         fake_score_attention: of the critic.
         real_score_attention: of the teacher. Score networks of sparse attention keep as many tiles as the generator.
         collapse: when training stops because the generator's output is broken; None: never.
-        latent_scale: see `DiffusionModule`; a run that the teacher comes from brings its statistics along.
-        grad_clip: largest global gradient norm of the generator.
-        fake_score_grad_clip: of the critic.
-        max_skipped: consecutive non-finite updates of a network after which training stops.
-        seed: of everything random.
+        fake_score_grad_clip: largest global gradient norm of the critic; 0 clips nothing.
+        **common: see `DiffusionModule`; of the generator, and `max_skipped` of either network.
 
     Raises:
         ValueError: an option out of range, or guidance without a negative caption.
@@ -86,13 +78,8 @@ class DistillModule(DiffusionModule):
     def __init__(
         self,
         *,
-        model: Callable[..., VideoDiT],
-        optim: AdamW,
         fake_score_optim: AdamW,
-        sparsity: SparsitySchedule,
         objective: DistributionMatching,
-        parallel: ParallelPlan,
-        start: RunStart = NEW_RUN,
         generator_every: AtLeastOne = 5,
         fake_score_warmup: Count = 0,
         teacher: str | None = None,
@@ -101,11 +88,8 @@ class DistillModule(DiffusionModule):
         fake_score_attention: Callable[..., AttentionMethod] = FullAttention,
         real_score_attention: Callable[..., AttentionMethod] = FullAttention,
         collapse: CollapseRule | None = None,
-        latent_scale: Literal["channel", "shared"] = "channel",
-        grad_clip: NonNegative = 1.0,
         fake_score_grad_clip: NonNegative = 1.0,
-        max_skipped: Count = 10,
-        seed: Count = 0,
+        **common: Any,
     ):
         cycle = UpdateCycle(generator_every=generator_every, fake_score_warmup=fake_score_warmup)
         if objective.guided and negative_prompt is None:
@@ -118,32 +102,23 @@ class DistillModule(DiffusionModule):
                 f"task.negative_prompt={negative_prompt!r} has no effect: objective.guidance={objective.guidance} "
                 f"({objective.cfg_form}) is no guidance"
             )
-        super().__init__(
-            model=model,
-            optim=optim,
-            sparsity=sparsity,
-            parallel=parallel,
-            start=start,
-            latent_scale=latent_scale,
-            grad_clip=grad_clip,
-            max_skipped=max_skipped,
-            seed=seed,
-        )
+        super().__init__(**common)
         self.automatic_optimization = False
         self.objective = objective
         self.step_list = objective.step_list
         self.cycle = cycle
         self.gates: Literal["initial", "required"] = gates
         self.negative_prompt = negative_prompt
-        self.teacher = Teacher(lambda: model(attention=real_score_attention), teacher)
+        self.teacher = Teacher(lambda: self._model_factory(attention=real_score_attention), teacher)
         self.fake_score = FakeScore(
-            lambda: model(attention=fake_score_attention),
+            lambda: self._model_factory(attention=fake_score_attention),
             recipe=fake_score_optim,
-            clipper=GradientClipper(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score"),
+            clipper=GradientClipper(
+                clip=fake_score_grad_clip, max_skipped=self.clipper.max_skipped, network="fake_score"
+            ),
             gan=objective.gan,
             num_steps=len(objective.timesteps) if objective.step_aware else None,
         )
-        self._micro_batches = start.micro_batches
         self._collapse = CollapseWatch(collapse)
         self._negative: NegativeText | None = None
         self._batches: list[VideoBatch] = []
