@@ -242,7 +242,7 @@ def _fill(segments: Sequence[Segment], parts: Sequence[SegmentTiles], tile: Grid
         hint = "partition=hilbert_run has no short tiles but the last"
         if slots(worst, better) < slots(worst, tile):
             hint = f"tile {better} fits grid {worst} better"
-        warnings.warn(f"tiles {tile} are {fill:.0%} full, a short tile costs a whole one: {hint}", stacklevel=5)
+        warnings.warn(f"tiles {tile} are {fill:.0%} full, a short tile costs a whole one: {hint}", stacklevel=6)
     return fill
 
 
@@ -261,19 +261,10 @@ def _select(
 
 # rows repeat from step to step; the bound keeps a run over many grids from holding all of their index tensors
 @lru_cache(maxsize=64)
+# a layout first built while validating is used in training too, where inference tensors cannot be saved
+@torch.inference_mode(False)
+@torch.no_grad()
 def _build(
-    segments: tuple[Segment, ...],
-    tile: Grid | None,
-    partition: Partition,
-    block_order: BlockOrder,
-    device: torch.device,
-) -> TileLayout:
-    # a layout first built while validating is used in training too, where inference tensors cannot be saved
-    with torch.inference_mode(False), torch.no_grad():
-        return _build_fresh(segments, tile, partition, block_order, device)
-
-
-def _build_fresh(
     segments: tuple[Segment, ...],
     tile: Grid | None,
     partition: Partition,

@@ -129,12 +129,13 @@ class SparsitySchedule:
                 f"budget and reference_tiles come together, got budget={budget} and reference_tiles={reference_tiles}"
             )
         self._topk, self._sparsity = topk, sparsity
-        self._exponent = None if budget is None else _exponent(budget)
+        exponents: dict[Any, int] = {"count": 0, "fraction": 1}
+        self._exponent = None if budget is None else exact("budget", exponents.get(budget, budget))
         self._reference_tiles = reference_tiles
         if reference_tiles is not None and topk is not None and topk > reference_tiles:
             raise ValueError(f"topk={topk} is above reference_tiles={reference_tiles}")
-        self._dense_layers = frozenset(_layer("dense_layers", layer) for layer in dense_layers)
-        self._layer_topk = {_layer("layer_topk", layer): int(k) for layer, k in (layer_topk or {}).items()}
+        self._dense_layers = frozenset(dense_layers)
+        self._layer_topk = {_layer(layer): int(k) for layer, k in (layer_topk or {}).items()}
         both = sorted(self._dense_layers & self._layer_topk.keys())
         if both:
             raise ValueError(f"layers {both} are in dense_layers and in layer_topk: a layer has one top-k")
@@ -275,19 +276,11 @@ class SparsitySchedule:
                 raise ValueError(f"{name} has layer {max(layers)}, but the model's layers are 0 to {num_layers - 1}")
 
 
-def _exponent(budget: str | float) -> Fraction:
-    return exact("budget", {"count": 0, "fraction": 1}.get(str(budget), budget))
-
-
-def _layer(name: str, layer: int | str) -> int:
+def _layer(key: int | str) -> int:
     # keys of a YAML mapping may arrive as text
-    try:
-        index = int(layer)
-    except ValueError:
-        raise ValueError(f"{name} must name layers by number, got {layer!r}") from None
-    if index < 0:
-        raise ValueError(f"{name} must name layers from 0 on, got {layer}")
-    return index
+    if not str(key).isdecimal():
+        raise ValueError(f"layer_topk must name layers from 0 on, by number, got {key!r}")
+    return int(key)
 
 
 class ConstantSparsity(SparsitySchedule):
