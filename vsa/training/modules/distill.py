@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
@@ -33,7 +32,7 @@ from vsa.training.lightning_compat import set_accumulation, set_manual_step
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.modules.critic import FakeScore
 from vsa.training.modules.cycle import UpdateCycle
-from vsa.training.modules.teacher import Teacher
+from vsa.training.modules.teacher import Teacher, gates_from_dense, refuse_other_network
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import reduced_when, refuse_shared_parameters
 from vsa.training.run_state import Stateful, Weights, refuse_missing
@@ -91,7 +90,6 @@ class DistillModule(DiffusionModule):
         fake_score_grad_clip: NonNegative = 1.0,
         **common: Any,
     ):
-        cycle = UpdateCycle(generator_every=generator_every, fake_score_warmup=fake_score_warmup)
         if objective.guided and negative_prompt is None:
             raise ValueError(
                 f"objective.guidance={objective.guidance} ({objective.cfg_form}) needs a negative embedding, but "
@@ -100,13 +98,13 @@ class DistillModule(DiffusionModule):
         if not objective.guided and negative_prompt:
             raise ValueError(
                 f"task.negative_prompt={negative_prompt!r} has no effect: objective.guidance={objective.guidance} "
-                f"({objective.cfg_form}) is no guidance"
+                f"({objective.cfg_form}) does not guide"
             )
         super().__init__(**common)
         self.automatic_optimization = False
         self.objective = objective
         self.step_list = objective.step_list
-        self.cycle = cycle
+        self.cycle = UpdateCycle(generator_every=generator_every, fake_score_warmup=fake_score_warmup)
         self.gates: Literal["initial", "required"] = gates
         self.negative_prompt = negative_prompt
         self.teacher = Teacher(lambda: self._model_factory(attention=real_score_attention), teacher)
@@ -135,7 +133,7 @@ class DistillModule(DiffusionModule):
         if self.init_from is None and self.resume is None:
             self.init_from = self.teacher.start
         super().check_weights(data)
-        self.fake_score.check(self.teacher.start)
+        refuse_other_network(self.teacher.start, self.fake_score.make, "fake_score (task.fake_score_attention)")
 
     def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
         """The generator's own updates are counted from iterations, and its weights belong to its steps."""
@@ -196,7 +194,8 @@ class DistillModule(DiffusionModule):
 
     def load_start(self) -> None:
         super().load_start()
-        self.fake_score.load_start(self.teacher.start)
+        # the critic begins as the teacher
+        self.teacher.start.load(self.fake_score.network, gates_from_dense(self.fake_score.network))
 
     def load_frozen(self) -> None:
         self.teacher.load(self.device)
@@ -246,7 +245,7 @@ class DistillModule(DiffusionModule):
         generator, critic = trainer.optimizers
         self._generator_moved = False
         if self.cycle.is_generators_turn(iteration):
-            for scored in self._scored(self._generator_terms):
+            for scored in self._scored(self.objective.generator_update, self._negative):
                 self._window.add_generator(scored)
             self._window.add_norms(self.clipper(generator, iteration))
             self.clipper.step(generator)
@@ -254,7 +253,7 @@ class DistillModule(DiffusionModule):
             # a GAN term's way to the generator leads through the critic
             critic.zero_grad(set_to_none=True)
         spread = SpreadMeter()
-        for scored in self._scored(self._fake_score_terms):
+        for scored in self._scored(self.objective.fake_score_update):
             self._window.add_fake_score(scored)
             if scored.index == len(self.objective.timesteps) - 1:
                 spread.add(scored.x0)
@@ -271,29 +270,18 @@ class DistillModule(DiffusionModule):
         if stop:
             raise FloatingPointError(f"iteration {iteration}: {self._collapse.report(found)}")  # type: ignore
 
-    def _scored(self, terms: Callable[[VideoBatch, Tensor], ScoredRollout]) -> Iterator[ScoredRollout]:
+    def _scored(self, update: Callable[..., ScoredRollout], *more: Any) -> Iterator[ScoredRollout]:
         """Gradients of every micro-batch of the iteration, summed; all ranks add theirs at the last one."""
+        iteration = self.global_step
         for number, batch in enumerate(self._batches, 1):
-            scored = terms(batch, self.statistics.normalise(batch.latents))
+            latents = self.statistics.normalise(batch.latents)
+            topk = self.topk(batch.latents.shape[1:], iteration)
+            scored = update(self.networks, batch, latents, *more, seed=self.seed, iteration=iteration, topk=topk)
             loss = fm.weighted_loss(scored.loss, torch.ones_like(scored.loss), batch.num_slots)
             with reduced_when(self.trainer.strategy, number == len(self._batches)):
                 # the strategy averages over ranks; the normaliser is global already
                 (loss * self.trainer.world_size).backward()
             yield scored
-
-    def _generator_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
-        iteration = self.global_step
-        topk = self.topk(batch.latents.shape[1:], iteration)
-        return self.objective.generator_update(
-            self.networks, batch, latents, self._negative, seed=self.seed, iteration=iteration, topk=topk
-        )
-
-    def _fake_score_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
-        iteration = self.global_step
-        topk = self.topk(batch.latents.shape[1:], iteration)
-        return self.objective.fake_score_update(
-            self.networks, batch, latents, seed=self.seed, iteration=iteration, topk=topk
-        )
 
     def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
         """FLOPs of one sample in an iteration: rollouts, score passes and backwards of its updates."""
