@@ -119,9 +119,6 @@ def _is_first_process(cfg: DictConfig) -> bool:
 
 
 def _overwrites(cfg: DictConfig) -> bool:
-    # "no" would be a text, and so true
-    if not isinstance(cfg.overwrite, bool):
-        raise ValueError(f"overwrite={cfg.overwrite} is neither true nor false")
     return cfg.overwrite and cfg.ckpt_path is None
 
 
