@@ -56,11 +56,9 @@ def options(group: str) -> list[Option]:
     Raises:
         ValueError: no such group or file.
     """
-    if group == "run":
-        return list(_options("", Run, vars(Run())))
     name, _, choice = group.partition("/")
     known = choices()
-    if name not in known or choice not in ("", *known[name]):
+    if group != "run" and (name not in known or choice not in ("", *known[name])):
         names = ["run", *known, *(f"{key}/{file}" for key, files in known.items() for file in files)]
         nearest = get_close_matches(group, names, 1)
         advice = f", did you mean {nearest[0]}?" if nearest else f": expected one of {', '.join(['run', *known])}"
@@ -68,6 +66,8 @@ def options(group: str) -> list[Option]:
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         cfg = compose("train", overrides=[f"{group.replace('/', '=')}"] if choice else [])
     whole: Any = OmegaConf.to_container(cfg, resolve=False)
+    if group == "run":
+        return list(_options("", Run, whole))
     if not isinstance(node := whole.get(name), Mapping):
         raise ValueError(f"{name} sets options of other groups: look into {name}/*.yaml, or at --cfg job")
     nodes = {name: node} if "_target_" in node else {f"{name}.{key}": value for key, value in node.items()}
