@@ -163,13 +163,8 @@ class VideoDiT(nn.Module):
         layout = self.layout_for(latents.shape[1:], x_t.device)
         self._check_inputs(latents, timestep, text, text_mask, image_embeds, layout)
         grid = layout.segments[0].grid_thw
-        ctx = AttnContext(
-            layout=layout,
-            topk=self._topk_per_layer(topk, layout),
-            progress=progress,
-            cache=cache,
-            recorder=recorder,
-        )
+        topks = self._topk_per_layer(topk, layout)
+        ctx = AttnContext(layout=layout, topk=topks, progress=progress, cache=cache, recorder=recorder)
 
         # tokens and everything else per token are permuted once, here, and the velocity back at the exit
         x = self.patch_embedding(layout.permute(patchify(latents, self.patch_size)))

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.checkpoints.run_checkpoint import (
-    read_checkpoint,
-)
+from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import refuse_other_sizes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,9 +108,9 @@ class DistillModule(DiffusionModule):
         self.cycle = UpdateCycle(generator_every=generator_every, fake_score_warmup=fake_score_warmup)
         self.gates: Literal["initial", "required"] = gates
         self.negative_prompt = negative_prompt
-        self.teacher = Teacher(lambda: self._model_factory(attention=real_score_attention), teacher)
+        self.teacher = Teacher(partial(self._model_factory, attention=real_score_attention), teacher)
         self.fake_score = FakeScore(
-            lambda: self._model_factory(attention=fake_score_attention),
+            partial(self._model_factory, attention=fake_score_attention),
             recipe=fake_score_optim,
             clipper=GradientClipper(
                 clip=fake_score_grad_clip, max_skipped=self.clipper.max_skipped, network="fake_score"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -68,7 +69,9 @@ class FinetuneModule(PretrainModule):
         self.gates: Literal["initial", "required"] = gates
         self.lora = lora
         self.trainable = tuple(trainable) if trainable is not None else None
-        self._teacher = Teacher(self._dense, teacher) if objective.needs_teacher else None
+        # the trained network with full attention and without adapters
+        make_teacher = partial(self._model_factory, attention=FullAttention)
+        self._teacher = Teacher(make_teacher, teacher) if objective.needs_teacher else None
 
     def prepare_model(self, model: VideoDiT) -> None:
         """Adapters, and what is frozen."""
@@ -88,10 +91,6 @@ class FinetuneModule(PretrainModule):
 
     def gates_of(self, model: VideoDiT) -> Gates:
         return self.gates
-
-    def _dense(self) -> VideoDiT:
-        """The teacher's network: the trained one with full attention and without adapters."""
-        return self._model_factory(attention=FullAttention)
 
     def check_weights(self, data: PlanDataModule) -> None:
         if self.init_from is None and self.resume is None:
