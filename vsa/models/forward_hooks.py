@@ -1,4 +1,4 @@
-"""Looking at, and adding to, what modules inside a network put out."""
+"""Forward hooks that capture or modify the outputs of submodules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
+def capture_outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
     """Collects the outputs of some modules in the forward run inside, by their keys.
 
     What activation checkpointing recomputes afterwards is not collected again.
@@ -30,7 +30,7 @@ def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
 
 
 @contextmanager
-def added_to(module: nn.Module, term: Tensor) -> Iterator[None]:
+def add_to_output(module: nn.Module, term: Tensor) -> Iterator[None]:
     """Adds `term` to the module's output in the forward run inside."""
 
     def add(module: Any, inputs: Any, output: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class GradientClipper:
     """
 
     def __init__(self, *, clip: float, max_skipped: int, network: str = ""):
-        self.clip, self._max_skipped, self._network = clip, max_skipped, network
+        self.clip, self.max_skipped, self._network = clip, max_skipped, network
         self.skipped = False
         self.skipped_total = self._in_row = 0
 
@@ -58,7 +58,7 @@ class GradientClipper:
             optimizer.zero_grad(set_to_none=True)
             self._in_row += 1
             self.skipped_total += 1
-            if self._in_row >= self._max_skipped:
+            if self._in_row >= self.max_skipped:
                 of = f" of {self._network}" if self._network else ""
                 raise FloatingPointError(
                     f"gradients{of} were not finite for {self._in_row} steps in a row, "

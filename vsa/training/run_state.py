@@ -13,12 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from vsa.checkpoints.run_checkpoint import (
-    Checkpoint,
-    load_model_tensors,
-    load_optimizer_tensors,
-    optimizer_state,
-)
+from vsa.checkpoints.run_checkpoint import Checkpoint, load_model_tensors, load_optimizer_tensors, optimizer_state
 from vsa.checkpoints.weight_files import refuse_key_difference
 from vsa.checkpoints.weight_source import WeightSource
 from vsa.models.sharding import local, place

@@ -20,7 +20,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
-from vsa.config import build, build_task, check_settings, check_targets, model_factory
+from vsa.config import build, build_task, check_settings, check_targets, model_factory, resolved
 from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings
 from vsa.training.ending import fit, nothing_to_do
@@ -119,9 +119,6 @@ def _is_first_process(cfg: DictConfig) -> bool:
 
 
 def _overwrites(cfg: DictConfig) -> bool:
-    # "no" would be a text, and so true
-    if not isinstance(cfg.overwrite, bool):
-        raise ValueError(f"overwrite={cfg.overwrite} is neither true nor false")
     return cfg.overwrite and cfg.ckpt_path is None
 
 
@@ -180,7 +177,7 @@ def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
     return RunStart(
         resume=resume,
         weights=open_weights(cfg.init_from) if cfg.init_from is not None and resume is None else None,
-        config=OmegaConf.to_container(cfg, resolve=True),  # type: ignore[arg-type]
+        config=resolved(cfg),
         micro_batches=cfg.trainer.accumulate_grad_batches,
     )
 
@@ -199,7 +196,7 @@ def _check_job(cfg: DictConfig, module: Any) -> None:
 def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L.Callback]:
     """What opens the run, what changes the state of a run (0), what saves it (1), what shows what was saved (2)."""
     built = [build(node) for node in cfg.callbacks.values() if node is not None]
-    opening = Opening(folder, OmegaConf.to_yaml(cfg, resolve=True), loggers, overwrite=_overwrites(cfg))
+    opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
     return [opening, *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
 
 

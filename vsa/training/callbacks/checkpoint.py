@@ -12,11 +12,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from vsa.checkpoints.run_checkpoint import (
-    list_checkpoints,
-    remove_checkpoint,
-    write_checkpoint,
-)
+from vsa.checkpoints.run_checkpoint import list_checkpoints, remove_checkpoint, write_checkpoint
 from vsa.settings import AtLeastOne, Bound, checked
 from vsa.training.lightning_compat import stop_without_validation
 from vsa.training.modules.base import DiffusionModule

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.checkpoints.run_checkpoint import (
-    read_checkpoint,
-)
+from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import refuse_other_sizes
@@ -90,7 +88,7 @@ class DiffusionModule(L.LightningModule):
         self.clipper = GradientClipper(clip=grad_clip, max_skipped=max_skipped)
         self.resume, self.init_from = start.resume, start.weights
         self.status = RunStatus()
-        self._config = start.config
+        self._config, self._micro_batches = start.config, start.micro_batches
         self._flops: dict[Any, FlopCount] = {}
         self._model_factory = model
         self._optim = optim

@@ -25,6 +25,17 @@ def gates_from_dense(model: VideoDiT) -> Gates:
     return "initial" if gate_names(model) else "absent"
 
 
+def refuse_other_network(start: WeightSource, make: Callable[[], VideoDiT], role: str) -> None:
+    """Raise ValueError when dense weights do not fit the network that `make` builds; no memory is taken."""
+    with torch.device("meta"):
+        network = make()
+    try:
+        start.check(network, gates_from_dense(network))
+    except ValueError as error:
+        # the settings may name no such weights at all
+        raise ValueError(f"as {role}: {error}") from None
+
+
 class Teacher:
     """Where the teacher comes from, and its network, which neither checkpoints nor optimizers see.
 
@@ -57,24 +68,18 @@ class Teacher:
         Raises:
             ValueError: there are none, they changed since, or what differs.
         """
-        self._start = self._found(resume, init_from)
+        self._start = self._choose(resume, init_from)
         # once: its folder may be another one, or gone, when a checkpoint is written
         self._digest = self.start.digest
         if self.start.step_list is not None:
             raise ValueError(
                 f"the teacher {self.start.source} is distilled already, to the timesteps "
-                f"{list(self.start.step_list)}: it is no teacher for other noise levels, name a dense one"
+                f"{list(self.start.step_list)}: it cannot teach other noise levels, name a dense one"
             )
-        with torch.device("meta"):
-            network = self._make()
-        try:
-            self.start.check(network, gates_from_dense(network))
-        except ValueError as error:
-            # the settings may name no teacher at all
-            raise ValueError(f"as teacher (task.teacher, else init_from): {error}") from None
+        refuse_other_network(self.start, self._make, "teacher (task.teacher, else init_from)")
         self.start.check_data(data)
 
-    def _found(self, resume: Checkpoint | None, init_from: WeightSource | None) -> WeightSource:
+    def _choose(self, resume: Checkpoint | None, init_from: WeightSource | None) -> WeightSource:
         saved = resume.state.get("teacher") if resume is not None else None
         if resume is not None and saved is not None:
             began = resume.state.get("config", {}).get("task", {}).get("teacher")
