@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vsa.data.index import INDEX_NAME, DatasetIndex, Span, pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
-from vsa.files import atomic_file
+from vsa.files import write_whole
 
 _PARTS = "parts"
 _DONE = "done.json"
@@ -208,8 +208,7 @@ def join_parts(root: str | Path) -> DatasetIndex:
         shards={name: shard for index in indexes for name, shard in index.shards.items()},
         samples={name: sample for index in indexes for name, sample in index.samples.items()},
     )
-    with atomic_file(root / INDEX_NAME) as temporary:
-        temporary.write_text(whole.to_json(), encoding="utf-8")
+    write_whole(root / INDEX_NAME, whole.to_json())
     shutil.rmtree(root / _PARTS)
     return whole
 
@@ -253,8 +252,7 @@ def _write_part(
     try:
         part = write(folder, span, advance)
         content = {"samples": len(span) - len(part.skipped), **asdict(part), "settings": settings}
-        with atomic_file(folder / _DONE) as temporary:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
+        write_whole(folder / _DONE, json.dumps(content))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         # gone when this was the first part
