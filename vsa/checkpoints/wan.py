@@ -70,7 +70,7 @@ def attention_of(sparse: SparseAttentionConfig | None, backend: Backend | None =
     if sparse is None:
         return FullAttention
     if sparse.method != "video_sparse":
-        raise ValueError(f"{SPARSE_CONFIG} has method {sparse.method}, only video_sparse can be built")
+        raise ValueError(f"{SPARSE_CONFIG}: method must be video_sparse, got {sparse.method!r}")
     return partial(
         VideoSparseAttention,
         tile_thw=sparse.tile_thw,
