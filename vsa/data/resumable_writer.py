@@ -19,11 +19,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from vsa.data.index import INDEX_NAME, DatasetIndex, Span, pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
 from vsa.files import write_whole
+from vsa.progress import progress_bar
 
 _PARTS = "parts"
 _DONE = "done.json"
@@ -159,11 +158,9 @@ def write_parts(
 
     parts, pending = _all_parts(root, count, part_size), find_pending()
     total, left = (sum(len(span) for _, span in group) for group in (parts[rank::world_size], pending))
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=not progress) as bar:
-        task = bar.add_task(title, total=total, completed=total - left)
+    with progress_bar(title, total, done=total - left, disable=not progress) as advance:
         for folder, span in pending:
-            _write_part(folder, span, write, settings, lambda: bar.advance(task))
+            _write_part(folder, span, write, settings, partial(advance, 1))
     done = [json.loads((folder / _DONE).read_text()) for folder, _ in parts if (folder / _DONE).is_file()]
     return PartsReport(
         samples=sum(part["samples"] for part in done),
