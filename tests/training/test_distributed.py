@@ -423,14 +423,14 @@ def test_rank_0_alone_reads_the_digests_and_all_take_its_choice(training, monkey
     # in full length: only its digest tells
     whole[-1] ^= 1
     newest.write_bytes(whole)
-    digest, read = checkpointing._sha256, []
+    digest, read = checkpointing.file_digest, []
 
     def recorded(path):
         read.append(path)
         return digest(path)
 
     def on_rank(rank: int) -> tuple[list[str], tuple[str, int, int], int]:
-        monkeypatch.setattr(checkpointing, "_sha256", recorded)
+        monkeypatch.setattr(checkpointing, "file_digest", recorded)
         begin = Begin()
         # a step more than the damaged one has: with no step left every rank would ask the digests whether that is so
         training(*more, "trainer=fsdp", "trainer.accelerator=cpu", "ckpt_path=last", callbacks=(begin,))

@@ -158,7 +158,7 @@ def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, monkeypat
                         os.kill(os.getpid(), signal.SIGKILL)
                 replace(source, target)
 
-            monkeypatch.setattr(checkpointing.os, "replace", kill_second)
+            monkeypatch.setattr(os, "replace", kill_second)
             training("trainer.max_steps=6")
         training("trainer.max_steps=6", callbacks=(SignalAt(3, signal.SIGKILL),))
 

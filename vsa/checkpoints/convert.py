@@ -18,14 +18,14 @@ from torch import Tensor
 
 from vsa.attention.sparsity import resolve_topk
 from vsa.checkpoints.golden import write_golden
-from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
-from vsa.checkpoints.run_folder import write_manifest
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.checkpoints.run_folder import write_weights_run
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
 from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, refuse_other_attention
 from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import new_folder, refuse_existing, refuse_other_tensors
+from vsa.checkpoints.weight_files import refuse_existing, refuse_other_tensors
 from vsa.checkpoints.weight_source import open_network
 from vsa.checkpoints.weights import WeightSource
 from vsa.diffusion.sampler import step_list
@@ -266,7 +266,4 @@ def write_run(
     config |= {"model": {"_target_": "vsa.models.video_dit.VideoDiT", **model}, "attention": attention}
     state["config"] = config
     refuse_existing(out)
-    # the run folder appears when all of it is written
-    with new_folder(out) as temporary:
-        write_checkpoint(temporary / "checkpoints", {"model": tensors}, state)
-        write_manifest(temporary)
+    write_weights_run(out, tensors, state)

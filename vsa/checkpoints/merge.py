@@ -19,11 +19,10 @@ from torch import Tensor
 
 from vsa.attention.full import FullAttention
 from vsa.checkpoints.convert import with_dtypes
-from vsa.checkpoints.run_checkpoint import write_checkpoint
-from vsa.checkpoints.run_folder import write_manifest
+from vsa.checkpoints.run_folder import write_weights_run
 from vsa.checkpoints.wan import export_pretrained, gate_names
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import new_folder, refuse_existing
+from vsa.checkpoints.weight_files import refuse_existing
 from vsa.checkpoints.weight_source import RunWeights, open_weights
 from vsa.checkpoints.weights import WeightSource
 from vsa.diffusion.sampler import step_list
@@ -232,10 +231,7 @@ def merge_checkpoints(
     if isinstance(adapted, RunWeights):
         merged_from = {key: {"source": source.source, "digest": source.digest} for key, source in named.items()}
         state = merged_state(adapted, timesteps, {**merged_from, **weights})
-        # the run folder appears when all of it is written
-        with new_folder(out) as temporary:
-            write_checkpoint(temporary / "checkpoints", {"model": merged}, state)
-            write_manifest(temporary)
+        write_weights_run(out, merged, state)
     else:
         assert adapted.sparse is not None
         # golden tensors are of other weights
