@@ -52,26 +52,19 @@ def select_topk(
     for name, allowed in (("candidates", candidates), ("always", always)):
         check_allowed(name, allowed, num_q, num_kv, "scores", scores)
     chosen = _resolve(backend, scores)
-    if isinstance(topk, Tensor):
-        if topk.shape != (num_q,) or topk.dtype != torch.int32:
-            raise ValueError(f"topk must be an int or an int32 tensor {[num_q]}, got {topk.dtype} {list(topk.shape)}")
-        check_device("topk", topk, "scores", scores)
-        indices, counts = select_topk_op(scores.detach(), None, topk, candidates, always, num_kv, chosen)
-        return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
-    if topk < 1:
+    kept, per_row = (None, topk) if isinstance(topk, Tensor) else (min(topk, num_kv), None)
+    if per_row is not None:
+        if per_row.shape != (num_q,) or per_row.dtype != torch.int32:
+            got = f"{per_row.dtype} {list(per_row.shape)}"
+            raise ValueError(f"topk must be an int or an int32 tensor {[num_q]}, got {got}")
+        check_device("topk", per_row, "scores", scores)
+    elif kept < 1:
         raise ValueError(f"topk must be at least 1, got {topk}")
-    kept = min(topk, num_kv)
-    if always is None:
-        capacity = list_capacity(topk, num_kv)
-    else:
-        capacity = num_kv
-    indices, counts = select_topk_op(scores.detach(), kept, None, candidates, always, capacity, chosen)
-    return BlockIndex(
-        kv_indices=indices,
-        kv_num_blocks=counts,
-        max_blocks=kept if always is None else None,
-        min_blocks=kept if always is None and candidates is None else None,
-    )
+    known = kept if always is None else None
+    capacity = num_kv if known is None else list_capacity(known, num_kv)
+    indices, counts = select_topk_op(scores.detach(), kept, per_row, candidates, always, capacity, chosen)
+    least = known if candidates is None else None
+    return BlockIndex(kv_indices=indices, kv_num_blocks=counts, max_blocks=known, min_blocks=least)
 
 
 def _resolve(backend: str | None, scores: Tensor) -> str:
