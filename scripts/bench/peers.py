@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from vsa_kernels.block_sparse.mask import token_places
+from vsa_kernels.block_index import token_places
 
 from .checks import check_forward
 from .problems import Problem, listed_pairs

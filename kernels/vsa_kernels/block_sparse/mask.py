@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from vsa_kernels.block_index import BlockIndex, Blocks
+from vsa_kernels.block_index import BlockIndex, Blocks, token_places
 
 _INDEX, _BLOCKS = (tuple(field.name for field in fields(kind)) for kind in (BlockIndex, Blocks))
 
@@ -51,8 +50,9 @@ class BlockMask:
         return cls(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=flat[-1])
 
 
-def token_places(blocks: Blocks, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Block of each token and the token's place inside it, both int64 `[num_tokens]`."""
-    token = torch.arange(num_tokens, device=blocks.offsets.device, dtype=torch.int32)
-    block = torch.searchsorted(blocks.offsets[1:].contiguous(), token, right=True)
-    return block, (token - blocks.offsets[block]).long()
+def existing(x: Tensor, mask: BlockMask) -> Tensor:
+    """Keys or values `[B, S, Hkv, D]`, 0 past `kv_valid`: these tokens may hold anything, and 0 * nan is nan."""
+    if mask.kv_valid is None:
+        return x
+    block, place = token_places(mask.kv_blocks, x.shape[1])
+    return x.masked_fill((place >= mask.kv_valid[:, block])[..., None, None], 0)
