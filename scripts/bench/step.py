@@ -122,10 +122,8 @@ def one_process_mesh(device: torch.device) -> Any:
     """What a run on one GPU shards over; None on a CPU."""
     if device.type != "cuda":
         return None
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29531")
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531", "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update({**alone, **os.environ})
     return torch.distributed.device_mesh.init_device_mesh("cuda", (1,))
 
 

@@ -306,7 +306,7 @@ def test_an_iteration_of_distillation_moves_what_it_trains(at_work):
     at_work.check()
     assert not any(moved("generator") + moved("fake_score"))
     # large steps, to tell the average from the weights
-    for optimizer in (at_work.generator_optimizer, at_work.critic_optimizer):
+    for optimizer in at_work.optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = 0.1
     at_work.iteration(2)
@@ -445,10 +445,11 @@ def test_a_generator_that_is_not_the_dense_model_stops_the_case(bench, denoise, 
 
 def test_calls_of_seconds_are_warmed_up_as_they_say(bench):
     timing, calls = importlib.import_module("bench.timing"), []
+    setup = timing.Setup(backends=[], peers=[], lists="random", device=CPU, dtype=torch.float32, repeats=3)
     op = timing.Op(
         name="x", call=lambda: calls.append("call"), passes=("forward",), warm_up=lambda: calls.append("warm-up")
     )
-    (row,) = timing.measure([op], CPU, 3)
+    (row,) = timing.measure([op], setup)
     assert calls == ["warm-up", "warm-up", "call", "call", "call"]
     assert row["repeats"] == 3
 
