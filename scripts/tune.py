@@ -1,7 +1,7 @@
 """Measures launch configurations of the Triton kernels on this machine's GPU.
 
-    python scripts/tune.py fwd dq dkv --head-dim 64 128
-    python scripts/tune.py coarse_fwd coarse_dq coarse_dkv --write
+    python -m scripts.tune fwd dq dkv --head-dim 64 128
+    python -m scripts.tune coarse_fwd coarse_dq coarse_dkv --write
 
 Each candidate of a fixed grid is checked against an eager result and timed on a problem of 16,384 tokens, 12 heads, 256
 blocks and 32 of them listed per query block (coarse kernels: attention over the 256 block means). Candidates are
@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from bench.timing import flush_buffer, gpu_times
 from torch import Tensor
 from vsa_kernels import Blocks, launch, select_topk
 from vsa_kernels.block_sparse import gather
 from vsa_kernels.block_sparse.mask import BlockMask
 
+from scripts.bench.timing import flush_buffer, gpu_times
 from vsa.errors import one_line_errors
 
 KERNELS = ("fwd", "dq", "dkv", "coarse_fwd", "coarse_dq", "coarse_dkv")
@@ -193,7 +193,7 @@ def measure(kernel: str, head_dim: int, dtype: torch.dtype, configs: list[Config
 def compile_all(args: argparse.Namespace) -> None:
     """Fill Triton's cache from as many processes as there are cores."""
     count = max(1, min(14, (os.cpu_count() or 2) - 2))
-    own = [sys.executable, str(Path(__file__).resolve()), *args.kernels, "--dtype", args.dtype]
+    own = [sys.executable, "-m", "scripts.tune", *args.kernels, "--dtype", args.dtype]
     own += ["--head-dim", *map(str, args.head_dim)]
     running = [subprocess.Popen([*own, "--compile-part", str(i), str(count)]) for i in range(count)]
     # a candidate that fails here is reported by the measurement

@@ -1,4 +1,4 @@
-"""Cases, an independent fp64 definition and error budgets, shared by the tests and `scripts/bench.py`.
+"""Cases, an independent fp64 definition and error budgets, shared by the tests and `scripts/bench`.
 
 Nothing here calls the code under test except `run`: masks are spelled out token by token on the host.
 """

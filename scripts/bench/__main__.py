@@ -1,7 +1,7 @@
 """Speed of the kernels beside dense attention and other packages, after their answers have been checked.
 
-    python scripts/bench.py fine --device cuda --out F.json
-    python scripts/bench.py table benchmarks/*.json
+    python -m scripts.bench fine --device cuda --out F.json
+    python -m scripts.bench table benchmarks/*.json
 
 fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.cases import CASES, NETWORK_CASES, measure_shape
-from bench.peers import PEERS
-from bench.problems import LISTS, choose_shapes
-from bench.timing import Setup
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
 
 from vsa.errors import one_line_errors
 from vsa.machine import machine, versions
+
+from .cases import CASES, NETWORK_CASES, measure_shape
+from .peers import PEERS
+from .problems import LISTS, choose_shapes
+from .timing import Setup
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
 
@@ -102,7 +103,7 @@ def saved_table(path: Path) -> str:
     except ValueError as error:
         raise ValueError(f"{path} is no report: {error}") from error
     if not isinstance(report, dict) or not {"rows", "machine", "versions"} <= set(report):
-        return f"{path.name}: not a report of scripts/bench.py"
+        return f"{path.name}: not a report of scripts.bench"
     return table(report)
 
 
@@ -204,7 +205,7 @@ def main(argv: list[str]) -> None:
 def _command(argv: list[str]) -> str:
     # where the report went is no part of what was measured
     at = argv.index("--out") if "--out" in argv else len(argv)
-    return " ".join(["python scripts/bench.py", *argv[:at], *argv[at + 2 :]])
+    return " ".join(["python -m scripts.bench", *argv[:at], *argv[at + 2 :]])
 
 
 if __name__ == "__main__":
