@@ -29,6 +29,7 @@ import torch
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
 
 from vsa.errors import one_line_errors
+from vsa.files import atomic_file
 from vsa.machine import machine, versions
 
 from .cases import CASES, NETWORK_CASES, measure_shape
@@ -146,17 +147,11 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         report["skipped"] += [{"name": shape.name, "op": op, "reason": why} for op, why in got.skipped.items()]
         # after every shape: what was measured survives a later failure
         if args.out:
-            _save(report, args.out)
+            with atomic_file(args.out) as temporary:
+                temporary.write_text(json.dumps(report, indent=1) + "\n")
         if device.type == "cuda":
             torch.cuda.empty_cache()
     print("\n".join(report["checks"]), table(report), sep="\n\n")
-
-
-def _save(report: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
-    part.replace(path)
 
 
 def main(argv: list[str]) -> None:

@@ -268,14 +268,8 @@ def _cpu_samples(steps: Sequence[tuple[Op, str]], repeats: int) -> list[Samples]
 
 def _row(op: Op, kind: str, times: list[float], peak: int | None) -> dict[str, Any]:
     median = statistics.median(times)
-    row: dict[str, Any] = {
-        "op": op.name,
-        "pass": kind,
-        "median_ms": round(median, 4),
-        "min_ms": round(min(times), 4),
-        "max_ms": round(max(times), 4),
-        "repeats": len(times),
-    }
+    row: dict[str, Any] = {"op": op.name, "pass": kind, "median_ms": round(median, 4)}
+    row |= {"min_ms": round(min(times), 4), "max_ms": round(max(times), 4), "repeats": len(times)}
     # of a GPU
     if peak is not None:
         low, high = torch.tensor(times).quantile(torch.tensor([0.2, 0.8])).tolist()
