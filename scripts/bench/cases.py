@@ -15,16 +15,13 @@ from torch import Tensor
 from vsa_kernels import block_mean_pool, block_sparse_attn, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
-from vsa.attention.full import FullAttention
-from vsa.attention.video_sparse import VideoSparseAttention
-
 from . import checks
 from .checks import Layer
 from .denoise import denoise
 from .distill import distill
 from .peers import add_peers
 from .problems import Problem, Shape, pair_counts, problem
-from .step import TEXT_TOKENS, TrainingStep
+from .step import TEXT_TOKENS, TrainingStep, attention_of
 from .timing import BACKWARD, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
 
 # of the scores that exist at a time, as in the operator
@@ -47,7 +44,7 @@ def fine(shape: Shape, setup: Setup) -> Measured:
 def vsa(shape: Shape, setup: Setup) -> Measured:
     """The whole operator: `coarse_fine_attn` as self-attention, also with the coarse gate alone."""
     p = problem(shape, setup.lists, setup.dtype, setup.device)
-    case, ops, skipped = _self_attention(p), list[Op](), Skipped()
+    case, ops, skipped = p.case, list[Op](), Skipped()
     add_peers(ops, skipped, p, setup.peers, whole=True)
     leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v, p.gate_coarse, p.gate_fine))
 
@@ -65,7 +62,6 @@ def vsa(shape: Shape, setup: Setup) -> Measured:
 def coarse(shape: Shape, setup: Setup) -> Measured:
     """All of the operator's forward but fine stage and gates, and the transposed index: each piece and their sum."""
     p = problem(shape, setup.lists, setup.dtype, setup.device)
-    _self_attention(p)
     rows = []
     for backend in setup.backends:
         _check_operator_of(p, backend)
@@ -86,15 +82,10 @@ def coarse(shape: Shape, setup: Setup) -> Measured:
 def layer(shape: Shape, setup: Setup) -> Measured:
     """A DiT layer on one video, dense against sparse: its self-attention with projections, and the whole block."""
     ops: list[Op] = []
-    names = {"dense": None, **{backend: backend for backend in setup.backends}}
-    for name, backend in names.items():
+    heads, head_dim = shape.heads, shape.head_dim
+    for name in ("dense", *setup.backends):
         torch.manual_seed(0)
-        heads, head_dim = shape.heads, shape.head_dim
-        size: dict[str, Any] = {"dim": heads * head_dim, "num_heads": heads, "head_dim": head_dim}
-        if backend is None:
-            method = FullAttention(**size)
-        else:
-            method = VideoSparseAttention(**size, tile_thw=shape.tile_thw, gate_init="model", backend=backend)
+        method = attention_of(shape, name)(dim=heads * head_dim, num_heads=heads, head_dim=head_dim)
         built = Layer.build(
             method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device, text_tokens=TEXT_TOKENS
         )
@@ -154,8 +145,10 @@ NETWORK_CASES = ("layer", "step", "distill", "denoise")
 def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     """The rows of one shape, complete."""
     say(f"{case} {shape.name}")
-    if case in NETWORK_CASES and shape.group > 1:
+    if shape.group > 1 and case in NETWORK_CASES:
         return Measured([], {case: "has query blocks of one tile"})
+    if shape.group > 1 and case != "fine":
+        raise ValueError(f"shape {shape.name} has query blocks of its own: it is for the case fine")
     with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():
         got = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
@@ -180,12 +173,6 @@ def _ours(name: str, p: Problem, backend: str, call: Callable[[], Tensor], leave
         name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=p.shape.head_dim,
         pairs=pairs, executed=executed, products=7 if backend == "triton" else 5,
     )  # fmt: skip
-
-
-def _self_attention(p: Problem) -> Any:
-    if p.shape.group > 1:
-        raise ValueError(f"shape {p.shape.name} has query blocks of its own: it is for the case fine")
-    return p.case
 
 
 Pieces = dict[tuple[str, str], Callable[[], Any]]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -100,17 +100,22 @@ def video_dit(shape: Shape, attention: str, device: torch.device) -> VideoDiT:
         size = yaml.safe_load((_CONFIGS / f"{name}.yaml").read_text())
         del size["_target_"]
     size |= {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_dim}
-    factory: Any = {"dense": FullAttention, "free": FreeAttention}.get(attention)
-    if factory is None:
-        factory = partial(
-            VideoSparseAttention,
-            tile_thw=shape.tile_thw,
-            fine_gate=False,
-            gate_init="model",
-            backend=cast(Any, attention),
-        )
     with device:
-        return VideoDiT(attention=factory, **size)
+        return VideoDiT(attention=attention_of(shape, attention, fine_gate=False), **size)
+
+
+def attention_of(shape: Shape, name: str, **options: Any) -> Any:
+    """Makes the attention of a layer from the layer's sizes.
+
+    Args:
+        shape: for its tile.
+        name: `dense`, `free` or the backend of sparse attention.
+        options: of sparse attention.
+    """
+    if name in ("dense", "free"):
+        return FullAttention if name == "dense" else FreeAttention
+    options |= {"tile_thw": shape.tile_thw, "gate_init": "model", "backend": name}
+    return partial(VideoSparseAttention, **options)
 
 
 def random_source(device: torch.device, seed: int) -> torch.Generator:
