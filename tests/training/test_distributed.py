@@ -220,7 +220,7 @@ class Reductions(L.Callback):
 
 
 def test_accumulated_gradients_are_reduced_once_a_step(training):
-    few = (*COMMON, "trainer.max_steps=2", "trainer.accumulate_grad_batches=2")
+    few = (*COMMON, "trainer.max_steps=2", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=1000")
     training(*few, "run=one")
 
     def on_rank(rank: int) -> list[list[bool]]:
@@ -366,6 +366,7 @@ def test_the_streaming_writer_makes_the_file_of_the_library(tmp_path):
 
 def test_a_full_disk_of_one_rank_ends_all(training, monkeypatch):
     few = (*COMMON, "model.num_layers=1", "callbacks.checkpoint.every_n_steps=1", "trainer=fsdp")
+    few += ("trainer.val_check_interval=1000",)
     save_file, calls = checkpointing.save_file, []
 
     def third_fails(path, group, wholes):
@@ -415,6 +416,7 @@ class Begin(L.Callback):
 @pytest.mark.parametrize("task", ["pretrain", pytest.param("finetune", marks=pytest.mark.slow)])
 def test_rank_0_alone_reads_the_digests_and_all_take_its_choice(training, monkeypatch, task):
     common = (*COMMON, "model.num_layers=1", "callbacks.checkpoint.every_n_steps=1", "trainer.max_steps=2")
+    common += ("trainer.val_check_interval=1000",)
     if task == "finetune":
         # its teacher is found again through the checkpoint that is resumed
         training(
