@@ -190,7 +190,7 @@ def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, tra
     ],
 )
 def test_two_ranks_are_one(distill, training, trainer, term):
-    common = (*term, "task.generator_every=2", "callbacks.checkpoint.every_n_steps=2", "trainer.max_steps=4")
+    common = (*term, "task.generator_every=2", "callbacks.checkpoint.every_n_steps=2", "trainer.max_steps=3")
     common += ("trainer.val_check_interval=2",)
     distill(*common, "run=one")
     spread = (
@@ -214,8 +214,8 @@ def test_two_ranks_are_one(distill, training, trainer, term):
         for name in ("fake_score/loss", "dmd/gap", "generated/std", "fake_score/grad_norm/total", "val/gap", "val/std"):
             assert (row[name] == "") == (others[step][name] == "")
             assert row[name] == "" or float(row[name]) == pytest.approx(float(others[step][name]), rel=1e-5), name
-    assert {step for step, row in rows.items() if row["val/gap"]} == {2, 4}
-    # control: the second half moved everything by more
+    assert {step for step, row in rows.items() if row["val/gap"]} == {2}
+    # control: the last iteration moved everything by more
     half = checkpoints(training.folder("one"))[0]
     assert half.step == 2
     assert largest_difference(everything(half), one) > 1e-3
