@@ -184,14 +184,21 @@ def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, tra
 @pytest.mark.parametrize(
     ("trainer", "term"),
     [
-        ("fsdp", ()),
+        ("fsdp", ("model.num_layers=1",)),
         pytest.param("fsdp", (GAN, TOLD), marks=pytest.mark.slow),
         pytest.param("ddp", (), marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_are_one(distill, training, trainer, term):
-    common = (*term, "task.generator_every=2", "callbacks.checkpoint.every_n_steps=2", "trainer.max_steps=3")
-    common += ("trainer.val_check_interval=2",)
+    training(*DENSE, *(o for o in term if o.startswith("model.")))
+    common = (
+        f"init_from={training.folder('dense')}",
+        *term,
+        "task.generator_every=2",
+        "callbacks.checkpoint.every_n_steps=2",
+        "trainer.max_steps=3",
+        "trainer.val_check_interval=2",
+    )
     distill(*common, "run=one")
     spread = (
         f"trainer={trainer}",
