@@ -129,12 +129,12 @@ def check_targets(config: Any) -> None:
         if not isinstance(target, str) or not target.startswith((*ALLOWED_TARGETS, "lightning.pytorch.Trainer")):
             raise refused
         try:
-            found = target_class(target)
+            constructor = target_class(target)
         except (ImportError, AttributeError) as error:
             moved = moved_target(target)
             reason = f"it is {moved} now" if moved != target else str(error)
             raise ValueError(f"{key}={target} does not exist: {reason}") from None
-        if not isinstance(found, type) or not f"{found.__module__}.".startswith(ALLOWED_TARGETS):
+        if not isinstance(constructor, type) or not f"{constructor.__module__}.".startswith(ALLOWED_TARGETS):
             raise refused
 
 

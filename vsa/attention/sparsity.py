@@ -48,10 +48,10 @@ def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
     Raises:
         ValueError: none, one twice, or one that is not current, dense or target.
     """
-    found: tuple[SparsityPoint, ...] = tuple(point for point in SPARSITY_POINTS if point in points)
-    if not found or len(found) < len(points):
+    ordered: tuple[SparsityPoint, ...] = tuple(point for point in SPARSITY_POINTS if point in points)
+    if not ordered or len(ordered) < len(points):
         raise ValueError(f"{name} must hold some of {', '.join(SPARSITY_POINTS)}, each once, got {list(points)}")
-    return found
+    return ordered
 
 
 def mean_topk(topk: int | Sequence[int], num_tiles: int) -> float:

@@ -16,14 +16,14 @@ def capture_outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tens
 
     What activation checkpointing recomputes afterwards is not collected again.
     """
-    found: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
 
     def keep(key: int, module: Any, inputs: Any, output: Tensor) -> None:
-        found[key] = output
+        outputs[key] = output
 
     handles = [module.register_forward_hook(partial(keep, key)) for key, module in modules.items()]
     try:
-        yield found
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()

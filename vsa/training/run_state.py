@@ -138,11 +138,11 @@ def values_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     """Values of the parts for `state.json`."""
     values: dict[str, Any] = {}
     for name, part in parts.items():
-        found = part.state_dict()
+        state = part.state_dict()
         if name in TOP_LEVEL:
-            values |= found
-        elif found or not isinstance(part, HasTensors):
-            values[name] = found
+            values |= state
+        elif state or not isinstance(part, HasTensors):
+            values[name] = state
     return values
 
 

@@ -126,22 +126,22 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
     check_folder(run_dir, overwrite=_overwrites(cfg))
     if cfg.ckpt_path is not None:
         # one process reads every byte, the others take its choice when they meet it (DiffusionModule.setup)
-        found = resolve_checkpoint(cfg.ckpt_path, run_dir, verify=_is_first_process(cfg))
-        if not _is_first_process(cfg) and 0 <= cfg.trainer.max_steps <= found.step:
+        checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir, verify=_is_first_process(cfg))
+        if not _is_first_process(cfg) and 0 <= cfg.trainer.max_steps <= checkpoint.step:
             # they never meet where nothing is left to do, which each decides by itself
-            found = resolve_checkpoint(cfg.ckpt_path, run_dir)
-        before = found.state.get("config", {}).get("task", {}).get("_target_")
+            checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir)
+        before = checkpoint.state.get("config", {}).get("task", {}).get("_target_")
         if before != cfg.task._target_:
             raise ValueError(
-                f"{found.path} is a checkpoint of {before}, the settings have task._target_={cfg.task._target_}: "
+                f"{checkpoint.path} is a checkpoint of {before}, the settings have task._target_={cfg.task._target_}: "
                 "to start from its weights use init_from="
             )
-        began = found.state.get("config", {}).get("init_from")
+        began = checkpoint.state.get("config", {}).get("init_from")
         if cfg.init_from not in (None, began):
             raise ValueError(f"init_from={cfg.init_from}, but the run of ckpt_path={cfg.ckpt_path} began from {began}")
         cfg.init_from = began
-        rank_zero_info(f"resuming from {found.path}")
-        return found
+        rank_zero_info(f"resuming from {checkpoint.path}")
+        return checkpoint
     if list_checkpoints(run_dir / "checkpoints") and not _overwrites(cfg):
         raise ValueError(
             f"run folder {run_dir} already holds checkpoints: resume with ckpt_path=last, "

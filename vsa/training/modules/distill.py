@@ -167,9 +167,9 @@ class DistillModule(DiffusionModule):
     def setup(self, stage: str) -> None:
         set_accumulation(self.trainer, self._micro_batches)
         super().setup(stage)
-        found = None if self.init_from is None else self.init_from.statistics
-        ours = (self.statistics.mean, self.statistics.std)
-        if found is not None and not all(torch.allclose(torch.tensor(a), b) for a, b in zip(found, ours, strict=True)):
+        start = None if self.init_from is None else self.init_from.statistics
+        own = (self.statistics.mean, self.statistics.std)
+        if start is not None and not all(torch.allclose(torch.tensor(a), b) for a, b in zip(start, own, strict=True)):
             raise ValueError(
                 f"{self.init_from.source} was trained on latents of another scale than the teacher "  # type: ignore
                 f"{self.teacher.start.source}: their means and deviations differ"
@@ -177,8 +177,8 @@ class DistillModule(DiffusionModule):
 
     def choose_statistics(self) -> LatentStatistics:
         """Those that the teacher was trained with, on whatever data; else as in pretraining."""
-        found = self.teacher.start.statistics
-        return super().choose_statistics() if found is None else LatentStatistics.of(found)
+        statistics = self.teacher.start.statistics
+        return super().choose_statistics() if statistics is None else LatentStatistics.of(statistics)
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -264,12 +264,12 @@ class DistillModule(DiffusionModule):
         self._batches.clear()
         set_manual_step(trainer, iteration + 1)
         # here and not when the batch has ended: a checkpoint is written in between
-        found = spread.spread(trainer.strategy)
-        stop = found is not None and self._collapse.judge(found)
+        judged = spread.spread(trainer.strategy)
+        stop = judged is not None and self._collapse.judge(judged)
         if stop or self.logs_this_step(iteration + 1):
             self._log_window()
         if stop:
-            raise FloatingPointError(f"iteration {iteration}: {self._collapse.report(found)}")  # type: ignore
+            raise FloatingPointError(f"iteration {iteration}: {self._collapse.report(judged)}")  # type: ignore
 
     def _scored(self, update: Callable[..., ScoredRollout], *more: Any) -> Iterator[ScoredRollout]:
         """Gradients of every micro-batch of the iteration, summed; all ranks add theirs at the last one."""
@@ -338,8 +338,8 @@ class DistillModule(DiffusionModule):
         self._validation.spread.add(scored.x0)
 
     def on_validation_epoch_end(self) -> None:
-        found = self._validation.metrics(self.trainer.strategy)
-        metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in found.items() if "loss" not in name}
+        values = self._validation.metrics(self.trainer.strategy)
+        metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in values.items() if "loss" not in name}
         self.log_step(metrics, self.global_step)
         # for callbacks that watch it
         self.log("val/gap", metrics.get("val/gap", math.nan), logger=False)

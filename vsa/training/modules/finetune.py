@@ -107,8 +107,8 @@ class FinetuneModule(PretrainModule):
         """Those that the run it starts from was trained with, on whatever data; else as in pretraining."""
         if self.resume is not None:
             return LatentStatistics.of((self.resume.state["latent_mean"], self.resume.state["latent_std"]))
-        found = self.init_from.statistics if self.init_from is not None else None
-        return super().choose_statistics() if found is None else LatentStatistics.of(found)
+        statistics = self.init_from.statistics if self.init_from is not None else None
+        return super().choose_statistics() if statistics is None else LatentStatistics.of(statistics)
 
     def record(self) -> dict[str, Any]:
         record = super().record()
