@@ -179,7 +179,8 @@ class TinyTraining:
             (values if is_value else groups).append(override)
         config = copy.deepcopy(composed((*tiny, *groups)))
         for override in OverridesParser.create().parse_overrides(values):
-            OmegaConf.update(config, override.get_key_element(), override.value())
+            # an option whose default stands in Python is in no file
+            OmegaConf.update(config, override.get_key_element(), override.value(), force_add=True)
         return config
 
     def folder(self, run: str = "default") -> Path:

@@ -22,7 +22,7 @@ from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.data.codecs import Codec
 from vsa.data.toy_videos import COLOURS, DIRECTIONS, evaluation_prompts, render_clip, score_clip
 from vsa.errors import one_line_errors
-from vsa.sampling.clip_folder import sampling_progress
+from vsa.progress import progress_bar
 from vsa.sampling.pipeline import generate, load_run, settings_dict
 
 CHANCE = {"colour": 1 / len(COLOURS), "direction": 1 / len(DIRECTIONS)}
@@ -111,9 +111,8 @@ def main(argv: list[str] | None = None) -> None:
         batch_size=args.batch_size,
     )
     prompts = evaluation_prompts(args.clips)
-    with sampling_progress() as progress:
-        task = progress.add_task("sampling", total=len(prompts) * settings.steps)
-        videos = generate(run, prompts, settings, lambda clips: progress.advance(task, clips))
+    with progress_bar("sampling", len(prompts) * settings.steps) as advance:
+        videos = generate(run, prompts, settings, advance)
     model = score(videos, prompts)
     frames, height, width = videos.shape[1:4]
     codec = score(*reconstructions(run.codec, args.clips, args.seed, (frames, height, width)))

@@ -29,6 +29,7 @@ from vsa.checkpoints.weight_files import refuse_existing, refuse_other_tensors
 from vsa.checkpoints.weight_source import open_network
 from vsa.checkpoints.weights import WeightSource
 from vsa.diffusion.sampler import step_list
+from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 
 Target = Literal[Layout, "run"]
@@ -147,7 +148,7 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
         num_tiles=(1,),
         grids=(options.grid,),
     )
-    with torch.device("meta"):
+    with without_memory():
         model = VideoDiT(attention=attention_of(sparse), **arguments)
     latents = [n * p for n, p in zip(options.grid, arguments["patch_size"], strict=True)]
     num_tiles = model.layout_for((arguments["in_channels"], *latents), "cpu").num_video_tiles
@@ -191,7 +192,7 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     else:
         steps = source.step_list if options.step_list is None else step_list(options.step_list)
     arguments = video_dit_arguments(source.config)
-    with torch.device("meta"):
+    with without_memory():
         model = VideoDiT(attention=attention_of(sparse), **arguments)
     refuse_other_tensors({n: tuple(p.shape) for n, p in model.named_parameters()}, source.shapes, source.name)
     if sparse is not None:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
@@ -26,6 +25,7 @@ from vsa.checkpoints.weight_files import refuse_existing
 from vsa.checkpoints.weight_source import RunWeights, open_weights
 from vsa.checkpoints.weights import WeightSource
 from vsa.diffusion.sampler import step_list
+from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 
 # what a run's checkpoint says about its weights; the rest is about going on with its training
@@ -104,7 +104,7 @@ def networks(sparse: WeightSource) -> tuple[VideoDiT, VideoDiT]:
     Raises:
         ValueError: no config of it, or the attention is dense.
     """
-    with torch.device("meta"):
+    with without_memory():
         model, dense = sparse.network(), sparse.network(attention=FullAttention)
     method: Any = model.blocks[0].method
     if isinstance(method, FullAttention):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
@@ -21,6 +20,7 @@ from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, lock
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, build_task, check_settings, check_targets, model_factory, resolved
+from vsa.models.init import without_memory
 from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings
 from vsa.training.ending import fit, nothing_to_do
@@ -152,7 +152,7 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
 
 def _check_model(cfg: DictConfig, datamodule: Any) -> None:
     """Refuse a model that cannot be built or does not fit the encoders, before any data is prepared."""
-    with torch.device("meta"):
+    with without_memory():
         model = model_factory(cfg)()
     channels = datamodule.codec.channels
     # an image condition takes input channels of its own; it is compared with the data when training starts

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.weight_source import WeightSource, open_weights
+from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, build_model
 
@@ -27,7 +28,7 @@ def gates_from_dense(model: VideoDiT) -> Gates:
 
 def refuse_other_network(start: WeightSource, make: Callable[[], VideoDiT], role: str) -> None:
     """Raise ValueError when dense weights do not fit the network that `make` builds; no memory is taken."""
-    with torch.device("meta"):
+    with without_memory():
         network = make()
     try:
         start.check(network, gates_from_dense(network))
