@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
-from vsa_kernels import BlockIndex, Blocks, block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels import BlockIndex, block_mean_pool, block_sparse_attn, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
+from vsa_kernels.testing import make_case
 
 from vsa.errors import one_line_errors
 
@@ -37,17 +39,16 @@ def problem(seed: int, at: torch.device) -> str:
     dtype = rng.choice((*half, torch.float32))
     head_dim, group, kv_heads, batch = rng.choice([16, 32, 48, 64, 128]), rng.choice([1, 2, 3]), rng.choice([1, 2]), 2
     largest = rng.choice([(64, 64), (64, 16), (128, 64), (100, 40)] if at.type == "cuda" else [(16, 16), (20, 9)])
-    q_blocks, kv_blocks = (_blocks(rng, size, at) for size in largest)
+    sizes = [[rng.choice([1, n, rng.randint(1, n)]) for _ in range(rng.randint(1, 6))] for n in largest]
     heads = group * kv_heads
-
-    def tokens(blocks: Blocks, num_heads: int) -> Tensor:
-        # the number of tokens is the sum of the sizes, no more
-        shape = (batch, int(blocks.offsets[-1]), num_heads, head_dim)
-        return torch.randn(shape, device=at, dtype=dtype, requires_grad=True)
-
-    q, gate_coarse, gate_fine = (tokens(q_blocks, heads) for _ in range(3))
-    k, v = tokens(kv_blocks, kv_heads), tokens(kv_blocks, kv_heads)
-    sides = {"q_blocks": q_blocks, "kv_blocks": kv_blocks, "backend": "triton"}
+    case = make_case(
+        *sizes, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, density=0.4, index_batch=1,
+        index_heads=1, kv_valid=True, dtype=dtype, device=at, seed=seed,
+    )  # fmt: skip
+    q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
+    gate_coarse, gate_fine = (torch.randn_like(q, requires_grad=True) for _ in range(2))
+    q_blocks, kv_blocks, listed = case.q_blocks, case.kv_blocks, case.index
+    sides: dict[str, Any] = {**case.blocks, "backend": "triton"}
     topk = rng.randint(1, kv_blocks.num)
     gate = rng.choice([None, gate_fine])
     _backward(coarse_fine_attn(q, k, v, gate_coarse, gate, topk=topk, **sides).out, q, k, v, gate_coarse, gate)
@@ -57,12 +58,11 @@ def problem(seed: int, at: torch.device) -> str:
     scores = torch.randn(batch, heads, q_blocks.num, kv_blocks.num, device=at)
     marks = torch.rand(2, q_blocks.num, kv_blocks.num, device=at) < 0.4
     rows = torch.randint(1, kv_blocks.num + 1, (q_blocks.num,), device=at, dtype=torch.int32)
-    listed = BlockIndex.from_dense(marks[:1, None])
     indices = [
         select_topk(scores, topk, backend="triton"),
         select_topk(scores, topk, candidates=marks[0], backend="triton"),
         select_topk(scores, rows, candidates=marks[0], always=marks[1], backend="triton"),
-        # lists without spare entries, broadcast over batch and heads, some empty
+        # broadcast over batch and heads, some empty, with spare entries out of range
         listed,
         # every other entry of wider tensors
         BlockIndex(
@@ -71,20 +71,12 @@ def problem(seed: int, at: torch.device) -> str:
         ),
     ]
     for index in indices:
-        valid = None
-        if rng.random() < 0.5:
-            sizes = kv_blocks.sizes.expand(batch, -1)
-            valid = (torch.rand(sizes.shape, device=at) * (sizes + 1)).int()
+        valid = rng.choice([None, case.kv_valid])
         out, lse = block_sparse_attn(q, k, v, index, kv_valid=valid, **sides)
         _backward(out, q, k, v)
         assert not lse.isnan().any(), "lse is NaN"
     shape = f"B {batch} H {heads}/{kv_heads} D {head_dim} L {q.shape[1]} S {k.shape[1]} blocks {largest} topk {topk}"
     return f"{dtype} {shape}".removeprefix("torch.")
-
-
-def _blocks(rng: random.Random, largest: int, at: torch.device) -> Blocks:
-    num = rng.randint(1, 6)
-    return Blocks.from_sizes([rng.choice([1, largest, rng.randint(1, largest)]) for _ in range(num)], at)
 
 
 def _backward(out: Tensor, *inputs: Tensor | None) -> None:

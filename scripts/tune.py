@@ -1,7 +1,7 @@
 """Measures launch configurations of the Triton kernels on this machine's GPU.
 
-    python scripts/tune.py fwd dq dkv --head-dim 64 128
-    python scripts/tune.py coarse_fwd coarse_dq coarse_dkv --write
+    python -m scripts.tune fwd dq dkv --head-dim 64 128
+    python -m scripts.tune coarse_fwd coarse_dq coarse_dkv --write
 
 Each candidate of a fixed grid is checked against an eager result and timed on a problem of 16,384 tokens, 12 heads, 256
 blocks and 32 of them listed per query block (coarse kernels: attention over the 256 block means). Candidates are
@@ -11,26 +11,29 @@ compiled in parallel processes first. `--write` pins the fastest in vsa_kernels/
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from bench.timing import flush_buffer, gpu_times
 from torch import Tensor
 from vsa_kernels import Blocks, launch, select_topk
 from vsa_kernels.block_sparse import gather
 from vsa_kernels.block_sparse.mask import BlockMask
 
+from scripts.bench.timing import flush_buffer, gpu_times
 from vsa.errors import one_line_errors
+from vsa.files import atomic_file
 
 KERNELS = ("fwd", "dq", "dkv", "coarse_fwd", "coarse_dq", "coarse_dkv")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -190,33 +193,25 @@ def measure(kernel: str, head_dim: int, dtype: torch.dtype, configs: list[Config
     return sorted(timed, key=lambda entry: entry[0])
 
 
-def compile_all(args: argparse.Namespace) -> None:
+def compile_all(jobs: Sequence[tuple[str, int, torch.dtype, Config]]) -> None:
     """Fill Triton's cache from as many processes as there are cores."""
     count = max(1, min(14, (os.cpu_count() or 2) - 2))
-    own = [sys.executable, str(Path(__file__).resolve()), *args.kernels, "--dtype", args.dtype]
-    own += ["--head-dim", *map(str, args.head_dim)]
-    running = [subprocess.Popen([*own, "--compile-part", str(i), str(count)]) for i in range(count)]
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as workers:
+        wait([workers.submit(compile_one, *job) for job in jobs])
+
+
+def compile_one(kernel: str, head_dim: int, dtype: torch.dtype, config: Config) -> None:
+    """Run a candidate once on a small problem with the compile keys of the large one."""
     # a candidate that fails here is reported by the measurement
-    for process in running:
-        process.wait()
+    with contextlib.suppress(Exception):
+        checked(_small_problem(kernel, head_dim, dtype), config, dtype)
 
 
-def compile_part(jobs: Iterator[tuple[str, int, torch.dtype, Config]]) -> None:
-    """Plan candidates once on small problems with the compile keys of the large ones."""
-    device = torch.device("cuda")
-
-    @functools.cache
-    def small(kernel: str, head_dim: int, dtype: torch.dtype) -> Problem:
-        # the coarse stage is small as it is
-        size = {} if kernel.startswith("coarse_") else {"tokens": _COMPILE_TOKENS, "topk": _COMPILE_TOPK}
-        return problem(kernel, head_dim, dtype, device, **size)
-
-    for kernel, head_dim, dtype, config in jobs:
-        try:
-            checked(small(kernel, head_dim, dtype), config, dtype)
-        # reported by the measurement
-        except Exception:
-            continue
+@functools.cache
+def _small_problem(kernel: str, head_dim: int, dtype: torch.dtype) -> Problem:
+    # the coarse stage is small as it is
+    size = {} if kernel.startswith("coarse_") else {"tokens": _COMPILE_TOKENS, "topk": _COMPILE_TOPK}
+    return problem(kernel, head_dim, dtype, torch.device("cuda"), **size)
 
 
 def write(path: Path, kernel: str, arch: int, bits: int, head_dim: int, config: Config) -> None:
@@ -230,9 +225,8 @@ def write(path: Path, kernel: str, arch: int, bits: int, head_dim: int, config: 
     dims = table[kernel][str(arch)].setdefault(str(bits), {})
     dims[str(head_dim)] = config
     table[kernel][str(arch)][str(bits)] = dict(sorted(dims.items(), key=lambda item: int(item[0])))
-    part = path.with_suffix(".part")
-    part.write_text(dump(table))
-    part.replace(path)
+    with atomic_file(path) as temporary:
+        temporary.write_text(dump(table))
 
 
 def dump(table: dict[str, Any], depth: int = 0) -> str:
@@ -254,7 +248,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the tokens")
     parser.add_argument("--write", action="store_true", help="pin the fastest in configs.json")
-    parser.add_argument("--compile-part", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not all(d % 16 == 0 and 16 <= d <= 256 for d in args.head_dim):
         raise ValueError(f"--head-dim must be multiples of 16 from 16 to 256, got {args.head_dim}")
@@ -268,14 +261,9 @@ def main(argv: list[str]) -> None:
         dtype_in = torch.float32 if kernel.startswith("coarse_") else dtype
         pinned = launch.config(kernel, head_dim, dtype_in, device)
         plan.append((kernel, head_dim, candidates(kernel, dtype, arch, pinned)))
-    if args.compile_part:
-        first, step = args.compile_part
-        jobs = ((kernel, head_dim, dtype, config) for kernel, head_dim, configs in plan for config in configs)
-        compile_part(itertools.islice(jobs, first, None, step))
-        return
-    count = sum(len(configs) for *_, configs in plan)
-    print(f"{torch.cuda.get_device_name(device)}, sm_{arch}: compiling {count} candidates", flush=True)
-    compile_all(args)
+    jobs = [(kernel, head_dim, dtype, config) for kernel, head_dim, configs in plan for config in configs]
+    print(f"{torch.cuda.get_device_name(device)}, sm_{arch}: compiling {len(jobs)} candidates", flush=True)
+    compile_all(jobs)
     for kernel, head_dim, configs in plan:
         print(f"{kernel}, D={head_dim}, {args.dtype}", flush=True)
         timed = measure(kernel, head_dim, dtype, configs)

@@ -1,6 +1,7 @@
 """Imports stay where the layers put them, seen from fresh interpreters."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,36 +12,46 @@ ROOT = Path(__file__).parent.parent
 HEAVY = ("lightning", "hydra", "omegaconf", "webdataset", "wandb", "diffusers", "transformers", "av")
 
 
-def _loaded_by(statement: str) -> set[str]:
-    code = (
-        f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'kernels')!r}]\n{statement}\n"
-        f"print(' '.join(name for name in {HEAVY!r} if name in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
-@pytest.mark.parametrize(
-    ("statement", "allowed"),
-    [
-        ("import vsa_kernels", set()),
-        ("import vsa.models.video_dit, vsa.attention.video_sparse, vsa.diffusion.sampler", set()),
-        ("import vsa.data.shards", {"webdataset"}),
-        # lightning itself may load transformers
-        ("import vsa.training.modules.pretrain", {"lightning", "transformers"}),
-    ],
-)
-def test_modules_load_only_what_their_layer_may(statement, allowed):
-    assert _loaded_by(statement) - allowed == set()
-
-
-def test_model_and_kernels_import_without_triton():
+# what a statement may load
+ALLOWED = {
+    "import vsa_kernels": set(),
+    "import vsa.models.video_dit, vsa.attention.video_sparse, vsa.diffusion.sampler": set(),
+    "import vsa.data.shards": {"webdataset"},
+    # lightning itself may load transformers
+    "import vsa.training.modules.pretrain": {"lightning", "transformers"},
     # None in sys.modules makes every import of the name fail
-    assert _loaded_by("sys.modules['triton'] = None\nimport vsa_kernels, vsa.models.video_dit") == set()
+    "sys.modules['triton'] = None\nimport vsa_kernels, vsa.models.video_dit": set(),
+}
+FORBIDDEN = "import omegaconf"
 
 
-def test_probe_sees_a_forbidden_import():
-    assert "omegaconf" in _loaded_by("import omegaconf")
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """Heavy packages that each statement loads: one interpreter that has torch forks for every statement."""
+    code = f"""if True:
+        import json, os, sys
+        sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "kernels")!r}]
+        import torch
+
+        for statement in {[*ALLOWED, FORBIDDEN]!r}:
+            if os.fork() == 0:
+                exec(statement)
+                print(json.dumps([statement, [name for name in {HEAVY!r} if name in sys.modules]]), flush=True)
+                os._exit(0)
+            assert os.wait()[1] == 0, statement
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {statement: set(names) for statement, names in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize(("statement", "allowed"), ALLOWED.items())
+def test_modules_load_only_what_their_layer_may(loaded, statement, allowed):
+    assert loaded[statement] - allowed == set()
+
+
+def test_probe_sees_a_forbidden_import(loaded):
+    assert "omegaconf" in loaded[FORBIDDEN]
 
 
 def test_only_one_file_touches_lightnings_private_state():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.disks import small_files
 from vsa.errors import one_line_errors
-from vsa.files import DiskFullError, atomic_file, writing
+from vsa.files import DiskFullError, atomic_file, atomic_folder, writing
 
 FREE = r"\d[\d.]* [kMGT]?B free"
 
@@ -74,3 +75,56 @@ def test_an_atomic_file_on_a_full_disk_stays_what_it_was(tmp_path: Path):
         replace()
     assert target.read_text() == "before"
     assert [p.name for p in tmp_path.iterdir()] == ["index.json"]
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        done.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        done.append(("name", os.path.basename(target)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_rename)
+    with atomic_folder(tmp_path / "runs" / "new") as temporary:
+        (temporary / "in").mkdir()
+        for name in ("b", "in/c", "a"):
+            (temporary / name).write_text(name)
+    inside = [("sync", name) for name in ("a", "b", "in", "c", ".writing-new")]
+    assert done == [*inside, ("name", "new"), ("sync", "runs")]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_takes_the_place_of_another_only_where_it_is_to(tmp_path: Path, replace: bool):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "old").touch()
+    # litter of a write that was killed
+    (tmp_path / ".writing-new").mkdir()
+    (tmp_path / ".writing-new" / "half").touch()
+
+    def write() -> None:
+        with atomic_folder(tmp_path / "new", replace=replace) as temporary:
+            (temporary / "a").touch()
+
+    if replace:
+        write()
+    else:
+        with pytest.raises(OSError, match="not empty"):
+            write()
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+    assert left == ["new", "new/a" if replace else "new/old"]
+
+
+def test_a_folder_on_a_full_disk_leaves_nothing(tmp_path: Path):
+    def write() -> None:
+        with small_files(1000), atomic_folder(tmp_path / "new", needed=2000) as temporary:
+            (temporary / "a").write_bytes(b"x" * 2000)
+
+    with pytest.raises(DiskFullError, match=rf"{tmp_path}/new: File too large \(2 kB needed, 1 kB written, {FREE}\)"):
+        write()
+    assert not list(tmp_path.iterdir())

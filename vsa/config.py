@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
 from vsa.moved import moved_target
-from vsa.settings import AtLeastOne, Bound, Count, Positive, Share, fits, hints_of, plain, refusal, shown
+from vsa.settings import AtLeastOne, Bound, Count, Positive, Share, arguments_of, fits, hints_of, plain, refusal, shown
 
 ALLOWED_TARGETS = (
     "vsa.",
@@ -58,16 +58,16 @@ class Run:
             trainer.max_steps.
     """
 
-    name: str | int = "pretrain"
-    run: str | int = "default"
-    output_dir: str = "outputs"
-    run_dir: str = "${output_dir}/${name}/${run}"
-    seed: Count = 0
-    tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (4, 4, 4)
-    ckpt_path: str | None = None
-    init_from: str | None = None
-    overwrite: bool = False
-    flop_budget: Positive | None = None
+    name: str | int
+    run: str | int
+    output_dir: str
+    run_dir: str
+    seed: Count
+    tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne]
+    ckpt_path: str | None
+    init_from: str | None
+    overwrite: bool
+    flop_budget: Positive | None
 
 
 OBJECTS = ("task", "model", "attention", "sparsity", "data", "optim", "trainer")
@@ -129,12 +129,12 @@ def check_targets(config: Any) -> None:
         if not isinstance(target, str) or not target.startswith((*ALLOWED_TARGETS, "lightning.pytorch.Trainer")):
             raise refused
         try:
-            found = target_class(target)
+            constructor = target_class(target)
         except (ImportError, AttributeError) as error:
             moved = moved_target(target)
             reason = f"it is {moved} now" if moved != target else str(error)
             raise ValueError(f"{key}={target} does not exist: {reason}") from None
-        if not isinstance(found, type) or not f"{found.__module__}.".startswith(ALLOWED_TARGETS):
+        if not isinstance(constructor, type) or not f"{constructor.__module__}.".startswith(ALLOWED_TARGETS):
             raise refused
 
 
@@ -243,6 +243,25 @@ def _takes(hint: Any, cls: type) -> bool:
     if hint is Any or origin is Callable:
         return True
     return isinstance(hint, type) and (getattr(hint, "_is_protocol", False) or issubclass(cls, hint))
+
+
+def resolved(config: DictConfig | Mapping[str, Any]) -> Any:
+    """A config as plain values, for the record: settings that nobody gave have the default of their constructor."""
+    plain_config = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
+    return _with_defaults(plain_config)
+
+
+def _with_defaults(node: Any) -> Any:
+    if isinstance(node, list | tuple):
+        return [_with_defaults(value) for value in node]
+    if not isinstance(node, Mapping):
+        return node
+    defaults: dict[str, Any] = {}
+    if str(node.get("_target_")).startswith("vsa."):
+        arguments = arguments_of(target_class(node["_target_"]))
+        values = {name: parameter.default for name, parameter in arguments.items()}
+        defaults = {k: v for k, v in values.items() if v is None or isinstance(v, bool | int | float | str | tuple)}
+    return {name: _with_defaults(value) for name, value in {**defaults, **node}.items()}
 
 
 def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:

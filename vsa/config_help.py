@@ -11,18 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from vsa.config import ELSEWHERE, LIMITS, Run, target_class
-from vsa.settings import describe, hints_of, shown
+from vsa.config import ELSEWHERE, LIMITS, Run, config_folder, target_class
+from vsa.settings import arguments_of, describe, hints_of, shown
 
-CONFIGS = next(
-    path for path in (Path(__file__).parent / "configs", Path(__file__).parents[1] / "configs") if path.is_dir()
-)
+CONFIGS = config_folder()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +56,9 @@ def options(group: str) -> list[Option]:
     Raises:
         ValueError: no such group or file.
     """
-    if group == "run":
-        return list(_options("", Run, vars(Run())))
     name, _, choice = group.partition("/")
     known = choices()
-    if name not in known or choice not in ("", *known[name]):
+    if group != "run" and (name not in known or choice not in ("", *known[name])):
         names = ["run", *known, *(f"{key}/{file}" for key, files in known.items() for file in files)]
         nearest = get_close_matches(group, names, 1)
         advice = f", did you mean {nearest[0]}?" if nearest else f": expected one of {', '.join(['run', *known])}"
@@ -71,6 +66,8 @@ def options(group: str) -> list[Option]:
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         cfg = compose("train", overrides=[f"{group.replace('/', '=')}"] if choice else [])
     whole: Any = OmegaConf.to_container(cfg, resolve=False)
+    if group == "run":
+        return list(_options("", Run, whole))
     if not isinstance(node := whole.get(name), Mapping):
         raise ValueError(f"{name} sets options of other groups: look into {name}/*.yaml, or at --cfg job")
     nodes = {name: node} if "_target_" in node else {f"{name}.{key}": value for key, value in node.items()}
@@ -85,10 +82,10 @@ def options(group: str) -> list[Option]:
 def _options(prefix: str, constructor: type, settings: Mapping[str, Any]) -> Iterator[Option]:
     place = f"{constructor.__module__}.{constructor.__qualname__}"
     hints = {**hints_of(constructor), **LIMITS.get(place, {})}
-    parameters = inspect.signature(constructor).parameters
+    arguments = arguments_of(constructor)
     for name in hints:
         key = f"{prefix}{name}"
-        value = settings.get(name, parameters[name].default if name in parameters else inspect.Parameter.empty)
+        value = settings.get(name, arguments[name].default if name in arguments else inspect.Parameter.empty)
         # what is left empty comes from the program: a task's model, a layer's width and place
         if value is inspect.Parameter.empty or key in ELSEWHERE or name == "layer_idx":
             continue

@@ -1,8 +1,9 @@
-"""Files that appear under their final name complete or not at all, and what a full disk says."""
+"""Files and folders that appear under their final name complete or not at all, and what a full disk says."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -93,6 +94,59 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file of some text or bytes, see `atomic_file`."""
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def atomic_folder(path: Path, *, needed: int | None = None, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `path` to write into; it gets the final name when the block ends without an error.
+
+    Every file and folder in it is flushed to the disk first, the folder above it after the rename. On an error the
+    temporary folder is removed and `path` stays as it was.
+
+    Args:
+        path: the final name; folders above it are created when missing.
+        needed: bytes of the whole, where they are known.
+        replace: remove a folder that has the name, right before the rename.
+
+    Raises:
+        DiskFullError: names `path`, what was written of it and what is free.
+    """
+    temporary = path.with_name(f".writing-{path.name}")
+    try:
+        with writing(path, temporary, needed=needed):
+            # litter of a write that was killed
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            yield temporary
+            for inside in (*sorted(temporary.rglob("*")), temporary):
+                _fsync(inside)
+            if replace and path.exists():
+                remove_folder(path)
+            os.replace(temporary, path)
+            _fsync(path.parent)
+    except BaseException:
+        # a full disk needs the room
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder so that no half of it can ever be taken for a whole one."""
+    doomed = path.with_name(f".removing-{path.name}")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

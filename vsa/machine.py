@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,11 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def _installed(packages: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    installed = {}
     for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def describe_here() -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 MOVED = {
     "vsa.attention.annealing.": "vsa.attention.sparsity_schedules.",
     "vsa.attention.schedule.": "vsa.attention.sparsity.",
-    "vsa.data.datamodule.ToyOnlineDataModule": "vsa.data.toy_datamodule.ToyOnlineDataModule",
+    "vsa.data.toy_datamodule.": "vsa.data.datamodule.",
     "vsa.training.distill.": "vsa.training.modules.distill.",
     "vsa.training.distill_loss.": "vsa.objectives.distribution_matching.",
     "vsa.training.finetune.FinetuneLoss": "vsa.objectives.flow_matching.FinetuneLoss",

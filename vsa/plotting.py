@@ -58,7 +58,8 @@ def fit_text(text: str, width: int, lines: int) -> Fitted:
     words = " ".join(text.split())
     families, missing = _fonts_for({ord(letter) for letter in words})
     wide = any(unicodedata.east_asian_width(letter) in "WF" for letter in words if ord(letter) not in missing)
-    shown = "".join(_code_point(letter) if ord(letter) in missing else letter for letter in words)
+    # code points in place of the missing letters
+    shown = "".join(s.encode("unicode_escape").decode() if ord(s) in missing else s for s in words)
     cut = textwrap.wrap(shown, width // 2 if wide else width, max_lines=lines, placeholder=" …")
     return Fitted("\n".join(cut), {"family": families, "parse_math": False})
 
@@ -70,10 +71,6 @@ def set_title(setter: Callable[..., Any], title: str, *, width: int) -> None:
     if fitted:
         style = {**fitted[0].style, "family": list(dict.fromkeys(families))}
         setter("\n".join(line.text for line in fitted), fontsize=9, **style)
-
-
-def _code_point(letter: str) -> str:
-    return letter.encode("unicode_escape").decode()
 
 
 def _fonts_for(letters: Iterable[int]) -> tuple[list[str], set[int]]:

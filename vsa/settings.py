@@ -72,17 +72,24 @@ def checked(cls: Class) -> Class:
     return cls
 
 
-@functools.cache
 def hints_of(constructor: Callable[..., Any]) -> Mapping[str, Any]:
     """Annotation of every argument by name, `Any` where there is none; `**` stands for further ones."""
+    return {name: parameter.annotation for name, parameter in arguments_of(constructor).items()}
+
+
+@functools.cache
+def arguments_of(constructor: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Every argument by name; what a class of ours takes as `**` are further arguments of its base class."""
     initialise = constructor.__init__ if isinstance(constructor, type) else constructor
-    found = {}
+    own: dict[str, inspect.Parameter] = {}
+    passed_on: Mapping[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(constructor).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            found["**"] = Any
+            ours = isinstance(constructor, type) and constructor.__module__.startswith("vsa.")
+            passed_on = arguments_of(constructor.__base__) if ours else {"**": parameter.replace(annotation=Any)}
         elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-            found[name] = _hint(inspect.unwrap(initialise), name)
-    return found
+            own[name] = parameter.replace(annotation=_hint(inspect.unwrap(initialise), name))
+    return {**passed_on, **own}
 
 
 def _hint(function: Any, name: str) -> Any:

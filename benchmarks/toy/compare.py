@@ -10,16 +10,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.toy.study import ROOT, write_json
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.errors import one_line_errors
 from vsa.evaluation.figures import read_metric
-from vsa.files import atomic_file
-
-ROOT = Path(__file__).parents[2]
 
 
 def command(*arguments: str) -> None:
@@ -33,7 +32,7 @@ def command(*arguments: str) -> None:
         raise ValueError(f"{' '.join(arguments)} ended with status {done.returncode}")
 
 
-def row(run: Path, checkpoint: Checkpoint) -> dict[str, float | str]:
+def row(run: Path, checkpoint: Checkpoint) -> dict[str, Any]:
     """What a run cost and reached, from its metrics, checkpoint and score."""
     score = json.loads((run / "score.json").read_text(encoding="utf-8"))
     metrics = run / "metrics.csv"
@@ -43,8 +42,7 @@ def row(run: Path, checkpoint: Checkpoint) -> dict[str, float | str]:
         "flops": checkpoint.state["flops_total"],
         "seconds_per_step": float(read_metric(metrics, "throughput/step_seconds")[1].mean()),
         "val_loss": float(read_metric(metrics, "val/loss")[1][-1]),
-        "colour": score["model"]["colour"],
-        "direction": score["model"]["direction"],
+        **score["model"],
     }
 
 
@@ -64,22 +62,20 @@ def main() -> None:
     command("-m", "benchmarks.toy.score", str(args.dense), "--guidance", args.guidance, "--steps", args.steps)
 
     rows = [row(args.sparse, sparse), row(args.dense, resolve_checkpoint(args.dense))]
-    table = Table(title="sparse against dense attention at equal training FLOPs")
-    for heading in ("run", "steps", "PFLOPs", "s/step", "val loss", "colour", "direction"):
-        table.add_column(heading)
+    columns = {
+        "run": "{run}",
+        "steps": "{steps}",
+        "PFLOPs": "{pflops:.4f}",
+        "s/step": "{seconds_per_step:.3f}",
+        "val loss": "{val_loss:.4f}",
+        "colour": "{colour:.1%}",
+        "direction": "{direction:.1%}",
+    }
+    table = Table(*columns, title="sparse against dense attention at equal training FLOPs")
     for found in rows:
-        table.add_row(
-            str(found["run"]),
-            str(found["steps"]),
-            f"{float(found['flops']) / 1e15:.4f}",
-            f"{float(found['seconds_per_step']):.3f}",
-            f"{float(found['val_loss']):.4f}",
-            f"{float(found['colour']):.1%}",
-            f"{float(found['direction']):.1%}",
-        )
+        table.add_row(*(cell.format(**found, pflops=found["flops"] / 1e15) for cell in columns.values()))
     Console().print(table)
-    with atomic_file(args.dense / "compare.json") as temporary:
-        temporary.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    write_json(args.dense / "compare.json", rows)
 
 
 if __name__ == "__main__":

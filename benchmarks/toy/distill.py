@@ -10,11 +10,9 @@ python -m benchmarks.toy.distill outputs/distill_toy --seeds 0 1 2
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from benchmarks.toy.distill_report import MEASURES, RECONSTRUCTIONS, draw, show
-from benchmarks.toy.finetune import train
 from benchmarks.toy.score import CHANCE, score
+from benchmarks.toy.study import parse_counts, study_parser, train_all, write_json
 from vsa.attention.full import FullAttention
 from vsa.checkpoints.merge import merge_checkpoints
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
@@ -33,7 +31,6 @@ from vsa.data.codecs import HaarCodec
 from vsa.data.toy_videos import caption_of, clip_attributes, evaluation_prompts, render_clip
 from vsa.errors import one_line_errors
 from vsa.evaluation.latent_distance import latent_distance, refuse_too_few
-from vsa.files import atomic_file
 from vsa.sampling.pipeline import (
     LoadedRun,
     ProgressFn,
@@ -45,8 +42,6 @@ from vsa.sampling.pipeline import (
     settings_dict,
 )
 
-ROOT = Path(__file__).parents[2]
-TEACHER = ("experiment=quickstart", "attention=full")
 ARMS = {
     "dense": ("experiment=distill_toy", "attention=full"),
     "sparse": ("experiment=distill_toy",),
@@ -61,34 +56,6 @@ STUDENTS = ("dense", "sparse", "merged")
 REAL_SETS = 1_000_000
 # clips in the picture: other colours and other directions
 SHOWN = [0, 7, 14, 21]
-
-
-def finish(out: Path, seed: int, steps: Mapping[str, int], common: Sequence[str], workers: ThreadPoolExecutor) -> None:
-    """The runs of one seed."""
-    folder = out / f"seed-{seed}"
-    teacher = folder / "teacher"
-    workers.submit(train, teacher, steps["teacher"], *TEACHER, f"seed={seed}", *common).result()
-    waiting = [
-        workers.submit(
-            train,
-            folder / arm,
-            steps[arm],
-            *overrides,
-            f"init_from={teacher}",
-            f"seed={seed}",
-            *decay(arm, steps[arm]),
-            *common,
-        )
-        for arm, overrides in ARMS.items()
-    ]
-    for job in waiting:
-        job.result()
-    merge(folder)
-
-
-def decay(arm: str, steps: int) -> tuple[str, ...]:
-    """The generator's learning rate ends with the run: its schedule counts its own updates, one in five iterations."""
-    return (f"optim.schedule.total_steps={math.ceil(steps / 5)}",) if arm in ("dense", "sparse") else ()
 
 
 def merge(folder: Path) -> None:
@@ -202,8 +169,7 @@ def real_latents(run: LoadedRun, prompts: Sequence[str], seed: int, shape: Seque
     """Rendered clips of the prompts as the run's training would see them: `[N, C, T, H, W]`, normalised."""
     frames, height, width = run.codec.decode(torch.zeros(*shape)).shape[:3]
     clips = (render_clip(seed, index, size=(frames, height, width))[0] for index in matching_clips(prompts, seed))
-    mean, std = (values.view(1, -1, 1, 1, 1) for values in (run.latent_mean, run.latent_std))
-    return (torch.stack([run.codec.encode(clip) for clip in clips]) - mean) / std
+    return run.statistics.normalise(torch.stack([run.codec.encode(clip) for clip in clips]))
 
 
 def evaluate(
@@ -256,13 +222,10 @@ def summary(seeds: Sequence[int], records: Sequence[Mapping[str, Mapping[str, An
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder of all runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = study_parser(__doc__)
     parser.add_argument("--teacher-steps", type=int, default=5000)
     parser.add_argument("--distill-steps", type=int, default=1000, help="of the dense and the sparse student")
     parser.add_argument("--adapt-steps", type=int, default=800, help="of the sparse adaptation that is merged")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default %(default)s)")
     parser.add_argument("--evaluate-only", action="store_true", help="train nothing, score the runs that are there")
     parser.add_argument("--clips", type=int, default=192, help="of each row, 132 or more; multiples of 24 are balanced")
     parser.add_argument("--steps", type=int, default=50, help="Euler steps of the teacher (default %(default)s)")
@@ -270,11 +233,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample-seed", type=int, default=1, help="noise of the clips, the same in all rows")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--device", help="of sampling: cpu, cuda, ... (cuda when there is one)")
-    parser.add_argument("overrides", nargs="*", help="settings for all runs, e.g. data.root=FOLDER data.videos=FOLDER")
-    args = parser.parse_intermixed_args(argv)
-    for name in ("teacher_steps", "distill_steps", "adapt_steps", "jobs", "clips", "steps", "batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    counts = ("teacher_steps", "distill_steps", "adapt_steps", "clips", "steps", "batch_size")
+    args = parse_counts(parser, argv, *counts)
     # told now, not after hours of training
     refuse_too_few(args.clips, HaarCodec().channels)
     return args
@@ -282,32 +242,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    out = args.out.resolve()
-    steps = {"teacher": args.teacher_steps, "adapted": args.adapt_steps}
-    steps |= {"dense": args.distill_steps, "sparse": args.distill_steps}
     if not args.evaluate_only:
-        with ThreadPoolExecutor(args.jobs) as workers, ThreadPoolExecutor(len(args.seeds)) as by_seed:
-            waiting = [by_seed.submit(finish, out, seed, steps, args.overrides, workers) for seed in args.seeds]
-            for job in waiting:
-                job.result()
+        # the generator's learning rate ends with the run: its schedule counts its own updates, one in five iterations
+        decay = f"optim.schedule.total_steps={math.ceil(args.distill_steps / 5)}"
+        students = {arm: (args.distill_steps, (*ARMS[arm], decay)) for arm in ("dense", "sparse")}
+        arms = {**students, "adapted": (args.adapt_steps, ARMS["adapted"])}
+        train_all(args, "teacher", args.teacher_steps, arms, then=merge)
     prompts = evaluation_prompts(args.clips)
     # all seeds are looked at before the first is sampled
-    loaded = {seed: load_runs(out / f"seed-{seed}", args.device) for seed in args.seeds}
+    loaded = {seed: load_runs(args.out / f"seed-{seed}", args.device) for seed in args.seeds}
     refuse_other_objectives([runs["dense"] for runs in loaded.values()])
     records, pictures = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         for seed, runs in loaded.items():
             rows = sampled(runs, args.sample_seed, args.steps, args.guidance, args.batch_size)
-            record, frames = evaluate(rows, prompts, seed, out, progress)
+            record, frames = evaluate(rows, prompts, seed, args.out, progress)
             records.append(record)
             pictures.append(frames)
     found = summary(args.seeds, records)
     found["objective"] = objective(loaded[args.seeds[0]]["dense"])
     found |= {"clips": args.clips, "overrides": args.overrides, "torch": torch.__version__}
-    with atomic_file(out / "compare.json") as temporary:
-        temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    draw(found, [prompts[i] for i in SHOWN], pictures[0], out / "compare.png")
+    write_json(args.out / "compare.json", found)
+    draw(found, [prompts[i] for i in SHOWN], pictures[0], args.out / "compare.png")
     show(found)
 
 

@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from benchmarks.toy.score import CHANCE
-from vsa.files import atomic_file
+from vsa.plotting import save_figure
 
 MEASURES = ("colour", "direction", "distance")
 RECONSTRUCTIONS = "codec reconstructions"
@@ -60,8 +60,7 @@ def draw(found: Mapping[str, Any], prompts: Sequence[str], pictures: Mapping[str
     panels[1].suptitle(
         f"middle frames, seed {found['seeds'][0]}, the same noise in all columns but the first", fontsize=9
     )
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=110)
+    save_figure(figure, path)
 
 
 def draw_bars(axes: Axes, values: Mapping[str, Mapping[str, Any]], *, share: bool) -> None:
@@ -86,18 +85,14 @@ def show(found: Mapping[str, Any]) -> None:
     """The rows as a table that fits 80 columns, mean and standard deviation over the seeds."""
     caption = "distance: Fréchet, on latents; the first row: between two rendered sets"
     title = f"toy distillation, {found['clips']} clips, seeds {found['seeds']}"
-    table = Table(title=title, caption=caption, box=SIMPLE, pad_edge=False)
-    table.add_column("")
-    for heading in ("forwards", "colour %", "direction %", "distance"):
-        table.add_column(heading, justify="right")
+    numbers = (Column(name, justify="right") for name in ("forwards", "colour %", "direction %", "distance"))
+    table = Table("", *numbers, title=title, caption=caption, box=SIMPLE, pad_edge=False)
     for name, row in found["rows"].items():
         cells = [f"{row['forwards']}" if "forwards" in row else ""]
         for measure in MEASURES:
             mean, spread = row[measure]["mean"], row[measure]["spread"]
-            if measure == "distance":
-                cells.append(f"{mean:.3g}" + ("" if spread is None else f" ± {spread:.2g}"))
-            else:
-                cells.append(f"{100 * mean:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}"))
+            unit, digits, rough = (1, ".3g", ".2g") if measure == "distance" else (100, ".1f", ".1f")
+            cells.append(f"{unit * mean:{digits}}" + ("" if spread is None else f" ± {unit * spread:{rough}}"))
         table.add_row(name, *cells)
     table.add_row("chance", "", *(f"{100 * value:.1f}" for value in CHANCE.values()), "")
     Console().print(table)

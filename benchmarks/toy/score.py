@@ -9,21 +9,20 @@ python -m benchmarks.toy.score outputs/quickstart/default
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
+from benchmarks.toy.study import write_json
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.data.codecs import Codec
 from vsa.data.toy_videos import COLOURS, DIRECTIONS, evaluation_prompts, render_clip, score_clip
 from vsa.errors import one_line_errors
-from vsa.files import atomic_file
+from vsa.progress import progress_bar
 from vsa.sampling.pipeline import generate, load_run, settings_dict
 
 CHANCE = {"colour": 1 / len(COLOURS), "direction": 1 / len(DIRECTIONS)}
@@ -84,9 +83,11 @@ def reconstructions(codec: Codec, count: int, seed: int, size: tuple[int, int, i
 
 
 def print_table(model: dict[str, float], codec: dict[str, float], clips: int) -> None:
-    table = Table(title=f"share of {clips} clips that show what their prompt says", caption="pixels scored, no judge")
-    for heading in ("", "colour", "direction"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    title, shares = (
+        f"share of {clips} clips that show what their prompt says",
+        (Column(x, justify="right") for x in CHANCE),
+    )
+    table = Table("", *shares, title=title, caption="pixels scored, no judge")
     for name, row in (("model", model), ("codec reconstructions", codec), ("chance", CHANCE)):
         table.add_row(name, *(f"{row[part]:.1%}" for part in CHANCE))
     Console().print(table)
@@ -110,10 +111,8 @@ def main(argv: list[str] | None = None) -> None:
         batch_size=args.batch_size,
     )
     prompts = evaluation_prompts(args.clips)
-    columns = (TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("sampling", total=len(prompts) * settings.steps)
-        videos = generate(run, prompts, settings, lambda clips: progress.advance(task, clips))
+    with progress_bar("sampling", len(prompts) * settings.steps) as advance:
+        videos = generate(run, prompts, settings, advance)
     model = score(videos, prompts)
     frames, height, width = videos.shape[1:4]
     codec = score(*reconstructions(run.codec, args.clips, args.seed, (frames, height, width)))
@@ -130,8 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         "settings": settings_dict(settings, run),
         "torch": torch.__version__,
     }
-    with atomic_file(out) as temporary:
-        temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    write_json(out, record)
     print(f"score in {out}")
     for name, least in (("colour", args.min_colour), ("direction", args.min_direction)):
         if model[name] < least:

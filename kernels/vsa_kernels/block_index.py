@@ -71,6 +71,25 @@ class Blocks:
         return self.offsets[1:] - self.offsets[:-1]
 
 
+def token_places(blocks: Blocks, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Block of each token and the token's place inside it, both int64 `[num_tokens]`."""
+    token = torch.arange(num_tokens, device=blocks.offsets.device, dtype=torch.int32)
+    block = torch.searchsorted(blocks.offsets[1:].contiguous(), token, right=True)
+    return block, (token - blocks.offsets[block]).long()
+
+
+def by_block(x: Tensor, blocks: Blocks) -> Tensor:
+    """`[B, N, max_size, H, D]` of x `[B, L, H, D]`, zeros behind short blocks."""
+    shape = (x.shape[0], blocks.num, blocks.max_size, *x.shape[2:])
+    if blocks.max_size == blocks.min_size:
+        return x.reshape(shape)
+    place = torch.arange(blocks.max_size, device=x.device)
+    # [N, max_size] tokens; places past the end of a block read some token and are then zeroed
+    token = (blocks.offsets[:-1, None] + place).clamp(max=x.shape[1] - 1)
+    padded = x.index_select(1, token.view(-1)).view(shape)
+    return padded.masked_fill_((place >= blocks.sizes[:, None])[..., None, None], 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockIndex:
     """Which kv blocks each query block attends to.

@@ -51,6 +51,13 @@ def resolve_backend(
     return name
 
 
+def resolve_plain(name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int = 1) -> str:
+    """The backend of an op that has `reference` and `triton` alone; arguments and errors as in `resolve_backend`."""
+    if name not in (None, "reference", "triton"):
+        raise ValueError(f"backend must be reference, triton or None (automatic), got {name!r}")
+    return "triton" if resolve_backend(name, device, dtype, head_dim) == "triton" else "reference"
+
+
 def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, fine_mask: bool) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"takes bfloat16, float16 and float32, got {dtype}"

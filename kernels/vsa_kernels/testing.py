@@ -1,4 +1,4 @@
-"""Cases, an independent fp64 definition and error budgets, shared by the tests and `scripts/bench.py`.
+"""Cases, an independent fp64 definition and error budgets, shared by the tests and `scripts/bench`.
 
 Nothing here calls the code under test except `run`: masks are spelled out token by token on the host.
 """
@@ -6,7 +6,8 @@ Nothing here calls the code under test except `run`: masks are spelled out token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ class Case:
     kv_blocks: Blocks
     kv_valid: Tensor | None = None
     scale: float | None = None
+
+    @property
+    def blocks(self) -> dict[str, Any]:
+        """Both partitions, as the ops take them."""
+        return {"q_blocks": self.q_blocks, "kv_blocks": self.kv_blocks}
 
     def to(self, dtype: torch.dtype) -> Case:
         """The same values in another dtype (dlse: fp32, or fp64 for fp64)."""
@@ -81,18 +87,9 @@ def make_case(
     valid = None
     if kv_valid:
         valid = torch.stack([torch.randint(0, n + 1, (batch,), generator=g) for n in kv_sizes], 1).int()
-    case = Case(
-        q=q.to(device),
-        k=k.to(device),
-        v=v.to(device),
-        dout=dout.to(device),
-        dlse=dlse.to(device),
-        index=_index_to(index, device),
-        q_blocks=Blocks.from_sizes(q_sizes, device),
-        kv_blocks=Blocks.from_sizes(kv_sizes, device),
-        kv_valid=None if valid is None else valid.to(device),
-    )
-    return case.to(dtype)
+    blocks: dict[str, Any] = {"q_blocks": Blocks.from_sizes(q_sizes), "kv_blocks": Blocks.from_sizes(kv_sizes)}
+    case = Case(q=q, k=k, v=v, dout=dout, dlse=dlse, index=index, **blocks, kv_valid=valid)
+    return _on(device, case).to(dtype)
 
 
 def index_of(listed: Tensor, masked: Tensor | None, block_q: int, block_kv: int, g: torch.Generator) -> BlockIndex:
@@ -105,31 +102,27 @@ def index_of(listed: Tensor, masked: Tensor | None, block_q: int, block_kv: int,
         block_kv: tokens of the largest kv block.
         g: source of the masks.
     """
-    indices = torch.full(listed.shape, _POISON, dtype=torch.int32)
-    counts = listed.sum(-1, dtype=torch.int32)
+    indices, ids = (torch.full(listed.shape, _POISON, dtype=torch.int32) for _ in range(2))
+    plain = BlockIndex(kv_indices=indices, kv_num_blocks=listed.sum(-1, dtype=torch.int32))
     if masked is None:
         for row in _rows(listed):
             chosen = listed[row].nonzero().squeeze(-1)
             indices[row][: len(chosen)] = chosen.int()
-        return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
-    ids = torch.full(listed.shape, _POISON, dtype=torch.int32)
+        return plain
     bits = torch.rand(5, block_q, block_kv, generator=g) < 0.6
     for row in _rows(listed):
-        full = (listed[row] & ~masked[row]).nonzero().squeeze(-1)
-        part = masked[row].nonzero().squeeze(-1)
+        full, part = ((listed[row] & ~masked[row]).nonzero().squeeze(-1), masked[row].nonzero().squeeze(-1))
         both = torch.cat([full, part]).int()
         indices[row][: len(both)] = both
         ids[row][len(full) : len(both)] = torch.randint(0, len(bits), (len(part),), generator=g).int()
     num_full = (listed & ~masked).sum(-1, dtype=torch.int32)
-    return BlockIndex(
-        kv_indices=indices, kv_num_blocks=counts, kv_num_full_blocks=num_full, mask_ids=ids, mask_bits=bits
-    )
+    return replace(plain, kv_num_full_blocks=num_full, mask_ids=ids, mask_bits=bits)
 
 
 def expand_mask(case: Case) -> Tensor:
     """bool `[B, H, L, S]` on the host: every query-key pair of the case, spelled out block by block."""
     B, L, H, _ = case.q.shape
-    index = _index_to(case.index, "cpu")
+    index = _on("cpu", case.index)
     q_at, kv_at = case.q_blocks.offsets.tolist(), case.kv_blocks.offsets.tolist()
     valid = None if case.kv_valid is None else case.kv_valid.cpu()
     allowed = torch.zeros(B, H, L, case.k.shape[1], dtype=torch.bool)
@@ -168,17 +161,8 @@ def define(case: Case) -> dict[str, Tensor]:
 def run(case: Case, backend: str | None) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv of a case by the op."""
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
-    out, lse = block_sparse_attn(
-        q,
-        k,
-        v,
-        case.index,
-        q_blocks=case.q_blocks,
-        kv_blocks=case.kv_blocks,
-        kv_valid=case.kv_valid,
-        scale=case.scale,
-        backend=backend,
-    )
+    how: dict[str, Any] = {**case.blocks, "kv_valid": case.kv_valid, "scale": case.scale, "backend": backend}
+    out, lse = block_sparse_attn(q, k, v, case.index, **how)
     dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (case.dout, case.dlse))
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
@@ -246,15 +230,8 @@ def _rows(x: Tensor) -> list[tuple[int, int, int]]:
     return [(b, h, n) for b in range(B) for h in range(H) for n in range(N)]
 
 
-def _index_to(index: BlockIndex, device: torch.device | str) -> BlockIndex:
-    def moved(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(device)
-
-    return replace(
-        index,
-        kv_indices=index.kv_indices.to(device),
-        kv_num_blocks=index.kv_num_blocks.to(device),
-        kv_num_full_blocks=moved(index.kv_num_full_blocks),
-        mask_ids=moved(index.mask_ids),
-        mask_bits=moved(index.mask_bits),
-    )
+def _on(device: torch.device | str, x: Any) -> Any:
+    """A tensor, or a dataclass with all tensors in it, on a device."""
+    if is_dataclass(x):
+        return replace(x, **{field.name: _on(device, getattr(x, field.name)) for field in fields(x)})  # type: ignore[type-var]
+    return x.to(device) if isinstance(x, Tensor) else x

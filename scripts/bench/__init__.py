@@ -1,1 +1,1 @@
-"""What `scripts/bench.py` measures, how, and against whom."""
+"""What `python -m scripts.bench` measures, how, and against whom."""

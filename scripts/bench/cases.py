@@ -6,6 +6,7 @@ B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,17 +15,14 @@ from torch import Tensor
 from vsa_kernels import block_mean_pool, block_sparse_attn, select_topk
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
-from vsa.attention.full import FullAttention
-from vsa.attention.video_sparse import VideoSparseAttention
-
 from . import checks
 from .checks import Layer
 from .denoise import denoise
 from .distill import distill
 from .peers import add_peers
 from .problems import Problem, Shape, pair_counts, problem
-from .step import TEXT_TOKENS, TrainingStep
-from .timing import BACKWARD, FORWARD, Measured, Op, Setup, Skipped, breakdown, measure, say, with_fast_sdpa
+from .step import TEXT_TOKENS, TrainingStep, attention_of
+from .timing import BACKWARD, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
 
 # of the scores that exist at a time, as in the operator
 _SCORE_BYTES = 64 << 20
@@ -36,61 +34,44 @@ def fine(shape: Shape, setup: Setup) -> Measured:
     case, ops, skipped = p.case, list[Op](), Skipped()
     add_peers(ops, skipped, p, setup.peers)
     q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v))
-    blocks: dict[str, Any] = {"q_blocks": case.q_blocks, "kv_blocks": case.kv_blocks}
+    attend = partial(block_sparse_attn, q, k, v, case.index, **case.blocks)
     for backend in setup.backends:
         checks.check_measured(case, backend)
-
-        def call(backend: str = backend) -> Tensor:
-            return block_sparse_attn(q, k, v, case.index, **blocks, backend=backend)[0]
-
-        ops.append(_ours(backend, p, backend, call, leaves))
-    return Measured(measure(ops, setup.device, setup.repeats, setup.ahead), skipped)
+        ops.append(_ours(backend, p, backend, lambda backend=backend: attend(backend=backend)[0], leaves))
+    return Measured(measure(ops, setup), skipped)
 
 
 def vsa(shape: Shape, setup: Setup) -> Measured:
     """The whole operator: `coarse_fine_attn` as self-attention, also with the coarse gate alone."""
     p = problem(shape, setup.lists, setup.dtype, setup.device)
-    case, ops, skipped = _self_attention(p), list[Op](), Skipped()
+    case, ops, skipped = p.case, list[Op](), Skipped()
     add_peers(ops, skipped, p, setup.peers, whole=True)
-    q, k, v, gate_coarse, gate_fine = leaves = tuple(
-        x.detach().requires_grad_() for x in (case.q, case.k, case.v, p.gate_coarse, p.gate_fine)
-    )
-    blocks: dict[str, Any] = {"q_blocks": case.q_blocks, "kv_blocks": case.kv_blocks, "topk": shape.topk}
+    leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v, p.gate_coarse, p.gate_fine))
+
+    def attend(backend: str, gates: tuple[Tensor | None, ...]) -> Tensor:
+        return coarse_fine_attn(*leaves[:3], *gates, **case.blocks, topk=shape.topk, backend=backend).out
+
     for backend in setup.backends:
-        with torch.no_grad():
-            got = coarse_fine_attn(q, k, v, gate_coarse, gate_fine, **blocks, backend=backend)
-        checks.check_measured_operator(p, got, f"the operator on backend {backend}")
-        del got
-
-        def both(backend: str = backend) -> Tensor:
-            return coarse_fine_attn(q, k, v, gate_coarse, gate_fine, **blocks, backend=backend).out
-
-        def coarse(backend: str = backend) -> Tensor:
-            return coarse_fine_attn(q, k, v, gate_coarse, None, **blocks, backend=backend).out
-
-        ops.append(_ours(backend, p, backend, both, leaves))
+        _check_operator_of(p, backend)
+        ops.append(_ours(backend, p, backend, partial(attend, backend, leaves[3:]), leaves))
+        coarse = partial(attend, backend, (leaves[3], None))
         ops.append(_ours(f"{backend}, no fine gate", p, backend, coarse, leaves[:4]))
-    return Measured(measure(ops, setup.device, setup.repeats, setup.ahead), skipped)
+    return Measured(measure(ops, setup), skipped)
 
 
 def coarse(shape: Shape, setup: Setup) -> Measured:
     """All of the operator's forward but fine stage and gates, and the transposed index: each piece and their sum."""
     p = problem(shape, setup.lists, setup.dtype, setup.device)
-    case, rows = _self_attention(p), []
+    rows = []
     for backend in setup.backends:
+        _check_operator_of(p, backend)
         with torch.no_grad():
-            got = coarse_fine_attn(
-                case.q, case.k, case.v, p.gate_coarse, p.gate_fine,
-                q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, topk=shape.topk, backend=backend,
-            )  # fmt: skip
-            checks.check_measured_operator(p, got, f"the operator on backend {backend}")
-            del got
             pieces = _triton_pieces(p) if backend == "triton" else _eager_pieces(p)
         ops = [
             Op(name=f"{backend}: {name}", call=call, passes=(kind,), against=(), ahead=True)
             for (name, kind), call in pieces.items()
         ]
-        own = measure(ops, setup.device, setup.repeats, setup.ahead)
+        own = measure(ops, setup)
         summed = [row for row in own if row["pass"] == FORWARD or row["op"].endswith("transposed index")]
         total = {key: round(sum(row[key] for row in summed), 4) for key in summed[0] if key.endswith("_ms")}
         name = f"{backend}: sum without the coarse attention's backward"
@@ -100,56 +81,39 @@ def coarse(shape: Shape, setup: Setup) -> Measured:
 
 def layer(shape: Shape, setup: Setup) -> Measured:
     """A DiT layer on one video, dense against sparse: its self-attention with projections, and the whole block."""
-    if shape.group > 1:
-        return Measured([], {"layer": "has query blocks of one tile"})
     ops: list[Op] = []
-    names = {"dense": None, **{backend: backend for backend in setup.backends}}
-    for name, backend in names.items():
+    heads, head_dim = shape.heads, shape.head_dim
+    for name in ("dense", *setup.backends):
         torch.manual_seed(0)
-        heads, head_dim = shape.heads, shape.head_dim
-        size: dict[str, Any] = {"dim": heads * head_dim, "num_heads": heads, "head_dim": head_dim}
-        if backend is None:
-            method = FullAttention(**size)
-        else:
-            method = VideoSparseAttention(**size, tile_thw=shape.tile_thw, gate_init="model", backend=backend)
+        method = attention_of(shape, name)(dim=heads * head_dim, num_heads=heads, head_dim=head_dim)
         built = Layer.build(
             method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device, text_tokens=TEXT_TOKENS
         )
         # most of its products are projections: no TFLOP/s
+        read: dict[str, Any] = {"inputs": (built.x, *built.block.parameters()), "dout": built.dout}
         for part, call in (("attention", built.attention), ("block", built.whole)):
-            ops.append(
-                Op(
-                    name=f"{part}, {name}",
-                    call=partial(with_fast_sdpa, call, setup.device),
-                    dout=built.dout,
-                    inputs=(built.x, *built.block.parameters()),
-                    against=(f"{part}, dense",),
-                )
-            )
+            ops.append(Op(name=f"{part}, {name}", call=call, against=(f"{part}, dense",), **read))
     ops.sort(key=lambda op: op.name.split(",")[0])
-    return Measured(measure(ops, setup.device, setup.repeats, setup.ahead), {})
+    return Measured(measure(ops, setup), {})
 
 
 def step(shape: Shape, setup: Setup) -> Measured:
     """A training step (forward, backward, AdamW) of the shape's model: dense, sparse, and were attention free."""
-    if shape.group > 1:
-        return Measured([], {"step": "has query blocks of one tile"})
     rows: list[dict[str, Any]] = []
     for mode in setup.modes:
-        compiled, medians = mode == "compiled", dict[str, float]()
+        compiled, dense = mode == "compiled", dict[str, Any]()
         kind = "compiled training step" if compiled else "training step"
         for name in ("dense", *setup.backends, "free"):
             # one network at a time
-            call = TrainingStep(shape, name, compiled, setup.device)
-            run: Callable[[], Any] = torch.enable_grad()(partial(with_fast_sdpa, call, setup.device))
-            (row,) = measure([Op(name=name, call=run, passes=(kind,))], setup.device, setup.repeats, setup.ahead)
-            medians[name] = row["median_ms"]
-            row |= {"baseline": "dense", "speedup": round(medians["dense"] / row["median_ms"], 3)}
+            run = torch.enable_grad()(TrainingStep(shape, name, compiled, setup.device).__call__)
+            (row,) = measure([Op(name=name, call=run, passes=(kind,))], setup)
+            dense = dense or row
+            against(row, dense)
             if setup.device.type == "cuda":
                 row["gpu_ms"] = breakdown(run)
                 torch.cuda.empty_cache()
             rows.append(row)
-            del call, run
+            del run
     return Measured(rows, {})
 
 
@@ -181,11 +145,25 @@ NETWORK_CASES = ("layer", "step", "distill", "denoise")
 def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     """The rows of one shape, complete."""
     say(f"{case} {shape.name}")
-    got = CASES[case].run(shape, setup)
+    if shape.group > 1 and case in NETWORK_CASES:
+        return Measured([], {case: "has query blocks of one tile"})
+    if shape.group > 1 and case != "fine":
+        raise ValueError(f"shape {shape.name} has query blocks of its own: it is for the case fine")
+    with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():
+        got = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
     if case not in NETWORK_CASES:
         common["lists"] = setup.lists
     return Measured([{**common, **row} for row in got.rows], got.skipped, got.notes)
+
+
+def _check_operator_of(p: Problem, backend: str) -> None:
+    case = p.case
+    with torch.no_grad():
+        got = coarse_fine_attn(
+            case.q, case.k, case.v, p.gate_coarse, p.gate_fine, **case.blocks, topk=p.shape.topk, backend=backend
+        )
+    checks.check_measured_operator(p, got, f"the operator on backend {backend}")
 
 
 def _ours(name: str, p: Problem, backend: str, call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Op:
@@ -195,12 +173,6 @@ def _ours(name: str, p: Problem, backend: str, call: Callable[[], Tensor], leave
         name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=p.shape.head_dim,
         pairs=pairs, executed=executed, products=7 if backend == "triton" else 5,
     )  # fmt: skip
-
-
-def _self_attention(p: Problem) -> Any:
-    if p.shape.group > 1:
-        raise ValueError(f"shape {p.shape.name} has query blocks of its own: it is for the case fine")
-    return p.case
 
 
 Pieces = dict[tuple[str, str], Callable[[], Any]]

@@ -128,13 +128,11 @@ def _separated(blocks: Blocks, topk: int, dtype: torch.dtype, device: torch.devi
     raise AssertionError("no seed separates the scores")
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
-
-def _limit(dtype: torch.dtype) -> float:
+def _refuse_far(what: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    error = float((got.double() - want).norm() / want.norm())
     # rounding of the result and, in half precision, of the probabilities; sums of thousands of terms in fp32
-    return torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 100)
+    if not error <= torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 100):
+        raise ValueError(f"{what} is off by {error:.3g}, no speed is printed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +176,8 @@ def check_forward(case: Case, out: Tensor, what: str) -> None:
     for b, h, n in {(0, 0, 0), (0, 0, last // 2), (case.q.shape[0] - 1, case.q.shape[2] - 1, last)}:
         spot = Spot(case=case, b=b, h=h)
         rows, columns, p, _ = spot.block(n)
-        error = _error(spot.take(out, rows), p @ spot.take(case.v, columns))
-        if not error <= _limit(out.dtype):
-            raise ValueError(f"{what}: query block {n} is off by {error:.3g}, no speed is printed")
+        want = p @ spot.take(case.v, columns)
+        _refuse_far(f"{what}: query block {n}", spot.take(out, rows), want, out.dtype)
 
 
 def check_measured(case: Case, backend: str) -> None:
@@ -190,14 +187,13 @@ def check_measured(case: Case, backend: str) -> None:
         ValueError: a result further from fp64 than rounding explains.
     """
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
-    blocks: dict[str, Any] = {"q_blocks": case.q_blocks, "kv_blocks": case.kv_blocks}
-    out = block_sparse_attn(q, k, v, case.index, **blocks, backend=backend)[0]
+    out = block_sparse_attn(q, k, v, case.index, **case.blocks, backend=backend)[0]
     check_forward(case, out.detach(), f"backend {backend}")
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), case.dout)
     spot = Spot(case=case, b=0, h=0)
     n = case.q_blocks.num // 2
     rows, columns, _, ds = spot.block(n)
-    errors = {f"dq of query block {n}": _error(spot.take(dq, rows), ds @ spot.take(case.k, columns))}
+    found = {f"dq of query block {n}": (spot.take(dq, rows), ds @ spot.take(case.k, columns))}
     # the kv block that this query block lists last, from all query blocks that list it
     j = spot.listed(n)[-1]
     own = spot.tokens(case.kv_blocks, [j])
@@ -208,11 +204,9 @@ def check_measured(case: Case, backend: str) -> None:
             seen = (columns >= own[0]) & (columns <= own[-1])
             want_v = want_v + p[:, seen].T @ spot.take(case.dout, rows)
             want_k = want_k + ds[:, seen].T @ spot.take(case.q, rows)
-    errors |= {f"dk of kv block {j}": _error(spot.take(dk, own), want_k)}
-    errors |= {f"dv of kv block {j}": _error(spot.take(dv, own), want_v)}
-    for name, error in errors.items():
-        if not error <= _limit(q.dtype):
-            raise ValueError(f"backend {backend}: {name} is off by {error:.3g}, no speed is printed")
+    found |= {f"dk of kv block {j}": (spot.take(dk, own), want_k), f"dv of kv block {j}": (spot.take(dv, own), want_v)}
+    for name, (got, want) in found.items():
+        _refuse_far(f"backend {backend}: {name}", got, want, q.dtype)
 
 
 def check_measured_operator(p: Problem, got: CoarseFineOutput, what: str) -> None:
@@ -241,9 +235,7 @@ def check_measured_operator(p: Problem, got: CoarseFineOutput, what: str) -> Non
         coarse = torch.softmax(scores, 0) @ v_mean
         gates = [spot.take(x, rows) for x in (p.gate_coarse, p.gate_fine)]
         want = gates[0] * coarse + gates[1] * spot.take(got.fine, rows)
-        error = _error(spot.take(got.out, rows), want)
-        if not error <= _limit(got.out.dtype):
-            raise ValueError(f"{what}: the output of query block {n} is off by {error:.3g}, no speed is printed")
+        _refuse_far(f"{what}: the output of query block {n}", spot.take(got.out, rows), want, got.out.dtype)
 
 
 def _means(x: Tensor, blocks: Blocks) -> Tensor:

@@ -19,7 +19,7 @@ from .checks import compare
 from .distill import STEP_LIST
 from .problems import Shape
 from .step import TEXT_TOKENS, fill_zeros, latent_size, named_model, random_source, video_dit
-from .timing import Measured, Op, Setup, Skipped, added, against, attempt, breakdown, measure, with_fast_sdpa
+from .timing import Measured, Op, Setup, Skipped, added, against, attempt, breakdown, measure
 
 # Wan's own sampling at 480p (diffusers 0.42.1, WanPipeline)
 _STEPS, _GUIDANCE, _FLOW_SHIFT = 50, 5.0, 3.0
@@ -80,13 +80,11 @@ class Clip:
 
 def denoise(shape: Shape, setup: Setup) -> Measured:
     """From noise to latents: the sparse few-step generator against the dense model, and text encoder and VAE apart."""
-    if shape.group > 1:
-        return Measured([], {"denoise": "has query blocks of one tile"})
     models = _same_weights(shape, setup)
     clip = Clip(shape, models["dense"], torch.float32, setup.device)
     with torch.no_grad():
-        exact = with_fast_sdpa(partial(_exact_latents, shape, models["dense"], setup), setup.device)
-        plain = with_fast_sdpa(partial(clip.few_steps, clip.conditioned(models["dense"], shape.tiles)), setup.device)
+        exact = _exact_latents(shape, models["dense"], setup)
+        plain = clip.few_steps(clip.conditioned(models["dense"], shape.tiles))
     around, skipped = _text_and_vae(shape, clip.noise, setup)
     rows, notes = list(around.values()), list[str]()
     for mode in setup.modes:
@@ -96,7 +94,7 @@ def denoise(shape: Shape, setup: Setup) -> Measured:
             if mode == "compiled":
                 for model in models.values():
                     model.compile_blocks()
-            with_fast_sdpa(partial(_check_latents, shape, clip, models, plain, exact), setup.device)
+            _check_latents(shape, clip, models, plain, exact)
             own, form = _denoising_rows(shape, clip, models, mode, setup)
         names = [name for name in models if name != "dense"]
         sums, more = _whole_rows(mode, names, own, around)
@@ -160,15 +158,11 @@ def _denoising_rows(
 
     def timed(calls: dict[str, Callable[[int], Tensor]], steps: int) -> dict[str, dict[str, Any]]:
         """Rows of calls that take a number of steps, each warmed up with a single one."""
-
-        def run(call: Callable[[int], Tensor], steps: int) -> Tensor:
-            return with_fast_sdpa(partial(call, steps), setup.device)
-
         ops = [
-            Op(name=op, call=partial(run, call, steps), passes=(kind,), warm_up=partial(run, call, 1))
+            Op(name=op, call=partial(call, steps), passes=(kind,), warm_up=partial(call, 1))
             for op, call in calls.items()
         ]
-        return dict(zip(calls, measure(ops, setup.device, setup.repeats, setup.ahead), strict=True))
+        return dict(zip(calls, measure(ops, setup), strict=True))
 
     def guided(name: str, together: bool) -> Callable[[int], Tensor]:
         return partial(clip.many_steps, clip.guided(models[name], kept(name), together))
@@ -194,9 +188,7 @@ def _denoising_rows(
         for op, forwards in ((_few(name), len(STEP_LIST)), (_many(name, guided=True), 2 * _STEPS)):
             rows[op]["useful_tflops"] = round(forwards * flops / rows[op]["median_ms"] / 1e9, 4)
         if setup.device.type == "cuda":
-            rows[_few(name)]["gpu_ms"] = breakdown(
-                partial(with_fast_sdpa, partial(few_steps, len(STEP_LIST)), setup.device)
-            )
+            rows[_few(name)]["gpu_ms"] = breakdown(partial(few_steps, len(STEP_LIST)))
     for row in rows.values():
         against(row, rows[_many("dense", guided=True)])
     return rows, form.rpartition(", ")[2]
@@ -277,7 +269,7 @@ def _text_and_vae(shape: Shape, latents: Tensor, setup: Setup) -> tuple[dict[str
         # one network at a time: the encoder takes 23 GB as it is made
         ops = list[Op]()
         attempt(ops, skipped, name, make)
-        rows |= {row["op"]: row for row in measure(ops, device, setup.repeats, setup.ahead)}
+        rows |= {row["op"]: row for row in measure(ops, setup)}
     return rows, skipped
 
 

@@ -23,7 +23,7 @@ from vsa.training.parallel import ParallelPlan, parallelize
 
 from .problems import Shape
 from .step import TEXT_TOKENS, fill_zeros, latent_size, one_process_mesh, random_source, video_dit
-from .timing import Measured, Op, Setup, added, against, breakdown, measure, with_fast_sdpa
+from .timing import Measured, Op, Setup, added, against, breakdown, measure
 
 STEP_LIST = (1000.0, 757.0, 522.0)
 """Timesteps of the published generator (FastVideo's script of the VSA paper)."""
@@ -76,61 +76,46 @@ class Distillation:
             step=0,
         )
         recipe = AdamW(lr=2e-6, schedule=Constant())
-        self.generator_optimizer = recipe.build(generator, generator.parameter_roles())
-        self.critic_optimizer = recipe.build(critic, critic.parameter_roles())
+        trained: dict[Update, VideoDiT] = {"generator": generator, "fake_score": critic}
+        self.optimizers: dict[Update, torch.optim.Optimizer] = {
+            role: recipe.build(net, net.parameter_roles()) for role, net in trained.items()
+        }
         self.clipper = GradientClipper(clip=1.0, max_skipped=1)
         self.average = [local(p).detach().clone() for p in generator.parameters()]
 
-    def generator_gradients(self, index: int) -> ScoredRollout:
-        """Gradients of the generator for the output at step `index` of its list."""
-        self.generator_optimizer.zero_grad(set_to_none=True)
-        scored = self.objective.generator_update(
-            self.networks,
-            self.batch,
-            self.latents,
-            self.negative,
-            seed=0,
-            iteration=self._iteration("generator", index),
-            topk=self.topk,
-        )
-        return self._backward(scored)
-
-    def critic_gradients(self, index: int) -> ScoredRollout:
-        """Gradients of the critic for generated data of step `index`."""
-        self.critic_optimizer.zero_grad(set_to_none=True)
-        iteration = self._iteration("fake_score", index)
-        return self._backward(
-            self.objective.fake_score_update(
-                self.networks, self.batch, self.latents, seed=0, iteration=iteration, topk=self.topk
-            )
-        )
+    def gradients(self, trained: Update, index: int) -> ScoredRollout:
+        """Gradients of the generator or of the critic for the output at step `index` of the list."""
+        self.optimizers[trained].zero_grad(set_to_none=True)
+        # the first iteration that looks at this step
+        iteration = next(i for i in count() if self.objective.index(seed=0, iteration=i, update=trained) == index)
+        given: dict[str, Any] = {"seed": 0, "iteration": iteration, "topk": self.topk}
+        if trained == "generator":
+            scored = self.objective.generator_update(self.networks, self.batch, self.latents, self.negative, **given)
+        else:
+            scored = self.objective.fake_score_update(self.networks, self.batch, self.latents, **given)
+        weighted_loss(scored.loss, torch.ones_like(scored.loss), self.batch.num_slots).backward()
+        return scored
 
     @torch.no_grad()
-    def generator_step(self) -> None:
-        """Finite check, clipping, AdamW and the average of the generator, on the gradients that there are."""
-        self.clipper(self.generator_optimizer, 0)
-        self.generator_optimizer.step()
-        weights = [local(p) for p in self.networks.generator.parameters()]
-        torch._foreach_lerp_(self.average, weights, 0.02)
-
-    def critic_step(self) -> None:
-        """Finite check, clipping and AdamW of the critic."""
-        self.clipper(self.critic_optimizer, 0)
-        self.critic_optimizer.step()
+    def step(self, trained: Update) -> None:
+        """Finite check, clipping and AdamW on the gradients that there are, and the average of the generator."""
+        self.clipper(self.optimizers[trained], 0)
+        self.optimizers[trained].step()
+        if trained == "generator":
+            weights = [local(p) for p in self.networks.generator.parameters()]
+            torch._foreach_lerp_(self.average, weights, 0.02)
 
     def forget_gradients(self) -> None:
         """Free all gradients."""
-        for optimizer in (self.generator_optimizer, self.critic_optimizer):
+        for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
 
     def iteration(self, index: int) -> None:
         """An iteration in which both networks are updated, with rollouts to the same step."""
-        self.generator_gradients(index)
-        self.generator_step()
-        self.generator_optimizer.zero_grad(set_to_none=True)
-        self.critic_gradients(index)
-        self.critic_step()
-        self.critic_optimizer.zero_grad(set_to_none=True)
+        for trained, optimizer in self.optimizers.items():
+            self.gradients(trained, index)
+            self.step(trained)
+            optimizer.zero_grad(set_to_none=True)
 
     def check(self) -> None:
         """Refuse losses and gradients that are not finite or land in a network that the update does not train.
@@ -139,10 +124,9 @@ class Distillation:
             ValueError: names the update and what is wrong.
         """
         last = len(self.objective.timesteps) - 1
-        updates = {"generator": self.generator_gradients, "fake_score": self.critic_gradients}
-        for trained, gradients in updates.items():
+        for trained in self.optimizers:
             self.forget_gradients()
-            scored = gradients(last)
+            scored = self.gradients(trained, last)
             if not (scored.loss.isfinite().all() and scored.x0.isfinite().all()):
                 raise ValueError(f"the {trained}'s update has no finite loss, no speed is printed")
             for role in ("generator", "fake_score", "real_score"):
@@ -158,19 +142,9 @@ class Distillation:
                     )
         self.forget_gradients()
 
-    def _iteration(self, update: Update, index: int) -> int:
-        # the first iteration that looks at this step
-        return next(i for i in count() if self.objective.index(seed=0, iteration=i, update=update) == index)
-
-    def _backward(self, scored: ScoredRollout) -> ScoredRollout:
-        weighted_loss(scored.loss, torch.ones_like(scored.loss), self.batch.num_slots).backward()
-        return scored
-
 
 def distill(shape: Shape, setup: Setup) -> Measured:
     """An iteration of distillation with three networks of the shape's model: generator dense and sparse."""
-    if shape.group > 1:
-        return Measured([], {"distill": "has query blocks of one tile"})
     rows, notes = list[dict[str, Any]](), list[str]()
     for mode in setup.modes:
         dense: dict[str, dict[str, Any]] = {}
@@ -196,49 +170,38 @@ def _iteration_rows(shape: Shape, name: str, mode: str, setup: Setup) -> dict[st
     steps = range(len(STEP_LIST))
 
     def timed(calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
-        runs = {part: torch.enable_grad()(partial(with_fast_sdpa, call, setup.device)) for part, call in calls.items()}
+        runs = {part: torch.enable_grad()(call) for part, call in calls.items()}
         ops = [Op(name=f"{name}: {part}", call=run, passes=(kind,), warm_up=run) for part, run in runs.items()]
-        found = measure(ops, setup.device, setup.repeats, setup.ahead)
+        found = measure(ops, setup)
         at_work.forget_gradients()
         return dict(zip(calls, found, strict=True))
 
-    with_fast_sdpa(at_work.check, setup.device)
-    # an optimizer is timed on the gradients that the calls before it leave
-    rows = timed(
-        {f"generator update, step {i + 1}": partial(at_work.generator_gradients, i) for i in steps}
-        | {"generator optimizer and average": at_work.generator_step}
-    )
-    rows |= timed(
-        {f"critic update, step {i + 1}": partial(at_work.critic_gradients, i) for i in steps}
-        | {"critic optimizer": at_work.critic_step}
-    )
+    at_work.check()
+    updates = ("generator update", "critic update")
+    steppers = ("generator optimizer and average", "critic optimizer")
+    rows: dict[str, dict[str, Any]] = {}
+    for trained, update, optimizer in zip(at_work.optimizers, updates, steppers, strict=True):
+        parts = {f"{update}, step {i + 1}": partial(at_work.gradients, trained, i) for i in steps}
+        # an optimizer is timed on the gradients that the calls before it leave
+        rows |= timed(parts | {optimizer: partial(at_work.step, trained)})
     whole = partial(at_work.iteration, len(STEP_LIST) // 2)
     rows |= timed({f"whole iteration, step {len(STEP_LIST) // 2 + 1}": whole})
     if setup.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         (row,) = (row for part, row in rows.items() if part.startswith("whole"))
-        row["gpu_ms"] = breakdown(torch.enable_grad()(partial(with_fast_sdpa, whole, setup.device)))
+        row["gpu_ms"] = breakdown(torch.enable_grad()(whole))
         row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
 
     def total(part: str, weights: dict[str, float]) -> None:
         rows[part] = added(f"{name}: {part}", [(weight, rows[key]) for key, weight in weights.items()])
 
     # the step is uniform
-    for update in ("generator update", "critic update"):
+    for update in updates:
         total(f"{update}, mean", {f"{update}, step {i + 1}": 1 / len(steps) for i in steps})
-    critic = {"critic update, mean": 1.0, "critic optimizer": 1.0}
-    total("iteration without generator update", critic)
-    total(
-        "iteration with generator update",
-        {"generator update, mean": 1, "generator optimizer and average": 1, **critic},
-    )
-    total(
-        f"mean iteration, 1 in {_EVERY} with generator update",
-        {
-            "iteration with generator update": 1 / _EVERY,
-            "iteration without generator update": 1 - 1 / _EVERY,
-        },
-    )
+    without, both = (f"iteration {word} generator update" for word in ("without", "with"))
+    total(without, {"critic update, mean": 1, "critic optimizer": 1})
+    total(both, {"generator update, mean": 1, "generator optimizer and average": 1, without: 1})
+    total(f"mean iteration, 1 in {_EVERY} with generator update", {both: 1 / _EVERY, without: 1 - 1 / _EVERY})
     return rows
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from vsa_kernels.block_sparse.mask import token_places
+from vsa_kernels.block_index import token_places
 
 from .checks import check_forward
 from .problems import Problem, listed_pairs
@@ -27,32 +27,18 @@ _FLEX_BLOCK = 128
 _FASTVIDEO = ("fastvideo-tk", "fastvideo-triton")
 
 
-def dense_kernel(name: str) -> AbstractContextManager[Any]:
-    """Where SDPA runs as the named dense op."""
-    return sdpa_kernel(_DENSE[name]) if name in _DENSE else nullcontext()
-
-
-def add_dense(ops: list[Op], skipped: Skipped, p: Problem) -> None:
-    """Dense SDPA: torch's choice on a CPU, cuDNN and FlashAttention-2 by name on a GPU."""
+def _dense(p: Problem, name: str) -> Op:
+    """Dense SDPA: cuDNN or FlashAttention-2 by name, else torch's choice."""
     q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (p.case.q, p.case.k, p.case.v))
     batch, tokens, heads, head_dim = q.shape
     pairs = batch * heads * tokens**2
 
-    def make(name: str) -> Op:
-        def call() -> Tensor:
-            with dense_kernel(name):
-                qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
-                return F.scaled_dot_product_attention(qh, kh, vh).transpose(1, 2)
+    def call() -> Tensor:
+        with sdpa_kernel(_DENSE[name]) if name in _DENSE else nullcontext():
+            qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(qh, kh, vh).transpose(1, 2)
 
-        return Op(name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=head_dim, pairs=pairs, executed=pairs)
-
-    for name in _DENSE if p.device.type == "cuda" else ("dense",):
-        attempt(ops, skipped, name, lambda name=name: make(name))
-
-
-def add_flex(ops: list[Op], skipped: Skipped, p: Problem) -> None:
-    """FlexAttention, compiled, on random lists over blocks of 128: its backward refuses blocks of 64."""
-    attempt(ops, skipped, f"flex-{_FLEX_BLOCK}", lambda: _flex(p))
+    return Op(name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=head_dim, pairs=pairs, executed=pairs)
 
 
 def flex_lists(p: Problem) -> tuple[Tensor, Tensor]:
@@ -75,6 +61,7 @@ def flex_lists(p: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _flex(p: Problem) -> Op:
+    """FlexAttention, compiled, on random lists over blocks of 128: its backward refuses blocks of 64."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     indices, counts = flex_lists(p)
@@ -102,15 +89,8 @@ def _flex(p: Problem) -> Op:
     )  # fmt: skip
 
 
-def add_fastvideo(ops: list[Op], skipped: Skipped, p: Problem, whole: bool) -> None:
-    """`fastvideo-kernel` where it is installed: `block_sparse_attn_from_indices`, or the whole `video_sparse_attn`."""
-    if p.device.type != "cuda" or importlib.util.find_spec("fastvideo_kernel") is None:
-        return
-    for name in _FASTVIDEO:
-        attempt(ops, skipped, name, lambda name=name: _fastvideo(p, name, whole))
-
-
 def _fastvideo(p: Problem, name: str, whole: bool) -> Op:
+    """`block_sparse_attn_from_indices` of `fastvideo-kernel`, or the whole `video_sparse_attn`."""
     shape, case = p.shape, p.case
     if shape.block != 64 or shape.group != 1 or shape.batch != 1:
         raise ValueError("takes one sample and blocks of 64 tokens")
@@ -169,12 +149,15 @@ def pad(x: Tensor, slots: Tensor, p: Problem) -> Tensor:
 
 
 def add_peers(ops: list[Op], skipped: Skipped, p: Problem, peers: list[str], whole: bool = False) -> None:
-    """The peers that fit a problem."""
-    add: dict[str, Callable[[], None]] = {
-        "dense": lambda: add_dense(ops, skipped, p),
-        "flex": lambda: add_flex(ops, skipped, p) if p.device.type == "cuda" and not whole else None,
-        "fastvideo": lambda: add_fastvideo(ops, skipped, p, whole),
+    """The peers that fit a problem and are installed."""
+    cuda = p.device.type == "cuda"
+    known: dict[str, dict[str, Callable[[], Op]]] = {
+        "dense": {name: partial(_dense, p, name) for name in (_DENSE if cuda else ("dense",))},
+        "flex": {f"flex-{_FLEX_BLOCK}": partial(_flex, p)} if cuda and not whole else {},
+        "fastvideo": {},
     }
+    if cuda and importlib.util.find_spec("fastvideo_kernel") is not None:
+        known["fastvideo"] = {name: partial(_fastvideo, p, name, whole) for name in _FASTVIDEO}
     for name in PEERS:
-        if name in peers:
-            add[name]()
+        for op, make in known[name].items() if name in peers else ():
+            attempt(ops, skipped, op, make)

@@ -69,18 +69,9 @@ class Shape:
 
     def row(self) -> dict[str, Any]:
         """The shape's part of a report's row."""
-        return {
-            "name": self.name,
-            "batch": self.batch,
-            "heads": self.heads,
-            "tokens": self.tokens,
-            "head_dim": self.head_dim,
-            "grid": "x".join(map(str, self.grid_thw)),
-            "block": self.block,
-            "q_block": self.block * self.group,
-            "topk": self.topk,
-            "sparsity": self.sparsity,
-        }
+        plain = ("name", "batch", "heads", "tokens", "head_dim", "block", "topk", "sparsity")
+        more = {"grid": "x".join(map(str, self.grid_thw)), "q_block": self.block * self.group}
+        return {name: getattr(self, name) for name in plain} | more
 
 
 CPU_SHAPES = (

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -100,17 +100,22 @@ def video_dit(shape: Shape, attention: str, device: torch.device) -> VideoDiT:
         size = yaml.safe_load((_CONFIGS / f"{name}.yaml").read_text())
         del size["_target_"]
     size |= {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_dim}
-    factory: Any = {"dense": FullAttention, "free": FreeAttention}.get(attention)
-    if factory is None:
-        factory = partial(
-            VideoSparseAttention,
-            tile_thw=shape.tile_thw,
-            fine_gate=False,
-            gate_init="model",
-            backend=cast(Any, attention),
-        )
     with device:
-        return VideoDiT(attention=factory, **size)
+        return VideoDiT(attention=attention_of(shape, attention, fine_gate=False), **size)
+
+
+def attention_of(shape: Shape, name: str, **options: Any) -> Any:
+    """Makes the attention of a layer from the layer's sizes.
+
+    Args:
+        shape: for its tile.
+        name: `dense`, `free` or the backend of sparse attention.
+        options: of sparse attention.
+    """
+    if name in ("dense", "free"):
+        return FullAttention if name == "dense" else FreeAttention
+    options |= {"tile_thw": shape.tile_thw, "gate_init": "model", "backend": name}
+    return partial(VideoSparseAttention, **options)
 
 
 def random_source(device: torch.device, seed: int) -> torch.Generator:
@@ -122,10 +127,8 @@ def one_process_mesh(device: torch.device) -> Any:
     """What a run on one GPU shards over; None on a CPU."""
     if device.type != "cuda":
         return None
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29531")
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531", "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update({**alone, **os.environ})
     return torch.distributed.device_mesh.init_device_mesh("cuda", (1,))
 
 

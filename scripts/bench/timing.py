@@ -50,8 +50,9 @@ class Setup:
         lists: kind of block lists.
         device: where to run.
         dtype: of the tokens.
-        repeats: timed calls of an op; None: see `measure`.
-        ahead: see `measure`.
+        repeats: timed calls of each op and pass; None: 7 on a CPU, as many as take 0.3 s (5 to 200) on a GPU, and 5 s
+            (2 to 10) of calls with a warm-up of their own.
+        ahead: see `Op`, for all ops.
         modes: of whole networks, `eager` and `compiled`.
     """
 
@@ -144,30 +145,19 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def measure(ops: Sequence[Op], device: torch.device, repeats: int | None, ahead: bool = False) -> list[dict[str, Any]]:
-    """Rows of the ops, in order.
-
-    Args:
-        ops: what to time.
-        device: where they run.
-        repeats: timed calls of each op and pass; None: 7 on a CPU, as many as take 0.3 s (5 to 200) on a GPU, and
-            5 s (2 to 10) of calls with a warm-up of their own.
-        ahead: see `Op`, for all ops.
-    """
-    ops = [replace(op, ahead=op.ahead or ahead) for op in ops]
+def measure(ops: Sequence[Op], setup: Setup) -> list[dict[str, Any]]:
+    """Rows of the ops, in order."""
+    ops = [replace(op, ahead=op.ahead or setup.ahead) for op in ops]
     steps = [(op, kind) for op in ops for kind in op.passes]
-    if device.type == "cuda":
-        flush = flush_buffer(device)
-        samples = [_cuda_samples(op, kind, repeats, flush) for op, kind in steps]
+    if setup.device.type == "cuda":
+        flush = flush_buffer(setup.device)
+        samples = [_cuda_samples(op, kind, setup.repeats, flush) for op, kind in steps]
     else:
-        samples = _cpu_samples(steps, repeats or 7)
-    rows = [_row(op, kind, times, peak, device) for (op, kind), (times, peak) in zip(steps, samples, strict=True)]
-    medians = {(row["op"], row["pass"]): row["median_ms"] for row in rows}
+        samples = _cpu_samples(steps, setup.repeats or 7)
+    rows = [_row(op, kind, *sample) for (op, kind), sample in zip(steps, samples, strict=True)]
+    by_step = {(row["op"], row["pass"]): row for row in rows}
     for (op, kind), row in zip(steps, rows, strict=True):
-        row["baseline"] = next((name for name in op.against if (name, kind) in medians), None)
-        row["speedup"] = None
-        if row["baseline"] is not None:
-            row["speedup"] = round(medians[row["baseline"], kind] / row["median_ms"], 3)
+        against(row, next((by_step[name, kind] for name in op.against if (name, kind) in by_step), None))
     return rows
 
 
@@ -226,14 +216,10 @@ def gpu_times(step: Callable[[], object], count: int, flush: Tensor, ahead: bool
     return [start.elapsed_time(end) for start, end in events]
 
 
-def with_fast_sdpa(call: Callable[[], Any], device: torch.device) -> Any:
-    """The result of `call` with cuDNN's dense attention on a GPU, also in the cross-attention."""
+def fast_sdpa(device: torch.device) -> AbstractContextManager[Any]:
+    """Where dense attention is cuDNN's on a GPU, also in the cross-attention."""
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    chosen: AbstractContextManager[Any] = nullcontext()
-    if device.type == "cuda":
-        chosen = sdpa_kernel(order, set_priority=True)
-    with chosen:
-        return call()
+    return sdpa_kernel(order, set_priority=True) if device.type == "cuda" else nullcontext()
 
 
 def added(name: str, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
@@ -244,9 +230,11 @@ def added(name: str, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str,
     return row | {"executed_tflops": None, "useful_tflops": None, "summed": True}
 
 
-def against(row: dict[str, Any], baseline: dict[str, Any]) -> None:
-    """Write into `row` how many times faster it is than `baseline`."""
-    row |= {"baseline": baseline["op"], "speedup": round(baseline["median_ms"] / row["median_ms"], 3)}
+def against(row: dict[str, Any], baseline: dict[str, Any] | None) -> None:
+    """Write into `row` how many times faster it is than `baseline`, where there is one."""
+    row |= {"baseline": None, "speedup": None}
+    if baseline is not None:
+        row |= {"baseline": baseline["op"], "speedup": round(baseline["median_ms"] / row["median_ms"], 3)}
 
 
 def breakdown(call: Callable[[], Any]) -> dict[str, float]:
@@ -278,17 +266,12 @@ def _cpu_samples(steps: Sequence[tuple[Op, str]], repeats: int) -> list[Samples]
     return [(taken, None) for taken in times]
 
 
-def _row(op: Op, kind: str, times: list[float], peak: int | None, device: torch.device) -> dict[str, Any]:
+def _row(op: Op, kind: str, times: list[float], peak: int | None) -> dict[str, Any]:
     median = statistics.median(times)
-    row: dict[str, Any] = {
-        "op": op.name,
-        "pass": kind,
-        "median_ms": round(median, 4),
-        "min_ms": round(min(times), 4),
-        "max_ms": round(max(times), 4),
-        "repeats": len(times),
-    }
-    if device.type == "cuda":
+    row: dict[str, Any] = {"op": op.name, "pass": kind, "median_ms": round(median, 4)}
+    row |= {"min_ms": round(min(times), 4), "max_ms": round(max(times), 4), "repeats": len(times)}
+    # of a GPU
+    if peak is not None:
         low, high = torch.tensor(times).quantile(torch.tensor([0.2, 0.8])).tolist()
         row |= {"p20_ms": round(low, 4), "p80_ms": round(high, 4), "ahead": op.ahead}
     executed, useful = (round(flops / median / 1e9, 4) if flops else None for flops in op.flops(kind))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.toy import finetune
+from benchmarks.toy import finetune, study
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
 
 
@@ -79,7 +79,7 @@ def test_the_script_compares_the_arms_and_keeps_finished_runs(
         raise AssertionError("a finished run was trained again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune.subprocess, "run", refuse)
+        patch.setattr(study.subprocess, "run", refuse)
         finetune.main(command)
         assert json.loads((out / "compare.json").read_text()) == found
         # control: one of other steps is no finished one
@@ -96,6 +96,6 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Failed:
         returncode = 1
 
-    monkeypatch.setattr(finetune.subprocess, "run", lambda *_, **__: Failed())
+    monkeypatch.setattr(study.subprocess, "run", lambda *_, **__: Failed())
     with pytest.raises(ValueError, match=r"seed-0/pretrained ended with status 1, see .*pretrained\.log"):
         finetune.main([str(tmp_path / "out"), "--seeds", "0"])

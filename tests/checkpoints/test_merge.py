@@ -18,7 +18,7 @@ from tests.commands import run_command
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.merge import MergedTensors
-from vsa.checkpoints.run_checkpoint import remove_checkpoint, resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
 from vsa.checkpoints.run_folder import check_folder
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
 from vsa.checkpoints.wan import export_pretrained, sparse_settings
@@ -27,6 +27,7 @@ from vsa.checkpoints.weight_files import WeightFiles
 from vsa.checkpoints.weight_source import open_network, open_weights
 from vsa.cli.convert import convert
 from vsa.cli.merge import merge
+from vsa.files import remove_folder
 from vsa.models.video_dit import VideoDiT
 from vsa.sampling.pipeline import generate, load_run
 
@@ -52,7 +53,7 @@ def rewrite(run: Path, tensors: Mapping[str, Tensor] | None = None, **changes: A
     ema = dict(tensors) if tensors is not None else found.tensors("ema")
     state = {key: value for key, value in found.state.items() if key not in changes} | changes
     groups = {"model": {key: value + 1 for key, value in ema.items()}, "ema": ema}
-    remove_checkpoint(found.path)
+    remove_folder(found.path)
     write_checkpoint(run / "checkpoints", groups, {k: v for k, v in state.items() if v is not None})
     return ema
 

@@ -51,31 +51,6 @@ def test_every_bit_flip_and_cut_is_found(tmp_path):
     ck.read_checkpoint(path)
 
 
-def test_files_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
-    done = []
-    fsync, replace = os.fsync, os.replace
-
-    def record_fsync(descriptor):
-        done.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
-        fsync(descriptor)
-
-    def record_replace(source, target):
-        done.append(("name", os.path.basename(target)))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "replace", record_replace)
-    _write(tmp_path / "checkpoints", 3)
-    # the state last: it vouches for the others
-    assert done == [
-        ("sync", "model.safetensors"),
-        ("sync", "optimizer.safetensors"),
-        ("sync", "state.json"),
-        ("name", "step-00000003"),
-        ("sync", "checkpoints"),
-    ]
-
-
 def test_a_look_without_digests_finds_missing_and_short_files(tmp_path, monkeypatch):
     first, second = _write(tmp_path, 1), _write(tmp_path, 2)
     whole = (second / "model.safetensors").read_bytes()
@@ -84,7 +59,7 @@ def test_a_look_without_digests_finds_missing_and_short_files(tmp_path, monkeypa
     assert ck.resolve_checkpoint(second, verify=False).step == 2
     with pytest.raises(ValueError, match=r"step-00000002 is damaged: model\.safetensors does not match its digest"):
         ck.resolve_checkpoint(second)
-    monkeypatch.setattr(ck, "_sha256", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(ck, "file_digest", lambda path: pytest.fail(f"{path} was read"))
     for cut in (whole[:-1], b"x", b""):
         (second / "model.safetensors").write_bytes(cut)
         with pytest.raises(ValueError, match=r"step-00000002 is damaged: model\.safetensors cannot be read"):

@@ -201,14 +201,14 @@ def test_a_run_that_cannot_be_moved_aside_stays(tmp_path, monkeypatch):
 def test_an_old_run_comes_back_when_the_new_one_cannot_be_opened(tmp_path, monkeypatch, name):
     folder = a_run(tmp_path / "run")
     before = contents(tmp_path)
-    whole = run_folder.atomic_file
+    write = run_folder.write_whole
 
-    def full_disk(path):
+    def full_disk(path, content):
         if Path(path).name == name:
             raise OSError(28, "No space left on device", str(path))
-        return whole(path)
+        write(path, content)
 
-    monkeypatch.setattr(run_folder, "atomic_file", full_disk)
+    monkeypatch.setattr(run_folder, "write_whole", full_disk)
     with pytest.raises(OSError, match="No space left"):
         open_folder(folder, "new: true\n", overwrite=True)
     assert contents(tmp_path) == before

@@ -12,13 +12,12 @@ from torch import nn
 from tests.data.tiny_wan import save_pipeline
 from vsa.data.batch import VideoBatch
 from vsa.data.codecs import HaarCodec
-from vsa.data.datamodule import LatentDataModule, PlanDataModule
+from vsa.data.datamodule import LatentDataModule, PlanDataModule, ToyOnlineDataModule
 from vsa.data.encode import encode_folder
 from vsa.data.plan import SampleRef, is_validation, sample_seed
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
-from vsa.data.toy_datamodule import ToyOnlineDataModule
 from vsa.data.toy_videos import ToyClips, render_clip
 
 ENCODER = HashedNgramEncoder(dim=8, max_tokens=5)
@@ -447,9 +446,9 @@ def test_samples_can_be_read_one_by_one(dataset: Path) -> None:
     data = module(dataset)
     ref = SampleRef(source="main", id="video-003")
     assert torch.equal(data.store.latent(ref), LatentReader(dataset).latent("video-003"))
-    assert data.codec_id == data.store.codec.id == "haar-4x8x8-c16"
-    assert data.codec_hash == HaarCodec().hash
-    assert (data.text_encoder_id, data.text_encoder_hash) == (ENCODER.id, ENCODER.hash)
+    assert data.codec.id == data.store.codec.id == "haar-4x8x8-c16"
+    assert data.store.codec.hash == HaarCodec().hash
+    assert (data.store.text_encoder.id, data.store.text_encoder.hash) == (ENCODER.id, ENCODER.hash)
 
 
 class Recorder(lightning.LightningModule):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,24 +20,26 @@ from vsa.data.video_files import write_video
 
 CODEC, ENCODER = HaarCodec(), HashedNgramEncoder(dim=8, max_tokens=5)
 OPTIONS = {"codec": CODEC, "text_encoder": ENCODER, "samples_per_shard": 3, "progress": False, "skip_bad": True}
-# encodes argv[1] to argv[2] and kills itself at the clip number argv[3]
-KILLED = """
-import os, signal, sys
-from vsa.data.codecs import HaarCodec
-from vsa.data.encode import encode_folder
-from vsa.data.text import HashedNgramEncoder
 
-class Deadly(HaarCodec):
-    count = 0
-    def encode(self, video):
-        self.count += 1
-        if self.count == int(sys.argv[3]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode(video)
 
-encode_folder(sys.argv[1], sys.argv[2], codec=Deadly(), text_encoder=HashedNgramEncoder(dim=8, max_tokens=5),
-              samples_per_shard=3, progress=False, skip_bad=True)
-"""
+def encode_killed(videos: Path, out: Path, clip: int) -> int | None:
+    """Encode in a process that kills itself at a clip, counted from 1; returns its exit code."""
+
+    class Deadly(HaarCodec):
+        count = 0
+
+        def encode(self, video: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            if self.count == clip:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().encode(video)
+
+    child = multiprocessing.get_context("fork").Process(
+        target=encode_folder, args=(videos, out), kwargs={**OPTIONS, "codec": Deadly()}
+    )
+    child.start()
+    child.join(60)
+    return child.exitcode
 
 
 def files_of(root: Path) -> dict[str, bytes]:
@@ -98,8 +99,7 @@ def test_killed_and_repeated_equals_straight(
 ) -> None:
     out = tmp_path / "out"
     for clip in killed_at:
-        done = subprocess.run([sys.executable, "-c", KILLED, str(videos), str(out), str(clip)], check=False)
-        assert done.returncode == -signal.SIGKILL
+        assert encode_killed(videos, out, clip) == -signal.SIGKILL
         with pytest.raises(ValueError, match=r"no index\.json"):
             LatentReader(out)
     encoded = []

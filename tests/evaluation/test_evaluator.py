@@ -18,6 +18,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from PIL import Image
 
+from tests.pictures import drawn, pictures_left_out  # noqa: F401
 from tests.tiny_runs import vsa_command
 from vsa.checkpoints.run_checkpoint import read_checkpoint, write_checkpoint
 from vsa.config import build
@@ -75,7 +76,7 @@ def change_state(run: Path, **changes: Any) -> None:
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_validation_loss_is_the_runs_own_and_every_checkpoint_has_a_row(trained: Path, tmp_path: Path):
+def test_validation_loss_is_the_runs_own_and_every_checkpoint_has_a_row(trained: Path, tmp_path: Path, drawn):  # noqa: F811
     before = contents(trained / "checkpoints")
     vsa_command("evaluate", str(trained), "--device", "cpu", "--out", str(tmp_path), "--batch-size", "3")
     assert contents(trained / "checkpoints") == before

@@ -1,9 +1,8 @@
-"""`scripts/bench.py` prints no speed for a wrong kernel, and `scripts/tune.py` writes what it should."""
+"""`scripts/bench` prints no speed for a wrong kernel, and `scripts/tune.py` writes what it should."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,33 +16,19 @@ from vsa_kernels import launch
 from vsa_kernels.block_index import BlockIndex
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
+from scripts import tune
+
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts"
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CASES = ("fine", "coarse", "vsa", "layer")
 FAST = ["--shapes", "tiny", "--repeats", "2"]
 
 
-def _script(name: str):
-    spec = importlib.util.spec_from_file_location(f"{name}_script", SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return _script
-
-
-@pytest.fixture
-def bench(script, monkeypatch):
-    module = script("bench")
-    problems = importlib.import_module("bench.problems")
+def bench(monkeypatch):
+    module = importlib.import_module("scripts.bench.__main__")
+    problems = importlib.import_module("scripts.bench.problems")
     tiny = problems.Shape(name="tiny", grid_thw=(4, 4, 4), tile_thw=(2, 2, 2), heads=2, head_dim=8, topk=2)
     monkeypatch.setattr(problems, "CPU_SHAPES", (tiny,))
     module.tiny = tiny
@@ -52,18 +37,18 @@ def bench(script, monkeypatch):
 
 @pytest.fixture
 def checks(bench):
-    return importlib.import_module("bench.checks")
+    return importlib.import_module("scripts.bench.checks")
 
 
 def _problem(shape, lists: str = "random"):
-    return importlib.import_module("bench.problems").problem(shape, lists, torch.float32, CPU)
+    return importlib.import_module("scripts.bench.problems").problem(shape, lists, torch.float32, CPU)
 
 
 def test_a_right_kernel_gets_a_table_and_a_report(bench, tmp_path, capsys):
     out = tmp_path / "new" / "report.json"
     bench.main(["fine", "--repeats", "2", "--out", str(out)])
     report = json.loads(out.read_text())
-    assert report["command"] == "python scripts/bench.py fine --repeats 2"
+    assert report["command"] == "python -m scripts.bench fine --repeats 2"
     assert [(r["op"], r["pass"]) for r in report["rows"]] == [
         (op, kind) for op in ("dense", "gather") for kind in ("forward", "forward + backward")
     ]
@@ -109,7 +94,7 @@ def test_triton_runs(bench, checks, monkeypatch, capsys, case):
     for name in ("check", "check_operator"):
         monkeypatch.setattr(checks, name, lambda *a: "")
     smaller = replace(bench.tiny, grid_thw=(2, 4, 4), heads=1, head_dim=16)
-    monkeypatch.setattr(importlib.import_module("bench.problems"), "CPU_SHAPES", (smaller,))
+    monkeypatch.setattr(importlib.import_module("scripts.bench.problems"), "CPU_SHAPES", (smaller,))
     bench.main([case, "--shapes", "tiny", "--repeats", "1", "--backends", "triton", "--lists", "local"])
     printed = capsys.readouterr().out
     assert "triton" in printed
@@ -198,7 +183,7 @@ def test_the_measured_operator_is_checked(bench, checks):
 
 
 def test_flops_count_real_pairs_and_whole_tiles(bench):
-    problems, timing = (importlib.import_module(f"bench.{name}") for name in ("problems", "timing"))
+    problems, timing = (importlib.import_module(f"scripts.bench.{name}") for name in ("problems", "timing"))
     ragged = replace(bench.tiny, grid_thw=(3, 4, 4))
     p = _problem(ragged)
     sizes, dense = p.case.kv_blocks.sizes, p.case.index.to_dense(8)
@@ -222,7 +207,7 @@ def test_local_lists_overlap_more_than_random_ones(bench):
 
 
 def test_peers_get_the_same_problem(bench):
-    peers = importlib.import_module("bench.peers")
+    peers = importlib.import_module("scripts.bench.peers")
     p = _problem(replace(bench.tiny, grid_thw=(3, 4, 4)))
     slots = peers.padded_slots(p)
     padded = peers.pad(p.case.q, slots, p)
@@ -240,7 +225,7 @@ def test_peers_get_the_same_problem(bench):
 
 
 def test_a_peer_that_refuses_is_skipped_with_its_reason(bench, monkeypatch, tmp_path, capsys):
-    peers = importlib.import_module("bench.peers")
+    peers = importlib.import_module("scripts.bench.peers")
 
     def refuse(*args):
         raise RuntimeError("no kernel\nfor this")
@@ -290,7 +275,7 @@ def _seconds(rows, name: str) -> str:
 
 @pytest.fixture
 def at_work(bench):
-    return importlib.import_module("bench.distill").Distillation(bench.tiny, "gather", False, CPU)
+    return importlib.import_module("scripts.bench.distill").Distillation(bench.tiny, "gather", False, CPU)
 
 
 ROLES = ("generator", "fake_score", "real_score")
@@ -306,7 +291,7 @@ def test_an_iteration_of_distillation_moves_what_it_trains(at_work):
     at_work.check()
     assert not any(moved("generator") + moved("fake_score"))
     # large steps, to tell the average from the weights
-    for optimizer in (at_work.generator_optimizer, at_work.critic_optimizer):
+    for optimizer in at_work.optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = 0.1
     at_work.iteration(2)
@@ -326,7 +311,7 @@ def test_an_iteration_of_distillation_moves_what_it_trains(at_work):
     ],
 )
 def test_gradients_in_the_wrong_network_stop_the_case(bench, monkeypatch, capsys, tamper, message):
-    objective = importlib.import_module("bench.distill").DistributionMatching
+    objective = importlib.import_module("scripts.bench.distill").DistributionMatching
     right = objective.generator_update
 
     def wrong(self, networks, *args, **kwargs):
@@ -341,7 +326,7 @@ def test_gradients_in_the_wrong_network_stop_the_case(bench, monkeypatch, capsys
 
 @pytest.fixture
 def denoise(bench, monkeypatch):
-    module = importlib.import_module("bench.denoise")
+    module = importlib.import_module("scripts.bench.denoise")
     monkeypatch.setattr(module, "_STEPS", 4)
     return module
 
@@ -388,7 +373,7 @@ def test_what_is_denoised_is_what_the_samplers_make(bench, denoise, monkeypatch)
     from vsa.diffusion.rollout import rollout
     from vsa.sampling.pipeline import SampleSettings, sample_latents
 
-    setup = importlib.import_module("bench.timing").Setup(
+    setup = importlib.import_module("scripts.bench.timing").Setup(
         backends=["gather"], peers=[], lists="random", device=CPU, dtype=torch.float32, repeats=1
     )
     models = denoise._same_weights(bench.tiny, setup)
@@ -437,18 +422,19 @@ def test_a_generator_that_is_not_the_dense_model_stops_the_case(bench, denoise, 
     monkeypatch.setattr(denoise, "_same_weights", right)
     # all tiles kept: nothing is sparse
     whole = replace(bench.tiny, name="whole", topk=8)
-    monkeypatch.setattr(importlib.import_module("bench.problems"), "CPU_SHAPES", (whole,))
+    monkeypatch.setattr(importlib.import_module("scripts.bench.problems"), "CPU_SHAPES", (whole,))
     with pytest.raises(ValueError, match="does not notice a damaged input"):
         bench.main(["denoise", "--shapes", "whole", "--repeats", "1"])
     assert capsys.readouterr().out == ""
 
 
 def test_calls_of_seconds_are_warmed_up_as_they_say(bench):
-    timing, calls = importlib.import_module("bench.timing"), []
+    timing, calls = importlib.import_module("scripts.bench.timing"), []
+    setup = timing.Setup(backends=[], peers=[], lists="random", device=CPU, dtype=torch.float32, repeats=3)
     op = timing.Op(
         name="x", call=lambda: calls.append("call"), passes=("forward",), warm_up=lambda: calls.append("warm-up")
     )
-    (row,) = timing.measure([op], CPU, 3)
+    (row,) = timing.measure([op], setup)
     assert calls == ["warm-up", "warm-up", "call", "call", "call"]
     assert row["repeats"] == 3
 
@@ -456,13 +442,13 @@ def test_calls_of_seconds_are_warmed_up_as_they_say(bench):
 def test_distillation_is_measured_at_its_published_sparsity(bench):
     from vsa.attention.sparsity import resolve_topk
 
-    cases, problems = (importlib.import_module(f"bench.{name}") for name in ("cases", "problems"))
+    cases, problems = (importlib.import_module(f"scripts.bench.{name}") for name in ("cases", "problems"))
     for case in ("distill", "denoise"):
         (shape,) = problems.choose_shapes(cases.CASES[case].gpu_shapes, False, torch.device("cuda"))
         # 61 frames of 448 x 832 in latents of 16 x 56 x 104
         assert shape.tokens == 16 * 28 * 52
         assert shape.topk == resolve_topk(0.8, shape.tiles)
-        assert importlib.import_module("bench.step").named_model(shape) == "wan_1_3b"
+        assert importlib.import_module("scripts.bench.step").named_model(shape) == "wan_1_3b"
 
 
 def test_old_reports_still_print(bench, capsys):
@@ -487,7 +473,7 @@ def test_old_reports_still_print(bench, capsys):
 )
 def test_bad_arguments_are_refused(bench, monkeypatch, argv, message):
     if "vsa" in argv:
-        small = importlib.import_module("bench.problems")
+        small = importlib.import_module("scripts.bench.problems")
         wide = replace(bench.tiny, name="wide-16k-d128", group=2)
         monkeypatch.setattr(small, "GPU_SHAPES", (wide,))
     with pytest.raises(ValueError, match=message):
@@ -504,14 +490,13 @@ def test_a_table_of_no_report_is_refused(bench, tmp_path):
 def test_tuning_without_a_gpu_is_one_line():
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "tune.py"), "fwd"], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "scripts.tune", "fwd"], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert done.stderr == "error: tuning needs a CUDA device, and this torch sees none\n"
 
 
-def test_tuned_configurations_are_written_as_they_are_read(script, tmp_path):
-    tune = script("tune")
+def test_tuned_configurations_are_written_as_they_are_read(tmp_path):
     text = launch.CONFIGS.read_text()
     assert tune.dump(json.loads(text)) == text
     path = tmp_path / "configs.json"
@@ -526,8 +511,7 @@ def test_tuned_configurations_are_written_as_they_are_read(script, tmp_path):
     assert table == before
 
 
-def test_candidates_hold_the_pinned_one_and_what_the_grid_does_not_know(script):
-    tune = script("tune")
+def test_candidates_hold_the_pinned_one_and_what_the_grid_does_not_know():
     pinned = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "DESC": 1, "maxnreg": None}
     pinned |= {"DP_FIRST": 0, "NEW": 3}
     found = tune.candidates("dkv", torch.bfloat16, 90, pinned)
@@ -539,8 +523,7 @@ def test_candidates_hold_the_pinned_one_and_what_the_grid_does_not_know(script):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_candidates_are_checked_in_the_interpreter(script):
-    tune = script("tune")
+def test_candidates_are_checked_in_the_interpreter():
     for kernel in tune.KERNELS:
         config = launch.config(kernel, 16, torch.float32, CPU)
         p = tune.problem(kernel, 16, torch.float32, CPU, tokens=32, topk=2, heads=1, block=8)

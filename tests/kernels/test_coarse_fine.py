@@ -247,7 +247,7 @@ def op_arguments(problem: Problem, inputs: list[Tensor]) -> tuple:
 )
 def test_opcheck(change, gated, triton_device):
     # small: opcheck runs the op many times
-    problem = make_problem([2, 1], [1, 2, 2], heads=2, topk=1, gated=gated, device=triton_device)
+    problem = make_problem([2, 1], [1, 2], heads=2, topk=1, batch=1, gated=gated, device=triton_device)
     args = op_arguments(problem, [change(x).requires_grad_() for x in problem.inputs])
     torch.library.opcheck(coarse_fine_fwd, args)
     detached = [x.detach() if isinstance(x, Tensor) else x for x in args]
@@ -256,7 +256,7 @@ def test_opcheck(change, gated, triton_device):
 
 
 def test_backward_repeats_bit_for_bit(triton_device):
-    problem = CASES["ragged"](device=triton_device)
+    problem = CASES["ragged"](device=triton_device, batch=1)
     inputs = problem.leaves()
     # the many repeats of `block_sparse_attn` have a test of their own
     first, second = (gradients(problem, run(problem, "triton", inputs).out, inputs) for _ in range(2))
@@ -331,7 +331,7 @@ def test_topk_that_changes_every_step_recompiles_once(sizes, hollow):
     inputs = [torch.randn(1, 140, 2, 4, requires_grad=True) for _ in range(5)]
     graphs = []
     # capacities 32, 64 and 70, and every block
-    for topk in (8, *range(100, 0, -1)):
+    for topk in (8, *range(100, 0, -3)):
         out = compiled(*inputs, blocks, topk)
         kept = min(topk, 70)
         torch.testing.assert_close(out, (kept * inputs[0].sin()).square())

@@ -7,8 +7,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.interpreted import INTERPRETED, further
+
 POISON = 1 << 30
-fuzz = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    max_examples=5 if INTERPRETED else 15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+ANY_MASK = (
+    st.integers(1, 2), st.integers(1, 2), st.integers(1, 70), st.integers(1, 70), st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    st.integers(0, 3), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,10 +65,7 @@ def assert_transposed(index, mask):
 
 
 @fuzz
-@given(
-    st.integers(1, 2), st.integers(1, 2), st.integers(1, 70), st.integers(1, 70), st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    st.integers(0, 3), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+@given(*ANY_MASK)
 def test_any_mask(triton_device, batch, heads, num_q, num_kv, density, spare, shuffled, seed):
     torch.manual_seed(seed)
     mask = torch.rand(batch, heads, num_q, num_kv) < density
@@ -67,7 +75,12 @@ def test_any_mask(triton_device, batch, heads, num_q, num_kv, density, spare, sh
     assert_transposed(index, mask)
 
 
-@pytest.mark.parametrize(("num_q", "num_kv"), [(32, 32), (33, 300), (257, 31), (130, 260)])
+test_further_masks = pytest.mark.slow(
+    settings(fuzz, max_examples=15)(given(*ANY_MASK)(test_any_mask.hypothesis.inner_test))
+)
+
+
+@pytest.mark.parametrize(("num_q", "num_kv"), [(32, 32), (33, 300), (257, 31), further(130, 260)])
 def test_rows_of_different_length(triton_device, num_q, num_kv):
     # empty rows, full rows, empty columns, columns that every row lists, equal rows
     mask = torch.rand(1, 2, num_q, num_kv) < torch.rand(1, 2, num_q, 1) * 0.3

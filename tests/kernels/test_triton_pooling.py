@@ -8,8 +8,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vsa_kernels import Blocks, block_mean_pool
 
+from tests.kernels.interpreted import INTERPRETED, further
+
 SIZES = [[8, 8, 8], [3, 17, 1, 8], [64, 64], [256, 31]]
-fuzz = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    max_examples=10 if INTERPRETED else 25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+ANY_SHAPE = (
+    st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    st.integers(1, 2),
+    st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    st.sampled_from([1, 3, 8, 16, 80, 130, 256]),
+    st.sampled_from(["plain", "heads first", "packed", "dims apart"]),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,13 +74,7 @@ def assert_means(got, x, sizes):
 
 
 @fuzz
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=5),
-    st.integers(1, 2),
-    st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    st.sampled_from([1, 3, 8, 16, 80, 130, 256]),
-    st.sampled_from(["plain", "heads first", "packed", "dims apart"]),
-)
+@given(*ANY_SHAPE)
 def test_means_of_any_shape(triton_device, sizes, batch, heads, dim, layout):
     for dtype in dtypes(triton_device):
         xs = [tokens((batch, sum(sizes), n, dim), layout, dtype, triton_device) for n in heads]
@@ -76,8 +84,14 @@ def test_means_of_any_shape(triton_device, sizes, batch, heads, dim, layout):
             assert_means(mean, x, sizes)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+test_means_of_further_shapes = pytest.mark.slow(
+    settings(fuzz, max_examples=25)(given(*ANY_SHAPE)(test_means_of_any_shape.hypothesis.inner_test))
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dim"), [*((sizes, 64) for sizes in SIZES), (SIZES[1], 128), *(further(SIZES[i], 128) for i in (0, 2, 3))]
+)
 def test_means_and_gradient_at_real_head_dims(triton_device, sizes, dim):
     offsets = arguments(sizes, triton_device)
     for dtype in dtypes(triton_device):

@@ -275,7 +275,7 @@ def test_topk_changes_do_not_recompile(training, start):
             model(*inputs, topk=topk)
         # one graph, then one whose top-k is a symbol; not one per layer
         assert len(graphs) == 2
-        for topk in range(4, 4 + 100):
+        for topk in range(4, 4 + 100, 6):
             out = model(*inputs, topk=topk)
         assert len(graphs) == 2
         torch.testing.assert_close(out, reference(*inputs, topk=topk))

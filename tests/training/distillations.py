@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import lightning as L
@@ -83,3 +84,9 @@ class Keep(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.lrs.append(tuple(optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers))
+
+
+def checkpoints(run: Path) -> list[Checkpoint]:
+    """Those of a run, the oldest first."""
+    paths = sorted((run / "checkpoints").glob("step-*"))
+    return [Checkpoint(path=path, state=json.loads((path / "state.json").read_text())) for path in paths]

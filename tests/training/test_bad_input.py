@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
+from tests.tiny_runs import CONFIGS
+from vsa.cli import main
 from vsa.data.toy_videos import ToyClips, write_toy_videos
+from vsa.training.launch import INPUT_ERRORS
+from vsa.training.train import train
 
 BAD_SETTINGS = [
     (["sparsity.topk=9", "sparsity.sparsity=null"], "topk=9 is above the number of tiles, 8"),
@@ -108,7 +119,33 @@ BAD_SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message"), BAD_SETTINGS, ids=lambda value: str(value)[:60])
+# one for each place where a command meets them: hydra's groups, targets, types, folders, objects, the model, the data
+BY_COMMAND = (
+    "attention=nope",
+    "callbacks.samples._target_=os.system",
+    "seed=x",
+    "run=..",
+    "trainer.precision=99",
+    "ckpt_path=last",
+    "data.toy.size=[8,56,64]",
+    "model.ffn_dim=10000000000000",
+    "data=folder",
+)
+GROUPS = ("attention=nope", "model=nope", "experiment=nope", "data=folder")
+"""Choices of groups, which hydra alone composes."""
+
+
+def quick_by_command(overrides: list[str]) -> bool:
+    return bool({*BY_COMMAND, *GROUPS} & set(overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(*case, marks=[] if quick_by_command(case[0]) else pytest.mark.slow, id=str(case[0])[:60])
+        for case in BAD_SETTINGS
+    ],
+)
 def test_wrong_settings(command_line, tiny_overrides, tmp_path, monkeypatch, overrides, message):
     monkeypatch.chdir(tmp_path)
     keys = {o.partition("=")[0].lstrip("+") for o in overrides}
@@ -128,17 +165,55 @@ def test_wrong_settings(command_line, tiny_overrides, tmp_path, monkeypatch, ove
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture(scope="module")
+def composed(tiny_overrides) -> Callable[[list[str]], DictConfig]:
+    """The tiny config, composed once, with other values."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        tiny = compose("train", overrides=[*tiny_overrides, "output_dir=out"])
+
+    def config(overrides: list[str]) -> DictConfig:
+        cfg = copy.deepcopy(tiny)
+        for override in OverridesParser.create().parse_overrides(overrides):
+            OmegaConf.update(cfg, override.key_or_group, override.value(), force_add=True)
+        return cfg
+
+    return config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [case for case in BAD_SETTINGS if not quick_by_command(case[0])],
+    ids=lambda value: str(value)[:60],
+)
+def test_wrong_settings_are_refused_before_anything_is_written(composed, tmp_path, monkeypatch, overrides, message):
+    monkeypatch.chdir(tmp_path)
+    # what becomes of an error in a command, test_wrong_settings looks at
+    with pytest.raises((ValueError, OSError, *INPUT_ERRORS)) as refused:
+        train(composed(overrides))
+    assert message in " ".join(str(refused.value).split())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_traceback_on_request(command_line, tiny_overrides, tmp_path):
     arguments = [*tiny_overrides, f"output_dir={tmp_path}", "sparsity.topk=4"]
     with pytest.raises(ValueError, match="got topk=4"):
         command_line("train.py", *arguments, full_errors=True)
 
 
-@pytest.fixture
-def clips(tmp_path):
-    folder = tmp_path / "clips"
-    write_toy_videos(ToyClips(count=6, size=(8, 64, 64)), folder)
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of clips and one of their shards; tests change copies."""
+    folder = tmp_path_factory.mktemp("untouched")
+    write_toy_videos(ToyClips(count=6, size=(8, 64, 64)), folder / "clips")
+    with pytest.raises(SystemExit) as end:
+        main(["encode", str(folder / "clips"), str(folder / "shards")])
+    assert not end.value.code
     return folder
+
+
+@pytest.fixture
+def clips(untouched, tmp_path):
+    return shutil.copytree(untouched / "clips", tmp_path / "clips")
 
 
 def encode(command_line, clips, out, *arguments):
@@ -170,9 +245,8 @@ def test_a_caption_file_that_names_a_missing_video(command_line, clips, tmp_path
 
 
 @pytest.fixture
-def shards(command_line, clips, tmp_path):
-    assert encode(command_line, clips, tmp_path / "shards")[0] == 0
-    return tmp_path / "shards"
+def shards(untouched, tmp_path):
+    return shutil.copytree(untouched / "shards", tmp_path / "shards")
 
 
 def from_shards(tiny_overrides, shards, tmp_path, *overrides):
@@ -187,18 +261,20 @@ def from_shards(tiny_overrides, shards, tmp_path, *overrides):
     ]
 
 
-@pytest.mark.parametrize("which", ["latents", "text"])
-def test_a_shard_cut_short(command_line, tiny_overrides, shards, tmp_path, which):
-    victim = next(shards.glob(f"{which}-*.tar"))
+def test_a_shard_cut_short(command_line, tiny_overrides, shards, tmp_path):
     arguments = from_shards(tiny_overrides, shards, tmp_path, "trainer.max_steps=1", "data.val_fraction=0")
     assert command_line("train.py", *arguments, "run=whole")[0] == 0
-    victim.write_bytes(victim.read_bytes()[:-512])
-    status, _, err = command_line("train.py", *arguments)
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert (status, len(lines)) == (1, 1), err
-    assert victim.name in lines[0]
-    assert "Traceback" not in err
-    assert [p.name for p in (tmp_path / "out" / "pretrain").iterdir()] == ["whole"]
+    for which in ("latents", "text"):
+        victim = next(shards.glob(f"{which}-*.tar"))
+        whole = victim.read_bytes()
+        victim.write_bytes(whole[:-512])
+        status, _, err = command_line("train.py", *arguments)
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert (status, len(lines)) == (1, 1), err
+        assert victim.name in lines[0]
+        assert "Traceback" not in err
+        assert [p.name for p in (tmp_path / "out" / "pretrain").iterdir()] == ["whole"]
+        victim.write_bytes(whole)
 
 
 def test_a_flipped_bit_in_a_shard(command_line, tiny_overrides, shards, tmp_path):

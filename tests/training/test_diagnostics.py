@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 
 import vsa.training.train as run_module
+from tests.pictures import drawn, pictures_left_out  # noqa: F401
+from tests.tiny_runs import TinyTraining
 from vsa.attention.full import dense_attn
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.run_folder import RunFolder
@@ -86,7 +88,7 @@ def recall_by_hand(training, callback: Diagnostics, layer: int, sigma: float, to
     return total / (found["q"].shape[2] * layout.num_tokens)
 
 
-def test_what_is_measured_is_what_the_weights_do(training):
+def test_what_is_measured_is_what_the_weights_do(training, drawn):  # noqa: F811 (the fixture)
     trainer = training(*LOOK, *LAYERS, "callbacks.ema=null")
     folder = training.folder()
     names = sorted(p.name for p in (folder / "diagnostics").iterdir())
@@ -137,18 +139,26 @@ def test_all_tiles_and_dense_attention(training):
     assert not any(name.startswith("diag/") for name in training.metrics("dense")[4])
 
 
-def test_a_measured_schedule_follows_what_is_measured(training):
-    training(*LOOK, *MEASURED, "sparsity.max_missed=1.0", "trainer.max_steps=7")
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> TinyTraining:
+    """A run of 7 steps whose schedule may miss anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        runs = TinyTraining(tmp_path_factory.mktemp("measured"), patch)
+        runs(*LOOK, *MEASURED, "sparsity.max_missed=1.0", "trainer.max_steps=7")
+    return runs
+
+
+def test_a_measured_schedule_follows_what_is_measured(training, measured):
     # down after the looks at 2, 4 and 6, which hold from the next step on
-    rows = training.metrics()
+    rows = measured.metrics()
     assert [float(rows[step]["sparsity/topk"]) for step in range(1, 8)] == [8, 8, 5, 5, 2, 2, 2]
-    state = training.last().state["sparsity_state"]
+    state = measured.last().state["sparsity_state"]
     assert state["drop_steps"] == [2, 4, 6]
     assert [missed for _, missed in state["measured"]] == pytest.approx(
         [1 - float(rows[step]["diag/recall"]) for step in (2, 4, 6)], abs=1e-6
     )
     # the weights are sampled at the top-k they had
-    assert load_run(training.folder(), device="cpu").settings().topk == 2
+    assert load_run(measured.folder(), device="cpu").settings().topk == 2
     # nothing may be missed: one step down, from all tiles, then none
     training("run=strict", *LOOK, *MEASURED, "sparsity.max_missed=0.001", "trainer.max_steps=5")
     rows = training.metrics("strict")
@@ -165,14 +175,13 @@ def test_layers_with_all_tiles_do_not_hide_what_the_others_miss(training):
     assert missed == pytest.approx(1 - sparse, abs=1e-6)
 
 
-def test_a_measured_schedule_resumes_bit_for_bit(training):
+def test_a_measured_schedule_resumes_bit_for_bit(training, measured):
     settings = (*LOOK, *MEASURED, "sparsity.max_missed=1.0")
-    training(*settings, "run=whole", "trainer.max_steps=7")
     training(*settings, "trainer.max_steps=4")
     training(*settings, "trainer.max_steps=7", "ckpt_path=last")
-    assert training.losses() == training.losses("whole")
-    assert training.last().state["sparsity_state"] == training.last("whole").state["sparsity_state"]
-    ours, theirs = training.tensors(), training.tensors("whole")
+    assert training.losses() == measured.losses()
+    assert training.last().state["sparsity_state"] == measured.last().state["sparsity_state"]
+    ours, theirs = training.tensors(), measured.tensors()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

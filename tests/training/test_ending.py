@@ -85,7 +85,11 @@ def test_a_finished_run_says_how_it_went_and_where_all_is(training, told):
 
 @pytest.mark.parametrize(
     ("number", "every", "curve"),
-    [(signal.SIGTERM, 1000, False), (signal.SIGINT, 1000, False), (signal.SIGTERM, 1, True)],
+    [
+        pytest.param(signal.SIGTERM, 1000, False, marks=pytest.mark.slow),
+        (signal.SIGINT, 1000, False),
+        (signal.SIGTERM, 1, True),
+    ],
 )
 def test_a_signal_before_the_first_logged_row_ends_well(training, told, number, every, curve):
     # a validation may be logged before the first loss is

@@ -139,7 +139,8 @@ def test_a_diffusers_pipeline_starts_at_its_output(training, tmp_path):
     folder, watch = make_pipeline(tmp_path / "wan"), Watch()
     training(*wan_like(*ALL_TILES), f"init_from={folder}", "trainer.max_steps=1", callbacks=(watch,))
     theirs = WanTransformer3DModel.from_pretrained(folder / "transformer")
-    (x, timestep, text, mask), _, output = watch.first
+    (x, timestep), conditions, output = watch.first
+    text, mask = conditions["text"], conditions["text_mask"]
     with torch.no_grad():
         # theirs has no mask: one sample at a time, with its own tokens alone
         wanted = torch.cat(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
 import vsa.training.launch as launch_module
@@ -232,6 +233,7 @@ def test_no_way_into_hydra_runs_code(command_line, hostile, tmp_path, route):
 def test_without_the_check_the_same_would_run(command_line, hostile, monkeypatch):
     # control, and the job itself notices that nothing was checked
     monkeypatch.setattr(launch_module, "checked_hydra", nullcontext)
+    monkeypatch.setattr("hydra._internal.hydra.ConfigLoaderImpl", ConfigLoaderImpl)
     with pytest.raises(RuntimeError, match="Hydra composed a config that was not checked"):
         command_line("train.py", *ROUTES["experiment"], "ckpt_path=nowhere")
     assert hostile.exists()

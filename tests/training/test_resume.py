@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,9 +16,11 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.training.train as run_module
+from tests.tiny_runs import TinyTraining
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,12 +62,32 @@ def assert_moved(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
     assert any(not torch.equal(a[name], b[name]) for name in a)
 
 
+def train_apart(factory: pytest.TempPathFactory, *overrides: str) -> TinyTraining:
+    """A run of a folder that tests only read."""
+    with pytest.MonkeyPatch.context() as patch:
+        runs = TinyTraining(factory.mktemp("apart"), patch)
+        runs(*overrides)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> TinyTraining:
+    """A run of 6 steps that nothing stopped."""
+    return train_apart(tmp_path_factory, "trainer.max_steps=6")
+
+
 @pytest.mark.parametrize(
-    ("number", "status", "accumulate"), [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2)]
+    ("number", "status", "accumulate"),
+    [
+        pytest.param(signal.SIGTERM, 143, 1, marks=pytest.mark.slow),
+        (signal.SIGINT, 130, 1),
+        (signal.SIGTERM, 143, 2),
+    ],
 )
-def test_a_stopped_run_continues_bit_for_bit(training, number, status, accumulate):
-    common = ("trainer.max_steps=7", f"trainer.accumulate_grad_batches={accumulate}")
-    training(*common, "run=straight")
+def test_a_stopped_run_continues_bit_for_bit(training, straight, tmp_path_factory, number, status, accumulate):
+    common = ("trainer.max_steps=6", f"trainer.accumulate_grad_batches={accumulate}")
+    if accumulate > 1:
+        straight = train_apart(tmp_path_factory, *common)
     # a job started in the background inherits an ignored SIGINT: whatever stood before must stand after
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     # in the first micro-batch of step 4: the step is finished first
@@ -78,14 +102,14 @@ def test_a_stopped_run_continues_bit_for_bit(training, number, status, accumulat
     seen = CountBatches()
     training(*common, "ckpt_path=last", callbacks=(seen,))
     # a seek, not a replay
-    assert seen.steps == [s for s in range(4, 7) for _ in range(accumulate)]
-    assert training.losses() == training.losses("straight")
-    assert len(set(training.losses().values())) == 7
+    assert seen.steps == [s for s in range(4, 6) for _ in range(accumulate)]
+    assert training.losses() == straight.losses()
+    assert len(set(training.losses().values())) == 6
     same = ("grad_norm/total", "lr", "throughput/flops_total", "skipped_steps")
     for step, row in training.metrics().items():
-        assert [row[k] for k in same] == [training.metrics("straight")[step][k] for k in same]
-    assert_same(training.tensors(), training.tensors("straight"))
-    assert_moved(half, training.tensors("straight"))
+        assert [row[k] for k in same] == [straight.metrics()[step][k] for k in same]
+    assert_same(training.tensors(), straight.tensors())
+    assert_moved(half, straight.tensors())
 
 
 def test_the_format_of_checkpoints_stays_and_those_of_older_versions_resume(training):
@@ -144,9 +168,7 @@ def test_a_second_interrupt_ends_the_run_at_once(training):
 
 
 @pytest.mark.parametrize("when", ["in a step", "in a save"])
-def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, monkeypatch, when):
-    training("trainer.max_steps=6", "run=straight")
-
+def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, straight, monkeypatch, when):
     def killed() -> None:
         if when == "in a save":
             replace, names = os.replace, []
@@ -158,7 +180,7 @@ def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, monkeypat
                         os.kill(os.getpid(), signal.SIGKILL)
                 replace(source, target)
 
-            monkeypatch.setattr(checkpointing.os, "replace", kill_second)
+            monkeypatch.setattr(os, "replace", kill_second)
             training("trainer.max_steps=6")
         training("trainer.max_steps=6", callbacks=(SignalAt(3, signal.SIGKILL),))
 
@@ -170,8 +192,8 @@ def test_a_killed_run_resumes_from_its_last_whole_checkpoint(training, monkeypat
     assert len(litter) == (when == "in a save")
     assert training.last().step == 2
     training("trainer.max_steps=6", "ckpt_path=last")
-    assert training.losses() == training.losses("straight")
-    assert_same(training.tensors(), training.tensors("straight"))
+    assert training.losses() == straight.losses()
+    assert_same(training.tensors(), straight.tensors())
     assert not [p for p in (training.folder() / "checkpoints").iterdir() if p.name.startswith(".")]
 
 
@@ -201,15 +223,14 @@ def test_as_many_checkpoints_are_kept_as_asked_for(training):
     assert kept == ["step-00000003", "step-00000004", "step-00000005"]
 
 
-def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_resumed(training, capsys):
-    training("trainer.max_steps=6", "run=straight")
+def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_resumed(training, straight, capsys):
     training("trainer.max_steps=4")
     whole = training.folder() / "checkpoints" / "step-00000004" / "model.safetensors"
     whole.write_bytes(whole.read_bytes()[:-8])
     training("trainer.max_steps=6", "ckpt_path=last")
     assert "step-00000004 is damaged: model.safetensors" in capsys.readouterr().out
-    assert training.losses() == training.losses("straight")
-    assert_same(training.tensors(), training.tensors("straight"))
+    assert training.losses() == straight.losses()
+    assert_same(training.tensors(), straight.tensors())
 
 
 def test_a_run_is_not_resumed_as_another_model_of_the_same_tensors(training):
@@ -256,6 +277,12 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in paths}
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory) -> TinyTraining:
+    """A run that is never changed, whatever is tried."""
+    return train_apart(tmp_path_factory, "trainer.max_steps=2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -278,8 +305,10 @@ def contents(folder: Path) -> dict[str, bytes | None]:
         ),
     ],
 )
-def test_refused_starts_leave_the_run_as_it_was(training, overrides, message):
-    training("trainer.max_steps=2", *(["callbacks.ema=null"] if "ema" in message else []))
+def test_refused_starts_leave_the_run_as_it_was(two_steps, tmp_path_factory, overrides, message):
+    training = two_steps
+    if "ema" in message:
+        training = train_apart(tmp_path_factory, "trainer.max_steps=2", "callbacks.ema=null")
     before = contents(training.output)
     with pytest.raises(ValueError, match=message):
         training("trainer.max_steps=4", *overrides)
@@ -341,12 +370,38 @@ def test_init_from_takes_weights_only(training, with_ema):
     assert steps == {2}
 
 
-def test_sigterm_of_the_real_process(training, tiny_overrides, tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), *tiny_overrides, f"output_dir={training.output}"]
-    command += ["trainer.max_steps=100000", "trainer.log_every_n_steps=1", "callbacks.checkpoint.every_n_steps=100000"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "err", "w") as err:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err, env=environment, cwd=tmp_path)
+class Forked(multiprocessing.get_context("fork").Process):
+    """`train.py` in a copy of this process, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, arguments: list[str], told: Path):
+        super().__init__()
+        self.arguments, self.told = arguments, told
+
+    def run(self) -> None:
+        rank_zero_module.log.addHandler(logging.FileHandler(self.told))
+        sys.argv = ["train.py", *self.arguments]
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.join(timeout)
+        return self.exitcode
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("command", marks=pytest.mark.slow)])
+def test_sigterm_of_the_real_process(training, tiny_overrides, tmp_path, start):
+    arguments = [*tiny_overrides, f"output_dir={training.output}", "trainer.max_steps=100000"]
+    arguments += ["trainer.log_every_n_steps=1", "callbacks.checkpoint.every_n_steps=100000"]
+    if start == "fork":
+        process = Forked(arguments, tmp_path / "err")
+        process.start()
+    else:
+        command = [sys.executable, str(ROOT / "train.py"), *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with open(tmp_path / "err", "w") as err:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err, env=environment, cwd=tmp_path)
     metrics = training.folder() / "metrics.csv"
     deadline = time.monotonic() + 100
     while process.poll() is None and time.monotonic() < deadline:

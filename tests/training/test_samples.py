@@ -24,10 +24,10 @@ from vsa.training.callbacks.samples import ClipSet
 from vsa.training.modules.distill import DistillModule
 
 PROMPTS = ["a red circle moving left slowly", "a blue square moving up quickly"]
-STEPS = ("step-00000003", "step-00000006")
+STEPS = ("step-00000001", "step-00000002")
 CLIPS = (
     f"callbacks.samples.prompts=[{','.join(PROMPTS)}]",
-    "callbacks.samples.every_n_steps=3",
+    "callbacks.samples.every_n_steps=1",
     "callbacks.samples.steps=2",
     "callbacks.samples.guidance=2",
     "callbacks.samples.flow_shift=4",
@@ -49,9 +49,9 @@ def distillation(teacher: Path, *overrides: str) -> tuple[str, ...]:
         "task=distill",
         f"init_from={teacher}",
         "attention.gate_init=identity",
-        "task.generator_every=3",
-        "trainer.max_steps=6",
-        "callbacks.checkpoint.every_n_steps=3",
+        "task.generator_every=1",
+        "trainer.max_steps=2",
+        "callbacks.checkpoint.every_n_steps=1",
         # an average far from the weights
         "callbacks.ema.decay=0.5",
         "callbacks.ema.warmup=false",
@@ -73,9 +73,8 @@ class CountTeacher(L.Callback):
         self.forwards += 1
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """Clips as they were handed to `write_clips`, by the last two parts of their folder; written twice is an error."""
+def recorded(patch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Clips as they are handed to `write_clips`, by the last two parts of their folder; written twice is an error."""
     found: dict[str, torch.Tensor] = {}
     write = samples_module.write_clips
 
@@ -85,8 +84,23 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
         found[name] = videos
         write(folder, prompts, videos, record, **how)
 
-    monkeypatch.setattr(samples_module, "write_clips", keep)
+    patch.setattr(samples_module, "write_clips", keep)
     return found
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    return recorded(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def sampled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyTraining, dict, CountTeacher]:
+    """A distillation that samples after both of its steps, its clips and the forwards of its teacher."""
+    training, counted = TinyTraining(tmp_path_factory.mktemp("sampled"), pytest.MonkeyPatch()), CountTeacher()
+    with pytest.MonkeyPatch.context() as patch:
+        clips = recorded(patch)
+        training(*distillation(dense, *CLIPS, "run=d"), callbacks=(counted,))
+    return training, clips, counted
 
 
 def record_of(folder: Path) -> dict:
@@ -98,10 +112,9 @@ def few_step_clips(run: Path, weights: str, **how) -> torch.Tensor:
     return generate(loaded, PROMPTS, loaded.settings(seed=5, **how))
 
 
-def test_student_average_and_teacher_are_sampled_as_their_checkpoints_are(training, dense, made):
-    counted, silent = CountTeacher(), CountTeacher()
-    training(*distillation(dense, *CLIPS, "run=d"), callbacks=(counted,))
-    folder = training.folder("d")
+def test_student_average_and_teacher_are_sampled_as_their_checkpoints_are(training, dense, sampled):
+    runs, made, counted = sampled
+    folder = runs.folder("d")
     assert sorted(p.name for p in (folder / "samples").iterdir()) == [*STEPS, "teacher"]
     assert set(made) == {"samples/teacher", *(f"{step}/{name}" for step in STEPS for name in ("student", "ema"))}
     for step in STEPS:
@@ -136,28 +149,28 @@ def test_student_average_and_teacher_are_sampled_as_their_checkpoints_are(traini
     # what a distillation ends with is there; it did not validate
     assert list(logged_metrics(folder / "metrics.csv", DistillModule.headline)) == ["fake_score/loss", "dmd/gap"]
     # sampling leaves training alone and asks the teacher once: one forward of both halves a step
+    silent = CountTeacher()
     training(*distillation(dense, "run=silent"), callbacks=(silent,))
     assert counted.forwards == silent.forwards + 2
-    a, b = training.tensors("d"), training.tensors("silent")
+    a, b = runs.tensors("d"), training.tensors("silent")
     assert set(a) == set(b)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_the_teacher_is_sampled_once_more_after_a_resume_and_says_the_same(training, dense, made):
-    training(*distillation(dense, *CLIPS, "run=d", "trainer.max_steps=3"))
-    before = made.pop("samples/teacher")
-    resumed = CountTeacher()
-    training(*distillation(dense, *CLIPS, "run=d", "ckpt_path=last"), callbacks=(resumed,))
-    assert torch.equal(made["samples/teacher"], before)
-    assert set(made) == {"samples/teacher", *(f"{step}/{name}" for step in STEPS for name in ("student", "ema"))}
-    # the resumed steps 4 to 6 hold one update of the generator, guided: two forwards
+def test_the_teacher_is_sampled_once_more_after_a_resume_and_says_the_same(training, dense, made, sampled):
+    runs, before, _ = sampled
+    half, resumed = runs.folder("d") / "checkpoints" / STEPS[0], CountTeacher()
+    training(*distillation(dense, *CLIPS, f"ckpt_path={half}"), callbacks=(resumed,))
+    assert set(made) == {"samples/teacher", *(f"{STEPS[1]}/{name}" for name in ("student", "ema"))}
+    assert all(torch.equal(clips, before[name]) for name, clips in made.items())
+    # the resumed step holds an update of the generator, guided: two forwards
     assert resumed.forwards == 2 + 2
 
 
 def test_points_of_the_schedule_are_the_students(training, dense, made):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     points = ("callbacks.samples.sparsity=[current,dense]", "callbacks.samples.every_n_steps=0")
-    ends = ("run=d", "callbacks.ema=null", "trainer.max_steps=3", "logger=tensorboard")
+    ends = ("run=d", "callbacks.ema=null", "trainer.max_steps=1", "logger=tensorboard")
     # a teacher that could select
     sparse_teacher = "task.real_score_attention=${attention}"
     training(*distillation(dense, *CLIPS, *points, *ends, sparse_teacher))
@@ -181,12 +194,12 @@ def test_points_of_the_schedule_are_the_students(training, dense, made):
     assert set(found.Tags()["images"]) == {*tags, "samples/side_by_side"}
     for tag, gif in tags.items():
         (event,) = found.Images(tag)
-        assert (event.step, event.height, event.width) == (3, 64, 64)
+        assert (event.step, event.height, event.width) == (1, 64, 64)
         assert event.encoded_image_string == gif.read_bytes()
 
 
 def test_sharded_networks_are_sampled_as_whole_ones(training, dense, made):
-    run = distillation(dense, *CLIPS, "trainer.max_steps=3", "task.generator_every=1")
+    run = distillation(dense, *CLIPS, "trainer.max_steps=1")
     training(*run, "run=one")
     one = {name: made.pop(name).int() for name in sorted(made)}
 
@@ -214,8 +227,9 @@ def test_an_interrupted_distillation_samples_nothing(training, dense, made):
             if trainer.global_step == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
+    late = ("callbacks.samples.every_n_steps=3", "callbacks.checkpoint.every_n_steps=3", "trainer.max_steps=3")
     with pytest.raises(SystemExit):
-        training(*distillation(dense, *CLIPS, "run=d"), callbacks=(Stop(),))
+        training(*distillation(dense, *CLIPS, *late, "run=d"), callbacks=(Stop(),))
     assert training.last("d").step == 2
     assert not made
     assert not (training.folder("d") / "samples").exists()

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import vsa.training.callbacks.samples as samples_module
-import vsa.training.loss_window as loss_window_module
+from tests.training.ranks import run_ranks
 from vsa.checkpoints.run_checkpoint import optimizer_state
 from vsa.data.video_files import read_video
 from vsa.diffusion.flow_matching import sample_sigmas
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
 from vsa.sampling.pipeline import generate, load_run
 from vsa.training.callbacks.ema import EMA
-from vsa.training.loss_window import LossWindow
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ShardedDataParallel, choose_strategy
 from vsa.training.run_state import parts_of
 
-ROOT = Path(__file__).parents[2]
 # weights of different sizes inside a batch: a per-micro-batch mean would show; the large eps keeps Adam from
 # turning rounding of near-zero gradients into whole steps
 INVARIANCE = (
     "data.batch_size=8",
-    "trainer.max_steps=3",
+    "trainer.max_steps=2",
     "task.objective.weighting=sigma_sqrt",
     "optim.eps=0.01",
     "callbacks.ema=null",
@@ -51,11 +45,10 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 
 def test_micro_batches_do_not_change_the_step(training, monkeypatch):
     training(*INVARIANCE, "run=whole")
-    for parts in (2, 4):
-        training(*INVARIANCE, f"run=in{parts}", f"trainer.accumulate_grad_batches={parts}")
-        assert largest_difference(weights(training, "whole"), weights(training, f"in{parts}")) < 1e-6
-        for step, loss in training.losses("whole").items():
-            assert float(training.losses(f"in{parts}")[step]) == pytest.approx(float(loss), rel=1e-5)
+    training(*INVARIANCE, "run=in4", "trainer.accumulate_grad_batches=4")
+    assert largest_difference(weights(training, "whole"), weights(training, "in4")) < 1e-6
+    for step, loss in training.losses("whole").items():
+        assert float(training.losses("in4")[step]) == pytest.approx(float(loss), rel=1e-5)
 
     # control: each micro-batch normalised by itself
     call = FlowMatchingLoss.__call__
@@ -69,19 +62,18 @@ def test_micro_batches_do_not_change_the_step(training, monkeypatch):
     assert largest_difference(weights(training, "whole"), weights(training, "naive")) > 1e-5
 
 
-def test_ranks_do_not_change_the_step(training, tiny_overrides, tmp_path):
-    extra = [*INVARIANCE, "callbacks.samples.prompts=[a red circle moving left slowly]", "callbacks.samples.steps=1"]
-    command = [sys.executable, str(ROOT / "train.py"), *tiny_overrides, *extra, f"output_dir={training.output}"]
-    command += ["run=ranks", "trainer.devices=2", "trainer.val_check_interval=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=200)
-    assert done.returncode == 0, done.stderr
-    # the second rank reports on the same stream
-    assert "Traceback" not in done.stderr
+def test_ranks_do_not_change_the_step(training):
+    extra = (*INVARIANCE, "callbacks.samples.prompts=[a red circle moving left slowly]", "callbacks.samples.steps=1")
+    ranks = ("run=ranks", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
+
+    def on_rank(rank: int) -> None:
+        training(*extra, *ranks, "trainer.val_check_interval=1")
+
+    run_ranks(2, on_rank)
     training(*INVARIANCE, "run=one", "trainer.val_check_interval=1")
     assert largest_difference(weights(training, "one"), weights(training, "ranks")) < 1e-6
     one, ranks = training.metrics("one"), training.metrics("ranks")
-    assert set(one) == set(ranks) == {1, 2, 3}
+    assert set(one) == set(ranks) == {1, 2}
     for step in one:
         for name in ("train/loss", "val/loss", "grad_norm/total", "throughput/flops_total"):
             assert float(ranks[step][name]) == pytest.approx(float(one[step][name]), rel=1e-4), name
@@ -96,13 +88,13 @@ def test_activation_checkpointing_does_not_change_the_run(training):
 
 def test_the_loss_falls(training):
     wide = ("model.attention_head_dim=48", "model.ffn_dim=96")
-    training(*wide, "trainer.max_steps=60", "trainer.log_every_n_steps=10", "data.batch_size=16")
+    training(*wide, "trainer.max_steps=40", "trainer.log_every_n_steps=8", "data.batch_size=8")
     losses = [float(v) for v in training.losses().values()]
     assert sum(losses[-2:]) < 0.9 * sum(losses[:2])
-    rows = training.metrics()
-    deciles = [float(v) for name, v in rows[60].items() if name.startswith("train/loss_decile_") and v]
+    row = training.metrics()[40]
+    deciles = [float(v) for name, v in row.items() if name.startswith("train/loss_decile_") and v]
     assert len(deciles) > 5
-    assert min(deciles) < float(rows[60]["train/loss"]) < max(deciles)
+    assert min(deciles) < float(row["train/loss"]) < max(deciles)
 
 
 def test_a_log_line_is_of_all_samples_since_the_last_one(training, monkeypatch):
@@ -132,44 +124,6 @@ def test_a_log_line_is_of_all_samples_since_the_last_one(training, monkeypatch):
                 assert float(logged) == pytest.approx(sum(own) / len(own), rel=1e-6), decile
     # control: one step alone is something else
     assert seen[-1]["loss"] + seen[-2]["loss"] != pytest.approx(float(training.losses()[6]), rel=1e-3)
-
-
-def test_a_step_that_is_not_finite_is_left_out_of_its_line():
-    strategy = SingleDeviceStrategy("cpu")
-    window = LossWindow(strategy)
-    for loss in (1.0, torch.nan, 3.0):
-        window.add({"loss": torch.tensor(loss)}, torch.tensor([loss, 7.0]), torch.tensor([0.1, 0.96]).double())
-        window.end_step()
-    assert window.metrics() == {"loss": 2, "loss_decile_1": 2, "loss_decile_9": 7}
-    # a line without a finite step says so
-    broken = LossWindow(strategy)
-    broken.add({"loss": torch.tensor(torch.nan)}, torch.tensor([torch.nan]), torch.tensor([0.5]).double())
-    broken.end_step()
-    assert math.isnan(broken.metrics()["loss"])
-
-
-@pytest.mark.parametrize("names", [("loss",), ("loss", "loss_mse", "loss_attention"), ("loss", "loss_other")])
-def test_a_window_of_other_losses_is_dropped_at_a_resume(monkeypatch, names):
-    said: list[str] = []
-    monkeypatch.setattr(loss_window_module, "rank_zero_info", said.append)
-    strategy = SingleDeviceStrategy("cpu")
-
-    def step(window: LossWindow, loss: float, names: tuple[str, ...]) -> None:
-        losses = {name: torch.tensor(loss) for name in names}
-        window.add(losses, torch.tensor([loss]), torch.tensor([0.1]).double())
-        window.end_step()
-
-    before = LossWindow(strategy)
-    step(before, 1.0, ("loss", "loss_attention"))
-    state = before.state_dict()
-    for resumed_names, mean in ((("loss", "loss_attention"), 2.0), (names, 3.0)):
-        assert not said
-        resumed = LossWindow(strategy)
-        resumed.load_state_dict(state)
-        step(resumed, 3.0, resumed_names)
-        assert resumed.metrics() == dict.fromkeys((*resumed_names, "loss_decile_1"), mean)
-    assert len(said) == 1
-    assert said[0].startswith("the checkpoint has loss, loss_attention of 1 steps not logged yet, the run now has loss")
 
 
 def test_validation_has_noise_levels_of_its_own():
@@ -210,7 +164,10 @@ class Watch(L.Callback):
         return {n: p.detach().clone() for n, p in pl_module.model.named_parameters()}
 
 
-@pytest.mark.parametrize(("decay", "warmup", "accumulate"), [(0.9, False, 1), (0.3, True, 2), (0.99, True, 1)])
+@pytest.mark.parametrize(
+    ("decay", "warmup", "accumulate"),
+    [(0.9, False, 1), (0.3, True, 2), pytest.param(0.99, True, 1, marks=pytest.mark.slow)],
+)
 def test_ema_is_the_average_written_by_hand(training, decay, warmup, accumulate):
     watch = Watch()
     training(
@@ -253,15 +210,15 @@ def test_ema_warmup_ends_at_the_decay():
 class BadGradient(L.Callback):
     """Makes one gradient element of some micro-batches non-finite, and keeps what the steps left."""
 
-    def __init__(self, batches, value=float("nan")):
-        self.batches, self.value, self.states = set(batches), value, []
+    def __init__(self, batches, values=(math.nan,)):
+        self.values, self.states = dict(zip(batches, itertools.cycle(values), strict=False)), []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.batch = batch_idx
 
     def on_after_backward(self, trainer, pl_module):
-        if self.batch in self.batches:
-            pl_module.model.blocks[1].attn1.to_q.weight.grad[3, 5] = self.value
+        if self.batch in self.values:
+            pl_module.model.blocks[1].attn1.to_q.weight.grad[3, 5] = self.values[self.batch]
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         state = {f"model/{n}": p.detach().clone() for n, p in pl_module.model.named_parameters()}
@@ -270,9 +227,8 @@ class BadGradient(L.Callback):
         self.states.append(state)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_step_with_a_non_finite_gradient_changes_nothing(training, value):
-    bad = BadGradient({1, 3}, value)
+def test_a_step_with_a_non_finite_gradient_changes_nothing(training):
+    bad = BadGradient((1, 3), (math.nan, -math.inf))
     training("trainer.max_steps=5", callbacks=(bad,))
     for skipped in (1, 3):
         before, after = bad.states[skipped - 1], bad.states[skipped]
@@ -287,7 +243,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(training, value):
 
 
 def test_one_bad_micro_batch_drops_the_whole_step(training):
-    bad = BadGradient({2})
+    bad = BadGradient((2,))
     training("trainer.max_steps=3", "trainer.accumulate_grad_batches=2", callbacks=(bad,))
     assert all(torch.equal(bad.states[1][n], bad.states[3][n]) for n in bad.states[1])
     assert any(not torch.equal(bad.states[3][n], bad.states[5][n]) for n in bad.states[3])
@@ -295,13 +251,18 @@ def test_one_bad_micro_batch_drops_the_whole_step(training):
 
 def test_training_stops_after_too_many_bad_steps_in_a_row(training):
     with pytest.raises(FloatingPointError, match="not finite for 3 steps in a row"):
-        training("trainer.max_steps=9", "task.max_skipped=3", callbacks=(BadGradient({1, 3, 4, 5}),))
+        training("trainer.max_steps=9", "task.max_skipped=3", callbacks=(BadGradient((1, 3, 4, 5)),))
     # steps 1 and 3 were apart; the periodic checkpoint of step 4 stands
     assert training.last().step == 4
     # the row of bad steps is kept over a resume
     assert training.last().state["skipped_in_row"] == 1
     with pytest.raises(FloatingPointError, match="not finite for 3 steps in a row"):
-        training("trainer.max_steps=9", "task.max_skipped=3", "ckpt_path=last", callbacks=(BadGradient({0, 1}),))
+        training(
+            "trainer.max_steps=9",
+            "task.max_skipped=3",
+            "ckpt_path=last",
+            callbacks=(BadGradient((0, 1)),),
+        )
 
 
 def test_clipping_bounds_the_step(training):
@@ -403,7 +364,7 @@ def test_samples_are_clips_of_the_averaged_weights(training, monkeypatch):
     "overrides", [("sparsity.sparsity=0",), ("attention=full", "~attention.tile_thw")], ids=["all tiles", "dense"]
 )
 def test_a_run_that_selects_nothing_ends_without_a_picture_of_it(training, overrides):
-    training(*SAMPLES, *overrides)
+    training(*SAMPLES, *overrides, "callbacks.samples.steps=1")
     names = {p.name for p in training.folder().iterdir()}
     assert "loss.png" in names
     assert "attention.png" not in names
@@ -443,11 +404,11 @@ def test_debug_profile_leaves_a_report(training):
 def test_debug_anomaly_names_the_operation(training):
     class BadWeight(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 1:
+            if batch_idx == 0:
                 with torch.no_grad():
                     pl_module.model.blocks[0].ffn.net[2].weight[0, 0] = float("nan")
 
-    training("debug=anomaly", "trainer.max_steps=2")
-    assert sorted(training.losses("anomaly")) == [1, 2]
+    training("debug=anomaly", "trainer.max_steps=1")
+    assert sorted(training.losses("anomaly")) == [1]
     with pytest.raises((RuntimeError, ValueError), match=r"nan"):
-        training("debug=anomaly", "trainer.max_steps=3", callbacks=(BadWeight(),))
+        training("debug=anomaly", "trainer.max_steps=1", callbacks=(BadWeight(),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,8 @@ class CompressedKV(AttentionMethod):
     A tile has one vote whatever its size, as everywhere in VSA's coarse stage.
 
     Args:
-        dim: model width C.
-        num_heads: H.
-        head_dim: D.
-        layer_idx: position of the layer in the model.
         pool_thw: tokens of a tile along time, height, width.
+        **layer: see `AttentionMethod`.
 
     Source: baseline of the VSA paper, Table 1(a), with tiles of 2 x 2 x 2.
     """
@@ -34,13 +32,10 @@ class CompressedKV(AttentionMethod):
     def __init__(
         self,
         *,
-        dim: int,
-        num_heads: int,
-        head_dim: int,
-        layer_idx: int = 0,
         pool_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (2, 2, 2),
+        **layer: Any,
     ):
-        super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
+        super().__init__(**layer)
         self.pool_thw = tuple(pool_thw)
 
     def extra_repr(self) -> str:

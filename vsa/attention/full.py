@@ -35,7 +35,7 @@ def dense_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
 
 def dense_attn_per_sample(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> Tensor:
     """Dense attention inside each sample of a row; q, k, v and the result `[B, L, H, D]`."""
-    if layout.num_samples == 1:
+    if len(layout.sample_spans) == 1:
         return dense_attn(q, k, v)
     parts = [dense_attn(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in layout.sample_spans]
     return torch.cat(parts, dim=1)

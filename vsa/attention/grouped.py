@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +32,9 @@ class GroupedAttention(AttentionMethod):
     """Dense attention among the tokens of a group; the layers take turns with the group shapes. `topk` is ignored.
 
     Args:
-        dim: model width C.
-        num_heads: H.
-        head_dim: D.
-        layer_idx: position of the layer in the model; it takes `groups[layer_idx % len(groups)]`.
         groups: tokens of a group along time, height, width; all: the whole axis. Groups at the far edges are smaller.
+            Layer i has `groups[i % len(groups)]`.
+        **layer: see `AttentionMethod`.
 
     Source: baselines of the VSA paper, Table 1(a): spatial-temporal, spatial-full, strided window. Which kind of layer
     comes first is not stated there.
@@ -45,14 +43,11 @@ class GroupedAttention(AttentionMethod):
     def __init__(
         self,
         *,
-        dim: int,
-        num_heads: int,
-        head_dim: int,
-        layer_idx: int = 0,
         groups: Annotated[Sequence[tuple[Extent, Extent, Extent]], Bound(">=", 1)],
+        **layer: Any,
     ):
-        super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
-        self.group = tuple(groups[layer_idx % len(groups)])
+        super().__init__(**layer)
+        self.group = tuple(groups[self.layer_idx % len(groups)])
 
     def extra_repr(self) -> str:
         return f"group={self.group}"

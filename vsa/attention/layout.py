@@ -162,10 +162,6 @@ class TileLayout:
             raise ValueError(f"segments of one sample must stand together, got samples {samples}")
         return _build(segments, tile, partition, block_order, torch.device(device or "cpu"))
 
-    @property
-    def num_samples(self) -> int:
-        return len(self.sample_spans)
-
     def only_video(self, what: str) -> Segment:
         """The one segment of a row that holds a single video or image.
 
@@ -252,7 +248,7 @@ def _fill(segments: Sequence[Segment], parts: Sequence[SegmentTiles], tile: Grid
         hint = "partition=hilbert_run has no short tiles but the last"
         if slots(worst, better) < slots(worst, tile):
             hint = f"tile {better} fits grid {worst} better"
-        warnings.warn(f"tiles {tile} are {fill:.0%} full, a short tile costs a whole one: {hint}", stacklevel=5)
+        warnings.warn(f"tiles {tile} are {fill:.0%} full, a short tile costs a whole one: {hint}", stacklevel=6)
     return fill
 
 
@@ -271,6 +267,9 @@ def _select(
 
 # rows repeat from step to step; the bound keeps a run over many grids from holding all of their index tensors
 @lru_cache(maxsize=64)
+# a layout first built while validating is used in training too, where inference tensors cannot be saved
+@torch.inference_mode(False)
+@torch.no_grad()
 def _build(
     segments: tuple[Segment, ...],
     tile: Grid | None,
@@ -278,38 +277,22 @@ def _build(
     block_order: BlockOrder,
     device: torch.device,
 ) -> TileLayout:
-    # a layout first built while validating is used in training too, where inference tensors cannot be saved
-    with torch.inference_mode(False), torch.no_grad():
-        return _build_fresh(segments, tile, partition, block_order, device)
-
-
-def _build_fresh(
-    segments: tuple[Segment, ...],
-    tile: Grid | None,
-    partition: Partition,
-    block_order: BlockOrder,
-    device: torch.device,
-) -> TileLayout:
     parts = [_tiles(segment, tile, partition, block_order) for segment in segments]
-    fill = _fill(segments, parts, tile, partition)
     starts = list(_offsets([s.num_tokens for s in segments]))
     num_tokens = starts[-1]
-    order = torch.cat([part.order + start for part, start in zip(parts, starts[:-1], strict=True)])
-    identity = torch.arange(num_tokens, device="cpu")
-    block_segment = torch.tensor([i for i, part in enumerate(parts) for _ in part.sizes], device="cpu")
-    sizes = [size for part in parts for size in part.sizes]
-    spans = list(zip(segments, starts[:-1], starts[1:], strict=True))
-    samples = list(dict.fromkeys(s.sample for s in segments))
-    num_tiles = {
-        sample: sum(len(p.sizes) for s, p in zip(segments, parts, strict=True) if s.is_video and s.sample == sample)
-        for sample in samples
-    }
-    video_sizes = [n for s, p in zip(segments, parts, strict=True) if s.is_video for n in p.sizes]
+    rows = list(zip(segments, parts, starts[:-1], starts[1:], strict=True))
+    samples = {sample: list(some) for sample, some in itertools.groupby(rows, lambda row: row[0].sample)}
+    video_tiles = [sum(len(p.sizes) for s, p, *_ in some if s.is_video) for some in samples.values()]
+    video_sizes = [n for s, p, *_ in rows if s.is_video for n in p.sizes]
     if not video_sizes:
         raise ValueError(f"a row needs at least one video or image segment, got {[s.kind for s in segments]}")
+    sizes = [size for part in parts for size in part.sizes]
+    order = torch.cat([part.order + start for _, part, start, _ in rows])
+    identity = torch.arange(num_tokens, device="cpu")
+    block_segment = torch.tensor([i for i, part in enumerate(parts) for _ in part.sizes], device="cpu")
     blocks = _blocks(sizes, device)
     candidates, always = _select(segments, block_segment, device)
-    supers = {} if tile is None or (block_order == "raster" and partition == "cube") else dict.fromkeys(SUPER_SIZES)
+    supers = () if tile is None or (block_order == "raster" and partition == "cube") else SUPER_SIZES
     super_offsets = {
         g: torch.tensor(list(_offsets([n for p in parts for n in p.groups[g]])), dtype=torch.int32, device=device)
         for g in supers
@@ -326,16 +309,13 @@ def _build_fresh(
         inverse=torch.empty_like(order).scatter_(0, order, identity).to(device),
         is_identity=torch.equal(order, identity),
         blocks=blocks,
-        video_tiles=tuple(num_tiles[sample] for sample in samples),
-        num_video_tiles=max(num_tiles.values()),
-        fill=fill,
+        video_tiles=tuple(video_tiles),
+        num_video_tiles=max(video_tiles),
+        fill=_fill(segments, parts, tile, partition),
         super_offsets=super_offsets,
-        sample_spans=tuple(
-            (min(a for s, a, _ in spans if s.sample == n), max(b for s, _, b in spans if s.sample == n))
-            for n in samples
-        ),
-        text_spans=tuple((a, b, samples.index(s.sample)) for s, a, b in spans if not s.is_video),
-        video_spans=_merged([(a, b) for s, a, b in spans if s.is_video]),
+        sample_spans=tuple((some[0][2], some[-1][3]) for some in samples.values()),
+        text_spans=tuple((a, b, list(samples).index(s.sample)) for s, _, a, b in rows if not s.is_video),
+        video_spans=_merged([(a, b) for s, _, a, b in rows if s.is_video]),
         video_blocks=blocks if len(video_sizes) == len(sizes) else _blocks(video_sizes, device),
         candidates=candidates,
         always=always,

@@ -14,7 +14,7 @@ B batch, L tokens, N tiles, H / Hkv heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,10 +33,6 @@ class PooledTail(AttentionMethod):
     """Top-k tiles exactly, all others by their mean, in one softmax; for rows of one video.
 
     Args:
-        dim: model width C, equal to num_heads * head_dim.
-        num_heads: H.
-        head_dim: D.
-        layer_idx: position of the layer in the model.
         tile_thw: tokens per tile along time, height, width.
         partition: cube or hilbert_run, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
@@ -44,6 +40,7 @@ class PooledTail(AttentionMethod):
         score: what ranks the tiles of a row: mean (mean query times mean key, as VSA) or mass (the mean over the tile's
             queries of the softmax of `tail`, the mass that the tail would give it).
         backend: of the fine stage; None picks by device.
+        **layer: see `AttentionMethod`.
 
     Source: forward of Sol-Attn (arXiv 2607.24027) for order 1; its training, order 2 and `mass` are ours.
     """
@@ -51,18 +48,15 @@ class PooledTail(AttentionMethod):
     def __init__(
         self,
         *,
-        dim: int,
-        num_heads: int,
-        head_dim: int,
-        layer_idx: int = 0,
         tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (4, 4, 4),
         partition: Partition = "cube",
         block_order: BlockOrder = "nested",
         order: Literal[1, 2] = 1,
         score: Literal["mean", "mass"] = "mean",
         backend: Literal["reference", "gather", "triton"] | None = None,
+        **layer: Any,
     ):
-        super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
+        super().__init__(**layer)
         self.tile_thw: Grid = (tile_thw[0], tile_thw[1], tile_thw[2])
         self.partition: Partition = partition
         self.block_order: BlockOrder = block_order

@@ -48,10 +48,10 @@ def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
     Raises:
         ValueError: none, one twice, or one that is not current, dense or target.
     """
-    found: tuple[SparsityPoint, ...] = tuple(point for point in SPARSITY_POINTS if point in points)
-    if not found or len(found) < len(points):
+    ordered: tuple[SparsityPoint, ...] = tuple(point for point in SPARSITY_POINTS if point in points)
+    if not ordered or len(ordered) < len(points):
         raise ValueError(f"{name} must hold some of {', '.join(SPARSITY_POINTS)}, each once, got {list(points)}")
-    return found
+    return ordered
 
 
 def mean_topk(topk: int | Sequence[int], num_tiles: int) -> float:
@@ -129,29 +129,23 @@ class SparsitySchedule:
                 f"budget and reference_tiles come together, got budget={budget} and reference_tiles={reference_tiles}"
             )
         self._topk, self._sparsity = topk, sparsity
-        self._exponent = None if budget is None else _exponent(budget)
+        exponents: dict[Any, Any] = {None: int(topk is None), "count": 0, "fraction": 1}
+        self._exponent = exact("budget", exponents.get(budget, budget))
         self._reference_tiles = reference_tiles
         if reference_tiles is not None and topk is not None and topk > reference_tiles:
             raise ValueError(f"topk={topk} is above reference_tiles={reference_tiles}")
-        self._dense_layers = frozenset(_layer("dense_layers", layer) for layer in dense_layers)
-        self._layer_topk = {_layer("layer_topk", layer): int(k) for layer, k in (layer_topk or {}).items()}
-        both = sorted(self._dense_layers & self._layer_topk.keys())
+        self.dense_layers = tuple(sorted(set(dense_layers)))
+        self._layer_topk = {_layer(layer): int(k) for layer, k in (layer_topk or {}).items()}
+        both = sorted(self._layer_topk.keys() & self.dense_layers)
         if both:
             raise ValueError(f"layers {both} are in dense_layers and in layer_topk: a layer has one top-k")
 
     @property
     def budget(self) -> Budget:
         """How the end value follows the number of tiles of a grid: count, fraction or the exponent between them."""
-        if self._exponent is None:
-            return "fraction" if self._topk is None else "count"
         if self._exponent.denominator == 1:
             return "fraction" if self._exponent else "count"
         return float(self._exponent)
-
-    @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """Layers that always keep all tiles, in order."""
-        return tuple(sorted(self._dense_layers))
 
     def topk(self, step: int, num_tiles: int) -> int:
         """Tiles a query tile keeps in layers without a top-k of their own, between 1 and num_tiles.
@@ -188,7 +182,7 @@ class SparsitySchedule:
         if at == "dense":
             return num_tiles
         topk = self.topk(step, num_tiles) if at == "current" else self.target_topk(num_tiles)
-        own = dict.fromkeys(self._dense_layers, num_tiles)
+        own = dict.fromkeys(self.dense_layers, num_tiles)
         own |= {layer: min(k, num_tiles) for layer, k in self._layer_topk.items()}
         return tuple(own.get(layer, topk) for layer in range(num_layers)) if own else topk
 
@@ -259,7 +253,7 @@ class SparsitySchedule:
         # the end value before it is held to the tiles there are
         at = num_tiles if self._reference_tiles is None else self._reference_tiles
         kept = self._topk if self._topk is not None else resolve_topk(self._sparsity or 0, at)
-        if self._reference_tiles is None or self._exponent is None:
+        if self._reference_tiles is None:
             return kept
         ratio = Fraction(num_tiles, self._reference_tiles)
         if self._exponent.denominator == 1:
@@ -270,24 +264,16 @@ class SparsitySchedule:
         return math.ceil((kept * power).quantize(Decimal("1e-12")))
 
     def _check_layers(self, num_layers: int) -> None:
-        for name, layers in (("dense_layers", self._dense_layers), ("layer_topk", self._layer_topk)):
+        for name, layers in (("dense_layers", self.dense_layers), ("layer_topk", self._layer_topk)):
             if layers and max(layers) >= num_layers:
                 raise ValueError(f"{name} has layer {max(layers)}, but the model's layers are 0 to {num_layers - 1}")
 
 
-def _exponent(budget: str | float) -> Fraction:
-    return exact("budget", {"count": 0, "fraction": 1}.get(str(budget), budget))
-
-
-def _layer(name: str, layer: int | str) -> int:
+def _layer(key: int | str) -> int:
     # keys of a YAML mapping may arrive as text
-    try:
-        index = int(layer)
-    except ValueError:
-        raise ValueError(f"{name} must name layers by number, got {layer!r}") from None
-    if index < 0:
-        raise ValueError(f"{name} must name layers from 0 on, got {layer}")
-    return index
+    if not str(key).isdecimal():
+        raise ValueError(f"layer_topk must name layers from 0 on, by number, got {key!r}")
+    return int(key)
 
 
 class ConstantSparsity(SparsitySchedule):

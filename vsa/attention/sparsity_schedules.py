@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from vsa.attention.sparsity import Budget, LayerTopk, SparsitySchedule, exact
-from vsa.settings import AtLeastOne, Count, PositiveShare, Share, ShareBelowOne, checked
+from vsa.attention.sparsity import SparsitySchedule, exact
+from vsa.settings import AtLeastOne, Count, PositiveShare, Share, checked
 
 
 @checked
@@ -24,7 +24,7 @@ class StaircaseSparsity(SparsitySchedule):
         interval: optimizer steps between two steps down.
         tiles: tiles fewer at each step down, the same count on every grid.
         fraction: share of the grid's tiles fewer at each step down. Exactly one of the two is given.
-        topk, sparsity, budget, reference_tiles, dense_layers, layer_topk: see `SparsitySchedule`.
+        **end: see `SparsitySchedule`.
 
     Raises:
         ValueError: a value out of range, both or none of tiles and fraction.
@@ -39,26 +39,12 @@ class StaircaseSparsity(SparsitySchedule):
         interval: AtLeastOne,
         tiles: AtLeastOne | None = None,
         fraction: PositiveShare | None = None,
-        topk: AtLeastOne | None = None,
-        sparsity: ShareBelowOne | None = None,
-        budget: Budget | None = None,
-        reference_tiles: AtLeastOne | None = None,
-        dense_layers: Sequence[Count] = (),
-        layer_topk: LayerTopk | None = None,
+        **end: Any,
     ):
-        super().__init__(
-            topk=topk,
-            sparsity=sparsity,
-            budget=budget,
-            reference_tiles=reference_tiles,
-            dense_layers=dense_layers,
-            layer_topk=layer_topk,
-        )
+        super().__init__(**end)
         if (tiles is None) == (fraction is None):
             raise ValueError(f"give exactly one of tiles and fraction, got tiles={tiles} and fraction={fraction}")
-        self._tiles, self._fraction = tiles, Fraction(0)
-        if fraction is not None:
-            self._fraction = exact("fraction", fraction)
+        self._tiles, self._fraction = tiles, exact("fraction", fraction or 0)
         self._dense_steps, self._interval = dense_steps, interval
 
     def topk(self, step: int, num_tiles: int) -> int:
@@ -84,7 +70,7 @@ class LinearSparsity(SparsitySchedule):
     Args:
         dense_steps: steps with all tiles.
         total_steps: optimizer steps of the way down.
-        topk, sparsity, budget, reference_tiles, dense_layers, layer_topk: see `SparsitySchedule`.
+        **end: see `SparsitySchedule`.
 
     Raises:
         ValueError: a value out of range.
@@ -95,21 +81,9 @@ class LinearSparsity(SparsitySchedule):
         *,
         dense_steps: Count,
         total_steps: AtLeastOne,
-        topk: AtLeastOne | None = None,
-        sparsity: ShareBelowOne | None = None,
-        budget: Budget | None = None,
-        reference_tiles: AtLeastOne | None = None,
-        dense_layers: Sequence[Count] = (),
-        layer_topk: LayerTopk | None = None,
+        **end: Any,
     ):
-        super().__init__(
-            topk=topk,
-            sparsity=sparsity,
-            budget=budget,
-            reference_tiles=reference_tiles,
-            dense_layers=dense_layers,
-            layer_topk=layer_topk,
-        )
+        super().__init__(**end)
         self._dense_steps, self._total_steps = dense_steps, total_steps
 
     def topk(self, step: int, num_tiles: int) -> int:
@@ -144,10 +118,7 @@ class MissedMassSparsity(StaircaseSparsity):
 
     Args:
         max_missed: a step down needs a measured share at or below this, in [0, 1].
-        dense_steps: steps with all tiles, at least.
-        interval: optimizer steps between two steps down, at least.
-        tiles: tiles fewer at each step down.
-        topk, sparsity, budget, reference_tiles, dense_layers, layer_topk: see `SparsitySchedule`.
+        **staircase: see `StaircaseSparsity`; `dense_steps` and `interval` are the least.
 
     Raises:
         ValueError: a value out of range.
@@ -155,31 +126,8 @@ class MissedMassSparsity(StaircaseSparsity):
 
     measured = True
 
-    def __init__(
-        self,
-        *,
-        max_missed: Share,
-        dense_steps: Count,
-        interval: AtLeastOne,
-        tiles: AtLeastOne,
-        topk: AtLeastOne | None = None,
-        sparsity: ShareBelowOne | None = None,
-        budget: Budget | None = None,
-        reference_tiles: AtLeastOne | None = None,
-        dense_layers: Sequence[Count] = (),
-        layer_topk: LayerTopk | None = None,
-    ):
-        super().__init__(
-            dense_steps=dense_steps,
-            interval=interval,
-            tiles=tiles,
-            topk=topk,
-            sparsity=sparsity,
-            budget=budget,
-            reference_tiles=reference_tiles,
-            dense_layers=dense_layers,
-            layer_topk=layer_topk,
-        )
+    def __init__(self, *, max_missed: Share, **staircase: Any):
+        super().__init__(**staircase)
         self._max_missed = max_missed
         self._drop_steps: list[int] = []
         self._measured: list[tuple[int, float]] = []

@@ -37,10 +37,6 @@ class StagedAttention(AttentionMethod):
     """Any combination of VSA's stages with a fixed local window, for rows of one video.
 
     Args:
-        dim: model width C.
-        num_heads: H.
-        head_dim: D.
-        layer_idx: position of the layer in the model.
         stages: see the top of this file.
         tile_thw: tokens per tile along time, height, width.
         block_order: nested or raster, see `TileLayout`.
@@ -54,6 +50,7 @@ class StagedAttention(AttentionMethod):
         gate_init: identity (coarse 0, fine 1, window 0 beside selected tiles) or model (weights as the model
             initialises its linear layers, biases as in identity).
         backend: of the fine stages; None picks by device.
+        **layer: see `AttentionMethod`.
 
     Source: VSA (arXiv 2505.13389), Table 1(b), experiments 7 to 13, and 1(e).
     """
@@ -61,10 +58,6 @@ class StagedAttention(AttentionMethod):
     def __init__(
         self,
         *,
-        dim: int,
-        num_heads: int,
-        head_dim: int,
-        layer_idx: int = 0,
         stages: Stages = "c_f",
         tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (4, 4, 4),
         block_order: BlockOrder = "nested",
@@ -75,8 +68,9 @@ class StagedAttention(AttentionMethod):
         fine_gate: bool = True,
         gate_init: Literal["identity", "model"] = "identity",
         backend: Literal["reference", "gather", "triton"] | None = None,
+        **layer: Any,
     ):
-        super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
+        super().__init__(**layer)
         self.stages: Stages = stages
         self.tile_thw: Grid = (tile_thw[0], tile_thw[1], tile_thw[2])
         self.block_order: BlockOrder = block_order
@@ -91,10 +85,10 @@ class StagedAttention(AttentionMethod):
         if stages in ("c_f_l", "c_f_l_e"):
             starts["window"] = 0.0
         self._gate_starts = starts
-        self.gates = nn.ModuleDict({f"to_gate_{name}": nn.Linear(dim, dim) for name in starts})
+        self.gates = nn.ModuleDict({f"to_gate_{name}": nn.Linear(self.dim, self.dim) for name in starts})
         self.pool: nn.ModuleDict | None = None
         if self.has_coarse or self.selects:
-            self.pool = nn.ModuleDict({name: TilePool(pooling, head_dim, self.tile_thw) for name in "qkv"})
+            self.pool = nn.ModuleDict({name: TilePool(pooling, self.head_dim, self.tile_thw) for name in "qkv"})
         self.reset_extra_parameters()
 
     def extra_repr(self) -> str:

@@ -43,10 +43,6 @@ class VideoSparseAttention(AttentionMethod):
     top of the tiles it selects. With as many tiles kept as there are, the fine stage is dense attention.
 
     Args:
-        dim: model width C, equal to num_heads * head_dim.
-        num_heads: H.
-        head_dim: D.
-        layer_idx: position of the layer in the model.
         tile_thw: tokens per tile along time, height, width; the paper's best is (4, 4, 4).
         partition: cube or hilbert_run, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
@@ -55,6 +51,7 @@ class VideoSparseAttention(AttentionMethod):
             (weights as the model initialises its linear layers; biases 0 for the coarse and 1 for the fine gate).
             The paper zero-initialises the coarse gate to finetune and does not say how to start from scratch.
         backend: of `coarse_fine_attn`; None picks by device.
+        **layer: see `AttentionMethod`; dim is num_heads * head_dim.
 
     Raises:
         ValueError: dim is not num_heads * head_dim, or an unknown gate_init.
@@ -63,20 +60,18 @@ class VideoSparseAttention(AttentionMethod):
     def __init__(
         self,
         *,
-        dim: int,
-        num_heads: int,
-        head_dim: int,
-        layer_idx: int = 0,
         tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (4, 4, 4),
         partition: Partition = "cube",
         block_order: BlockOrder = "nested",
         fine_gate: bool = True,
         gate_init: Literal["identity", "model"] = "identity",
         backend: Backend | None = None,
+        **layer: Any,
     ):
-        super().__init__(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
-        if dim != num_heads * head_dim:
-            raise ValueError(f"dim must be num_heads * head_dim, got {dim} and {num_heads} * {head_dim}")
+        super().__init__(**layer)
+        dim = self.dim
+        if dim != self.num_heads * self.head_dim:
+            raise ValueError(f"dim must be num_heads * head_dim, got {dim} and {self.num_heads} * {self.head_dim}")
         self.tile_thw = tuple(tile_thw)
         self.partition: Partition = partition
         self.block_order: BlockOrder = block_order

@@ -18,17 +18,18 @@ from torch import Tensor
 
 from vsa.attention.sparsity import resolve_topk
 from vsa.checkpoints.golden import write_golden
-from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
-from vsa.checkpoints.run_folder import write_manifest
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.checkpoints.run_folder import write_weights_run
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
 from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, refuse_other_attention
 from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import new_folder, refuse_existing, refuse_other_tensors
+from vsa.checkpoints.weight_files import refuse_existing, refuse_other_tensors
 from vsa.checkpoints.weight_source import open_network
 from vsa.checkpoints.weights import WeightSource
 from vsa.diffusion.sampler import step_list
+from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 
 Target = Literal[Layout, "run"]
@@ -147,7 +148,7 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
         num_tiles=(1,),
         grids=(options.grid,),
     )
-    with torch.device("meta"):
+    with without_memory():
         model = VideoDiT(attention=attention_of(sparse), **arguments)
     latents = [n * p for n, p in zip(options.grid, arguments["patch_size"], strict=True)]
     num_tiles = model.layout_for((arguments["in_channels"], *latents), "cpu").num_video_tiles
@@ -191,7 +192,7 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     else:
         steps = source.step_list if options.step_list is None else step_list(options.step_list)
     arguments = video_dit_arguments(source.config)
-    with torch.device("meta"):
+    with without_memory():
         model = VideoDiT(attention=attention_of(sparse), **arguments)
     refuse_other_tensors({n: tuple(p.shape) for n, p in model.named_parameters()}, source.shapes, source.name)
     if sparse is not None:
@@ -266,7 +267,4 @@ def write_run(
     config |= {"model": {"_target_": "vsa.models.video_dit.VideoDiT", **model}, "attention": attention}
     state["config"] = config
     refuse_existing(out)
-    # the run folder appears when all of it is written
-    with new_folder(out) as temporary:
-        write_checkpoint(temporary / "checkpoints", {"model": tensors}, state)
-        write_manifest(temporary)
+    write_weights_run(out, tensors, state)

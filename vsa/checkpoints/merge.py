@@ -14,19 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
 from vsa.checkpoints.convert import with_dtypes
-from vsa.checkpoints.run_checkpoint import write_checkpoint
-from vsa.checkpoints.run_folder import write_manifest
+from vsa.checkpoints.run_folder import write_weights_run
 from vsa.checkpoints.wan import export_pretrained, gate_names
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import new_folder, refuse_existing
+from vsa.checkpoints.weight_files import refuse_existing
 from vsa.checkpoints.weight_source import RunWeights, open_weights
 from vsa.checkpoints.weights import WeightSource
 from vsa.diffusion.sampler import step_list
+from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 
 # what a run's checkpoint says about its weights; the rest is about going on with its training
@@ -105,7 +104,7 @@ def networks(sparse: WeightSource) -> tuple[VideoDiT, VideoDiT]:
     Raises:
         ValueError: no config of it, or the attention is dense.
     """
-    with torch.device("meta"):
+    with without_memory():
         model, dense = sparse.network(), sparse.network(attention=FullAttention)
     method: Any = model.blocks[0].method
     if isinstance(method, FullAttention):
@@ -232,10 +231,7 @@ def merge_checkpoints(
     if isinstance(adapted, RunWeights):
         merged_from = {key: {"source": source.source, "digest": source.digest} for key, source in named.items()}
         state = merged_state(adapted, timesteps, {**merged_from, **weights})
-        # the run folder appears when all of it is written
-        with new_folder(out) as temporary:
-            write_checkpoint(temporary / "checkpoints", {"model": merged}, state)
-            write_manifest(temporary)
+        write_weights_run(out, merged, state)
     else:
         assert adapted.sparse is not None
         # golden tensors are of other weights

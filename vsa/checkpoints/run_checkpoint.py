@@ -1,14 +1,13 @@
 """Checkpoint folders: safetensors keyed by parameter name plus `state.json`, no pickle.
 
-A checkpoint is complete when its folder stands under its final name: it is written into a temporary folder beside
-it, every file synced, `state.json` (with the SHA-256 of the others) last, then renamed.
+A checkpoint is complete when its folder stands under its final name (`vsa.files.atomic_folder`); `state.json`, which
+has the SHA-256 of the others, is written last.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vsa.checkpoints.weight_files import exhaust, refuse_key_difference, refuse_other_tensors, sync
-from vsa.files import writing
+from vsa.checkpoints.weight_files import exhaust, refuse_key_difference, refuse_other_tensors
+from vsa.files import atomic_folder, file_digest
 from vsa.models.sharding import local, place, whole
 from vsa.moved import moved_targets
 
@@ -79,11 +78,6 @@ class Checkpoint:
         return weights
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -109,46 +103,22 @@ def write_checkpoint(
     wholes = (whole(group[name]) for group in tensors.values() for name in _file_order(group))
     try:
         if writes:
-            _write(folder, final, tensors, wholes, state)
+            # litter of a save that was killed
+            for left in folder.glob(".*-step-*"):
+                shutil.rmtree(left)
+            needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
+            with atomic_folder(final, needed=needed, replace=True) as temporary:
+                digests = {
+                    f"{name}.safetensors": save_file(temporary / f"{name}.safetensors", group, wholes)
+                    for name, group in tensors.items()
+                }
+                text = json.dumps({"schema": SCHEMA, **state, "files": digests}, indent=1)
+                (temporary / "state.json").write_text(text)
     except OSError:
         exhaust(wholes)
         raise
     exhaust(wholes)
     return final
-
-
-def _write(
-    folder: Path,
-    final: Path,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    wholes: Iterator[Tensor],
-    state: Mapping[str, Any],
-) -> None:
-    temporary = folder / f".writing-{final.name}"
-    needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
-    try:
-        with writing(final, temporary, needed=needed):
-            folder.mkdir(parents=True, exist_ok=True)
-            # litter of a save that was killed
-            for left in folder.glob(".*-step-*"):
-                shutil.rmtree(left)
-            temporary.mkdir()
-            digests = {}
-            for name, group in tensors.items():
-                path = temporary / f"{name}.safetensors"
-                digests[path.name] = save_file(path, group, wholes)
-                sync(path)
-            text = json.dumps({"schema": SCHEMA, **state, "files": digests}, indent=1)
-            (temporary / "state.json").write_text(text)
-            sync(temporary / "state.json")
-            if final.exists():
-                remove_checkpoint(final)
-            os.replace(temporary, final)
-            sync(folder)
-    except BaseException:
-        # a full disk needs the room
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _file_order(group: Mapping[str, Tensor]) -> list[str]:
@@ -186,13 +156,6 @@ def save_file(path: Path, group: Mapping[str, Tensor], wholes: Iterator[Tensor])
     return digest.hexdigest()
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint so that no half of it can ever be taken for a whole one."""
-    doomed = path.with_name(f".removing-{path.name}")
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders in `folder`, oldest first; they may be damaged."""
     found = [p for p in folder.glob("step-*") if _NAME.match(p.name)]
@@ -223,7 +186,7 @@ def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:
         state["config"] = moved_targets(state["config"])
     for name, digest in state["files"].items():
         try:
-            if verify and _sha256(path / name) != digest:
+            if verify and file_digest(path / name) != digest:
                 raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest")
             # the header says how long the file is
             with safe_open(path / name, framework="pt"):

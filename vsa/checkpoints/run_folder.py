@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, SoftFileLock, Timeout
+from torch import Tensor
 
-from vsa.checkpoints.run_checkpoint import list_checkpoints
+from vsa.checkpoints.run_checkpoint import list_checkpoints, write_checkpoint
 from vsa.errors import refuse_unwritable
-from vsa.files import atomic_file
+from vsa.files import atomic_folder, write_whole
 
 MANIFEST = "run.json"
 PROJECT = "vsa-train"
@@ -225,8 +226,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if not _has_manifest(self.path):
             write_manifest(self.path)
-        with atomic_file(self.path / "config.yaml") as path:
-            path.write_text(config)
+        write_whole(self.path / "config.yaml", config)
 
     def keep(self) -> None:
         """Make the opening final: the run that was moved aside is removed, and what killed processes left."""
@@ -257,8 +257,7 @@ class RunFolder:
                 if content is None:
                     path.unlink(missing_ok=True)
                 elif _content(path) != content:
-                    with atomic_file(path) as temporary:
-                        temporary.write_bytes(content)
+                    write_whole(path, content)
             except OSError as failure:
                 warnings.warn(f"{path} could not be put back: {failure}", stacklevel=3)
 
@@ -325,5 +324,17 @@ def write_manifest(folder: Path) -> None:
     except PackageNotFoundError:
         installed = "not installed"
     manifest = {"written_by": PROJECT, "version": installed, "run_id": secrets.token_hex(8), "created": _now()}
-    with atomic_file(folder / MANIFEST) as path:
-        path.write_text(json.dumps(manifest, indent=1) + "\n")
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def write_weights_run(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Write a run folder with weights alone; it appears when all of it is written.
+
+    Args:
+        folder: must not exist.
+        tensors: by parameter name.
+        state: see `write_checkpoint`.
+    """
+    with atomic_folder(folder) as temporary:
+        write_checkpoint(temporary / "checkpoints", {"model": tensors}, state)
+        write_manifest(temporary)

@@ -11,7 +11,7 @@ from typing import Literal
 from vsa.attention.layout import Partition
 from vsa.attention.sparsity import Budget, ConstantSparsity, SparsityPoint
 from vsa.attention.tiling import BlockOrder
-from vsa.files import atomic_file
+from vsa.files import write_whole
 
 SCHEMA_VERSION = 1
 SPARSE_CONFIG = "sparse_attention.json"
@@ -257,8 +257,7 @@ def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:
 def write_sparse_config(folder: str | Path, config: SparseAttentionConfig) -> Path:
     """Write `sparse_attention.json` into a weights folder, whole or not at all; returns its path."""
     path = Path(folder) / SPARSE_CONFIG
-    with atomic_file(path) as temporary:
-        temporary.write_text(config.to_json(), encoding="utf-8")
+    write_whole(path, config.to_json())
     return path
 
 

@@ -17,7 +17,8 @@ from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, write_sparse_config
 from vsa.checkpoints.wan_config import SPARSE_FLAG, transformer_config
 from vsa.checkpoints.wan_names import diffusers_to_wan, wan_config
-from vsa.checkpoints.weight_files import exhaust, new_folder, refuse_existing, some, write_weights
+from vsa.checkpoints.weight_files import exhaust, refuse_existing, some, write_weights
+from vsa.files import atomic_folder
 from vsa.models.sharding import whole
 from vsa.models.video_dit import VideoDiT
 
@@ -69,7 +70,7 @@ def attention_of(sparse: SparseAttentionConfig | None, backend: Backend | None =
     if sparse is None:
         return FullAttention
     if sparse.method != "video_sparse":
-        raise ValueError(f"{SPARSE_CONFIG} has method {sparse.method}, only video_sparse can be built")
+        raise ValueError(f"{SPARSE_CONFIG}: method must be video_sparse, got {sparse.method!r}")
     return partial(
         VideoSparseAttention,
         tile_thw=sparse.tile_thw,
@@ -136,7 +137,7 @@ def export_pretrained(
     values = map(read, parameters)
     try:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            with new_folder(final) as temporary:
+            with atomic_folder(final) as temporary:
                 (temporary / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
                 if sparse is not None:
                     write_sparse_config(temporary, sparse)

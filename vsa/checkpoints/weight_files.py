@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -185,24 +182,6 @@ def refuse_existing(folder: Path) -> None:
         raise ValueError(f"{folder} already exists")
 
 
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that gets the name `folder`, see `refuse_existing`, when the block ends without an error."""
-    temporary = folder.with_name(f".writing-{folder.name}")
-    # litter of a write that was killed
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for path in temporary.iterdir():
-            sync(path)
-        os.replace(temporary, folder)
-        sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 def write_weights(folder: Path, sizes: Mapping[str, int], values: Iterator[Tensor], max_shard_bytes: int) -> None:
     """Write tensors as safetensors shards with an index, or as one file when they fit; holds one shard in memory.
 
@@ -243,12 +222,3 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=dict(metadata))
     path.chmod(mode)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -40,6 +40,7 @@ from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_js
 from vsa.checkpoints.weights import WeightSource
 from vsa.data.codecs import WanVAE
 from vsa.data.pretrained import weights_digest
+from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class RunWeights(WeightSource):
 
     @cached_property
     def _meta(self) -> VideoDiT:
-        with torch.device("meta"):
+        with without_memory():
             return self.network()
 
     @property
@@ -286,7 +287,7 @@ def open_network(
     """
     folder = pretrained_folder(spec)
     source = open_weights(folder)
-    with torch.device("meta"):
+    with without_memory():
         model = source.network(backend=backend)
     gates: Gates = "required" if gate_names(model) else "absent"
     source.check(model, gates)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Argument, Option
+from typer import Argument
 
-from vsa.cli.lists import numbers
+from vsa.cli.options import Group, Precision, option
+from vsa.cli.values import made_of, numbers
 
 GATES, SAMPLING = "Gates whose use the source does not say (FastVideo)", "Sampling settings to write down"
 
@@ -15,31 +16,22 @@ GATES, SAMPLING = "Gates whose use the source does not say (FastVideo)", "Sampli
 def convert(
     source: Annotated[str, Argument(help="run, checkpoint folder, weights folder or hub id")],
     out: Annotated[Path, Argument(help="folder to write, must not exist")],
-    to: Annotated[Literal["diffusers", "wan", "fastvideo", "run"], Option(help="layout of OUT")] = "diffusers",
-    weights: Annotated[Literal["ema", "model"] | None, Option(help="of a run: averaged (if any) or trained")] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, Option(help="of the written tensors (that of the source)")
-    ] = None,
-    max_shard_gb: Annotated[float, Option(help="size of one file")] = 5.0,
-    like: Annotated[str | None, Option(metavar="RUN", help="run whose codec and text encoder to take")] = None,
-    golden: Annotated[bool, Option("--golden/--no-golden", help="golden tensors beside sparse weights")] = True,
-    golden_layers: Annotated[str | None, Option(metavar="N,N,...", help="layers with golden tensors (all)")] = None,
-    topk: Annotated[int | None, Option(help="kv tiles per query tile", rich_help_panel=GATES)] = None,
-    sparsity: Annotated[float | None, Option(help="share of tiles skipped", rich_help_panel=GATES)] = None,
-    grid: Annotated[
-        tuple[int, int, int] | None, Option(metavar="T H W", help="token grid trained on", rich_help_panel=GATES)
-    ] = None,
-    flow_shift: Annotated[float | None, Option(help="of the sampler", rich_help_panel=SAMPLING)] = None,
-    dense_steps: Annotated[
-        int | None, Option(help="first denoising steps that keep all tiles", rich_help_panel=SAMPLING)
-    ] = None,
-    guidance: Annotated[float | None, Option(help="recommended scale", rich_help_panel=SAMPLING)] = None,
-    guidance_form: Annotated[
-        Literal["standard", "additive"] | None, Option(help="of the scale", rich_help_panel=SAMPLING)
-    ] = None,
+    to: Annotated[Literal["diffusers", "wan", "fastvideo", "run"], option("layout of OUT")] = "diffusers",
+    weights: Annotated[Group | None, option("of a run: averaged (if any) or trained")] = None,
+    dtype: Annotated[Precision | None, option("of the written tensors (that of the source)")] = None,
+    max_shard_gb: Annotated[float, option("size of one file")] = 5.0,
+    like: Annotated[str | None, option("run whose codec and text encoder to take", metavar="RUN")] = None,
+    golden: Annotated[bool, option("golden tensors beside sparse weights", "--golden/--no-golden")] = True,
+    golden_layers: Annotated[str | None, option("layers with golden tensors (all)", metavar="N,N,...")] = None,
+    topk: Annotated[int | None, option("kv tiles per query tile", panel=GATES)] = None,
+    sparsity: Annotated[float | None, option("share of tiles skipped", panel=GATES)] = None,
+    grid: Annotated[tuple[int, int, int] | None, option("token grid trained on", panel=GATES, metavar="T H W")] = None,
+    flow_shift: Annotated[float | None, option("of the sampler", panel=SAMPLING)] = None,
+    dense_steps: Annotated[int | None, option("first denoising steps that keep all tiles", panel=SAMPLING)] = None,
+    guidance: Annotated[float | None, option("recommended scale", panel=SAMPLING)] = None,
+    guidance_form: Annotated[Literal["standard", "additive"] | None, option("of the scale", panel=SAMPLING)] = None,
     step_list: Annotated[
-        str | None,
-        Option(metavar="T,T,...", help="timesteps of a distilled generator", rich_help_panel=SAMPLING),
+        str | None, option("timesteps of a distilled generator", panel=SAMPLING, metavar="T,T,...")
     ] = None,
 ) -> None:
     """Convert weights between runs, diffusers, Wan's original layout and FastVideo's VSA checkpoints.
@@ -52,14 +44,12 @@ def convert(
     vsa convert Wan2.1-T2V-1.3B wan-diffusers
     vsa convert FastWan/transformer exported --topk 32 --grid 16 28 52
     """
+    given = locals()
     from vsa.checkpoints.convert import Conversion
     from vsa.checkpoints.convert import convert as convert_weights
     from vsa.checkpoints.weight_source import open_weights
 
-    options = Conversion(
-        to=to, dtype=dtype, max_shard_gb=max_shard_gb, golden=golden,
-        golden_layers=numbers("--golden-layers", golden_layers, int), topk=topk, sparsity=sparsity, grid=grid,
-        flow_shift=flow_shift, dense_steps=dense_steps, guidance=guidance, guidance_form=guidance_form,
-        step_list=numbers("--step-list", step_list, float),
-    )  # fmt: skip
+    given["golden_layers"] = numbers("--golden-layers", golden_layers, int)
+    given["step_list"] = numbers("--step-list", step_list, float)
+    options = made_of(Conversion, given)
     print(*convert_weights(open_weights(source, weights), out, options, like=like), sep="\n")

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from vsa.cli.options import MANY, Precision, option, words
+from vsa.cli.options import MANY, Precision, option
+from vsa.cli.values import made_of
 
 CLIPS, BY, OUTPUT = "Clips", "Encoders", "Output"
 
@@ -56,16 +57,12 @@ def encode(
     Repeat an interrupted command to go on. To share the work, run it with --rank R --world-size N on every GPU, then
     once without them.
     """
+    given = locals()
     from vsa.data.buckets import Bucket
     from vsa.data.encode_report import encode_and_tell
     from vsa.data.encoders import EncoderChoice
 
-    encoders = {"model": model, "vae": vae, "text": text, "vae_dtype": vae_dtype, "text_dtype": text_dtype}
-    encoders |= {"channels": channels, "text_dim": text_dim, "max_tokens": max_tokens}
-    clips = {"captions": captions, "size": size, "frames": frames, "fps": fps, "image_condition": image_condition}
-    output = {"dtype": dtype, "samples_per_shard": samples_per_shard, "overwrite": overwrite, "skip_bad": skip_bad}
-    encode_and_tell(
-        *(videos, out, EncoderChoice(**encoders)),
-        **{"device": device, "rank": rank, "world_size": world_size, **clips, **output},
-        buckets=[Bucket.parse(part) for part in words(buckets)],
-    )
+    encoders = made_of(EncoderChoice, given)
+    others = {name: value for name, value in given.items() if name not in vars(encoders)}
+    others["buckets"] = [Bucket.parse(part) for part in buckets.split(",") if part]
+    encode_and_tell(encoders=encoders, **others)

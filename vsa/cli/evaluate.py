@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vsa.cli.options import Device, Guidance, PromptFile, Prompts, Shift, Steps, Weights, option
+from vsa.cli.values import made_of
 
 BARS = "Fail when"
 Bound = float | None
@@ -62,13 +63,9 @@ def evaluate(
 
     kept = {"val_loss": not no_val_loss, "lpips": lpips is not None, "reference": reference != "none"}
     bars = choose_bars({name: given[name] for name in metrics if given[name] is not None}, **kept)
-    same = ("reference", "lpips", "weights", "seed", "steps", "guidance", "flow_shift", "batch_size")
-    request = EvaluationRequest(
-        device=usable_device(device),
-        prompts=[*(prompt or []), *(read_prompts(prompts) if prompts else [])],
-        val_loss=not no_val_loss,
-        **{name: given[name] for name in same},
-    )
+    captions = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
+    given |= {"device": usable_device(device), "prompts": captions, "val_loss": not no_val_loss}
+    request = made_of(EvaluationRequest, given)
     missed = evaluate_run(run, request, bars, out=out, follow=follow, poll=poll, timeout=timeout)
     for line in missed:
         print(f"error: {line}", file=sys.stderr)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from vsa.cli.lists import numbers
+from vsa.cli.values import numbers
 
 
 def merge(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,28 +53,9 @@ def option(
 MANY = 1_000_000_000
 
 
-def refuse_options(given: Mapping[str, Any], names: Sequence[str], owner: str) -> None:
-    """Raise ValueError when an option was given that only `owner` has."""
-    for name in names:
-        if name in given:
-            raise ValueError(f"--{name.replace('_', '-')} is an option of {owner} only")
-
-
-def integers(name: str, text: str) -> list[int]:
-    """The numbers of a list given as one value, `0,1`; a ValueError names the option."""
-    try:
-        return [int(part) for part in words(text)]
-    except ValueError:
-        raise ValueError(f"{name} must be numbers with commas between, got {text}") from None
-
-
-def words(text: str) -> list[str]:
-    """The parts of a list given as one value, `a,b`."""
-    return [part for part in text.split(",") if part]
-
-
 Precision = Literal["float32", "bfloat16", "float16"]
-Weights = Annotated[Literal["ema", "model"] | None, option("averaged (where there are any) or trained weights")]
+Group = Literal["ema", "model"]
+Weights = Annotated[Group | None, option("averaged (where there are any) or trained weights")]
 Prompts = Annotated[list[str] | None, option("a caption; may be repeated", "--prompt")]
 PromptFile = Annotated[Path | None, option("text file with one caption per line, or .jsonl", "--prompts")]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1, ... (cuda when there is one)")]

@@ -7,55 +7,30 @@ from typing import Annotated
 
 import typer
 
-from vsa.cli.options import (
-    MANY,
-    BatchSize,
-    Device,
-    Guidance,
-    Precision,
-    PromptFile,
-    Prompts,
-    Shift,
-    Steps,
-    Weights,
-    integers,
-    option,
-    refuse_options,
-)
+from vsa.cli import options as opt
+from vsa.cli.options import MANY, option
+from vsa.cli.values import numbers, refuse_options
 
 RUN, PIPELINE = "Of a run", "Of a pipeline"
-RUN_ONLY = ("weights", "latent_shape", "attention")
-PIPELINE_ONLY = (
-    "transformer",
-    "method",
-    "tile",
-    "dense_layers",
-    "dense_steps",
-    "negative_prompt",
-    "size",
-    "frames",
-    "dtype",
-)
 
 
 def sample(
     run: Annotated[str | None, typer.Argument(help="run folder (newest checkpoint) or checkpoint folder")] = None,
-    prompt: Prompts = None,
-    prompts: PromptFile = None,
+    prompt: opt.Prompts = None,
+    prompts: opt.PromptFile = None,
     out: Annotated[Path | None, option("folder to write to (RUN/samples, of a pipeline samples)")] = None,
     seed: Annotated[int | None, option("of the noise (0)")] = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    flow_shift: Shift = None,
+    steps: opt.Steps = None,
+    guidance: opt.Guidance = None,
+    flow_shift: opt.Shift = None,
     topk: Annotated[int | None, option("tiles per query tile (that of the training)", whole=(1, MANY))] = None,
     sparsity: Annotated[float | None, option("share of tiles skipped, instead of --topk", real=(0, 1))] = None,
-    batch_size: BatchSize = None,
+    batch_size: opt.BatchSize = None,
     fps: Annotated[float | None, option("of the files (8, of a pipeline 16)", real=(0.01, 240))] = None,
-    device: Device = None,
-    weights: Weights = None,
+    device: opt.Device = None,
+    weights: Annotated[opt.Group | None, option("averaged (where there are any) or trained", panel=RUN)] = None,
     latent_shape: Annotated[
-        tuple[int, int, int, int] | None,
-        option("shape of one clip", panel=RUN, whole=(1, 4096), metavar="C T H W"),
+        tuple[int, int, int, int] | None, option("of one clip", panel=RUN, whole=(1, 4096), metavar="C T H W")
     ] = None,
     attention: Annotated[bool | None, option("draw which tiles are attended", "--attention", panel=RUN)] = None,
     pipeline: Annotated[str | None, option("diffusers WanPipeline: folder or hub id", panel=PIPELINE)] = None,
@@ -64,8 +39,7 @@ def sample(
         str | None, option("attention to put in: video_sparse (with --sparsity, --topk) or full", panel=PIPELINE)
     ] = None,
     tile: Annotated[
-        tuple[int, int, int] | None,
-        option("tokens per tile (4 4 4)", panel=PIPELINE, whole=(1, 64), metavar="T H W"),
+        tuple[int, int, int] | None, option("tokens per tile (4 4 4)", panel=PIPELINE, whole=(1, 64), metavar="T H W")
     ] = None,
     dense_layers: Annotated[str | None, option("layers that keep all tiles", panel=PIPELINE, metavar="N,...")] = None,
     dense_steps: Annotated[
@@ -73,11 +47,10 @@ def sample(
     ] = None,
     negative_prompt: Annotated[str | None, option("caption of the unconditional pass", panel=PIPELINE)] = None,
     size: Annotated[
-        tuple[int, int] | None,
-        option("pixels (as trained, 480 832)", panel=PIPELINE, whole=(1, 8192), metavar="HEIGHT WIDTH"),
+        tuple[int, int] | None, option("pixels (as trained, 480 832)", panel=PIPELINE, whole=(1, 8192), metavar="H W")
     ] = None,
     frames: Annotated[int | None, option("of a clip (as trained, 81)", panel=PIPELINE, whole=(1, 10_000))] = None,
-    dtype: Annotated[Precision | None, option("of the networks (bfloat16; CPU: float32)", panel=PIPELINE)] = None,
+    dtype: Annotated[opt.Precision | None, option("of the networks (bfloat16; CPU: float32)", panel=PIPELINE)] = None,
 ) -> None:
     """Sample videos: prompts in, mp4 and GIF out, with a JSON of everything that made them.
 
@@ -89,21 +62,18 @@ def sample(
     vsa sample --pipeline Wan2.1-T2V-1.3B-Diffusers --transformer EXPORT --prompt "a cat on the beach"
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    from vsa.sampling.clip_folder import all_prompts, sample_pipeline, sample_run, samples_folder
+    from vsa.sampling.clip_folder import all_prompts, sample_pipeline, sample_run
 
     if (run is None) == (pipeline is None):
         raise ValueError(f"give a run folder or --pipeline, got run={run} and pipeline={pipeline}")
-    refuse_options(given, PIPELINE_ONLY if pipeline is None else RUN_ONLY, "--pipeline" if run else "a run folder")
-    captions = all_prompts(prompt or [], prompts)
-    for name in ("run", "pipeline", "prompt", "prompts", "out", "attention"):
-        given.pop(name, None)
-    if pipeline is not None:
-        layers = {"dense_layers": integers("--dense-layers", dense_layers)} if dense_layers else {}
-        sample_pipeline(pipeline, captions, out := out or Path("samples"), **{**given, **layers})
-    elif run is not None:
-        made = sample_run(run, captions, out := out or samples_folder(run), **given)
-        if attention:
-            from vsa.evaluation.attention_map import draw_attention
+    other, owner = (PIPELINE, "--pipeline") if pipeline is None else (RUN, "a run folder")
+    refuse_options(sample, given, other, owner)
+    captions = all_prompts(given.pop("prompt", []), given.pop("prompts", None))
+    if dense_layers is not None:
+        given["dense_layers"] = numbers("--dense-layers", dense_layers, int)
+    if attention:
+        from vsa.evaluation.attention_map import draw_attention
 
-            draw_attention(made[0], captions[0], made[1], out / "attention.png")
-    print(f"{len(captions)} clips, contact sheet and samples.json in {out}")
+        given["attention"] = draw_attention
+    folder = (sample_run if pipeline is None else sample_pipeline)(prompts=captions, **given)
+    print(f"{len(captions)} clips, contact sheet and samples.json in {folder}")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vsa.cli.options import option
+from vsa.cli.values import made_of
 
 
 def toy(
@@ -28,10 +29,10 @@ def toy(
     vsa toy data/toy/videos
     vsa toy VIDEOS --count 64 --size 16 64 64
     """
-    given = {"count": count, "size": size, "seed": seed, "fps": fps}
+    given = locals()
     from vsa.data.toy_videos import ToyClips, write_toy_videos
 
-    clips = ToyClips(**{name: value for name, value in given.items() if value is not None})
+    clips = made_of(ToyClips, given)
     write_toy_videos(clips, out)
     frames, height, width = clips.size
     print(f"{clips.count} clips of {frames}x{height}x{width} in {out}")

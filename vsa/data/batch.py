@@ -45,6 +45,11 @@ class VideoBatch:
     step: int
     cond_latents: Tensor | None = None
 
+    @property
+    def conditions(self) -> dict[str, Tensor | None]:
+        """What a model takes beside noisy latents and timestep."""
+        return {"text": self.text, "text_mask": self.text_mask, "cond_latents": self.cond_latents}
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VideoBatch:
         """The batch with latents and text on `device`; seeds and slots stay on the CPU, where noise is drawn."""
         tensors = {name: getattr(self, name) for name in ("latents", "text", "text_mask", "cond_latents")}

@@ -1,8 +1,9 @@
-"""Lightning data modules: what all share, and latent shards."""
+"""Lightning data modules: what all share, latent shards, and toy clips made on the fly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vsa.data.batch import TextPadding, VideoBatch
-from vsa.data.batch_stream import RankSlice, TrainStream, ValidationStream
+from vsa.data.batch_stream import PlannedStream, RankSlice, TrainStream, ValidationStream
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec
 from vsa.data.encode import encode_folder
 from vsa.data.index import INDEX_NAME, CodecInfo, TextInfo
 from vsa.data.plan import DataPlan, Phase, SampleRef, Shape, Source, split_ids
-from vsa.data.sample_store import SampleStore, ShardStore
+from vsa.data.sample_store import SampleStore, ShardStore, ToyStore
 from vsa.data.shards import LatentReader
 from vsa.data.text import TextEncoder
 from vsa.data.toy_videos import ToyClips, write_toy_videos
@@ -30,46 +31,44 @@ from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 _ENDLESS = 1 << 40
 
 
+@dataclass(kw_only=True, eq=False)
 class PlanDataModule(LightningDataModule):
     """What both data modules share: a store, a plan over its training split, and the two streams.
 
+    Args:
+        codec: the codec of the latents.
+        text_encoder: the text encoder of the captions.
+        batch_size: samples of an optimizer step, over all ranks and micro-batches.
+        seed: seed of order, caption choice and noise.
+        num_workers: worker processes of a loader; changes nothing but speed.
+        val_fraction: share of the samples held out, by hash of their id.
+        val_batches: most global validation batches of a latent shape (None: every held-out sample).
+        caption_dropout: probability of training a sample on the null embedding.
+        stats: normalise with the statistics of the stored latents (data), or with those that the codec publishes and a
+            pretrained model expects (codec).
+        text_padding: mask the padding of captions, or attend to its zeros as Wan does (zeros).
+
     Attributes:
         start_step: optimizer step that training starts from; a resume is a seek, not a replay.
-        codec: decodes samples.
-        text_encoder: encodes prompts.
-        batch_size: samples of an optimizer step, over all ranks and micro-batches.
-        text_padding: what fills a caption up to the encoder's longest.
     """
 
-    def __init__(
-        self,
-        *,
-        codec: Codec,
-        text_encoder: TextEncoder,
-        batch_size: int,
-        seed: int,
-        num_workers: int,
-        val_fraction: float,
-        val_batches: int | None,
-        caption_dropout: float,
-        stats: Literal["data", "codec"],
-        text_padding: TextPadding,
-    ) -> None:
+    codec: Codec
+    text_encoder: TextEncoder
+    batch_size: AtLeastOne
+    seed: Count = 0
+    num_workers: Count = 0
+    val_fraction: ShareBelowOne = 0.05
+    val_batches: Count | None = None
+    caption_dropout: Share = 0.1
+    stats: Literal["data", "codec"] = "data"
+    text_padding: TextPadding = "mask"
+
+    def __post_init__(self) -> None:
         super().__init__()
-        if stats == "codec" and codec.statistics is None:
-            raise ValueError(f"stats=codec, but codec {codec.id} publishes no statistics: use stats=data")
-        self.codec = codec
-        self.text_encoder = text_encoder
-        self.batch_size = batch_size
-        self.text_padding: TextPadding = text_padding
-        self.stats = stats
+        if self.stats == "codec" and self.codec.statistics is None:
+            raise ValueError(f"stats=codec, but codec {self.codec.id} publishes no statistics: use stats=data")
+        self._published = self.codec.statistics if self.stats == "codec" else None
         self.start_step = 0
-        self._seed = seed
-        self._num_workers = num_workers
-        self._val_fraction = val_fraction
-        self._val_batches = val_batches
-        self._caption_dropout = caption_dropout
-        self._published = codec.statistics if stats == "codec" else None
         self._opened: tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]] | None = None
 
     def open_store(self) -> SampleStore:
@@ -109,55 +108,39 @@ class PlanDataModule(LightningDataModule):
         for name, buckets in sorted(store.buckets.items()):
             train: dict[Shape, tuple[str, ...]] = {}
             for shape, ids in sorted(buckets.items()):
-                train[shape], out = split_ids(sorted(ids), self._val_fraction)
+                train[shape], out = split_ids(sorted(ids), self.val_fraction)
                 if out:
                     held[shape] = held.get(shape, ()) + tuple(SampleRef(source=name, id=i) for i in out)
             sources[name] = Source(weight=weights[name], buckets=train)
         counts = [len(ids) for source in sources.values() for ids in source.buckets.values() if ids]
         if not counts:
-            raise ValueError(
-                f"val_fraction {self._val_fraction} leaves no training samples: add samples or set it to 0"
-            )
+            raise ValueError(f"val_fraction {self.val_fraction} leaves no training samples: add samples or set it to 0")
         if self.batch_size > sum(counts):
             least, most = (f"{self.batch_size / count:.3g}" for count in (max(counts), min(counts)))
             rank_zero_info(
                 f"data.batch_size={self.batch_size} is above the number of training samples, {sum(counts)}: a batch "
                 f"holds each sample of its latent shape {least if least == most else f'{least} to {most}'} times"
             )
-        plan = DataPlan(sources=sources, batch_size=self.batch_size, seed=self._seed, phases=self.phases())
+        plan = DataPlan(sources=sources, batch_size=self.batch_size, seed=self.seed, phases=self.phases())
         self._opened = store, plan, held
 
     def train_dataloader(self) -> DataLoader[VideoBatch]:
         """Micro-batches of this rank from `start_step` to the trainer's `max_steps`."""
-        store, plan, _ = self._ready()
         limit = self.trainer.max_steps if self.trainer is not None else -1
-        steps = max(limit - self.start_step, 0) if limit >= 0 else _ENDLESS
-        stream = TrainStream(
-            store,
-            plan,
-            part=self._part(),
+        return self._loader(
+            TrainStream,
+            plan=self.plan,
             start_step=self.start_step,
-            steps=steps,
-            caption_dropout=self._caption_dropout,
-            text_padding=self.text_padding,
+            steps=max(limit - self.start_step, 0) if limit >= 0 else _ENDLESS,
+            caption_dropout=self.caption_dropout,
         )
-        return self._loader(stream)
 
     def val_dataloader(self) -> DataLoader[VideoBatch] | list[Any]:
         """The fixed validation set of this rank; empty when nothing is held out."""
-        store, _, held = self._ready()
+        held = self._ready()[2]
         if not held:
             return []
-        stream = ValidationStream(
-            store,
-            held,
-            batch_size=self.batch_size,
-            batches=self._val_batches,
-            part=self._part(),
-            seed=self._seed,
-            text_padding=self.text_padding,
-        )
-        return self._loader(stream)
+        return self._loader(ValidationStream, held=held, batches=self.val_batches, seed=self.seed)
 
     def held_out_captions(self, count: int) -> tuple[str, ...]:
         """At most `count` different captions of held-out samples, the same on every rank; none without such samples."""
@@ -200,26 +183,6 @@ class PlanDataModule(LightningDataModule):
         return self.store.cond_channels
 
     @property
-    def codec_id(self) -> str:
-        """Name of the codec."""
-        return self.codec.id
-
-    @property
-    def codec_hash(self) -> str:
-        """Digest of the codec."""
-        return self.codec.hash
-
-    @property
-    def text_encoder_id(self) -> str:
-        """Name of the text encoder."""
-        return self.text_encoder.id
-
-    @property
-    def text_encoder_hash(self) -> str:
-        """Digest of the text encoder."""
-        return self.text_encoder.hash
-
-    @property
     def buckets(self) -> dict[Shape, int]:
         """Number of training samples by latent shape `(C, t, h, w)`, most frequent first."""
         counts: dict[Shape, int] = {}
@@ -233,8 +196,8 @@ class PlanDataModule(LightningDataModule):
         """What the samples are and how they were encoded, for `state.json`; the position is the optimizer step."""
         return {
             "plan_hash": self.plan_hash,
-            "codec": {"id": self.codec_id, "hash": self.codec_hash},
-            "text_encoder": {"id": self.text_encoder_id, "hash": self.text_encoder_hash},
+            "codec": {"id": self.codec.id, "hash": self.codec.hash},
+            "text_encoder": {"id": self.text_encoder.id, "hash": self.text_encoder.hash},
             "latent_shapes": [list(bucket) for bucket in self.buckets],
         }
 
@@ -262,34 +225,31 @@ class PlanDataModule(LightningDataModule):
             return RankSlice()
         return RankSlice(accumulate=trainer.accumulate_grad_batches, rank=trainer.global_rank, world=trainer.world_size)
 
-    def _loader(self, stream: TrainStream | ValidationStream) -> DataLoader[VideoBatch]:
+    def _loader(self, kind: type[PlannedStream], **options: Any) -> DataLoader[VideoBatch]:
+        stream = kind(
+            store=self.store,
+            part=self._part(),
+            batch_size=self.batch_size,
+            text_padding=self.text_padding,
+            **options,
+        )
         return DataLoader(
             stream,
             batch_size=None,
-            num_workers=self._num_workers,
+            num_workers=self.num_workers,
             # its own generator: a loader that draws from the global one shifts every later random number of the run
             generator=torch.Generator().manual_seed(0),
         )
 
 
 @checked
+@dataclass(kw_only=True, eq=False)
 class LatentDataModule(PlanDataModule):
     """Batches from folders of latent shards.
 
     Args:
         root: folder of shards; or
         sources: several folders, {name: {"root": folder, "weight": share of the steps}}.
-        codec: the codec the shards were made with.
-        text_encoder: the text encoder the shards were made with.
-        batch_size: samples of an optimizer step, over all ranks and micro-batches.
-        seed: seed of order, caption choice and noise.
-        num_workers: worker processes of a loader; changes nothing but speed.
-        val_fraction: share of the samples held out, by hash of their id.
-        val_batches: most global validation batches of a latent shape (None: every held-out sample).
-        caption_dropout: probability of training a sample on the null embedding.
-        stats: normalise with the statistics of the stored latents (data), or with those that the codec publishes and a
-            pretrained model expects (codec).
-        text_padding: mask the padding of captions, or attend to its zeros as Wan does (zeros).
         weight_phases: changes of the source weights, [{"from_step": n, "weights": {name: weight}}].
         toy: render these clips to `videos` and encode them to `root` when `root` has no index.
         videos: folder of the toy clips' mp4 files.
@@ -298,50 +258,24 @@ class LatentDataModule(PlanDataModule):
         ValueError: not exactly one of `root` and `sources`, or `toy` without `root` and `videos`.
     """
 
-    def __init__(
-        self,
-        *,
-        codec: Codec,
-        text_encoder: TextEncoder,
-        batch_size: AtLeastOne,
-        root: str | None = None,
-        sources: Mapping[str, Mapping[str, Any]] | None = None,
-        seed: Count = 0,
-        num_workers: Count = 0,
-        val_fraction: ShareBelowOne = 0.05,
-        val_batches: Count | None = None,
-        caption_dropout: Share = 0.1,
-        stats: Literal["data", "codec"] = "data",
-        text_padding: TextPadding = "mask",
-        weight_phases: Sequence[Mapping[str, Any]] = (),
-        toy: ToyClips | None = None,
-        videos: str | None = None,
-    ) -> None:
-        super().__init__(
-            codec=codec,
-            text_encoder=text_encoder,
-            batch_size=batch_size,
-            seed=seed,
-            num_workers=num_workers,
-            val_fraction=val_fraction,
-            val_batches=val_batches,
-            caption_dropout=caption_dropout,
-            stats=stats,
-            text_padding=text_padding,
-        )
-        if (root is None) == (sources is None):
-            raise ValueError(f"give exactly one of root and sources, got root={root} and sources={sources}")
-        if toy is not None and (root is None or videos is None):
-            raise ValueError(f"toy clips need root and videos, got root={root} and videos={videos}")
-        named = {"main": {"root": root}} if root is not None else dict(sources or {})
+    root: str | None = None
+    sources: Mapping[str, Mapping[str, Any]] | None = None
+    weight_phases: Sequence[Mapping[str, Any]] = ()
+    toy: ToyClips | None = None
+    videos: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.root is None) == (self.sources is None):
+            raise ValueError(f"give exactly one of root and sources, got root={self.root} and sources={self.sources}")
+        if self.toy is not None and (self.root is None or self.videos is None):
+            raise ValueError(f"toy clips need root and videos, got root={self.root} and videos={self.videos}")
+        named = {"main": {"root": self.root}} if self.root is not None else dict(self.sources or {})
         for name, entry in named.items():
             if not {"root"} <= set(entry) <= {"root", "weight"}:
                 raise ValueError(f"source {name} must have root and may have weight, it has {sorted(entry)}")
         self._roots = {str(name): str(entry["root"]) for name, entry in named.items()}
         self._weights = {str(name): float(entry.get("weight", 1.0)) for name, entry in named.items()}
-        self._phases = tuple(Phase(from_step=int(p["from_step"]), weights=dict(p["weights"])) for p in weight_phases)
-        self._toy = toy
-        self._videos = videos
 
     def prepare_data(self) -> None:
         """Renders and encodes the toy clips when they are asked for and missing.
@@ -349,23 +283,23 @@ class LatentDataModule(PlanDataModule):
         Raises:
             ValueError: clips of that size cannot be encoded, or `root` holds another toy set than the one asked for.
         """
-        if self._toy is None or self._videos is None:
+        if self.toy is None or self.videos is None:
             return
         root = Path(self._roots["main"])
-        frames, height, width = self._toy.size
+        frames, height, width = self.toy.size
         # a clip of one frame is refused where it was not asked for
         rules = ClipRules(frames=1 if frames == 1 else None)
-        clip = rules.plan(Path(self._videos), self.codec, frames=frames, height=height, width=width)
+        clip = rules.plan(Path(self.videos), self.codec, frames=frames, height=height, width=width)
         if not (root / INDEX_NAME).is_file():
             root.parent.mkdir(parents=True, exist_ok=True)
             # of runs and ranks that start together, one makes the data and the others wait for it
             with FileLock(root.parent / f".{root.name}.lock"):
                 if not (root / INDEX_NAME).is_file():
-                    write_toy_videos(self._toy, self._videos)
+                    write_toy_videos(self.toy, self.videos)
                     encode_folder(
-                        self._videos, root, codec=self.codec, text_encoder=self.text_encoder, frames=rules.frames
+                        self.videos, root, codec=self.codec, text_encoder=self.text_encoder, frames=rules.frames
                     )
-        _check_toy_set(root, self._toy, self.codec.latent_shape(*clip.size))
+        _check_toy_set(root, self.toy, self.codec.latent_shape(*clip.size))
 
     def open_store(self) -> SampleStore:
         """The shards of every source."""
@@ -377,7 +311,27 @@ class LatentDataModule(PlanDataModule):
 
     def phases(self) -> tuple[Phase, ...]:
         """The configured changes of the weights."""
-        return self._phases
+        return tuple(Phase(from_step=int(p["from_step"]), weights=dict(p["weights"])) for p in self.weight_phases)
+
+
+@checked
+@dataclass(kw_only=True, eq=False)
+class ToyOnlineDataModule(PlanDataModule):
+    """Toy clips rendered and encoded in the loader: no files, a pure function of (seed, sample).
+
+    Args:
+        toy: which clips.
+    """
+
+    toy: ToyClips
+
+    def open_store(self) -> SampleStore:
+        """Clips on demand."""
+        return ToyStore(self.toy, self.codec, self.text_encoder)
+
+    def source_weights(self) -> Mapping[str, float]:
+        """One source."""
+        return {"toy": 1.0}
 
 
 def _check_toy_set(root: Path, toy: ToyClips, shape: Shape) -> None:

@@ -19,11 +19,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from vsa.data.index import INDEX_NAME, DatasetIndex, Span, pooled_statistics
 from vsa.data.own_files import listed_shards, remove_dataset, shard_files
-from vsa.files import atomic_file
+from vsa.files import write_whole
+from vsa.progress import progress_bar
 
 _PARTS = "parts"
 _DONE = "done.json"
@@ -159,11 +158,9 @@ def write_parts(
 
     parts, pending = _all_parts(root, count, part_size), find_pending()
     total, left = (sum(len(span) for _, span in group) for group in (parts[rank::world_size], pending))
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=not progress) as bar:
-        task = bar.add_task(title, total=total, completed=total - left)
+    with progress_bar(title, total, done=total - left, disable=not progress) as advance:
         for folder, span in pending:
-            _write_part(folder, span, write, settings, lambda: bar.advance(task))
+            _write_part(folder, span, write, settings, partial(advance, 1))
     done = [json.loads((folder / _DONE).read_text()) for folder, _ in parts if (folder / _DONE).is_file()]
     return PartsReport(
         samples=sum(part["samples"] for part in done),
@@ -208,8 +205,7 @@ def join_parts(root: str | Path) -> DatasetIndex:
         shards={name: shard for index in indexes for name, shard in index.shards.items()},
         samples={name: sample for index in indexes for name, sample in index.samples.items()},
     )
-    with atomic_file(root / INDEX_NAME) as temporary:
-        temporary.write_text(whole.to_json(), encoding="utf-8")
+    write_whole(root / INDEX_NAME, whole.to_json())
     shutil.rmtree(root / _PARTS)
     return whole
 
@@ -253,8 +249,7 @@ def _write_part(
     try:
         part = write(folder, span, advance)
         content = {"samples": len(span) - len(part.skipped), **asdict(part), "settings": settings}
-        with atomic_file(folder / _DONE) as temporary:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
+        write_whole(folder / _DONE, json.dumps(content))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         # gone when this was the first part

@@ -29,9 +29,9 @@ from vsa.data.index import (
     valid_id,
 )
 from vsa.data.own_files import is_leftover, listed_shards, remove_dataset, shard_files
-from vsa.data.shards import NULL_KEY, file_digest
+from vsa.data.shards import NULL_KEY
 from vsa.data.text import TextEncoder
-from vsa.files import atomic_file, writing
+from vsa.files import atomic_file, file_digest, write_whole, writing
 
 # tar's classic header holds 100 bytes of name and the longest field takes 19
 _LONGEST_ID = 80
@@ -116,8 +116,7 @@ class ShardWriter:
             raise ValueError(f"nothing to write to {self.root}: no samples")
         for stream in list(self._open):
             self._close(stream)
-        with atomic_file(self.root / INDEX_NAME) as temporary:
-            temporary.write_text(self._index().to_json(), encoding="utf-8")
+        write_whole(self.root / INDEX_NAME, self._index().to_json())
 
     def add(
         self,

@@ -22,12 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from vsa.data.index import (
-    INDEX_NAME,
-    DatasetIndex,
-    SampleEntry,
-    Span,
-)
+from vsa.data.index import INDEX_NAME, DatasetIndex, SampleEntry, Span
+from vsa.files import file_digest
 
 NULL_KEY = "__null__"
 """Key of the null embedding in text shards."""
@@ -152,9 +148,3 @@ class LatentReader:
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"shard {path}, sample {key}: not a safetensors member of ours ({error})") from error
         return header, tensors
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,7 +20,7 @@ from rich.progress import track
 from torch import Tensor
 
 from vsa.data.video_files import write_video
-from vsa.files import atomic_file
+from vsa.files import write_whole
 from vsa.settings import AtLeastOne, Count, checked
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -129,13 +129,11 @@ def write_toy_videos(clips: ToyClips, folder: str | Path, *, progress: bool = Tr
     for old in _own_files(folder):
         old.unlink()
     # before the first clip: it proves that what an interrupted call leaves may be replaced
-    with atomic_file(folder / _MANIFEST) as temporary:
-        temporary.write_text(json.dumps({"toy_clips": asdict(clips)}) + "\n", encoding="utf-8")
+    write_whole(folder / _MANIFEST, json.dumps({"toy_clips": asdict(clips)}) + "\n")
     for i in track(range(clips.count), description="rendering toy videos", disable=not progress):
         video, _, _ = render_clip(clips.seed, i, size=clips.size)
         write_video(folder / _clip_name(clips, i), video, fps=clips.fps)
-    with atomic_file(folder / _CAPTIONS) as temporary:
-        temporary.write_text(_caption_lines(clips), encoding="utf-8")
+    write_whole(folder / _CAPTIONS, _caption_lines(clips))
 
 
 def _own_files(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.evaluation.figures import draw_evaluation
 from vsa.evaluation.video_metrics import DATA_RANGE, black_frames, flicker, motion, psnr, ssim, uniform_frames
-from vsa.files import atomic_file
+from vsa.files import atomic_file, write_whole
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss
 from vsa.sampling.contact_sheet import contact_sheet
 from vsa.sampling.pipeline import (
@@ -325,8 +325,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation, checkpoint_name: str)
         titles = [title for pair in zip(against, titles, strict=True) for title in pair]
         videos = torch.stack([evaluation.reference[:SHEET_CLIPS], videos], 1).flatten(0, 1)
     contact_sheet(videos, titles, folder / f"{checkpoint_name}.png")
-    with atomic_file(record_path(folder, checkpoint_name)) as temporary:
-        temporary.write_text(json.dumps(_plain(record), indent=1, allow_nan=False), encoding="utf-8")
+    write_whole(record_path(folder, checkpoint_name), json.dumps(_plain(record), indent=1, allow_nan=False))
     rows = [_row(json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("step-*.json")]
     rows.sort(key=lambda row: row["step"])
     with atomic_file(folder / "evaluation.csv") as temporary, open(temporary, "w", newline="") as file:

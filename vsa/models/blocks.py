@@ -87,7 +87,6 @@ class CrossAttention(AttentionProjections):
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, added_kv_proj_dim: int | None):
         super().__init__(num_heads, head_dim, eps)
-        self.has_image = added_kv_proj_dim is not None
         if added_kv_proj_dim is not None:
             dim = num_heads * head_dim
             self.add_k_proj = nn.Linear(added_kv_proj_dim, dim)
@@ -98,7 +97,7 @@ class CrossAttention(AttentionProjections):
         q = self.heads(self.norm_q(self.to_q(x)))
         k = self.heads(self.norm_k(self.to_k(text)))
         out = dense_attn(q, k, self.heads(self.to_v(text)), text_mask)
-        if self.has_image and image is not None:
+        if image is not None:
             k = self.heads(self.norm_added_k(self.add_k_proj(image)))
             out = out + dense_attn(q, k, self.heads(self.add_v_proj(image)))
         return self.to_out[0](out.flatten(2))

@@ -1,4 +1,4 @@
-"""Looking at, and adding to, what modules inside a network put out."""
+"""Forward hooks that capture or modify the outputs of submodules."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
+def capture_outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
     """Collects the outputs of some modules in the forward run inside, by their keys.
 
     What activation checkpointing recomputes afterwards is not collected again.
     """
-    found: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
 
     def keep(key: int, module: Any, inputs: Any, output: Tensor) -> None:
-        found[key] = output
+        outputs[key] = output
 
     handles = [module.register_forward_hook(partial(keep, key)) for key, module in modules.items()]
     try:
-        yield found
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
 
 
 @contextmanager
-def added_to(module: nn.Module, term: Tensor) -> Iterator[None]:
+def add_to_output(module: nn.Module, term: Tensor) -> Iterator[None]:
     """Adds `term` to the module's output in the forward run inside."""
 
     def add(module: Any, inputs: Any, output: Tensor) -> Tensor:

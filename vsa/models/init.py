@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 Init = Literal["gpt_neox", "wan"]
 
@@ -21,14 +25,11 @@ def init_parameters(model: nn.Module, *, init: Init, dim: int, num_layers: int) 
     - `wan` (Wan2.1): every other weight Xavier-uniform, a convolution flattened to a matrix.
 
     Args:
-        model: the model; on the meta device, where there is nothing to initialise, it is left alone.
+        model: the model, parameters already on a real device.
         init: "gpt_neox" or "wan".
         dim: model width.
         num_layers: number of blocks.
     """
-    if next(model.parameters()).is_meta:
-        # drawing nothing takes as long as building the rest
-        return
     small, output = math.sqrt(2 / (5 * dim)), 2 / (num_layers * math.sqrt(dim))
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv3d):
@@ -49,3 +50,20 @@ def init_parameters(model: nn.Module, *, init: Init, dim: int, num_layers: int) 
         table = getattr(module, "scale_shift_table", None)
         if table is not None:
             nn.init.normal_(table, std=dim**-0.5)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Networks built inside are on the meta device: names and shapes, no values, and none are drawn."""
+    with torch.device("meta"), _NothingDrawn():
+        yield
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves out `torch.nn.init`, whose drawing of nothing would take as long as the rest of a network."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

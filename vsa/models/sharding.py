@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -19,6 +24,13 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard; the tensor itself when it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(module: Module, mesh: DeviceMesh | None) -> Module:
+    """The module, its parameters spread over `mesh` (None: as it is), also after a forward without backward."""
+    if mesh is not None:
+        fully_shard(module.to(mesh.device_type), mesh=mesh, reshard_after_forward=True)
+    return module
 
 
 def place(value: Tensor, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from vsa.models.embeddings import (
     patchify,
     unpatchify,
 )
-from vsa.models.flops import FlopCount, count_flops, linear_flops
+from vsa.models.flops import FlopCount, count_flops
 from vsa.models.init import Init, init_parameters
 from vsa.models.rope import axis_dims, rope_tables, sincos_table
 from vsa.settings import AtLeastOne, Positive, checked
@@ -37,12 +37,6 @@ RECOMPILE_LIMIT = 64
 """Graphs of one compiled block; torch's own limit is 8."""
 
 
-class AttentionFactory(Protocol):
-    """Builds the attention method of one layer."""
-
-    def __call__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int) -> AttentionMethod: ...
-
-
 @checked
 class VideoDiT(nn.Module):
     """Predicts the flow-matching velocity of video latents from noisy latents, timestep and text.
@@ -51,7 +45,7 @@ class VideoDiT(nn.Module):
     a sparse method adds its own parameters under each block (`blocks.N.to_gate_compress`, `blocks.N.to_gate_fine`).
 
     Args:
-        attention: factory of the self-attention method, called once per layer.
+        attention: builds the self-attention method of a layer from `dim`, `num_heads`, `head_dim`, `layer_idx`.
         num_attention_heads: H.
         attention_head_dim: D, even and at least 6.
         ffn_dim: width of the feed-forward layers.
@@ -78,7 +72,7 @@ class VideoDiT(nn.Module):
     def __init__(
         self,
         *,
-        attention: AttentionFactory | Callable[..., AttentionMethod],
+        attention: Callable[..., AttentionMethod],
         num_attention_heads: AtLeastOne,
         attention_head_dim: int,
         ffn_dim: AtLeastOne,
@@ -169,13 +163,8 @@ class VideoDiT(nn.Module):
         layout = self.layout_for(latents.shape[1:], x_t.device)
         self._check_inputs(latents, timestep, text, text_mask, image_embeds, layout)
         grid = layout.segments[0].grid_thw
-        ctx = AttnContext(
-            layout=layout,
-            topk=self._topk_per_layer(topk, layout),
-            progress=progress,
-            cache=cache,
-            recorder=recorder,
-        )
+        topks = self._topk_per_layer(topk, layout)
+        ctx = AttnContext(layout=layout, topk=topks, progress=progress, cache=cache, recorder=recorder)
 
         # tokens and everything else per token are permuted once, here, and the velocity back at the exit
         x = self.patch_embedding(layout.permute(patchify(latents, self.patch_size)))
@@ -292,16 +281,9 @@ class VideoDiT(nn.Module):
             training: count forward and backward, not the forward alone.
         """
         layout = self.layout_for(latent_shape, "cpu")
-        topks = self._topk_per_layer(topk, layout)
-        roles = self.parameter_roles()
+        pairs = [self._block(i).method.pairs(layout, k) for i, k in enumerate(self._topk_per_layer(topk, layout))]
         return count_flops(
-            linear=linear_flops(self, num_tokens=layout.num_tokens, text_len=text_len, image_len=image_len),
-            self_pairs=[self._block(i).method.pairs(layout, k) for i, k in enumerate(topks)],
-            num_tokens=layout.num_tokens,
-            cross_len=text_len + image_len,
-            dim=self.dim,
-            num_parameters=sum(p.numel() for name, p in self.named_parameters() if roles[name] != "gate"),
-            training=training,
+            self, pairs, num_tokens=layout.num_tokens, text_len=text_len, image_len=image_len, training=training
         )
 
     def _block(self, index: int) -> TransformerBlock:

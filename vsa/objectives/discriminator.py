@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
+from vsa.models.sharding import sharded
 from vsa.settings import Count, Positive, checked
 
 
@@ -55,11 +55,8 @@ class Gan:
             raise ValueError(f"gan.layers has {outside}, but the critic's layers are 0 to {num_layers - 1}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made = Discriminator(dim, self.layers)
-        if mesh is not None:
             # small, and computed in fp32 whatever the critic computes in
-            fully_shard(made.to(mesh.device_type), mesh=mesh, reshard_after_forward=True)
-        return made
+            return sharded(Discriminator(dim, self.layers), mesh)
 
 
 class Discriminator(nn.Module):

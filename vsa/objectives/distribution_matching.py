@@ -6,7 +6,8 @@ B samples of a micro-batch, C T H W latent dims.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from vsa.diffusion import distribution_matching as dm
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion import sampler
 from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
-from vsa.models.forward_hooks import added_to, outputs_of
+from vsa.models.forward_hooks import add_to_output, capture_outputs
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
@@ -184,7 +185,10 @@ class DistributionMatching:
         self, generator: VideoDiT, batch: VideoBatch, latents: Tensor, *, update: Update, index: int, topk: TopK
     ) -> Tensor:
         """Data of the generator `[B, C, T, H, W]` at step `index` of its list, from noise of the update's own."""
-        velocity = _conditioned(generator, batch, topk)
+
+        def velocity(x_t: Tensor, timestep: Tensor) -> Tensor:
+            return generator(x_t, timestep, **batch.conditions, topk=topk)
+
         seeds = stream_seeds(batch.seeds, f"{update} rollout")
         return rollout(velocity, latents, seeds, self.step_list, index, self.source)
 
@@ -225,7 +229,7 @@ class DistributionMatching:
         parts = {"dmd": dm.dmd_loss(x0, gradient.gradient)}
         loss = parts["dmd"]
         if self.velocity > 0:
-            own = _conditioned(networks.generator, batch, topk)(x_t, timestep)
+            own = networks.generator(x_t, timestep, **batch.conditions, topk=topk)
             parts["velocity"] = dm.velocity_matching_loss(own, real)
             loss = loss + self.velocity * parts["velocity"]
         if self.gan is not None:
@@ -268,11 +272,9 @@ class DistributionMatching:
     ) -> Tensor:
         """The critic's velocity for data that step `index` of the list made."""
         assert self.step_aware == (networks.fake_steps is not None)
-        velocity = _conditioned(networks.fake_score, batch, topk)
-        if networks.fake_steps is None:
-            return velocity(x_t, timestep)
-        with added_to(networks.fake_score.condition_embedder.time_embedder, networks.fake_steps(index)):
-            return velocity(x_t, timestep)
+        critic, steps = networks.fake_score, networks.fake_steps
+        with nullcontext() if steps is None else add_to_output(critic.condition_embedder.time_embedder, steps(index)):
+            return critic(x_t, timestep, **batch.conditions, topk=topk)
 
     def _logits(
         self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
@@ -280,7 +282,7 @@ class DistributionMatching:
         """Logits `[B, layers]` of the critic's features, and its velocity."""
         assert self.gan is not None
         assert networks.discriminator is not None
-        with outputs_of({layer: networks.fake_score.blocks[layer] for layer in self.gan.layers}) as features:
+        with capture_outputs({layer: networks.fake_score.blocks[layer] for layer in self.gan.layers}) as features:
             velocity = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
         logits = networks.discriminator(features)
         # a sharded critic gathers its outer weights for a backward that comes through its output only
@@ -312,7 +314,7 @@ class DistributionMatching:
         timestep: Tensor,
         topk: TopK,
     ) -> Tensor:
-        cond = _conditioned(real_score, batch, topk)(x_t, timestep)
+        cond = real_score(x_t, timestep, **batch.conditions, topk=topk)
         if not self.guided:
             return cond
         assert negative is not None
@@ -320,12 +322,3 @@ class DistributionMatching:
         text = negative.text.expand(len(x_t), -1, -1)
         uncond = real_score(x_t, timestep, text, mask, cond_latents=batch.cond_latents, topk=topk)
         return dm.guide_score(cond.float(), uncond.float(), self.guidance, self.cfg_form)
-
-
-def _conditioned(network: VideoDiT, batch: VideoBatch, topk: TopK) -> Callable[[Tensor, Tensor], Tensor]:
-    """The network's velocity for the captions of a batch."""
-
-    def velocity(x_t: Tensor, timestep: Tensor) -> Tensor:
-        return network(x_t, timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents, topk=topk)
-
-    return velocity

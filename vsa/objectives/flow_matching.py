@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
-from vsa.models.forward_hooks import outputs_of
+from vsa.models.forward_hooks import capture_outputs
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import NonNegative, Positive, checked
 
@@ -91,9 +91,7 @@ class FlowMatchingLoss:
     ) -> LossTerms:
         """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`."""
         noised = self.noised(model, batch, latents, seed=seed)
-        velocity = model(
-            noised.x_t, noised.timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents, topk=topk
-        )
+        velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
         return noised.terms(fm.sample_mse(velocity, noised.target))
 
     def noised(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int) -> NoisedBatch:
@@ -170,34 +168,29 @@ class FinetuneLoss(FlowMatchingLoss):
     ) -> LossTerms:
         """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`, and each part by name."""
         noised = self.noised(model, batch, latents, seed=seed)
-        with attention_outputs(model, self.attention > 0) as ours:
-            velocity = model(
-                noised.x_t, noised.timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents, topk=topk
-            )
+        with attention_outputs(model, self.attention > 0) as outputs:
+            velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
         parts = {"data": fm.sample_mse(velocity, noised.target)}
         if teacher is not None:
-            with torch.no_grad(), attention_outputs(teacher, self.attention > 0) as theirs:
-                wanted = teacher(
-                    noised.x_t, noised.timestep, batch.text, batch.text_mask, cond_latents=batch.cond_latents
-                )
-            parts["velocity"] = fm.sample_mse(velocity, wanted)
+            with torch.no_grad(), attention_outputs(teacher, self.attention > 0) as expected:
+                target = teacher(noised.x_t, noised.timestep, **batch.conditions)
+            parts["velocity"] = fm.sample_mse(velocity, target)
             if self.attention > 0:
-                layouts = [net.layout_for(latents.shape[1:], latents.device) for net in (model, teacher)]
-                errors = [
-                    relative_error(layouts[0].unpermute(ours[i]), layouts[1].unpermute(theirs[i])) for i in sorted(ours)
-                ]
+                shape, device = latents.shape[1:], latents.device
+                raster, teacher_raster = (net.layout_for(shape, device).unpermute for net in (model, teacher))
+                errors = [relative_error(raster(outputs[i]), teacher_raster(expected[i])) for i in sorted(outputs)]
                 parts["attention"] = torch.stack(errors).mean(0)
         total = torch.stack([getattr(self, name) * part for name, part in parts.items()]).sum(0)
         return noised.terms(total, **parts)
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
-    """Mean squared error of each sample over the mean square of `wanted`, fp32 `[B]`, of `[B, L, C]`."""
-    found, wanted = found.float().flatten(1), wanted.float().flatten(1)
-    return (found - wanted).square().mean(1) / wanted.square().mean(1).clamp(min=1e-12)
+def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
+    """Mean squared error of each sample over the mean square of `expected`, fp32 `[B]`, of `[B, L, C]`."""
+    actual, expected = actual.float().flatten(1), expected.float().flatten(1)
+    return (actual - expected).square().mean(1) / expected.square().mean(1).clamp(min=1e-12)
 
 
-def attention_outputs(model: VideoDiT, wanted: bool) -> AbstractContextManager[dict[int, Tensor]]:
+def attention_outputs(model: VideoDiT, enabled: bool) -> AbstractContextManager[dict[int, Tensor]]:
     """Collects the projected self-attention output `[B, L, C]` of every layer of the forward run inside."""
     blocks: Any = model.blocks
-    return outputs_of({i: block.attn1.to_out[0] for i, block in enumerate(blocks)} if wanted else {})
+    return capture_outputs({i: block.attn1.to_out[0] for i, block in enumerate(blocks)} if enabled else {})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 
 class StepEmbedding(nn.Module):
@@ -25,15 +23,6 @@ class StepEmbedding(nn.Module):
     def __init__(self, num_steps: int, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_steps, dim))
-
-    @classmethod
-    def build(cls, num_steps: int, dim: int, mesh: DeviceMesh | None) -> StepEmbedding:
-        """The table, its rows sharded over `mesh`."""
-        made = cls(num_steps, dim)
-        if mesh is not None:
-            # also after a forward without backward, so that checkpoints read shards at any time
-            fully_shard(made.to(mesh.device_type), mesh=mesh, reshard_after_forward=True)
-        return made
 
     def forward(self, index: int) -> Tensor:
         """`[dim]`, fp32."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vsa.checkpoints.weight_source import Group
 from vsa.data.prompts import read_prompts
 from vsa.errors import refuse_unwritable, usable_device
 from vsa.integrations.diffusers import applied_attention
@@ -19,6 +19,7 @@ from vsa.integrations.diffusers.pipeline import (
     token_grid,
     trained_settings,
 )
+from vsa.progress import progress_bar
 from vsa.sampling.pipeline import LoadedRun, SampleSettings, clip_seeds, generate, load_run, settings_dict
 from vsa.sampling.sample_writer import write_clips
 
@@ -29,10 +30,10 @@ def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     Raises:
         ValueError: there is none.
     """
-    found = [*prompts, *(read_prompts(file) if file is not None else [])]
-    if not found:
+    captions = [*prompts, *(read_prompts(file) if file is not None else [])]
+    if not captions:
         raise ValueError("no prompts: give --prompt TEXT or --prompts FILE with one caption per line")
-    return found
+    return captions
 
 
 def samples_folder(run: str | Path) -> Path:
@@ -44,118 +45,105 @@ def samples_folder(run: str | Path) -> Path:
 def sample_run(
     run: str | Path,
     prompts: Sequence[str],
-    out: Path,
     *,
-    seed: int = 0,
-    steps: int | None = None,
-    guidance: float | None = None,
-    flow_shift: float | None = None,
-    topk: int | None = None,
-    sparsity: float | None = None,
-    batch_size: int = 16,
+    out: Path | None = None,
     fps: float = 8,
     device: str | None = None,
-    weights: Literal["ema", "model"] | None = None,
-    latent_shape: Sequence[int] | None = None,
-) -> tuple[LoadedRun, SampleSettings]:
-    """Write the clips of a trained run to `out`; None takes what the run says. See `LoadedRun.settings`."""
+    weights: Group | None = None,
+    attention: Callable[[LoadedRun, str, SampleSettings, Path], Any] | None = None,
+    **settings: Any,
+) -> Path:
+    """Write the clips of a trained run to a folder, and return that.
+
+    Args:
+        run: run folder or checkpoint folder.
+        prompts: N captions.
+        out: None: `samples` in the run folder.
+        fps: of the files.
+        device: None takes a GPU when there is one.
+        weights: averaged or trained; None: averaged where there are any.
+        attention: draws which tiles the first clip attends to (`vsa.evaluation.attention_map.draw_attention`).
+        settings: of `LoadedRun.settings`.
+    """
+    out = out or samples_folder(run)
     # clips that cannot be written would be lost
     refuse_unwritable(out)
     loaded = load_run(run, weights=weights, device=usable_device(device))
-    settings = loaded.settings(
-        seed=seed,
-        steps=steps,
-        guidance=guidance,
-        flow_shift=flow_shift,
-        topk=topk,
-        sparsity=sparsity,
-        latent_shape=latent_shape,
-        batch_size=batch_size,
-    )
-    with sampling_progress() as progress:
-        task = progress.add_task("sampling", total=len(prompts) * settings.steps)
-        videos = generate(loaded, prompts, settings, lambda clips: progress.advance(task, clips))
-    write_clips(out, prompts, videos, settings_dict(settings, loaded), fps=fps)
-    return loaded, settings
+    chosen = loaded.settings(**settings)
+    with progress_bar("sampling", len(prompts) * chosen.steps) as advance:
+        videos = generate(loaded, prompts, chosen, advance)
+    write_clips(out, prompts, videos, settings_dict(chosen, loaded), fps=fps)
+    if attention is not None:
+        attention(loaded, prompts[0], chosen, out / "attention.png")
+    return out
 
 
 def sample_pipeline(
     pipeline: str,
     prompts: Sequence[str],
-    out: Path,
     *,
+    out: Path = Path("samples"),
     seed: int = 0,
-    steps: int | None = None,
-    guidance: float | None = None,
-    flow_shift: float | None = None,
-    topk: int | None = None,
-    sparsity: float | None = None,
     batch_size: int = 1,
     fps: float = 16,
     device: str | None = None,
-    transformer: str | None = None,
-    method: str | None = None,
-    tile: Sequence[int] | None = None,
-    dense_layers: Sequence[int] = (),
-    dense_steps: int = 0,
     negative_prompt: str = "",
+    dtype: str | None = None,
     size: tuple[int, int] | None = None,
     frames: int | None = None,
-    dtype: str | None = None,
-) -> None:
-    """Write the clips of a diffusers pipeline to `out`; see `open_pipeline` and `generate_videos`."""
+    guidance: float | None = None,
+    steps: int | None = None,
+    tile: Sequence[int] | None = None,
+    **attention: Any,
+) -> Path:
+    """Write the clips of a diffusers pipeline to a folder, and return that.
+
+    Args:
+        pipeline: folder or hub id.
+        prompts: N captions.
+        out: the folder.
+        seed: of the noise.
+        batch_size: clips computed together.
+        fps: of the files.
+        device: None takes a GPU when there is one.
+        negative_prompt: caption of the unconditional pass.
+        dtype: of the networks; None: bfloat16, on a CPU float32.
+        size: see `clip_settings`.
+        frames: see `clip_settings`.
+        guidance: see `clip_settings`.
+        steps: see `clip_settings`.
+        tile: tokens per tile, see `apply`.
+        attention: of `open_pipeline`.
+    """
     refuse_unwritable(out)
     device = usable_device(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    pipe = open_pipeline(
-        pipeline,
-        transformer=transformer,
-        method=method,
-        sparsity=sparsity,
-        topk=topk,
-        dense_layers=dense_layers,
-        dense_steps=dense_steps,
-        tile_thw=tile,
-        flow_shift=flow_shift,
-        dtype=getattr(torch, dtype),
-        device=device,
-    )
+    pipe = open_pipeline(pipeline, dtype=getattr(torch, dtype), device=device, tile_thw=tile, **attention)
     clip = clip_settings(pipe, size=size, frames=frames, guidance=guidance, steps=steps)
     trained, grid = trained_settings(pipe), token_grid(pipe, clip.size, clip.frames)
     if trained is not None and grid not in trained.grids:
         known = ", ".join("x".join(map(str, other)) for other in trained.grids)
         print(f"the clip's grid of {'x'.join(map(str, grid))} tokens is none of those trained on: {known}")
-    with sampling_progress() as progress:
-        task = progress.add_task("sampling", total=len(prompts) * clip.steps)
-        videos = generate_videos(
-            pipe,
-            prompts,
-            seeds=clip_seeds(seed, len(prompts)).tolist(),
-            size=clip.size,
-            frames=clip.frames,
-            steps=steps,
-            guidance=clip.guidance,
-            negative_prompt=negative_prompt,
-            batch_size=batch_size,
-            progress=lambda clips: progress.advance(task, clips),
-        )
+    shared = {"negative_prompt": negative_prompt, "batch_size": batch_size}
+    with progress_bar("sampling", len(prompts) * clip.steps) as advance:
+        seeds = clip_seeds(seed, len(prompts)).tolist()
+        # the steps of a few-step generator are its own
+        options = {**clip._asdict(), "steps": steps, **shared}
+        videos = generate_videos(pipe, prompts, seeds=seeds, progress=advance, **options)
+    own = {"dense_layers": (), "dense_steps": 0, **attention} if trained is None else vars(trained)
     record = {
         "pipeline": pipeline,
-        "transformer": transformer,
+        "transformer": attention.get("transformer"),
         "seed": seed,
-        "steps": clip.steps,
-        "size": list(clip.size),
-        "frames": clip.frames,
-        "guidance": clip.guidance,
-        "negative_prompt": negative_prompt,
+        **clip._asdict(),
+        **shared,
         "dtype": dtype,
-        "batch_size": batch_size,
-        # those of a sparse transformer are its own
-        "dense_layers": list(dense_layers if trained is None else trained.dense_layers),
-        "dense_steps": dense_steps if trained is None else trained.dense_steps,
+        "dense_layers": list(own["dense_layers"]),
+        "dense_steps": own["dense_steps"],
         **_pipeline_record(pipe),
     }
     write_clips(out, prompts, videos, record, fps=fps)
+    return out
 
 
 def _pipeline_record(pipe: Any) -> dict[str, Any]:
@@ -167,10 +155,5 @@ def _pipeline_record(pipe: Any) -> dict[str, Any]:
         "flow_shift": config.get("flow_shift", config.get("shift")),
         "scheduler": type(pipe.scheduler).__name__,
         # a transformer that no step reached has nothing to tell
-        "attention": {name: found.describe() for name, found in applied.items() if found is not None and found.ran},
+        "attention": {name: method.describe() for name, method in applied.items() if method is not None and method.ran},
     }
-
-
-def sampling_progress() -> Progress:
-    """A progress bar over clip-steps."""
-    return Progress(TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

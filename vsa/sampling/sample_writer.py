@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vsa.data.video_files import write_gif, write_video
-from vsa.files import atomic_file
+from vsa.files import write_whole
 from vsa.sampling.contact_sheet import contact_sheet
 
 
@@ -41,5 +41,4 @@ def write_clips(
         clips.append({"index": i, "prompt": prompt, "mp4": f"{stem}.mp4", "gif": f"{stem}.gif"})
     contact_sheet(videos[:16], prompts[:16], folder / "contact_sheet.png")
     whole = {**record, "fps": fps, "frames_height_width": list(videos.shape[1:4]), "clips": clips}
-    with atomic_file(folder / "samples.json") as temporary:
-        temporary.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    write_whole(folder / "samples.json", json.dumps(whole, indent=1))

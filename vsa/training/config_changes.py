@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from vsa.config import resolved
+
 # where a run stands, how it is started and shown
 _WITHOUT_EFFECT = ("name", "run", "output_dir", "run_dir", "ckpt_path", "overwrite", "logger")
 # copies of optim, sparsity and attention in the configs of older checkpoints, or of newer ones
@@ -25,9 +27,9 @@ def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> str:
         before: the resolved config that a checkpoint holds.
         cfg: the config now, not resolved.
     """
-    now: dict[str, Any] = dict(_leaves(OmegaConf.to_container(cfg, resolve=True)))
+    now = dict(_leaves(resolved(cfg)))
     follows = tuple(_interpolated(cfg))
-    old = dict(_leaves(before))
+    old = dict(_leaves(resolved(before)))
     left_out = (*_WITHOUT_EFFECT, *_COPIES, *_PICTURES, *follows)
     changes = [
         f"{key} {_short(old.get(key, _UNSET))} -> {_short(now.get(key, _UNSET))}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from matplotlib.image import imread
 
 
 @contextmanager
@@ -25,3 +29,12 @@ def never_fatal(what: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split()) or "no reason given"
         rank_zero_info(f"warning: {what} is missing: {type(error).__name__}: {reason}")
+
+
+def log_picture(loggers: Sequence[Any], name: str, path: Path, step: int) -> None:
+    """Send a PNG to the loggers that show pictures."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            logger.log_image(name, [str(path)], step=step)

@@ -178,7 +178,7 @@ class IterationMetrics:
         values: dict[str, Tensor | float] = {}
         for name, means in self._means.items():
             means.gather(strategy)
-            found = means.metrics(name)
-            values |= {key: value for key, value in found.items() if key == name or name in self.BY_DECILE}
+            by_decile = means.metrics(name)
+            values |= {key: value for key, value in by_decile.items() if key == name or name in self.BY_DECILE}
         spread = self.spread.spread(strategy)
         return {**values, **({} if spread is None else spread.metrics("generated")), **self._norms}

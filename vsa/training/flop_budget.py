@@ -7,11 +7,11 @@ from bisect import bisect_left
 from functools import cache
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.config import build, model_factory
+from vsa.models.init import without_memory
 
 
 def steps_of_budget(cfg: Any, datamodule: Any) -> int:
@@ -20,11 +20,9 @@ def steps_of_budget(cfg: Any, datamodule: Any) -> int:
     A sparsity schedule may end with the run: it is built anew for every number of steps that is tried.
     """
     budget = cfg.flop_budget
-    if not 0 < budget < math.inf:
-        raise ValueError(f"flop_budget must be positive, got {budget}")
     datamodule.prepare_data()
     datamodule.setup("fit")
-    with torch.device("meta"):
+    with without_memory():
         model = model_factory(cfg)()
     shapes = datamodule.buckets
     tiles = {shape: model.layout_for(shape).num_video_tiles for shape in shapes}

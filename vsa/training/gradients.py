@@ -28,7 +28,7 @@ class GradientClipper:
     """
 
     def __init__(self, *, clip: float, max_skipped: int, network: str = ""):
-        self.clip, self._max_skipped, self._network = clip, max_skipped, network
+        self.clip, self.max_skipped, self._network = clip, max_skipped, network
         self.skipped = False
         self.skipped_total = self._in_row = 0
 
@@ -48,17 +48,17 @@ class GradientClipper:
         grads: dict[str, list[Tensor]] = {}
         for group in optimizer.param_groups:
             grads.setdefault(group["role"], []).extend(p.grad for p in group["params"] if p.grad is not None)
-        found = {}
+        norms = {}
         for role in filter(grads.get, grads):
             norm = torch.nn.utils.get_total_norm(grads[role])
-            found[role] = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        total = torch.linalg.vector_norm(torch.stack(list(found.values())))
+            norms[role] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         self.skipped = not math.isfinite(total.item())
         if self.skipped:
             optimizer.zero_grad(set_to_none=True)
             self._in_row += 1
             self.skipped_total += 1
-            if self._in_row >= self._max_skipped:
+            if self._in_row >= self.max_skipped:
                 of = f" of {self._network}" if self._network else ""
                 raise FloatingPointError(
                     f"gradients{of} were not finite for {self._in_row} steps in a row, "
@@ -69,7 +69,7 @@ class GradientClipper:
             if self.clip > 0:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
-        return {"total": total, **{role: found[role] for role in ROLES if role in found}}
+        return {"total": total, **{role: norms[role] for role in ROLES if role in norms}}
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update with the gradients of the last call unless they were dropped, and forget them.

@@ -63,6 +63,9 @@ PACKAGES = re.compile(r"pkg://(hydra\.conf|(vsa|hydra_plugins)([./][\w./]*)?)$")
 
 LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.Formatter")
 LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+SETTING = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
+"""An override of one option of a group."""
+
 OUTPUT_DIR = "${hydra.runtime.output_dir}/"
 """Hydra sets this one only when a job starts."""
 
@@ -159,6 +162,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
     ) -> DictConfig:
         """Compose; a key that no file has needs no `+`, since `check_settings` refuses those that nothing has."""
+        overrides = [f"++{o}" if SETTING.match(o) else o for o in overrides]
         try:
             return super()._load_configuration_impl(config_name, overrides, *args, **kwargs)
         except ConfigCompositionException as error:

@@ -26,7 +26,7 @@ class MetricsCSV(Logger):
 
     def __init__(self, root_dir: str):
         super().__init__()
-        self._root = Path(root_dir)
+        self.path = Path(root_dir) / "metrics.csv"
         self._rows: list[dict[str, str]] = []
         self._columns = ["step"]
         self._open: dict[str, str] | None = None
@@ -39,14 +39,6 @@ class MetricsCSV(Logger):
     @property
     def version(self) -> None:
         return None
-
-    @property
-    def root_dir(self) -> str:
-        return str(self._root)
-
-    @property
-    def path(self) -> Path:
-        return self._root / "metrics.csv"
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the rows are in the file."""
@@ -87,15 +79,14 @@ class MetricsCSV(Logger):
             return
         row, self._open = self._open, None
         new = [name for name in row if name not in self._columns]
-        if self._rows and self._rows[-1]["step"] == row["step"]:
-            # a late metric of a row already written
+        self._columns += new
+        # a late metric of a row already written
+        late = bool(self._rows) and self._rows[-1]["step"] == row["step"]
+        if late:
             self._rows[-1].update(row)
-            self._columns += new
-            self._rewrite()
-            return
-        self._rows.append(row)
-        if new:
-            self._columns += new
+        else:
+            self._rows.append(row)
+        if late or new:
             self._rewrite()
             return
         with writing(self.path), open(self.path, "a", newline="") as file:

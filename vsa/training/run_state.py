@@ -13,12 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from vsa.checkpoints.run_checkpoint import (
-    Checkpoint,
-    load_model_tensors,
-    load_optimizer_tensors,
-    optimizer_state,
-)
+from vsa.checkpoints.run_checkpoint import Checkpoint, load_model_tensors, load_optimizer_tensors, optimizer_state
 from vsa.checkpoints.weight_files import refuse_key_difference
 from vsa.checkpoints.weight_source import WeightSource
 from vsa.models.sharding import local, place
@@ -143,11 +138,11 @@ def values_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     """Values of the parts for `state.json`."""
     values: dict[str, Any] = {}
     for name, part in parts.items():
-        found = part.state_dict()
+        state = part.state_dict()
         if name in TOP_LEVEL:
-            values |= found
-        elif found or not isinstance(part, HasTensors):
-            values[name] = found
+            values |= state
+        elif state or not isinstance(part, HasTensors):
+            values[name] = state
     return values
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
@@ -20,7 +19,8 @@ from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
-from vsa.config import build, build_task, check_settings, check_targets, model_factory
+from vsa.config import build, build_task, check_settings, check_targets, model_factory, resolved
+from vsa.models.init import without_memory
 from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings
 from vsa.training.ending import fit, nothing_to_do
@@ -119,9 +119,6 @@ def _is_first_process(cfg: DictConfig) -> bool:
 
 
 def _overwrites(cfg: DictConfig) -> bool:
-    # "no" would be a text, and so true
-    if not isinstance(cfg.overwrite, bool):
-        raise ValueError(f"overwrite={cfg.overwrite} is neither true nor false")
     return cfg.overwrite and cfg.ckpt_path is None
 
 
@@ -129,22 +126,22 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
     check_folder(run_dir, overwrite=_overwrites(cfg))
     if cfg.ckpt_path is not None:
         # one process reads every byte, the others take its choice when they meet it (DiffusionModule.setup)
-        found = resolve_checkpoint(cfg.ckpt_path, run_dir, verify=_is_first_process(cfg))
-        if not _is_first_process(cfg) and 0 <= cfg.trainer.max_steps <= found.step:
+        checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir, verify=_is_first_process(cfg))
+        if not _is_first_process(cfg) and 0 <= cfg.trainer.max_steps <= checkpoint.step:
             # they never meet where nothing is left to do, which each decides by itself
-            found = resolve_checkpoint(cfg.ckpt_path, run_dir)
-        before = found.state.get("config", {}).get("task", {}).get("_target_")
+            checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir)
+        before = checkpoint.state.get("config", {}).get("task", {}).get("_target_")
         if before != cfg.task._target_:
             raise ValueError(
-                f"{found.path} is a checkpoint of {before}, the settings have task._target_={cfg.task._target_}: "
+                f"{checkpoint.path} is a checkpoint of {before}, the settings have task._target_={cfg.task._target_}: "
                 "to start from its weights use init_from="
             )
-        began = found.state.get("config", {}).get("init_from")
+        began = checkpoint.state.get("config", {}).get("init_from")
         if cfg.init_from not in (None, began):
             raise ValueError(f"init_from={cfg.init_from}, but the run of ckpt_path={cfg.ckpt_path} began from {began}")
         cfg.init_from = began
-        rank_zero_info(f"resuming from {found.path}")
-        return found
+        rank_zero_info(f"resuming from {checkpoint.path}")
+        return checkpoint
     if list_checkpoints(run_dir / "checkpoints") and not _overwrites(cfg):
         raise ValueError(
             f"run folder {run_dir} already holds checkpoints: resume with ckpt_path=last, "
@@ -155,7 +152,7 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
 
 def _check_model(cfg: DictConfig, datamodule: Any) -> None:
     """Refuse a model that cannot be built or does not fit the encoders, before any data is prepared."""
-    with torch.device("meta"):
+    with without_memory():
         model = model_factory(cfg)()
     channels = datamodule.codec.channels
     # an image condition takes input channels of its own; it is compared with the data when training starts
@@ -180,7 +177,7 @@ def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
     return RunStart(
         resume=resume,
         weights=open_weights(cfg.init_from) if cfg.init_from is not None and resume is None else None,
-        config=OmegaConf.to_container(cfg, resolve=True),  # type: ignore[arg-type]
+        config=resolved(cfg),
         micro_batches=cfg.trainer.accumulate_grad_batches,
     )
 
@@ -199,7 +196,7 @@ def _check_job(cfg: DictConfig, module: Any) -> None:
 def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L.Callback]:
     """What opens the run, what changes the state of a run (0), what saves it (1), what shows what was saved (2)."""
     built = [build(node) for node in cfg.callbacks.values() if node is not None]
-    opening = Opening(folder, OmegaConf.to_yaml(cfg, resolve=True), loggers, overwrite=_overwrites(cfg))
+    opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
     return [opening, *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
 
 

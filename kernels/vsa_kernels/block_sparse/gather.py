@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vsa_kernels.block_index import Blocks
-from vsa_kernels.block_sparse.mask import BlockMask, token_places
+from vsa_kernels.block_index import Blocks, by_block, token_places
+from vsa_kernels.block_sparse.mask import BlockMask, existing
 
 # Bytes of one chunk's buffers. On a CPU they should stay in the cache between the passes over them; a GPU wants enough
 # rows to fill it.
@@ -196,11 +196,7 @@ def _inside(mask: BlockMask) -> Tensor:
 
 def _kv_table(x: Tensor, mask: BlockMask, lists: _Lists) -> Tensor:
     # [B * Hkv * stride, bk, D]: the blocks of each kv head, and a spare block of zeros when slots may be unused
-    if mask.kv_valid is not None:
-        # tokens that do not exist may hold anything, and 0 * nan is nan
-        block, place = token_places(mask.kv_blocks, x.shape[1])
-        x = x.masked_fill((place >= mask.kv_valid[:, block])[..., None, None], 0)
-    return _block_table(x, mask.kv_blocks, lists.stride)
+    return _block_table(existing(x, mask), mask.kv_blocks, lists.stride)
 
 
 def _block_table(x: Tensor, blocks: Blocks, stride: int | None = None) -> Tensor:
@@ -210,15 +206,7 @@ def _block_table(x: Tensor, blocks: Blocks, stride: int | None = None) -> Tensor
     dtype = x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
     table = x.new_empty((B, H, stride or blocks.num, blocks.max_size, D), dtype=dtype)
     table[:, :, blocks.num :] = 0
-    shape = (B, blocks.num, blocks.max_size, H, D)
-    if blocks.max_size == blocks.min_size:
-        padded = x.reshape(shape)
-    else:
-        place = torch.arange(blocks.max_size, device=x.device)
-        token = (blocks.offsets[:-1, None] + place).clamp(max=x.shape[1] - 1)
-        padded = x.index_select(1, token.view(-1)).view(shape)
-        padded.masked_fill_((place >= blocks.sizes[:, None])[..., None, None], 0)
-    table[:, :, : blocks.num] = padded.permute(0, 3, 1, 2, 4)
+    table[:, :, : blocks.num] = by_block(x, blocks).permute(0, 3, 1, 2, 4)
     return table.view(-1, blocks.max_size, D)
 
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.block_sparse.triton_tiles import list_strides
+from vsa_kernels.block_sparse.triton_tiles import lists_of
 from vsa_kernels.launch import config, launch
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -160,12 +160,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> t
     B, L, H, D = q.shape
     out = q.new_empty((B, L, H, D))
     lse = q.new_empty((B, H, L), dtype=torch.float32)
-    lists = (mask.index.kv_indices, mask.index.kv_num_blocks)
+    lists, list_at = lists_of(mask)
     num_q, parts = mask.q_blocks.num, mask.q_blocks.max_size // ROWS.value
     launch(
         _hopper_fwd_kernel, (num_q * parts * B * H,),
         _described(q), _described(k), _described(v), out, lse, *lists, scale,
-        *list_strides(*lists), H, num_q, mask.kv_blocks.num,
+        *list_at, H, num_q, mask.kv_blocks.num,
         GROUP=H // k.shape[2], D=D, Q_PARTS=parts, **config("hopper_fwd", D, q.dtype, q.device),
     )  # fmt: skip
     return out, lse

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from vsa_kernels.block_index import BlockIndex, Blocks
+from vsa_kernels.block_index import BlockIndex, Blocks, token_places
+
+_INDEX, _BLOCKS = (tuple(field.name for field in fields(kind)) for kind in (BlockIndex, Blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,36 +36,23 @@ class BlockMask:
 
     def flatten(self) -> tuple[Any, ...]:
         """The mask as the flat arguments of a registered op."""
-        i, q, kv = self.index, self.q_blocks, self.kv_blocks
-        return (
-            *(i.kv_indices, i.kv_num_blocks, i.kv_num_full_blocks, i.mask_ids, i.mask_bits),
-            *(i.max_blocks, i.min_blocks),
-            *(q.offsets, q.max_size, q.min_size, kv.offsets, kv.max_size, kv.min_size),
-            self.kv_valid,
-        )
+        parts = ((self.index, _INDEX), (self.q_blocks, _BLOCKS), (self.kv_blocks, _BLOCKS))
+        return (*(getattr(part, name) for part, names in parts for name in names), self.kv_valid)
 
     @classmethod
     def unflatten(cls, flat: Sequence[Any]) -> BlockMask:
         """Inverse of `flatten`."""
-        indices, counts, full, ids, bits, most, least, q, q_max, q_min, kv, kv_max, kv_min, valid = flat
-        return cls(
-            index=BlockIndex(
-                kv_indices=indices,
-                kv_num_blocks=counts,
-                kv_num_full_blocks=full,
-                mask_ids=ids,
-                mask_bits=bits,
-                max_blocks=most,
-                min_blocks=least,
-            ),
-            q_blocks=Blocks(offsets=q, max_size=q_max, min_size=q_min),
-            kv_blocks=Blocks(offsets=kv, max_size=kv_max, min_size=kv_min),
-            kv_valid=valid,
+        first, second = len(_INDEX), len(_INDEX) + len(_BLOCKS)
+        index = BlockIndex(**dict(zip(_INDEX, flat[:first], strict=True)))
+        q_blocks, kv_blocks = (
+            Blocks(**dict(zip(_BLOCKS, part, strict=True))) for part in (flat[first:second], flat[second:-1])
         )
+        return cls(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=flat[-1])
 
 
-def token_places(blocks: Blocks, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Block of each token and the token's place inside it, both int64 `[num_tokens]`."""
-    token = torch.arange(num_tokens, device=blocks.offsets.device, dtype=torch.int32)
-    block = torch.searchsorted(blocks.offsets[1:].contiguous(), token, right=True)
-    return block, (token - blocks.offsets[block]).long()
+def existing(x: Tensor, mask: BlockMask) -> Tensor:
+    """Keys or values `[B, S, Hkv, D]`, 0 past `kv_valid`: these tokens may hold anything, and 0 * nan is nan."""
+    if mask.kv_valid is None:
+        return x
+    block, place = token_places(mask.kv_blocks, x.shape[1])
+    return x.masked_fill((place >= mask.kv_valid[:, block])[..., None, None], 0)

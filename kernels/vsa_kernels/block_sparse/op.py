@@ -18,35 +18,22 @@ from vsa_kernels.modes import without_autocast
 # backends of plain tensor code, which torch.autocast would reach into
 _PLAIN = {"reference": reference, "gather": gather}
 
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, "
+    "Tensor kv_indices, Tensor kv_num_blocks, Tensor? kv_num_full_blocks, Tensor? mask_ids, Tensor? mask_bits, "
+    "SymInt? max_blocks, SymInt? min_blocks, Tensor q_offsets, SymInt q_max, SymInt q_min, "
+    "Tensor kv_offsets, SymInt kv_max, SymInt kv_min, Tensor? kv_valid, float scale, str backend"
+)
+
 
 def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op("vsa_kernels::block_sparse_fwd", mutates_args=())
-def block_sparse_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_indices: Tensor,
-    kv_num_blocks: Tensor,
-    kv_num_full_blocks: Tensor | None,
-    mask_ids: Tensor | None,
-    mask_bits: Tensor | None,
-    max_blocks: int | None,
-    min_blocks: int | None,
-    q_offsets: Tensor,
-    q_max: int,
-    q_min: int,
-    kv_offsets: Tensor,
-    kv_max: int,
-    kv_min: int,
-    kv_valid: Tensor | None,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    flat = (kv_indices, kv_num_blocks, kv_num_full_blocks, mask_ids, mask_bits, max_blocks, min_blocks)
-    mask = BlockMask.unflatten((*flat, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, kv_valid))
+@torch.library.custom_op("vsa_kernels::block_sparse_fwd", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
+def block_sparse_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *flat, scale, backend = rest
+    mask = BlockMask.unflatten(flat)
     if not q.shape[0]:
         return _outputs_like(q)
     if backend == "triton":
@@ -65,34 +52,16 @@ def _outputs_like(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
 block_sparse_fwd.register_fake(_outputs_like)
 
 
-@torch.library.custom_op("vsa_kernels::block_sparse_bwd", mutates_args=())
+@torch.library.custom_op(
+    "vsa_kernels::block_sparse_bwd",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor dlse, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)",
+)
 def block_sparse_bwd(
-    dout: Tensor,
-    dlse: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_indices: Tensor,
-    kv_num_blocks: Tensor,
-    kv_num_full_blocks: Tensor | None,
-    mask_ids: Tensor | None,
-    mask_bits: Tensor | None,
-    max_blocks: int | None,
-    min_blocks: int | None,
-    q_offsets: Tensor,
-    q_max: int,
-    q_min: int,
-    kv_offsets: Tensor,
-    kv_max: int,
-    kv_min: int,
-    kv_valid: Tensor | None,
-    scale: float,
-    backend: str,
+    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    flat = (kv_indices, kv_num_blocks, kv_num_full_blocks, mask_ids, mask_bits, max_blocks, min_blocks)
-    mask = BlockMask.unflatten((*flat, q_offsets, q_max, q_min, kv_offsets, kv_max, kv_min, kv_valid))
+    *flat, scale, backend = rest
+    mask = BlockMask.unflatten(flat)
     if not q.shape[0]:
         return _gradients_like(dout, dlse, out, lse, q, k, v)
     if backend == "triton":

@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vsa_kernels.block_sparse.mask import BlockMask, token_places
+from vsa_kernels.block_index import token_places
+from vsa_kernels.block_sparse.mask import BlockMask, existing
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`."""
     heads = q.shape[2]
     allowed = token_mask(mask, q.shape[1], k.shape[1])
-    qh, kh, vh = _by_head(q, heads), _by_head(_existing(k, mask), heads), _by_head(_existing(v, mask), heads)
+    qh, kh, vh = _by_head(q, heads), _by_head(existing(k, mask), heads), _by_head(existing(v, mask), heads)
     logits = _logits(qh, kh, allowed, scale)
     lse = torch.logsumexp(logits, dim=-1)
     p = logits.sub_(_finite(lse)[..., None]).exp_()
@@ -31,7 +32,7 @@ def backward(
     B, S, kv_heads, D = k.shape
     heads = q.shape[2]
     allowed = token_mask(mask, q.shape[1], S)
-    qh, kh, vh = _by_head(q, heads), _by_head(_existing(k, mask), heads), _by_head(_existing(v, mask), heads)
+    qh, kh, vh = _by_head(q, heads), _by_head(existing(k, mask), heads), _by_head(existing(v, mask), heads)
     dh = _by_head(dout, heads)
     p = _logits(qh, kh, allowed, scale).sub_(_finite(lse)[..., None]).exp_()
     dv = _rounded(p, q.dtype).transpose(-1, -2) @ dh
@@ -72,14 +73,6 @@ def _mask_of_block(mask: BlockMask) -> Tensor:
     which = column.new_full((*column.shape[:-1], mask.kv_blocks.num + 1), index.mask_bits.shape[0])
     which = which.scatter(-1, column, torch.where(masked, index.mask_ids, index.mask_bits.shape[0]).long())
     return which[..., :-1]
-
-
-def _existing(x: Tensor, mask: BlockMask) -> Tensor:
-    # tokens past kv_valid may hold anything, and 0 * nan is nan
-    if mask.kv_valid is None:
-        return x
-    block, place = token_places(mask.kv_blocks, x.shape[1])
-    return x.masked_fill((place >= mask.kv_valid[:, block])[..., None, None], 0)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

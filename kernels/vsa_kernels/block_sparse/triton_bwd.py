@@ -21,9 +21,10 @@ from vsa_kernels.block_sparse.triton_tiles import (
     LOG2E,
     Plan,
     described,
-    list_strides,
+    lists_of,
     load_listed,
     load_tile,
+    offsets_of,
     rows_ready,
     span,
     store_tile,
@@ -279,14 +280,11 @@ def _run_dq(
 ) -> Tensor:  # fmt: skip
     B, L, H, D = q.shape
     dq = q.new_empty((B, L, H, D))
-    lists, list_at = (None, None), (0, 0, 0, 0, 0)
-    if mask is not None:
-        lists = (mask.index.kv_indices, mask.index.kv_num_blocks)
-        list_at = list_strides(*lists)
-    kv = described((k, v), plan.kv, *_offsets(mask)[1:]) if plan.describe else None
+    (lists, list_at), blocks = lists_of(mask), offsets_of(mask)
+    kv = described((k, v), plan.kv, *blocks[1:]) if plan.describe else None
     launch(
         _dq_kernel, (plan.q.num * plan.q.parts * B * H,),
-        q, *(kv or (k, v)), dout, lse, delta, dq, share, *lists, *_offsets(mask), scale,
+        q, *(kv or (k, v)), dout, lse, delta, dq, share, *lists, *blocks, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:2], *list_at,
         L, k.shape[1], H, plan.q.num, plan.kv.num,
         SHARED=share is not None, DESC=kv is not None, **plan.constants,
@@ -300,22 +298,18 @@ def _run_dkv(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, S, Hkv, D = k.shape
     dk, dv = k.new_empty((B, S, Hkv, D)), v.new_empty((B, S, Hkv, D))
-    lists, list_at = (None, None), (0, 0, 0, 0)
+    lists, list_at, blocks = (None, None), (0, 0, 0, 0), offsets_of(mask)
     if mask is not None:
         index = transpose(mask.index.kv_indices, mask.index.kv_num_blocks, plan.kv.num)
         lists = (index.rows, index.row_offsets)
         list_at = tuple(x.stride(d) if x.shape[d] > 1 else 0 for x in lists for d in (0, 1))
-    qo = described((q, dout), plan.q, _offsets(mask)[0]) if plan.describe else None
+    qo = described((q, dout), plan.q, blocks[0]) if plan.describe else None
     in_q, in_do = qo or (q, dout)
     launch(
         _dkv_kernel, (plan.kv.num * plan.kv.parts * B * Hkv,),
-        in_q, k, v, in_do, lse, delta, dk, dv, *shares, *lists, *_offsets(mask), scale,
+        in_q, k, v, in_do, lse, delta, dk, dv, *shares, *lists, *blocks, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:2], *list_at,
         q.shape[1], S, q.shape[2], plan.q.num, plan.kv.num,
         SHARED=shares[0] is not None, DESC=qo is not None, **plan.constants,
     )  # fmt: skip
     return dk, dv
-
-
-def _offsets(mask: BlockMask | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return (None, None, None) if mask is None else (mask.q_blocks.offsets, mask.kv_blocks.offsets, mask.kv_valid)

@@ -19,9 +19,10 @@ from vsa_kernels.block_sparse.triton_tiles import (
     Plan,
     described,
     is_flat,
-    list_strides,
+    lists_of,
     load_listed,
     load_tile,
+    offsets_of,
     rows_ready,
     span,
     store_tile,
@@ -140,11 +141,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, 
     q, k, v = rows_ready(q), rows_ready(k), rows_ready(v)
     out = q.new_empty((B, L, H, D))
     lse = q.new_empty((B, H, L), dtype=torch.float32)
-    lists, blocks, list_at = (None, None), (None, None, None), (0, 0, 0, 0, 0)
-    if mask is not None:
-        lists = (mask.index.kv_indices, mask.index.kv_num_blocks)
-        blocks = (mask.q_blocks.offsets, mask.kv_blocks.offsets, mask.kv_valid)
-        list_at = list_strides(*lists)
+    (lists, list_at), blocks = lists_of(mask), offsets_of(mask)
     kv = described((k, v), plan.kv, *blocks[1:]) if plan.describe else None
     grid = (plan.q.num * plan.q.parts * B * H,)
     launch(

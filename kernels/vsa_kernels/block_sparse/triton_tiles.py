@@ -171,10 +171,21 @@ def _plan(
     return Plan(q_tiles, kv_tiles, constants, wanted)
 
 
-def list_strides(lists: Tensor, counts: Tensor) -> tuple[int, int, int, int, int]:
-    """Strides over batch, heads and rows of the lists, over batch and heads of the counts; 0 where they broadcast."""
+def lists_of(mask: BlockMask | None) -> tuple[tuple[Tensor | None, Tensor | None], tuple[int, int, int, int, int]]:
+    """Lists and counts of a mask, and where their rows lie: none of them where every token sees every token.
+
+    Strides over batch, heads and rows of the lists, over batch and heads of the counts; 0 where they broadcast.
+    """
+    if mask is None:
+        return (None, None), (0, 0, 0, 0, 0)
+    lists, counts = mask.index.kv_indices, mask.index.kv_num_blocks
     b, h, n = (lists.stride(d) if d == 2 or lists.shape[d] > 1 else 0 for d in range(3))
-    return (b, h, n, *(counts.stride(d) if counts.shape[d] > 1 else 0 for d in range(2)))
+    return (lists, counts), (b, h, n, *(counts.stride(d) if counts.shape[d] > 1 else 0 for d in range(2)))
+
+
+def offsets_of(mask: BlockMask | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Offsets of the query and the kv blocks and the valid sizes of the latter, as the kernels take them."""
+    return (None, None, None) if mask is None else (mask.q_blocks.offsets, mask.kv_blocks.offsets, mask.kv_valid)
 
 
 def rows_ready(x: Tensor) -> Tensor:

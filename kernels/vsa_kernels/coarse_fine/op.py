@@ -6,6 +6,7 @@ belong to.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -101,22 +102,17 @@ def _outputs_like(*args: Any) -> tuple[Tensor, ...]:
     q, k = call.q, call.k
     (B, L, H, D), Hkv, Nq, Nkv = q.shape, k.shape[2], call.q_offsets.shape[0] - 1, call.kv_offsets.shape[0] - 1
 
-    def fp32(*shape: int) -> Tensor:
-        return q.new_empty(shape, dtype=torch.float32)
-
-    def int32(*shape: int) -> Tensor:
-        return q.new_empty(shape, dtype=torch.int32)
-
+    fp32, int32 = (partial(q.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
     return q.new_empty((B, L, H, D)), *Saved(
         fine=q.new_empty((B, L, H, D)),
-        lse=fp32(B, H, L),
-        coarse=fp32(B, Nq, H, D),
-        coarse_lse=fp32(B, H, Nq),
-        kv_indices=int32(B, H, Nq, call.capacity),
-        kv_num_blocks=int32(B, H, Nq),
-        q_mean=fp32(B, Nq, H, D),
-        k_mean=fp32(B, Nkv, Hkv, D),
-        v_mean=fp32(B, Nkv, Hkv, D),
+        lse=fp32((B, H, L)),
+        coarse=fp32((B, Nq, H, D)),
+        coarse_lse=fp32((B, H, Nq)),
+        kv_indices=int32((B, H, Nq, call.capacity)),
+        kv_num_blocks=int32((B, H, Nq)),
+        q_mean=fp32((B, Nq, H, D)),
+        k_mean=fp32((B, Nkv, Hkv, D)),
+        v_mean=fp32((B, Nkv, Hkv, D)),
     )
 
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vsa_kernels.block_index import BlockIndex, Blocks
+from vsa_kernels.block_index import BlockIndex, Blocks, token_places
 from vsa_kernels.block_sparse import block_sparse_attn
-from vsa_kernels.block_sparse.mask import token_places
 from vsa_kernels.modes import lowered, without_autocast
 from vsa_kernels.pooling import block_mean_pool
 from vsa_kernels.selection import select_topk

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import Blocks
 from vsa_kernels.checks import check_blocks, check_tokens
-from vsa_kernels.dispatch import resolve_backend
+from vsa_kernels.dispatch import resolve_plain
 from vsa_kernels.modes import refuse_forward_mode
 from vsa_kernels.pooling.op import block_mean_pool_fwd
 
@@ -31,7 +31,5 @@ def block_mean_pool(x: Tensor, blocks: Blocks, backend: str | None = None) -> Te
     check_tokens("x", x)
     check_blocks("blocks", blocks, "x", x)
     refuse_forward_mode(x)
-    if backend not in (None, "reference", "triton"):
-        raise ValueError(f"backend must be reference, triton or None (automatic), got {backend!r}")
-    chosen = "triton" if resolve_backend(backend, x.device, x.dtype, x.shape[3]) == "triton" else "reference"
+    chosen = resolve_plain(backend, x.device, x.dtype, x.shape[3])
     return block_mean_pool_fwd(x, blocks.offsets, blocks.max_size, blocks.min_size, chosen)

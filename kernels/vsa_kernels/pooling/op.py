@@ -52,16 +52,9 @@ def block_mean_pool_bwd(
     return reference.backward(grad, blocks, num_tokens, dtype)
 
 
-def _gradient_like(
-    grad: Tensor,
-    _offsets: Tensor,
-    _max_size: int,
-    _min_size: int,
-    num_tokens: int,
-    dtype: torch.dtype,
-    _backend: str = "reference",
-) -> Tensor:
+def _gradient_like(grad: Tensor, *args: Any) -> Tensor:
     B, _, H, D = grad.shape
+    _, _, _, num_tokens, dtype, *_ = args
     return grad.new_empty((B, num_tokens, H, D), dtype=dtype)
 
 

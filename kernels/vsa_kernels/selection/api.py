@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex
 from vsa_kernels.checks import check_allowed, check_device
-from vsa_kernels.dispatch import resolve_backend
+from vsa_kernels.dispatch import resolve_plain
 from vsa_kernels.selection.op import select_topk_op, unsupported
 
 _CAPACITY_STEP = 32
@@ -51,38 +51,27 @@ def select_topk(
     num_q, num_kv = scores.shape[2], scores.shape[3]
     for name, allowed in (("candidates", candidates), ("always", always)):
         check_allowed(name, allowed, num_q, num_kv, "scores", scores)
-    chosen = _resolve(backend, scores)
+    # scores have no head dim to refuse
+    chosen, refusal = resolve_plain(backend, scores.device, scores.dtype), unsupported(scores)
+    if refusal is not None:
+        if backend == "triton":
+            raise ValueError(f"backend triton {refusal}")
+        chosen = "reference"
+    kept, per_row = None, None
     if isinstance(topk, Tensor):
         if topk.shape != (num_q,) or topk.dtype != torch.int32:
             raise ValueError(f"topk must be an int or an int32 tensor {[num_q]}, got {topk.dtype} {list(topk.shape)}")
         check_device("topk", topk, "scores", scores)
-        indices, counts = select_topk_op(scores.detach(), None, topk, candidates, always, num_kv, chosen)
-        return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
-    if topk < 1:
+        per_row = topk
+    elif topk < 1:
         raise ValueError(f"topk must be at least 1, got {topk}")
-    kept = min(topk, num_kv)
-    if always is None:
-        capacity = list_capacity(topk, num_kv)
     else:
-        capacity = num_kv
-    indices, counts = select_topk_op(scores.detach(), kept, None, candidates, always, capacity, chosen)
-    return BlockIndex(
-        kv_indices=indices,
-        kv_num_blocks=counts,
-        max_blocks=kept if always is None else None,
-        min_blocks=kept if always is None and candidates is None else None,
-    )
-
-
-def _resolve(backend: str | None, scores: Tensor) -> str:
-    if backend not in (None, "reference", "triton"):
-        raise ValueError(f"backend must be reference, triton or None (automatic), got {backend!r}")
-    # scores have no head dim to refuse
-    chosen = resolve_backend(backend, scores.device, scores.dtype, 1)
-    refusal = unsupported(scores)
-    if backend == "triton" and refusal is not None:
-        raise ValueError(f"backend triton {refusal}")
-    return "triton" if chosen == "triton" and refusal is None else "reference"
+        kept = min(topk, num_kv)
+    known = kept if always is None else None
+    capacity = num_kv if known is None else list_capacity(known, num_kv)
+    indices, counts = select_topk_op(scores.detach(), kept, per_row, candidates, always, capacity, chosen)
+    least = known if candidates is None else None
+    return BlockIndex(kv_indices=indices, kv_num_blocks=counts, max_blocks=known, min_blocks=least)
 
 
 def list_capacity(topk: int, num_kv: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,22 +22,6 @@ def unsupported(scores: Tensor) -> str | None:
     return None
 
 
-def select_reference(
-    scores: Tensor,
-    topk: int | None,
-    topk_per_row: Tensor | None,
-    candidates: Tensor | None,
-    always: Tensor | None,
-    capacity: int,
-) -> tuple[Tensor, Tensor]:
-    """The backend `reference` with the arguments of the op."""
-    if candidates is None and always is None and topk is not None:
-        return reference.select_plain(scores, topk, capacity)
-    limit = topk_per_row if topk is None else topk
-    assert limit is not None
-    return reference.select(scores, limit, candidates, always, capacity)
-
-
 @torch.library.custom_op("vsa_kernels::select_topk", mutates_args=())
 def select_topk_op(
     scores: Tensor,
@@ -52,23 +38,12 @@ def select_topk_op(
         from vsa_kernels.selection import triton_topk
 
         return triton_topk.select(scores, topk, topk_per_row, candidates, always, capacity)
-    return select_reference(scores, topk, topk_per_row, candidates, always, capacity)
+    return reference.select(scores, topk, topk_per_row, candidates, always, capacity)
 
 
-def _lists_like(
-    scores: Tensor,
-    _topk: int | None,
-    _topk_per_row: Tensor | None,
-    _candidates: Tensor | None,
-    _always: Tensor | None,
-    capacity: int,
-    _backend: str = "reference",
-) -> tuple[Tensor, Tensor]:
-    B, H, Nq, _ = scores.shape
-    return (
-        scores.new_empty((B, H, Nq, capacity), dtype=torch.int32),
-        scores.new_empty((B, H, Nq), dtype=torch.int32),
-    )
+def _lists_like(scores: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    rows, capacity = scores.shape[:3], args[4]
+    return scores.new_empty((*rows, capacity), dtype=torch.int32), scores.new_empty(rows, dtype=torch.int32)
 
 
 select_topk_op.register_fake(_lists_like)

@@ -6,24 +6,28 @@ import torch
 from torch import Tensor
 
 
-def select_plain(scores: Tensor, topk: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """All blocks compete and every row keeps `topk <= Nkv`: indices `[B, H, Nq, capacity]` and counts."""
-    best = _ranking(order_keys(scores))[..., :topk].sort(-1).values.to(torch.int32)
-    indices = torch.nn.functional.pad(best, (0, capacity - topk))
-    return indices, indices.new_full(indices.shape[:-1], topk)
-
-
 def select(
-    scores: Tensor, topk: int | Tensor, candidates: Tensor | None, always: Tensor | None, capacity: int
+    scores: Tensor,
+    topk: int | None,
+    topk_per_row: Tensor | None,
+    candidates: Tensor | None,
+    always: Tensor | None,
+    capacity: int,
 ) -> tuple[Tensor, Tensor]:
-    """The general case: indices `[B, H, Nq, capacity]` and counts `[B, H, Nq]`."""
+    """Indices `[B, H, Nq, capacity]` and counts `[B, H, Nq]`; arguments as in `triton_topk.select`."""
+    if candidates is None and always is None and topk is not None:
+        # all blocks compete and every row keeps topk <= Nkv
+        best = _ranking(order_keys(scores))[..., :topk].sort(-1).values.to(torch.int32)
+        indices = torch.nn.functional.pad(best, (0, capacity - topk))
+        return indices, indices.new_full(indices.shape[:-1], topk)
     compete = torch.ones_like(scores[0, 0], dtype=torch.bool) if candidates is None else candidates
     if always is not None:
         compete = compete & ~always
     keys = order_keys(scores)
     keys = keys.masked_fill(~compete, torch.iinfo(keys.dtype).min)
     ranking = _ranking(keys)
-    limit = compete.sum(-1).clamp(max=topk) if isinstance(topk, int) else torch.minimum(compete.sum(-1), topk)
+    # of which just one is given
+    limit = compete.sum(-1).clamp(max=topk_per_row if topk is None else topk)
     # rank of a slot below the row's limit: that block is kept
     slot = torch.arange(scores.shape[-1], device=scores.device)
     kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ranking, (slot < limit[:, None]).expand_as(ranking))

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vsa_kernels.launch import launch
-from vsa_kernels.selection.op import select_reference, unsupported
+from vsa_kernels.selection import reference
+from vsa_kernels.selection.op import unsupported
 
 # Halvings of the value range before the key range is halved: values are spread far more evenly than their bits.
 _VALUE_STEPS = tl.constexpr(16)
@@ -213,7 +214,7 @@ def select(
         int32 indices `[B, H, Nq, capacity]` and counts `[B, H, Nq]`.
     """
     if unsupported(scores) is not None:
-        return select_reference(scores, topk, topk_per_row, candidates, always, capacity)
+        return reference.select(scores, topk, topk_per_row, candidates, always, capacity)
     if scores.stride(-1) != 1 and scores.shape[-1] > 1:
         scores = scores.contiguous()
     B, H, Nq, Nkv = scores.shape

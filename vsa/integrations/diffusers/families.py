@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from vsa.integrations.diffusers.processors import (
-    CogVideoXProcessor,
-    HunyuanVideoProcessor,
-    LTXProcessor,
-    Processor,
-    WanProcessor,
-)
+from vsa.integrations.diffusers.processors import CogVideoXProcessor, HunyuanVideoProcessor, Processor, VideoProcessor
 from vsa.integrations.diffusers.tile_attention import Grid, TextSide
 
 Arguments = Mapping[str, Any]
@@ -69,9 +63,9 @@ def _hunyuan_grid(config: Any, arguments: Arguments) -> Grid:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "WanTransformer3DModel": Family(("blocks",), "attn1", "WanAttnProcessor", WanProcessor, _wan_grid),
+    "WanTransformer3DModel": Family(("blocks",), "attn1", "WanAttnProcessor", VideoProcessor, _wan_grid),
     "LTXVideoTransformer3DModel": Family(
-        ("transformer_blocks",), "attn1", "LTXVideoAttnProcessor", LTXProcessor, _ltx_grid
+        ("transformer_blocks",), "attn1", "LTXVideoAttnProcessor", VideoProcessor, _ltx_grid
     ),
     "CogVideoXTransformer3DModel": Family(
         ("transformer_blocks",),

@@ -161,16 +161,18 @@ def apply(
             own, unknown names, or a budget that does not fit the model.
     """
     family = family_of(transformer)
-    options = dict(tile_thw=tile_thw, partition=partition, block_order=block_order, gates=gates, backend=backend)
-    if method != "video_sparse":
+    named = dict(tile_thw=tile_thw, partition=partition, block_order=block_order, gates=gates, backend=backend)
+    options: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if method == "video_sparse":
+        factory: MethodFactory = video_sparse_factory(**options)
+    else:
         for name, value in options.items():
-            if value is not None:
-                raise ValueError(f"{name}={value} is an option of video_sparse, not of {method}")
-    if method == "full":
-        if sparsity is not None or topk is not None:
+            raise ValueError(f"{name}={value} is an option of video_sparse, not of {method}")
+        if method == "full" and (sparsity is not None or topk is not None):
             raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")
-        sparsity = 0
-    factory = method if callable(method) else method_factory(method, tile_thw, partition, block_order, gates, backend)
+        if not callable(method) and method != "full":
+            raise ValueError(f"method must be video_sparse, full or a factory, got {method!r}")
+        factory, sparsity = (method, sparsity) if callable(method) else (FullAttention, 0)
     budget = fixed_budget(sparsity, topk, dense_layers, dense_steps, len(family.blocks(transformer)))
     return install(transformer, family, factory, budget, backend)
 
@@ -200,36 +202,30 @@ def remove(transformer: Any) -> None:
     del transformer._applied_attention
 
 
-def method_factory(
-    method: str,
-    tile_thw: Sequence[int] | None,
-    partition: Partition | None,
-    block_order: BlockOrder | None,
-    gates: Gates | None,
-    backend: Backend | None,
+def video_sparse_factory(
+    *,
+    tile_thw: Sequence[int] = (4, 4, 4),
+    partition: Partition = "cube",
+    block_order: BlockOrder = "nested",
+    gates: Gates = "none",
+    backend: Backend | None = None,
 ) -> MethodFactory:
-    """Layers of a method by its config name.
+    """Layers of video_sparse; arguments as of `apply`.
 
     Raises:
         ValueError: unknown names, or a tile that is none.
     """
-    if method == "full":
-        return FullAttention
-    if method != "video_sparse":
-        raise ValueError(f"method must be video_sparse, full or a factory, got {method!r}")
-    if gates not in (None, "none", "coarse", "coarse_and_fine"):
+    if gates not in ("none", "coarse", "coarse_and_fine"):
         raise ValueError(f"gates must be none, coarse or coarse_and_fine, got {gates!r}")
-    tiles = tuple(tile_thw) if tile_thw is not None else (4, 4, 4)
+    tiles = tuple(tile_thw)
     if len(tiles) != 3 or min(tiles) < 1:
         raise ValueError(f"tile_thw must be three positive sizes, got {tiles}")
-    options = dict(partition=partition or "cube", block_order=block_order or "nested", backend=backend)
+    layout: dict[str, Any] = {"tile_thw": tiles, "partition": partition, "block_order": block_order}
     # a wrong name is refused here, not in the first forward
-    TileLayout.build(
-        (Segment(tiles),), tile_thw=tiles, partition=partition or "cube", block_order=block_order or "nested"
-    )
-    if gates in (None, "none"):
-        return partial(UngatedVideoSparse, tile_thw=tiles, **options)
-    return partial(VideoSparseAttention, tile_thw=tiles, fine_gate=gates == "coarse_and_fine", **options)
+    TileLayout.build((Segment(tiles),), **layout)
+    if gates == "none":
+        return partial(UngatedVideoSparse, **layout, backend=backend)
+    return partial(VideoSparseAttention, **layout, fine_gate=gates == "coarse_and_fine", backend=backend)
 
 
 def fixed_budget(
@@ -310,8 +306,8 @@ def _layer_method(
 ) -> AttentionMethod:
     """The method of one layer, on the device and in the dtype of the layer's weights."""
     if type(attn.processor).__name__ != family.original:
-        found = type(attn.processor).__name__
-        raise ValueError(f"layer {layer} has the processor {found}, apply() stands in for {family.original} only")
+        processor = type(attn.processor).__name__
+        raise ValueError(f"layer {layer} has the processor {processor}, apply() stands in for {family.original} only")
     if getattr(attn, "fused_projections", False):
         raise ValueError(f"layer {layer} has fused projections, call unfuse_qkv_projections() first")
     head_dim = attn.inner_dim // attn.heads

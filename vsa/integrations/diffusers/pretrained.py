@@ -9,6 +9,7 @@ import torch
 
 from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.wan import attention_of
 from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import (
@@ -19,7 +20,7 @@ from vsa.checkpoints.weight_files import (
     refuse_other_tensors,
 )
 from vsa.integrations.diffusers.families import family_of
-from vsa.integrations.diffusers.install import Applied, fixed_budget, install, method_factory, remove
+from vsa.integrations.diffusers.install import Applied, fixed_budget, install, remove
 from vsa.integrations.diffusers.tile_attention import Budget, Pass
 
 
@@ -101,15 +102,7 @@ def load_sparse(
     budget: Budget = TrainedBudget(config)
     if sparsity is not None or topk is not None:
         budget = fixed_budget(sparsity, topk, config.dense_layers, config.dense_steps, num_layers)
-    factory = method_factory(
-        config.method,
-        tile_thw=config.tile_thw,
-        partition=config.partition,
-        block_order=config.block_order,
-        gates="coarse_and_fine" if config.fine_gate else "coarse",
-        backend=backend,
-    )
-    applied = install(transformer, family, factory, budget, backend, config)
+    applied = install(transformer, family, attention_of(config, backend), budget, backend, config)
     try:
         _load_gates(transformer, applied, weights)
     except ValueError:

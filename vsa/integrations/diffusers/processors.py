@@ -31,8 +31,11 @@ class Processor:
         self.attend = attend
 
 
-class WanProcessor(Processor):
-    """Self-attention of WanTransformer3DModel: video tokens, norm over all heads, RoPE tables `[1, L, 1, D]`."""
+class VideoProcessor(Processor):
+    """Self-attention of video tokens alone (WanTransformer3DModel, LTXVideoTransformer3DModel), norm over all heads.
+
+    RoPE tables are `[1, L, 1, D]`, the same for every head (Wan), or `[B, L, C]` (LTX).
+    """
 
     def __call__(
         self,
@@ -47,28 +50,9 @@ class WanProcessor(Processor):
         k = heads(attn.norm_k(attn.to_k(hidden_states)), attn)
         v = heads(attn.to_v(hidden_states), attn)
         if rotary_emb is not None:
-            q, k = rotate(q, *rotary_emb), rotate(k, *rotary_emb)
+            cos, sin = (table if table.ndim == 4 else heads(table, attn) for table in rotary_emb)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = self.attend(q, k, v, hidden_states)
-        return attn.to_out[1](attn.to_out[0](out))
-
-
-class LTXProcessor(Processor):
-    """Self-attention of LTXVideoTransformer3DModel: as Wan's, with one RoPE over all heads, tables `[B, L, C]`."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        refuse_mask(attention_mask)
-        q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
-        v = heads(attn.to_v(hidden_states), attn)
-        if image_rotary_emb is not None:
-            q, k = rotate(q, *image_rotary_emb), rotate(k, *image_rotary_emb)
-        out = self.attend(heads(q, attn), heads(k, attn), v, hidden_states)
         return attn.to_out[1](attn.to_out[0](out))
 
 
@@ -113,13 +97,8 @@ class HunyuanVideoProcessor(Processor):
         if attn.add_q_proj is None:
             q, k, v = project(attn, hidden)
         else:
-            text_q = heads(attn.add_q_proj(encoder_hidden_states), attn)
-            text_k = heads(attn.add_k_proj(encoder_hidden_states), attn)
-            text_v = heads(attn.add_v_proj(encoder_hidden_states), attn)
-            text_q = text_q if attn.norm_added_q is None else attn.norm_added_q(text_q)
-            text_k = text_k if attn.norm_added_k is None else attn.norm_added_k(text_k)
-            pairs = zip(project(attn, hidden_states), (text_q, text_k, text_v), strict=True)
-            q, k, v = (torch.cat(pair, dim=1) for pair in pairs)
+            text = project(attn, encoder_hidden_states, layers="add_{}_proj", norms="norm_added_{}")
+            q, k, v = (torch.cat(pair, dim=1) for pair in zip(project(attn, hidden_states), text, strict=True))
         if image_rotary_emb is not None:
             q, k = (torch.cat([rotate_heads(x[:, :video], image_rotary_emb), x[:, video:]], dim=1) for x in (q, k))
         out = self.attend(q, k, v, hidden)
@@ -142,10 +121,11 @@ def heads(x: Tensor, attn: Any) -> Tensor:
     return x.unflatten(2, (attn.heads, -1))
 
 
-def project(attn: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def project(attn: Any, hidden: Tensor, layers: str = "to_{}", norms: str = "norm_{}") -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v `[B, L, H, D]` of diffusers' `Attention`, whose qk-norm is per head and may be missing."""
-    q, k, v = (heads(linear(hidden), attn) for linear in (attn.to_q, attn.to_k, attn.to_v))
-    return q if attn.norm_q is None else attn.norm_q(q), k if attn.norm_k is None else attn.norm_k(k), v
+    q, k, v = (heads(getattr(attn, layers.format(name))(hidden), attn) for name in "qkv")
+    norm_q, norm_k = (getattr(attn, norms.format(name)) for name in "qk")
+    return q if norm_q is None else norm_q(q), k if norm_k is None else norm_k(k), v
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from vsa.attention.context import AttnContext
-from vsa.attention.layout import BlockOrder, Partition
-from vsa.attention.video_sparse import Backend, VideoSparseAttention
+from vsa.attention.video_sparse import VideoSparseAttention
 
 
 class UngatedVideoSparse(VideoSparseAttention):
     """Video sparse attention of a model that never trained gates: coarse gate 0, so the fine stage is the output.
 
     Weight 1 on the coarse output instead would add a second attention output to every layer.
+
+    Args:
+        options: of `VideoSparseAttention`.
     """
 
-    def __init__(
-        self,
-        *,
-        dim: int,
-        num_heads: int,
-        head_dim: int,
-        layer_idx: int = 0,
-        tile_thw: tuple[int, int, int] = (4, 4, 4),
-        partition: Partition = "cube",
-        block_order: BlockOrder = "nested",
-        backend: Backend | None = None,
-    ):
+    def __init__(self, **options: Any):
         # gates of a 14B model would be a billion parameters that nobody reads
         with torch.device("meta"):
-            super().__init__(
-                dim=dim,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                layer_idx=layer_idx,
-                tile_thw=tile_thw,
-                partition=partition,
-                block_order=block_order,
-                fine_gate=False,
-                backend=backend,
-            )
+            super().__init__(**options, fine_gate=False)
         del self.to_gate_compress
 
     def extra_modules(self) -> dict[str, nn.Module]:

@@ -12,11 +12,8 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from vsa.checkpoints.run_checkpoint import (
-    list_checkpoints,
-    remove_checkpoint,
-    write_checkpoint,
-)
+from vsa.checkpoints.run_checkpoint import list_checkpoints, write_checkpoint
+from vsa.files import remove_folder
 from vsa.settings import AtLeastOne, Bound, checked
 from vsa.training.lightning_compat import stop_without_validation
 from vsa.training.modules.base import DiffusionModule
@@ -127,7 +124,7 @@ class Checkpointing(L.Callback):
                 self._status.saved = path
             if writes:
                 for old in list_checkpoints(self.folder)[: -self.keep]:
-                    remove_checkpoint(old)
+                    remove_folder(old)
         except OSError as error:
             failure = error
         # a full disk of rank 0 must end the other ranks too, not leave them waiting

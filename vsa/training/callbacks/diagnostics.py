@@ -14,8 +14,6 @@ from typing import Annotated, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from matplotlib.image import imread
 from torch import Tensor
 from vsa_kernels import BlockIndex
 
@@ -27,7 +25,7 @@ from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.figures import layer_heatmaps
 from vsa.files import atomic_file
 from vsa.settings import AtLeastOne, Bound, Count, Share, checked
-from vsa.training.display import never_fatal
+from vsa.training.display import log_picture, never_fatal
 
 PANELS = {
     "recall": "recall of the true attention mass",
@@ -95,20 +93,20 @@ class Diagnostics(L.Callback):
     def _fixed_samples(self, data: Any) -> VideoBatch:
         """Samples of the largest shape: smaller ones may keep all of their tiles and show nothing."""
         largest = max(data.buckets, key=lambda shape: math.prod(shape[1:]))
-        found: VideoBatch | None = None
-        for batch in data.val_dataloader():
-            if found is None or batch.latents[0].numel() > found.latents[0].numel():
-                found = batch
-            if tuple(batch.latents.shape[1:]) == tuple(largest):
+        batch: VideoBatch | None = None
+        for each in data.val_dataloader():
+            if batch is None or each.latents[0].numel() > batch.latents[0].numel():
+                batch = each
+            if tuple(each.latents.shape[1:]) == tuple(largest):
                 break
-        if found is None:
+        if batch is None:
             raise ValueError("callbacks.diagnostics needs held-out samples: data.val_fraction leaves none")
-        if self.samples > len(found.seeds):
+        if self.samples > len(batch.seeds):
             raise ValueError(
-                f"callbacks.diagnostics.samples={self.samples} is above the {len(found.seeds)} samples of a micro-batch"
+                f"callbacks.diagnostics.samples={self.samples} is above the {len(batch.seeds)} samples of a micro-batch"
             )
-        tensors = {name: getattr(found, name) for name in ("latents", "text", "text_mask", "cond_latents", "seeds")}
-        return replace(found, **{name: t[: self.samples] for name, t in tensors.items() if t is not None})
+        tensors = {"latents": batch.latents, "seeds": batch.seeds, **batch.conditions}
+        return replace(batch, **{name: t[: self.samples] for name, t in tensors.items() if t is not None})
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % pl_module.accumulate or trainer.global_step % self.every_n_steps:
@@ -147,33 +145,26 @@ class Diagnostics(L.Callback):
 
     @torch.no_grad()
     def _measure(self, pl_module: Any, batch: VideoBatch, topk: int | tuple[int, ...]) -> tuple[list[int], Tensor]:
-        """Layers that select tiles, and fp32 `[metrics, layers, timesteps]`."""
+        """Layers that select tiles, and fp32 `[metrics, layers, noise levels]`."""
         latents = pl_module.statistics.normalise(batch.latents)
         noise = noise_like(latents, batch.seeds)
         layout = pl_module.model.layout_for(latents.shape[1:], latents.device)
         tokens = stats.sample_tokens(layout.num_tokens, self.queries, seed=self.seed)
         selections: dict[int, BlockIndex] = {}
         columns = []
-        for timestep in self.noise_levels:
-            found: dict[int, dict[str, Tensor]] = {}
+        for noise_level in self.noise_levels:
+            column: dict[int, dict[str, Tensor]] = {}
 
-            def recorder(layer: int, tensors: dict[str, Tensor], found=found) -> None:
+            def recorder(layer: int, tensors: dict[str, Tensor], column=column) -> None:
                 if "kv_indices" in tensors and (self.layers is None or layer in self.layers):
                     # at once: a layer's tensors are gone when the next one runs
-                    found[layer] = layer_metrics(tensors, layout, tokens, selections.get(layer))
+                    column[layer] = layer_metrics(tensors, layout, tokens, selections.get(layer))
                     selections[layer] = _index(tensors)
 
-            level = torch.full((len(latents),), timestep, device=latents.device)
-            pl_module.model(
-                add_noise(latents, noise, level),
-                to_timestep(level),
-                batch.text,
-                batch.text_mask,
-                cond_latents=batch.cond_latents,
-                topk=topk,
-                recorder=recorder,
-            )
-            columns.append(found)
+            level = torch.full((len(latents),), noise_level, device=latents.device)
+            x_t = add_noise(latents, noise, level)
+            pl_module.model(x_t, to_timestep(level), **batch.conditions, topk=topk, recorder=recorder)
+            columns.append(column)
         layers = sorted(selections)
         values = [column[layer][name] for name in METRICS for layer in layers for column in columns]
         shape = (len(METRICS), len(layers), len(columns))
@@ -194,15 +185,15 @@ class Diagnostics(L.Callback):
         )
         panels = {name: tables[key] for key, name in PANELS.items()}
         layer_heatmaps(panels, path, layers=layers, timesteps=self.noise_levels, title=title)
-        rows = {name: [[_or_none(x) for x in row] for row in table.tolist()] for name, table in tables.items()}
+        # JSON has no NaN
+        rows = {
+            name: [[None if math.isnan(x) else x for x in row] for row in table.tolist()]
+            for name, table in tables.items()
+        }
         whole = {**record, "layers": list(layers), "timesteps": self.noise_levels, "means": means, "tables": rows}
         with atomic_file(path.with_suffix(".json")) as temporary:
             temporary.write_text(json.dumps(whole, indent=1), encoding="utf-8")
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image("diagnostics", imread(path)[..., :3], record["step"], dataformats="HWC")
-            elif isinstance(logger, WandbLogger):
-                logger.log_image("diagnostics", [str(path)], step=record["step"])
+        log_picture(trainer.loggers, "diagnostics", path, record["step"])
 
 
 def layer_metrics(
@@ -224,7 +215,7 @@ def layer_metrics(
     )
     fine = fine * tensors["gate_fine"] if "gate_fine" in tensors else fine
     gate = tensors["gate_compress"]
-    found = {
+    metrics = {
         "recall": recall.selected.mean(),
         "recall_random": recall.random.mean(),
         "gate_rms": stats.rms(gate),
@@ -234,14 +225,9 @@ def layer_metrics(
         "entropy": stats.coarse_entropy(tensors["scores"]),
     }
     if previous is not None:
-        found["overlap_steps"] = stats.selection_overlap(selected, previous.to_dense(layout.num_blocks))
-    return {name: value.float() for name, value in found.items()}
+        metrics["overlap_steps"] = stats.selection_overlap(selected, previous.to_dense(layout.num_blocks))
+    return {name: value.float() for name, value in metrics.items()}
 
 
 def _index(tensors: Mapping[str, Tensor]) -> BlockIndex:
     return BlockIndex(kv_indices=tensors["kv_indices"], kv_num_blocks=tensors["kv_num_blocks"])
-
-
-def _or_none(value: float) -> float | None:
-    # JSON has no NaN
-    return None if math.isnan(value) else value

@@ -24,27 +24,30 @@ class EMA(L.Callback):
     Args:
         decay: of the average.
         warmup: ramp the decay as (1 + n) / (10 + n) while that is smaller, n being the optimizer step of the model.
+
+    Attributes:
+        average: by parameter name, sharded like the parameters.
     """
 
     part = "ema"
 
     def __init__(self, decay: ShareBelowOne = 0.999, warmup: bool = True):
         self.decay, self.warmup = decay, warmup
-        self._average: dict[str, Tensor] = {}
+        self.average: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         # where the module then loads a checkpoint into
         parameters = pl_module.model.named_parameters()
-        self._average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters}
+        self.average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         if pl_module.resume is None:
             # weights to start from were loaded meanwhile
             for name, p in pl_module.model.named_parameters():
-                local(self._average[name]).copy_(local(p.detach()))
+                local(self.average[name]).copy_(local(p.detach()))
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return {"ema": self._average}
+        return {"ema": self.average}
 
     def decay_at(self, step: int) -> float:
         """Decay used after optimizer step `step` (1 = the first)."""
@@ -56,14 +59,9 @@ class EMA(L.Callback):
     ) -> None:
         if (batch_idx + 1) % pl_module.accumulate or not pl_module.model_moved:
             return
-        averages = [local(a) for a in self._average.values()]
+        averages = [local(a) for a in self.average.values()]
         weights = [local(p).float() for p in pl_module.model.parameters()]
         torch._foreach_lerp_(averages, weights, 1 - self.decay_at(pl_module.model_steps))
-
-    @property
-    def average(self) -> Mapping[str, Tensor]:
-        """The average by parameter name, sharded like the parameters."""
-        return self._average
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
@@ -72,7 +70,7 @@ class EMA(L.Callback):
         with torch.no_grad():
             kept = {name: local(p).clone() for name, p in parameters.items()}
             for name, p in parameters.items():
-                local(p).copy_(local(self._average[name]))
+                local(p).copy_(local(self.average[name]))
         try:
             yield
         finally:
@@ -81,10 +79,10 @@ class EMA(L.Callback):
                     local(p).copy_(kept[name])
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        if self._average:
+        if self.average:
             self._validation = self.applied(pl_module.model)
             self._validation.__enter__()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        if self._average:
+        if self.average:
             self._validation.__exit__(None, None, None)

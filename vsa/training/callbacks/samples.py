@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from matplotlib.image import imread
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
@@ -24,7 +23,7 @@ from vsa.sampling.pipeline import LoadedRun, SampleSettings, generate, settings_
 from vsa.sampling.sample_writer import file_stem, write_clips
 from vsa.settings import AtLeastOne, Count, NonNegative, Positive, checked
 from vsa.training.callbacks.ema import EMA
-from vsa.training.display import never_fatal
+from vsa.training.display import log_picture, never_fatal
 from vsa.training.modules.teacher import Teacher
 from vsa.training.run_state import parts_of
 
@@ -120,10 +119,10 @@ class Samples(L.Callback):
     def _own_prompts(self, trainer: L.Trainer, pl_module: Any) -> list[str]:
         """Captions of the data, where a run was given none and nothing speaks against clips."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        found = data.held_out_captions(HELD_OUT_PROMPTS)
-        if found and (pl_module.reference is None or self.flow_shift is not None):
-            return list(found)
-        why = "callbacks.samples.flow_shift=null" if found else "no clip is held out"
+        captions = data.held_out_captions(HELD_OUT_PROMPTS)
+        if captions and (pl_module.reference is None or self.flow_shift is not None):
+            return list(captions)
+        why = "callbacks.samples.flow_shift=null" if captions else "no clip is held out"
         rank_zero_info(f"no clips will be sampled ({why}): name captions with callbacks.samples.prompts=[...]")
         return []
 
@@ -154,32 +153,35 @@ class Samples(L.Callback):
         best = "model" if ema is None else "ema"
         # weights by the name of their clips
         shown = {"": best} if teacher is None else {"student": "model"} | ({} if ema is None else {"ema": "ema"})
-        made: list[ClipSet] = []
-        found: ClipSet | None = None
+        # each with the folder that gets its folder
+        clip_sets: list[tuple[ClipSet, Path]] = []
+        folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"
         with pl_module.status.paused():
             pl_module.model.eval()
             for name, weights in shown.items():
-                averaged = ema.applied(pl_module.model) if ema is not None and weights == "ema" else nullcontext()
-                with averaged:
+                with ema.applied(pl_module.model) if ema is not None and weights == "ema" else nullcontext():
                     run = self._live_run(trainer, pl_module, weights)
                     options = self._options(run, self.sparsity)
-                    made += self._clips(run, options, name)
+                    clip_sets += [(clips, folder) for clips in self._clips(run, options, name)]
                     if trainer.global_step >= trainer.max_steps and weights == best:
                         self._draw_attention(trainer, run, list(options.values()))
             pl_module.model.train()
             if teacher is not None and self._teacher is None:
-                found = self._teacher = self._teacher_clips(self._live_run(trainer, pl_module, "teacher"), teacher)
+                # they never change: not once a step
+                self._teacher = self._teacher_clips(self._live_run(trainer, pl_module, "teacher"), teacher)
+                clip_sets.insert(0, (self._teacher, folder.parent))
         if trainer.is_global_zero:
-            folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"
-            # the teacher's never change: not once a step
-            shown = [(found, folder.parent)] if found is not None else []
-            for clips, parent in [*shown, *((clips, folder) for clips in made)]:
+            for clips, parent in clip_sets:
                 with never_fatal(str(parent / clips.name)):
                     self._show(trainer, clips, parent)
             if self._teacher is not None:
-                picture = folder / "side_by_side.png"
+                columns = [self._teacher, *(clips for clips, parent in clip_sets if parent == folder)]
+                # more rows make no picture to look at
+                rows = {clips.title: clips.videos[:16] for clips in columns}
+                picture, title = folder / "side_by_side.png", f"{self.run_dir}, step {trainer.global_step}"
                 with never_fatal(str(picture)):
-                    self._show_side_by_side(trainer, [self._teacher, *made], picture)
+                    side_by_side(rows, self.prompts[:16], picture, title=title)
+                    log_picture(trainer.loggers, "samples/side_by_side", picture, trainer.global_step)
 
     def _options(self, run: LoadedRun, points: Sequence[SparsityPoint]) -> dict[SparsityPoint, SampleSettings]:
         # a step list leaves no choice of steps and shift, and its guidance is in the weights
@@ -189,14 +191,14 @@ class Samples(L.Callback):
 
     def _clips(self, run: LoadedRun, options: Mapping[SparsityPoint, SampleSettings], name: str) -> list[ClipSet]:
         """A set for each point, sampled once where points agree."""
-        made: dict[int | tuple[int, ...], Tensor] = {}
+        videos: dict[int | tuple[int, ...], Tensor] = {}
         for settings in options.values():
-            if settings.topk not in made:
-                made[settings.topk] = generate(run, self.prompts, settings)
+            if settings.topk not in videos:
+                videos[settings.topk] = generate(run, self.prompts, settings)
         return [
             ClipSet(
                 name="/".join(part for part in (name, at if len(options) > 1 else "") if part),
-                videos=made[settings.topk],
+                videos=videos[settings.topk],
                 record=settings_dict(settings, run),
             )
             for at, settings in options.items()
@@ -229,17 +231,6 @@ class Samples(L.Callback):
                     _add_gif(logger, f"{name}/{gif.stem}", gif, clips.videos.shape[2:4], trainer.global_step)
             elif isinstance(logger, WandbLogger):
                 logger.log_video(name, [str(gif) for gif in gifs], step=trainer.global_step, caption=self.prompts)
-
-    def _show_side_by_side(self, trainer: L.Trainer, columns: Sequence[ClipSet], path: Path) -> None:
-        # more rows make no picture to look at
-        rows = {clips.title: clips.videos[:16] for clips in columns}
-        side_by_side(rows, self.prompts[:16], path, title=f"{self.run_dir}, step {trainer.global_step}")
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                picture = imread(path)[..., :3]
-                logger.experiment.add_image("samples/side_by_side", picture, trainer.global_step, dataformats="HWC")
-            elif isinstance(logger, WandbLogger):
-                logger.log_image("samples/side_by_side", [str(path)], step=trainer.global_step)
 
     def _live_run(self, trainer: L.Trainer, pl_module: Any, weights: str) -> LoadedRun:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]

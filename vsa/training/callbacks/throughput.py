@@ -47,11 +47,6 @@ class Throughput(L.Callback):
     saving between two log lines are left out of the time.
     """
 
-    def __init__(self) -> None:
-        self._started = 0.0
-        self._steps = self._tokens = 0
-        self._executed = self._dense = 0.0
-
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         self._restart(pl_module.status)
 

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.checkpoints.run_checkpoint import (
-    read_checkpoint,
-)
+from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import refuse_other_sizes
@@ -23,6 +21,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import loss_curve
 from vsa.models.flops import FlopCount
+from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import Count, NonNegative, checked
 from vsa.training.gradients import GradientClipper
@@ -90,7 +89,7 @@ class DiffusionModule(L.LightningModule):
         self.clipper = GradientClipper(clip=grad_clip, max_skipped=max_skipped)
         self.resume, self.init_from = start.resume, start.weights
         self.status = RunStatus()
-        self._config = start.config
+        self._config, self._micro_batches = start.config, start.micro_batches
         self._flops: dict[Any, FlopCount] = {}
         self._model_factory = model
         self._optim = optim
@@ -101,7 +100,7 @@ class DiffusionModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         self._agree_on_resume()
         self.statistics = self.choose_statistics()
-        with torch.device("meta"):
+        with without_memory():
             self.check_start(self._model_factory())
         if self.resume is not None:
             load_values(parts_of(self.trainer), self.resume)
@@ -190,14 +189,14 @@ class DiffusionModule(L.LightningModule):
         Raises:
             ValueError: names what differs, with both values.
         """
-        with torch.device("meta"):
+        with without_memory():
             model = self._model_factory()
         if self.init_from is not None:
             self.init_from.check(model, self.gates_of(model))
             self.init_from.check_data(data)
         if self.resume is not None:
             refuse_other_sizes(model, self.resume)
-        with torch.device("meta"):
+        with without_memory():
             self.prepare_model(model)
 
     def gates_of(self, model: VideoDiT) -> Gates:

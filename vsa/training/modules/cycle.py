@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vsa.settings import AtLeastOne, Count, checked
 
+
+@checked
 @dataclass(frozen=True, kw_only=True)
 class UpdateCycle:
     """When the generator is updated; the critic is in every iteration.
@@ -17,14 +20,8 @@ class UpdateCycle:
         ValueError: a value out of range.
     """
 
-    generator_every: int
-    fake_score_warmup: int
-
-    def __post_init__(self):
-        if self.generator_every < 1:
-            raise ValueError(f"task.generator_every must be at least 1, got {self.generator_every}")
-        if self.fake_score_warmup < 0:
-            raise ValueError(f"task.fake_score_warmup must not be negative, got {self.fake_score_warmup}")
+    generator_every: AtLeastOne
+    fake_score_warmup: Count
 
     def is_generators_turn(self, iteration: int) -> bool:
         since = iteration - self.fake_score_warmup

@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
-from vsa.attention.sparsity import SparsitySchedule
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates
 from vsa.data.batch import VideoBatch
@@ -34,10 +33,10 @@ from vsa.training.lightning_compat import set_accumulation, set_manual_step
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.modules.critic import FakeScore
 from vsa.training.modules.cycle import UpdateCycle
-from vsa.training.modules.teacher import Teacher
+from vsa.training.modules.teacher import Teacher, gates_from_dense, refuse_other_network
 from vsa.training.optimizer import AdamW
-from vsa.training.parallel import ParallelPlan, reduced_when, refuse_shared_parameters
-from vsa.training.run_state import NEW_RUN, RunStart, Stateful, Weights, refuse_missing
+from vsa.training.parallel import reduced_when, refuse_shared_parameters
+from vsa.training.run_state import Stateful, Weights, refuse_missing
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -51,16 +50,12 @@ class DistillModule(DiffusionModule):
     `model` is the generator. An iteration updates the generator when its turn has come, then the critic, on the same
     samples with noise of their own. `global_step` counts iterations, and so does the sparsity schedule; learning rates
     follow the updates of their own network. All choices are functions of (seed, iteration, sample). Metrics are means
-    since the last log line; after a resume the first line has those since the resume.
+    since the last log line; after a resume the first line has those since the resume. A run that the teacher comes
+    from brings its latent statistics along.
 
     Args:
-        model: builds a network; called with another attention for the scores.
-        optim: recipe of the generator's optimizer.
         fake_score_optim: recipe of the critic's.
-        sparsity: top-k of the generator by iteration.
         objective: the losses, with step list and guidance.
-        parallel: activation checkpointing, compile, sharding.
-        start: how the run begins.
         generator_every: iterations per update of the generator.
         fake_score_warmup: iterations in which only the critic is trained.
         teacher: dense checkpoint of real and fake score; None: `init_from`.
@@ -69,11 +64,8 @@ class DistillModule(DiffusionModule):
         fake_score_attention: of the critic.
         real_score_attention: of the teacher. Score networks of sparse attention keep as many tiles as the generator.
         collapse: when training stops because the generator's output is broken; None: never.
-        latent_scale: see `DiffusionModule`; a run that the teacher comes from brings its statistics along.
-        grad_clip: largest global gradient norm of the generator.
-        fake_score_grad_clip: of the critic.
-        max_skipped: consecutive non-finite updates of a network after which training stops.
-        seed: of everything random.
+        fake_score_grad_clip: largest global gradient norm of the critic; 0 clips nothing.
+        **common: see `DiffusionModule`; of the generator, and `max_skipped` of either network.
 
     Raises:
         ValueError: an option out of range, or guidance without a negative caption.
@@ -86,13 +78,8 @@ class DistillModule(DiffusionModule):
     def __init__(
         self,
         *,
-        model: Callable[..., VideoDiT],
-        optim: AdamW,
         fake_score_optim: AdamW,
-        sparsity: SparsitySchedule,
         objective: DistributionMatching,
-        parallel: ParallelPlan,
-        start: RunStart = NEW_RUN,
         generator_every: AtLeastOne = 5,
         fake_score_warmup: Count = 0,
         teacher: str | None = None,
@@ -101,13 +88,9 @@ class DistillModule(DiffusionModule):
         fake_score_attention: Callable[..., AttentionMethod] = FullAttention,
         real_score_attention: Callable[..., AttentionMethod] = FullAttention,
         collapse: CollapseRule | None = None,
-        latent_scale: Literal["channel", "shared"] = "channel",
-        grad_clip: NonNegative = 1.0,
         fake_score_grad_clip: NonNegative = 1.0,
-        max_skipped: Count = 10,
-        seed: Count = 0,
+        **common: Any,
     ):
-        cycle = UpdateCycle(generator_every=generator_every, fake_score_warmup=fake_score_warmup)
         if objective.guided and negative_prompt is None:
             raise ValueError(
                 f"objective.guidance={objective.guidance} ({objective.cfg_form}) needs a negative embedding, but "
@@ -116,34 +99,25 @@ class DistillModule(DiffusionModule):
         if not objective.guided and negative_prompt:
             raise ValueError(
                 f"task.negative_prompt={negative_prompt!r} has no effect: objective.guidance={objective.guidance} "
-                f"({objective.cfg_form}) is no guidance"
+                f"({objective.cfg_form}) does not guide"
             )
-        super().__init__(
-            model=model,
-            optim=optim,
-            sparsity=sparsity,
-            parallel=parallel,
-            start=start,
-            latent_scale=latent_scale,
-            grad_clip=grad_clip,
-            max_skipped=max_skipped,
-            seed=seed,
-        )
+        super().__init__(**common)
         self.automatic_optimization = False
         self.objective = objective
         self.step_list = objective.step_list
-        self.cycle = cycle
+        self.cycle = UpdateCycle(generator_every=generator_every, fake_score_warmup=fake_score_warmup)
         self.gates: Literal["initial", "required"] = gates
         self.negative_prompt = negative_prompt
-        self.teacher = Teacher(lambda: model(attention=real_score_attention), teacher)
+        self.teacher = Teacher(partial(self._model_factory, attention=real_score_attention), teacher)
         self.fake_score = FakeScore(
-            lambda: model(attention=fake_score_attention),
+            partial(self._model_factory, attention=fake_score_attention),
             recipe=fake_score_optim,
-            clipper=GradientClipper(clip=fake_score_grad_clip, max_skipped=max_skipped, network="fake_score"),
+            clipper=GradientClipper(
+                clip=fake_score_grad_clip, max_skipped=self.clipper.max_skipped, network="fake_score"
+            ),
             gan=objective.gan,
             num_steps=len(objective.timesteps) if objective.step_aware else None,
         )
-        self._micro_batches = start.micro_batches
         self._collapse = CollapseWatch(collapse)
         self._negative: NegativeText | None = None
         self._batches: list[VideoBatch] = []
@@ -160,7 +134,7 @@ class DistillModule(DiffusionModule):
         if self.init_from is None and self.resume is None:
             self.init_from = self.teacher.start
         super().check_weights(data)
-        self.fake_score.check(self.teacher.start)
+        refuse_other_network(self.teacher.start, self.fake_score.make, "fake_score (task.fake_score_attention)")
 
     def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
         """The generator's own updates are counted from iterations, and its weights belong to its steps."""
@@ -193,9 +167,9 @@ class DistillModule(DiffusionModule):
     def setup(self, stage: str) -> None:
         set_accumulation(self.trainer, self._micro_batches)
         super().setup(stage)
-        found = None if self.init_from is None else self.init_from.statistics
-        ours = (self.statistics.mean, self.statistics.std)
-        if found is not None and not all(torch.allclose(torch.tensor(a), b) for a, b in zip(found, ours, strict=True)):
+        start = None if self.init_from is None else self.init_from.statistics
+        own = (self.statistics.mean, self.statistics.std)
+        if start is not None and not all(torch.allclose(torch.tensor(a), b) for a, b in zip(start, own, strict=True)):
             raise ValueError(
                 f"{self.init_from.source} was trained on latents of another scale than the teacher "  # type: ignore
                 f"{self.teacher.start.source}: their means and deviations differ"
@@ -203,8 +177,8 @@ class DistillModule(DiffusionModule):
 
     def choose_statistics(self) -> LatentStatistics:
         """Those that the teacher was trained with, on whatever data; else as in pretraining."""
-        found = self.teacher.start.statistics
-        return super().choose_statistics() if found is None else LatentStatistics.of(found)
+        statistics = self.teacher.start.statistics
+        return super().choose_statistics() if statistics is None else LatentStatistics.of(statistics)
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -221,7 +195,8 @@ class DistillModule(DiffusionModule):
 
     def load_start(self) -> None:
         super().load_start()
-        self.fake_score.load_start(self.teacher.start)
+        # the critic begins as the teacher
+        self.teacher.start.load(self.fake_score.network, gates_from_dense(self.fake_score.network))
 
     def load_frozen(self) -> None:
         self.teacher.load(self.device)
@@ -271,7 +246,7 @@ class DistillModule(DiffusionModule):
         generator, critic = trainer.optimizers
         self._generator_moved = False
         if self.cycle.is_generators_turn(iteration):
-            for scored in self._scored(self._generator_terms):
+            for scored in self._scored(self.objective.generator_update, self._negative):
                 self._window.add_generator(scored)
             self._window.add_norms(self.clipper(generator, iteration))
             self.clipper.step(generator)
@@ -279,7 +254,7 @@ class DistillModule(DiffusionModule):
             # a GAN term's way to the generator leads through the critic
             critic.zero_grad(set_to_none=True)
         spread = SpreadMeter()
-        for scored in self._scored(self._fake_score_terms):
+        for scored in self._scored(self.objective.fake_score_update):
             self._window.add_fake_score(scored)
             if scored.index == len(self.objective.timesteps) - 1:
                 spread.add(scored.x0)
@@ -289,36 +264,25 @@ class DistillModule(DiffusionModule):
         self._batches.clear()
         set_manual_step(trainer, iteration + 1)
         # here and not when the batch has ended: a checkpoint is written in between
-        found = spread.spread(trainer.strategy)
-        stop = found is not None and self._collapse.judge(found)
+        judged = spread.spread(trainer.strategy)
+        stop = judged is not None and self._collapse.judge(judged)
         if stop or self.logs_this_step(iteration + 1):
             self._log_window()
         if stop:
-            raise FloatingPointError(f"iteration {iteration}: {self._collapse.report(found)}")  # type: ignore
+            raise FloatingPointError(f"iteration {iteration}: {self._collapse.report(judged)}")  # type: ignore
 
-    def _scored(self, terms: Callable[[VideoBatch, Tensor], ScoredRollout]) -> Iterator[ScoredRollout]:
+    def _scored(self, update: Callable[..., ScoredRollout], *more: Any) -> Iterator[ScoredRollout]:
         """Gradients of every micro-batch of the iteration, summed; all ranks add theirs at the last one."""
+        iteration = self.global_step
         for number, batch in enumerate(self._batches, 1):
-            scored = terms(batch, self.statistics.normalise(batch.latents))
+            latents = self.statistics.normalise(batch.latents)
+            topk = self.topk(batch.latents.shape[1:], iteration)
+            scored = update(self.networks, batch, latents, *more, seed=self.seed, iteration=iteration, topk=topk)
             loss = fm.weighted_loss(scored.loss, torch.ones_like(scored.loss), batch.num_slots)
             with reduced_when(self.trainer.strategy, number == len(self._batches)):
                 # the strategy averages over ranks; the normaliser is global already
                 (loss * self.trainer.world_size).backward()
             yield scored
-
-    def _generator_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
-        iteration = self.global_step
-        topk = self.topk(batch.latents.shape[1:], iteration)
-        return self.objective.generator_update(
-            self.networks, batch, latents, self._negative, seed=self.seed, iteration=iteration, topk=topk
-        )
-
-    def _fake_score_terms(self, batch: VideoBatch, latents: Tensor) -> ScoredRollout:
-        iteration = self.global_step
-        topk = self.topk(batch.latents.shape[1:], iteration)
-        return self.objective.fake_score_update(
-            self.networks, batch, latents, seed=self.seed, iteration=iteration, topk=topk
-        )
 
     def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
         """FLOPs of one sample in an iteration: rollouts, score passes and backwards of its updates."""
@@ -374,8 +338,8 @@ class DistillModule(DiffusionModule):
         self._validation.spread.add(scored.x0)
 
     def on_validation_epoch_end(self) -> None:
-        found = self._validation.metrics(self.trainer.strategy)
-        metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in found.items() if "loss" not in name}
+        values = self._validation.metrics(self.trainer.strategy)
+        metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in values.items() if "loss" not in name}
         self.log_step(metrics, self.global_step)
         # for callbacks that watch it
         self.log("val/gap", metrics.get("val/gap", math.nan), logger=False)

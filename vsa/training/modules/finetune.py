@@ -5,26 +5,24 @@ B samples of a micro-batch, C T H W latent dims, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from vsa.attention.full import FullAttention
-from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
 from vsa.checkpoints.lora import LoRA
 from vsa.checkpoints.wan import Gates
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.flow_matching import FinetuneLoss, LossTerms
-from vsa.settings import Count, NonNegative, checked
+from vsa.settings import checked
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.modules.teacher import Teacher
-from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan
-from vsa.training.run_state import NEW_RUN, RunStart
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -35,25 +33,18 @@ if TYPE_CHECKING:
 class FinetuneModule(PretrainModule):
     """Finetune a pretrained checkpoint to sparse attention (VSA paper, section 2.3 and appendix C.5).
 
-    Starts from `init_from`: a run of this project or a folder or hub id in diffusers' Wan layout. The gates of a dense
-    checkpoint start at their documented identity, so with all tiles kept the first step is the pretrained model.
+    Starts from `init_from`: a run of this project, which brings its latent statistics along, or a folder or hub id in
+    diffusers' Wan layout. The gates of a dense checkpoint start at their documented identity, so with all tiles kept
+    the first step is the pretrained model.
 
     Args:
-        model: builds the network.
-        optim: recipe of the optimizer.
-        sparsity: top-k by optimizer step.
         objective: the loss.
-        parallel: activation checkpointing, compile, sharding.
-        start: how the run begins.
+        parallel: see `DiffusionModule`.
         gates: initial (the checkpoint is dense) or required (it has trained gates and goes on from them).
         trainable: patterns of parameter names that are trained; None: all, with `lora` the gates only.
         lora: adapters to train in place of the weights they stand beside.
         teacher: dense checkpoint for the velocity and attention parts of the loss; None: `init_from`.
-        latent_scale: see `PretrainModule`; a run it starts from brings its statistics along.
-        validate_at: see `PretrainModule`.
-        grad_clip: largest global gradient norm.
-        max_skipped: consecutive non-finite steps after which training stops.
-        seed: of everything random.
+        **common: see `PretrainModule`.
 
     Raises:
         ValueError: unknown `gates`, or attention matching of compiled blocks.
@@ -64,41 +55,23 @@ class FinetuneModule(PretrainModule):
     def __init__(
         self,
         *,
-        model: Callable[..., VideoDiT],
-        optim: AdamW,
-        sparsity: SparsitySchedule,
         objective: FinetuneLoss,
         parallel: ParallelPlan,
-        start: RunStart = NEW_RUN,
         gates: Literal["initial", "required"] = "initial",
         trainable: Sequence[str] | None = None,
         lora: LoRA | None = None,
         teacher: str | None = None,
-        latent_scale: Literal["channel", "shared"] = "channel",
-        validate_at: Sequence[SparsityPoint] = ("current",),
-        grad_clip: NonNegative = 1.0,
-        max_skipped: Count = 10,
-        seed: Count = 0,
+        **common: Any,
     ):
         if objective.attention > 0 and parallel.compile:
             raise ValueError("task.objective.attention looks into the blocks and cannot be had with parallel.compile")
-        super().__init__(
-            model=model,
-            optim=optim,
-            sparsity=sparsity,
-            objective=objective,
-            parallel=parallel,
-            start=start,
-            latent_scale=latent_scale,
-            validate_at=validate_at,
-            grad_clip=grad_clip,
-            max_skipped=max_skipped,
-            seed=seed,
-        )
+        super().__init__(objective=objective, parallel=parallel, **common)
         self.gates: Literal["initial", "required"] = gates
         self.lora = lora
         self.trainable = tuple(trainable) if trainable is not None else None
-        self._teacher = Teacher(self._dense, teacher) if objective.needs_teacher else None
+        # the trained network with full attention and without adapters
+        make_teacher = partial(self._model_factory, attention=FullAttention)
+        self._teacher = Teacher(make_teacher, teacher) if objective.needs_teacher else None
 
     def prepare_model(self, model: VideoDiT) -> None:
         """Adapters, and what is frozen."""
@@ -119,10 +92,6 @@ class FinetuneModule(PretrainModule):
     def gates_of(self, model: VideoDiT) -> Gates:
         return self.gates
 
-    def _dense(self) -> VideoDiT:
-        """The teacher's network: the trained one with full attention and without adapters."""
-        return self._model_factory(attention=FullAttention)
-
     def check_weights(self, data: PlanDataModule) -> None:
         if self.init_from is None and self.resume is None:
             raise ValueError("init_from=null, but finetuning starts from a checkpoint: a run, a folder or a hub id")
@@ -138,8 +107,8 @@ class FinetuneModule(PretrainModule):
         """Those that the run it starts from was trained with, on whatever data; else as in pretraining."""
         if self.resume is not None:
             return LatentStatistics.of((self.resume.state["latent_mean"], self.resume.state["latent_std"]))
-        found = self.init_from.statistics if self.init_from is not None else None
-        return super().choose_statistics() if found is None else LatentStatistics.of(found)
+        statistics = self.init_from.statistics if self.init_from is not None else None
+        return super().choose_statistics() if statistics is None else LatentStatistics.of(statistics)
 
     def record(self) -> dict[str, Any]:
         record = super().record()

@@ -5,23 +5,20 @@ B samples of a micro-batch, C T H W latent dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, check_points
+from vsa.attention.sparsity import SparsityPoint, check_points
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.decile_means import DecileMeans
-from vsa.models.video_dit import VideoDiT
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms
-from vsa.settings import Count, NonNegative, checked
+from vsa.settings import checked
 from vsa.training.loss_window import LossWindow
 from vsa.training.modules.base import DiffusionModule
-from vsa.training.optimizer import AdamW
-from vsa.training.parallel import ParallelPlan
-from vsa.training.run_state import NEW_RUN, RunStart, Stateful
+from vsa.training.run_state import Stateful
 
 
 @checked
@@ -29,49 +26,23 @@ class PretrainModule(DiffusionModule):
     """Pretrain a video DiT with sparse attention from scratch (VSA paper, section 3.1).
 
     Args:
-        model: builds the network.
-        optim: recipe of the optimizer.
-        sparsity: top-k by optimizer step.
         objective: the loss.
-        parallel: activation checkpointing and compile.
-        start: how the run begins.
-        latent_scale: see `DiffusionModule`.
         validate_at: where the validation loss is computed: at the current top-k (`val/loss`), with all tiles
             (`val/loss_dense`), at the end value of the schedule (`val/loss_target`); each costs a forward.
-        grad_clip: largest global gradient norm.
-        max_skipped: consecutive non-finite steps after which training stops.
-        seed: of everything random.
+        **common: see `DiffusionModule`.
     """
 
     def __init__(
         self,
         *,
-        model: Callable[..., VideoDiT],
-        optim: AdamW,
-        sparsity: SparsitySchedule,
         objective: FlowMatchingLoss,
-        parallel: ParallelPlan,
-        start: RunStart = NEW_RUN,
-        latent_scale: Literal["channel", "shared"] = "channel",
         validate_at: Sequence[SparsityPoint] = ("current",),
-        grad_clip: NonNegative = 1.0,
-        max_skipped: Count = 10,
-        seed: Count = 0,
+        **common: Any,
     ):
         points = check_points("validate_at", validate_at)
         if "current" not in points:
             raise ValueError(f"validate_at must hold current, whose loss is val/loss, got {list(validate_at)}")
-        super().__init__(
-            model=model,
-            optim=optim,
-            sparsity=sparsity,
-            parallel=parallel,
-            start=start,
-            latent_scale=latent_scale,
-            grad_clip=grad_clip,
-            max_skipped=max_skipped,
-            seed=seed,
-        )
+        super().__init__(**common)
         self.objective = objective
         self.validate_at = points
         # for the progress bar

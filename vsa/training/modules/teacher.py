@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.weight_source import WeightSource, open_weights
+from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, build_model
 
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 def gates_from_dense(model: VideoDiT) -> Gates:
     """What gates a dense checkpoint leaves `model` with."""
     return "initial" if gate_names(model) else "absent"
+
+
+def refuse_other_network(start: WeightSource, make: Callable[[], VideoDiT], role: str) -> None:
+    """Raise ValueError when dense weights do not fit the network that `make` builds; no memory is taken."""
+    with without_memory():
+        network = make()
+    try:
+        start.check(network, gates_from_dense(network))
+    except ValueError as error:
+        # the settings may name no such weights at all
+        raise ValueError(f"as {role}: {error}") from None
 
 
 class Teacher:
@@ -57,24 +69,18 @@ class Teacher:
         Raises:
             ValueError: there are none, they changed since, or what differs.
         """
-        self._start = self._found(resume, init_from)
+        self._start = self._choose(resume, init_from)
         # once: its folder may be another one, or gone, when a checkpoint is written
         self._digest = self.start.digest
         if self.start.step_list is not None:
             raise ValueError(
                 f"the teacher {self.start.source} is distilled already, to the timesteps "
-                f"{list(self.start.step_list)}: it is no teacher for other noise levels, name a dense one"
+                f"{list(self.start.step_list)}: it cannot teach other noise levels, name a dense one"
             )
-        with torch.device("meta"):
-            network = self._make()
-        try:
-            self.start.check(network, gates_from_dense(network))
-        except ValueError as error:
-            # the settings may name no teacher at all
-            raise ValueError(f"as teacher (task.teacher, else init_from): {error}") from None
+        refuse_other_network(self.start, self._make, "teacher (task.teacher, else init_from)")
         self.start.check_data(data)
 
-    def _found(self, resume: Checkpoint | None, init_from: WeightSource | None) -> WeightSource:
+    def _choose(self, resume: Checkpoint | None, init_from: WeightSource | None) -> WeightSource:
         saved = resume.state.get("teacher") if resume is not None else None
         if resume is not None and saved is not None:
             began = resume.state.get("config", {}).get("task", {}).get("teacher")

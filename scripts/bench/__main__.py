@@ -1,7 +1,7 @@
 """Speed of the kernels beside dense attention and other packages, after their answers have been checked.
 
-    python scripts/bench.py fine --device cuda --out F.json
-    python scripts/bench.py table benchmarks/*.json
+    python -m scripts.bench fine --device cuda --out F.json
+    python -m scripts.bench table benchmarks/*.json
 
 fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
@@ -26,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.cases import CASES, NETWORK_CASES, measure_shape
-from bench.peers import PEERS
-from bench.problems import LISTS, choose_shapes
-from bench.timing import Setup
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
 
 from vsa.errors import one_line_errors
+from vsa.files import atomic_file
 from vsa.machine import machine, versions
+
+from .cases import CASES, NETWORK_CASES, measure_shape
+from .peers import PEERS
+from .problems import LISTS, choose_shapes
+from .timing import Setup
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
 
@@ -102,7 +104,7 @@ def saved_table(path: Path) -> str:
     except ValueError as error:
         raise ValueError(f"{path} is no report: {error}") from error
     if not isinstance(report, dict) or not {"rows", "machine", "versions"} <= set(report):
-        return f"{path.name}: not a report of scripts/bench.py"
+        return f"{path.name}: not a report of scripts.bench"
     return table(report)
 
 
@@ -145,17 +147,11 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         report["skipped"] += [{"name": shape.name, "op": op, "reason": why} for op, why in got.skipped.items()]
         # after every shape: what was measured survives a later failure
         if args.out:
-            _save(report, args.out)
+            with atomic_file(args.out) as temporary:
+                temporary.write_text(json.dumps(report, indent=1) + "\n")
         if device.type == "cuda":
             torch.cuda.empty_cache()
     print("\n".join(report["checks"]), table(report), sep="\n\n")
-
-
-def _save(report: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
-    part.replace(path)
 
 
 def main(argv: list[str]) -> None:
@@ -204,7 +200,7 @@ def main(argv: list[str]) -> None:
 def _command(argv: list[str]) -> str:
     # where the report went is no part of what was measured
     at = argv.index("--out") if "--out" in argv else len(argv)
-    return " ".join(["python scripts/bench.py", *argv[:at], *argv[at + 2 :]])
+    return " ".join(["python -m scripts.bench", *argv[:at], *argv[at + 2 :]])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Tools for development: benchmark, tune and check kernels, from a checkout."""

@@ -1,0 +1,144 @@
+"""A sharded network and its files without a copy of the whole: how it starts, what it holds, how it is written."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from safetensors.torch import save_file as library_save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import vsa.checkpoints.run_checkpoint as checkpointing
+from tests.training.ranks import run_ranks
+from vsa.attention.full import FullAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.sharding import local, whole
+from vsa.models.video_dit import VideoDiT
+from vsa.training.parallel import ParallelPlan, build_model
+
+
+def make_model(init: str, *, heads: int = 2, layers: int = 2, dense: bool = False) -> VideoDiT:
+    def attention(**sizes):
+        return FullAttention(**sizes) if dense else VideoSparseAttention(**sizes, tile_thw=(2, 2, 2))
+
+    return VideoDiT(
+        attention=attention,
+        num_attention_heads=heads,
+        attention_head_dim=16,
+        ffn_dim=64 * heads,
+        num_layers=layers,
+        text_dim=24,
+        freq_dim=16,
+        init=init,
+    )
+
+
+@pytest.mark.parametrize("init", ["gpt_neox", "wan"])
+def test_sharded_weights_start_as_unsharded_ones(init):
+    torch.manual_seed(3)
+    wanted = dict(make_model(init).named_parameters())
+    state = torch.get_rng_state()
+    following = torch.rand(4)
+
+    def on_rank(rank: int) -> tuple[dict[str, float], bool, float]:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(3)
+        model = build_model(lambda: make_model(init), mesh, ParallelPlan())
+        same_state = torch.equal(torch.get_rng_state(), state) and torch.equal(torch.rand(4), following)
+        parameters = dict(model.named_parameters())
+        assert all(isinstance(p, DTensor) and p.requires_grad for p in parameters.values())
+        share = sum(local(p).numel() for p in parameters.values()) / sum(p.numel() for p in wanted.values())
+        return (
+            {n: (whole(p) - wanted[n]).abs().max().item() for n, p in parameters.items()},
+            same_state,
+            share,
+        )
+
+    for differences, same_state, share in run_ranks(2, on_rank):
+        assert set(differences) == set(wanted)
+        assert not any(differences.values())
+        assert same_state
+        # tables have one row, which the first rank holds
+        assert 0.4 < share < 0.6
+    # control: another draw
+    torch.manual_seed(4)
+    assert any(not torch.equal(p, wanted[n]) for n, p in make_model(init).named_parameters())
+
+
+# of glibc
+M_MMAP_THRESHOLD = -3
+
+
+def test_no_rank_ever_holds_the_whole_model():
+    def build() -> VideoDiT:
+        return make_model("wan", heads=32, layers=6, dense=True)
+
+    def peak_of(function) -> int:
+        """Growth of the largest resident size in bytes."""
+        gc.collect()
+        # what earlier tests freed would be used again without growing: every tensor gets pages of its own
+        libc = ctypes.CDLL("libc.so.6")
+        assert libc.mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
+        libc.malloc_trim(0)
+        # 5 resets the high-water mark
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
+        function()
+        return memory("VmHWM") - before
+
+    def memory(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+    def on_rank(rank: int) -> int:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2,))
+        # the first use of code takes memory, too
+        build_model(lambda: make_model("wan"), mesh, ParallelPlan())
+        return peak_of(lambda: build_model(build, mesh, ParallelPlan()))
+
+    with torch.device("meta"):
+        size = 4 * sum(p.numel() for p in build().parameters())
+    assert max(run_ranks(2, on_rank)) < 0.75 * size
+    # control
+    assert run_ranks(1, lambda rank: peak_of(build))[0] > 0.95 * size
+
+
+def test_the_streaming_writer_makes_the_file_of_the_library(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    group = {
+        "b": torch.randn(3, 5, generator=generator),
+        "ä/step": torch.tensor(7.0),
+        "a": torch.randn(4, 2, generator=generator).t(),
+        "half": torch.randn(3, generator=generator).bfloat16(),
+        "count": torch.arange(3),
+        "none": torch.empty(0, 4),
+    }
+    alive: list[weakref.ref] = []
+    largest = 0
+
+    def wholes():
+        nonlocal largest
+        for name in checkpointing._file_order(group):
+            value = group[name].clone()
+            alive.append(weakref.ref(value))
+            yield value
+            del value
+            largest = max(largest, sum(ref() is not None for ref in alive))
+
+    digest = checkpointing.save_file(tmp_path / "ours", group, wholes())
+    library_save_file({name: value.contiguous() for name, value in group.items()}, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert digest == hashlib.sha256((tmp_path / "theirs").read_bytes()).hexdigest()
+    assert all(torch.equal(value, group[name]) for name, value in load_file(tmp_path / "ours").items())
+    # the one being written and no other
+    assert largest <= 1

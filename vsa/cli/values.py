@@ -1,0 +1,36 @@
+"""From the values of options to what the library takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar, get_type_hints
+
+Number = TypeVar("Number", int, float)
+Made = TypeVar("Made")
+
+
+def numbers(option: str, text: str | None, kind: type[Number]) -> list[Number] | None:
+    """The numbers of a list given as one value, `1000,757,522`; None when the option is left out.
+
+    Raises:
+        ValueError: names the option with what was given.
+    """
+    try:
+        return None if text is None else [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option}: expected {kind.__name__} values with commas between them, got {text}") from None
+
+
+def made_of(kind: Callable[..., Made], options: Mapping[str, Any]) -> Made:
+    """A dataclass of the options that have the names of its fields; what is left out has its default."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in options.items() if name in names and value is not None})
+
+
+def refuse_options(command: Callable[..., None], options: Mapping[str, Any], panel: str, owner: str) -> None:
+    """Raise ValueError when an option under one heading of the help was given, which only `owner` has."""
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        shown: Any = getattr(hint, "__metadata__", (None,))[0]
+        if options.get(name) is not None and shown.rich_help_panel == panel:
+            raise ValueError(f"--{name.replace('_', '-')} is an option of {owner} only")
