@@ -126,10 +126,14 @@ class BlockIndex:
     @classmethod
     def from_dense(cls, mask: Tensor) -> BlockIndex:
         """Index of a bool block mask `[B|1, H|1, Nq, Nkv]`."""
-        counts = mask.sum(-1, dtype=torch.int32)
-        # a stable sort of the negated mask lists the kept blocks first, ascending
-        indices = torch.sort((~mask).to(torch.int8), dim=-1, stable=True).indices.to(torch.int32)
-        return cls(kv_indices=indices.contiguous(), kv_num_blocks=counts)
+        before = mask.cumsum(-1, dtype=torch.int32)
+        counts = before[..., -1:]
+        column = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32)
+        # kept blocks go first, ascending, the others behind them
+        place = torch.where(mask, before - 1, counts + column - before)
+        indices = torch.empty_like(place, memory_format=torch.contiguous_format)
+        indices.scatter_(-1, place.long(), column.expand_as(place))
+        return cls(kv_indices=indices, kv_num_blocks=counts[..., 0].contiguous())
 
     def to_dense(self, num_kv_blocks: int) -> Tensor:
         """Bool block mask `[B|1, H|1, Nq, num_kv_blocks]`, True where any token pair may attend."""

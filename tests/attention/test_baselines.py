@@ -103,6 +103,8 @@ def test_layers_take_turns():
     groups = [(1, "all", "all"), ("all", 1, 1), ("all", 8, 8)]
     chosen = [GroupedAttention(**SIZES, layer_idx=i, groups=groups).group for i in range(5)]
     assert chosen == [*groups, *groups[:2]]
+    other = [GroupedAttention(**SIZES, layer_idx=i, groups=groups, first=2).group for i in range(4)]
+    assert other == [groups[2], *groups]
 
 
 def test_density_of_strided_windows():
@@ -119,6 +121,8 @@ def test_bad_input():
         GroupedAttention(**SIZES, groups=[])
     with pytest.raises(ValueError, match=r"^groups=\[\[0,all,all\]\]: expected"):
         GroupedAttention(**SIZES, groups=[(0, "all", "all")])
+    with pytest.raises(ValueError, match=r"first=1 is none of the 1 groups"):
+        GroupedAttention(**SIZES, groups=[(1, "all", "all")], first=1)
     row = [Segment((1, 2, 2)), Segment((1, 1, 3), "text")]
     for method in (GroupedAttention(**SIZES, groups=[(1, "all", "all")]), CompressedKV(**SIZES)):
         layout = method.layout(row)

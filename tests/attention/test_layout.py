@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.attention.oracle import cube_ids
 from vsa.attention.hilbert import hilbert_order
 from vsa.attention.layout import Segment, TileLayout, propose_tile
+from vsa.attention.tiling import proposals
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
@@ -121,6 +122,55 @@ def test_nested_groups_are_larger_tiles(tiles):
         assert not torch.equal(layout.super_offsets[4][:-1], 4 * torch.arange(len(layout.super_offsets[4]) - 1))
 
 
+CHAINS = [
+    ((4, 4, 4), (2, 4, 2)),
+    ((2, 4, 2), (4, 4, 4)),
+    ((4, 8, 8), (4, 8, 8), (4, 4, 4)),
+    ((2, 4, 4), (2, 2, 4), (1, 2, 2)),
+    ((3, 2, 2), (3, 4, 6), (1, 2, 2)),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES, st.sampled_from(CHAINS), st.sampled_from(["nested", "raster"]), st.sampled_from(["cube", "hilbert_run"]))
+def test_tiles_of_several_sizes_share_an_order(grid, tiles, block_order, partition):
+    tile, kv_tile, *more = tiles
+    layout = TileLayout.build(
+        [Segment(grid)],
+        tile_thw=tile,
+        kv_tile_thw=kv_tile,
+        more_tiles=more,
+        block_order=block_order,
+        partition=partition,
+    )
+    assert torch.equal(layout.order.sort().values, torch.arange(math.prod(grid)))
+    assert set(layout.tiles) == set(tiles)
+    assert layout.blocks is layout.tiles[tile]
+    assert layout.kv_blocks is layout.tiles[kv_tile]
+    assert layout.num_video_tiles == layout.kv_blocks.num
+    for size, blocks in layout.tiles.items():
+        ids = torch.tensor(cube_ids(grid, size))[layout.order]
+        if partition == "hilbert_run":
+            ids = torch.arange(math.prod(grid)) // math.prod(size)
+            assert torch.equal(layout.order, hilbert_order(grid))
+        cut = [ids[a:b] for a, b in itertools.pairwise(blocks.offsets.tolist())]
+        assert all(len(block.unique()) == 1 for block in cut)
+        assert sorted(int(block[0]) for block in cut) == sorted(set(ids.tolist()))
+        assert (blocks.min_size, blocks.max_size) == (min(map(len, cut)), max(map(len, cut)))
+
+
+def test_one_size_of_tiles_is_the_plain_layout():
+    segments = [Segment((3, 5, 7))]
+    plain = TileLayout.build(segments, tile_thw=(2, 4, 4))
+    assert TileLayout.build(segments, tile_thw=(2, 4, 4), kv_tile_thw=(2, 4, 4), more_tiles=[(2, 4, 4)]) is plain
+    # the largest tiles keep the order that they have alone
+    for order in ("nested", "raster"):
+        fine = TileLayout.build(segments, tile_thw=(2, 4, 4), kv_tile_thw=(2, 2, 2), block_order=order)
+        alone = TileLayout.build(segments, tile_thw=(2, 4, 4), block_order=order)
+        tiles = torch.tensor(cube_ids((3, 5, 7), (2, 4, 4)))
+        assert torch.equal(tiles[fine.order], tiles[alone.order])
+
+
 def test_nested_groups_stay_inside_segments():
     layout = TileLayout.build([Segment((2, 2, 3)), Segment((1, 1, 5), "text")], tile_thw=(1, 2, 1))
     for offsets in layout.super_offsets.values():
@@ -200,7 +250,8 @@ def test_selection_rule():
 
 def test_low_fill_warns_once_and_proposes():
     grid, tile = (5, 8, 12), (4, 4, 4)
-    assert propose_tile((21, 32, 32), 64) == (2, 4, 8)
+    # 363 tiles of 63 tokens; (2, 4, 8) would be 352, (4, 4, 4) are 384
+    assert propose_tile((21, 32, 32), 64) == (7, 3, 3)
     assert propose_tile((16, 32, 32), 64) == (4, 4, 4)
     with pytest.warns(UserWarning, match=r"tiles \(4, 4, 4\) are 62% full.*grid \(5, 8, 12\)"):
         TileLayout.build([Segment(grid)], tile_thw=tile, block_order="raster")
@@ -213,15 +264,32 @@ def test_low_fill_warns_once_and_proposes():
 
 @settings(max_examples=30, deadline=None)
 @given(SIZES, st.sampled_from([4, 8, 16, 27, 64]))
-def test_proposed_tile_is_no_worse(grid, volume):
-    def fill(tile: tuple[int, ...]) -> float:
-        return math.prod(n / (math.ceil(n / c) * c) for n, c in zip(grid, tile, strict=True))
+def test_proposed_tiles_are_few(grid, volume):
+    def count(tile: tuple[int, ...]) -> int:
+        return math.prod(math.ceil(n / c) for n, c in zip(grid, tile, strict=True))
 
+    def surface(tile: tuple[int, ...]) -> int:
+        return sum(a * b for a, b in itertools.combinations(tile, 2))
+
+    every = [c for c in itertools.product(range(1, volume + 1), repeat=3) if math.prod(c) <= volume]
     tile = propose_tile(grid, volume)
-    assert math.prod(tile) == volume
-    every = [c for c in itertools.product(range(1, volume + 1), repeat=3) if math.prod(c) == volume]
-    best = max(fill(c) for c in every)
-    assert fill(tile) >= min(0.9, best) - 1e-9
+    assert math.prod(tile) <= volume
+    good = math.prod(grid) / 0.9 / volume
+    assert count(tile) <= max(good, min(count(c) for c in every)) + 1e-9
+    # of those that are as good, none is nearer to a cube
+    assert surface(tile) == min(surface(c) for c in every if count(c) <= max(good, count(tile)) + 1e-9)
+
+
+def test_proposals_for_wan_480p():
+    ranked = proposals((21, 30, 52), 64)
+    counts = {tile: math.prod(math.ceil(n / c) for n, c in zip((21, 30, 52), tile, strict=True)) for tile in ranked}
+    assert counts[4, 4, 4] == 624
+    assert counts[7, 3, 3] == 540
+    assert ranked.index((7, 3, 3)) < ranked.index((4, 4, 4))
+    assert counts[ranked[0]] < 32760 / 64 / 0.9
+    # then by number of tiles
+    worse = [counts[tile] for tile in ranked if counts[tile] > 32760 / 64 / 0.9]
+    assert worse == sorted(worse)
 
 
 def test_build_is_cached_immutable_and_usable_in_training():
@@ -249,6 +317,14 @@ def test_build_is_cached_immutable_and_usable_in_training():
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=(4, 0, 4)), r"got \(4, 0, 4\)"),
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, partition="x"), "hilbert_run, got 'x'"),
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, block_order="x"), "raster, got 'x'"),
+        (
+            lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=(2, 2, 2), kv_tile_thw=(1, 4, 2)),
+            r"tiles must divide each other along every axis, got \(2, 2, 2\) and \(1, 4, 2\)",
+        ),
+        (
+            lambda: TileLayout.build([Segment((1, 2, 2))] * 2, tile_thw=(2, 2, 2), kv_tile_thw=(1, 2, 2)),
+            "tiles of several sizes are for rows of one video",
+        ),
         (
             lambda: TileLayout.build([Segment((1, 2, 2), sample=n) for n in (0, 1, 0)], tile_thw=None),
             r"must stand together, got samples \[0, 1, 0\]",

@@ -114,6 +114,7 @@ def test_pairs_and_bad_input():
     method = PooledTail(**SIZES)
     layout = method.layout([Segment((8, 8, 8))])
     assert method.pairs(layout, 2) == 512 * (2 * 64 + 8)
+    assert PooledTail(**SIZES, order=2).pairs(layout, 2) == 512 * (2 * 64 + 8 + 4)
     with pytest.raises(ValueError, match="order=3: expected one of 1, 2"):
         PooledTail(**SIZES, order=3)
     row = method.layout([Segment((4, 4, 4)), Segment((1, 1, 3), "text")])

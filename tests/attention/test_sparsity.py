@@ -236,6 +236,15 @@ def test_weights_are_looked_at_with_the_topk_of_their_last_step():
     assert schedule.topk_after(3, 16, 2, "dense") == 16
 
 
+def test_half_and_double_are_of_the_step_and_stay_between_one_and_all_tiles():
+    schedule = StaircaseSparsity(dense_steps=1, interval=1, tiles=11, topk=1, dense_layers=[1], layer_topk={2: 3})
+    at = lambda point: [schedule.topk_per_layer(step, 16, 4, point) for step in range(3)]  # noqa: E731
+    assert at("current") == [(16, 16, 3, 16), (5, 16, 3, 5), (1, 16, 3, 1)]
+    assert at("half") == [(8, 16, 2, 8), (3, 16, 2, 3), (1, 16, 2, 1)]
+    assert at("double") == [(16, 16, 6, 16), (10, 16, 6, 10), (2, 16, 6, 2)]
+    assert ConstantSparsity(topk=4).topk_per_layer(0, 16, 2, "half") == 2
+
+
 def test_missed_mass_goes_down_only_while_little_is_missed():
     schedule = MissedMassSparsity(max_missed=0.2, dense_steps=10, interval=5, tiles=4, topk=3)
     assert schedule.measured

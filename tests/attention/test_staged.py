@@ -42,7 +42,7 @@ def window_by_definition(grid, window, edge):
     return torch.tensor([[all(x in r for x, r in zip(other, row, strict=True)) for other in places] for row in ranges])
 
 
-def oracle(q, k, v, gates, *, grid, stages, topk, window, edge, budget, pooling):
+def oracle(q, k, v, gates, *, grid, stages, topk, window, edge, budget, pooling, gate="own"):
     """Output in raster order, fp64."""
     ids = torch.tensor(cube_ids(grid, TILE))
     members = torch.stack([ids == n for n in range(int(ids.max()) + 1)])
@@ -61,6 +61,8 @@ def oracle(q, k, v, gates, *, grid, stages, topk, window, edge, budget, pooling)
         logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
         return (logits.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
 
+    if budget == "within" and stages in ("c_f_l", "c_f_l_e"):
+        topk = max(1, topk - int(local.sum(1).max()))
     ranked = scores
     if stages == "c_f_l_e":
         ranked = scores.masked_fill(local, -math.inf)
@@ -75,7 +77,7 @@ def oracle(q, k, v, gates, *, grid, stages, topk, window, edge, budget, pooling)
     local = local.expand_as(chosen)
     out = attend(local if stages in ("l", "c_l") else chosen) * gates["fine"]
     if stages in ("c_f_l", "c_f_l_e"):
-        out = out + attend(local) * gates["window"]
+        out = out + attend(local) * gates["window" if gate == "own" else "fine"]
     if "c" in stages:
         coarse = scores.softmax(-1) @ pooled(v)
         out = out + coarse[:, :, ids].transpose(1, 2) * gates["compress"]
@@ -96,6 +98,7 @@ def run(method, layout, tensors, topk):
     leaves = [x.clone().requires_grad_() for x in tensors]
     q, k, v, *gates = (layout.permute(x) for x in leaves)
     extra = dict(zip(("fine", "compress", "window"), gates, strict=True))
+    extra = {name: gate for name, gate in extra.items() if f"to_gate_{name}" in method.extra_modules()}
     out = layout.unpermute(method.attend_combine(q, k, v, extra, AttnContext(layout=layout, topk=topk)))
     return out, grads_of(out, leaves)
 
@@ -119,6 +122,9 @@ def test_stages_are_dense_masks(stages, grid):
         ("c_f_l", {"edge": "truncate", "window": (1, 3, 2)}),
         ("c_fl", {"budget": "within"}),
         ("c_f", {"pooling": "max"}),
+        ("c_f_l", {"gate": "fine"}),
+        ("c_f_l", {"budget": "within", "window": (1, 2, 2), "topk": 6}),
+        ("c_f_l_e", {"budget": "within", "window": (2, 2, 1), "edge": "truncate", "topk": 7}),
         ("c_l", {"window": (5, 1, 3)}),
     ],
     ids=str,
@@ -127,16 +133,21 @@ def test_options_are_dense_masks(stages, options):
     check((3, 9, 7), stages, **options)
 
 
-def check(grid, stages, edge="clamp", window=(1, 3, 3), budget="union", pooling="mean", topk=3):
+def check(grid, stages, edge="clamp", window=(1, 3, 3), budget="union", pooling="mean", topk=3, gate="own"):
     options = {"window_thw": window, "window_edge": edge, "window_budget": budget, "pooling": pooling}
+    options["window_gate"] = gate
     method, layout, tensors = make(grid, stages, **options)
     out, grads = run(method, layout, tensors, topk)
     leaves = [x.clone().requires_grad_() for x in tensors]
     gates = dict(zip(("fine", "compress", "window"), leaves[3:], strict=True))
     definition = {"grid": grid, "topk": topk, "window": window, "edge": edge, "budget": budget, "pooling": pooling}
+    definition["gate"] = gate
     expected = oracle(*leaves[:3], gates, stages=stages, **definition)
     for ours, theirs in zip((out, *grads), (expected, *grads_of(expected, leaves)), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-12)
+    # another budget or gate of the window is noticed
+    for other in [{"budget": "union"}] * (budget == "within") + [{"gate": "own"}] * (gate == "fine"):
+        assert not torch.allclose(out, oracle(*leaves[:3], gates, stages=stages, **definition | other), atol=1e-3)
     # the definition of other stages is noticed
     others = {s for s in STAGES if s != stages}
     assert not any(
@@ -173,7 +184,43 @@ def test_conv_pooling_is_a_convolution_over_zero_padded_tiles(grid):
     first = torch.stack(torch.unravel_index(layout.order[offsets], grid), -1) // torch.tensor(TILE)
     expected = expected[:, :, first[:, 0], first[:, 1], first[:, 2]].unflatten(0, (2, 2)).permute(0, 3, 1, 2)
     assert torch.allclose(pooled, expected, atol=1e-12)
-    assert set(method.extra_modules()) >= {"to_pool_q", "to_pool_k", "to_pool_v"}
+
+
+@pytest.mark.parametrize(
+    ("sharing", "modules", "convolutions"),
+    [("heads", ["to_pool_q", "to_pool_k", "to_pool_v"], 3), ("all", ["to_pool"], 1), ("none", None, 6)],
+)
+def test_convolutions_are_shared_as_asked(sharing, modules, convolutions):
+    """Own weights change what they pool and nothing else."""
+    method, layout, tensors = make((3, 5, 3), "c_f", pooling="conv", conv_sharing=sharing, gate_init="model")
+    own = {name: module for name, module in method.extra_modules().items() if name.startswith("to_pool")}
+    assert list(own) == (modules or ["to_pool_q", "to_pool_k", "to_pool_v"])
+    weights = [p for module in own.values() for p in module.parameters()]
+    assert [tuple(p.shape) for p in weights] == [(4, 8 * 4)] * convolutions
+    x = layout.permute(tensors[0])
+    pooled = lambda: [method.pool[name](x, layout).unbind(2) for name in "qkv"]  # noqa: E731
+    before = pooled()
+    weights[0].data.add_(1)
+    changed = [
+        not torch.equal(a, b) for old, new in zip(before, pooled(), strict=True) for a, b in zip(old, new, strict=True)
+    ]
+    assert (
+        changed
+        == {
+            "heads": [True, True, False, False, False, False],
+            "all": [True] * 6,
+            "none": [True, False, False, False, False, False],
+        }[sharing]
+    )
+
+
+def test_conv_pooling_starts_as_the_mean():
+    method, layout, tensors = make((4, 6, 2), "c_f", pooling="conv")
+    mean, _, _ = make((4, 6, 2), "c_f")
+    x = layout.permute(tensors[0])
+    assert torch.allclose(method.pool["k"](x, layout), mean.pool["k"](x, layout), atol=1e-12)
+    other, _, _ = make((4, 6, 2), "c_f", pooling="conv", gate_init="model")
+    assert not torch.allclose(other.pool["k"](x, layout), mean.pool["k"](x, layout), atol=1e-3)
 
 
 def test_a_new_layer_is_its_fine_stage():
@@ -193,6 +240,11 @@ def test_pairs_of_the_window():
     # 27 of 256 cubes, always whole
     assert method.pairs(layout, 32) == 27 * 256 * 64 * 64
     assert StagedAttention(**SIZES, stages="l", window_edge="truncate").pairs(layout, 32) < 27 * 256 * 64 * 64
+    # a window that leaves fewer tiles than the top-k, and one that is taken off the top-k
+    rest = StagedAttention(**SIZES, stages="c_f_l_e").pairs(layout, 250)
+    assert rest == 256**2 + (229 + 27) * 256 * 64 * 64
+    both = StagedAttention(**SIZES, stages="c_f_l", window_budget="within").pairs(layout, 32)
+    assert both == 256**2 + (5 + 27) * 256 * 64 * 64
 
 
 def test_bad_input():

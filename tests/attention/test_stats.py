@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 
+import numpy as np
 import pytest
 import torch
 from vsa_kernels import BlockIndex, Blocks
@@ -13,6 +15,7 @@ from vsa.attention import stats
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
 from vsa.attention.layout import Segment
+from vsa.attention.stats import neighbour_overlap, popularity
 from vsa.attention.video_sparse import VideoSparseAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
@@ -215,3 +218,69 @@ def test_all_tiles_run_dense_while_the_coarse_stage_and_its_gate_train(monkeypat
     # control: one tile less does run the kernel
     with pytest.raises(AssertionError, match="block-sparse kernel"):
         method.attend_combine(q, k, v, method.project(x), AttnContext(layout=layout, topk=layout.num_video_tiles - 1))
+
+
+def lists_of(selected: torch.Tensor, head: int) -> list[set[int]]:
+    return [{n for n, chosen in enumerate(row) if chosen} for row in selected[0, head].tolist()]
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 4, 6, 7], [0, 4, 7], [0, 1, 3, 7]])
+def test_neighbour_overlap_counts_what_a_group_would_load_once(offsets):
+    selected = torch.rand(1, 2, 7, 9, generator=torch.Generator().manual_seed(3)) < 0.4
+    overlap, random = neighbour_overlap(selected, torch.tensor(offsets))
+    for head in range(2):
+        lists, saved, by_chance, whole = lists_of(selected, head), 0.0, 0.0, 0.0
+        for start, stop in itertools.pairwise(offsets):
+            group = lists[start:stop]
+            if len(group) > 1:
+                total = sum(map(len, group))
+                saved += total - len(set.union(*group))
+                by_chance += total - sum(1 - math.prod(1 - len(some) / 9 for some in group) for _ in range(9))
+                whole += total - max(map(len, group))
+        assert float(overlap[0, head]) == pytest.approx(saved / whole)
+        assert float(random[0, head]) == pytest.approx(by_chance / whole)
+        # control: other groups
+        other = neighbour_overlap(selected, torch.tensor([0, 3, 6, 7])).overlap
+        assert abs(float(other[0, head]) - saved / whole) > 1e-3
+
+
+def test_neighbour_overlap_of_equal_and_of_disjoint_lists():
+    same = torch.zeros(1, 1, 4, 8, dtype=torch.bool)
+    same[..., :3] = True
+    assert neighbour_overlap(same, torch.tensor([0, 4])).overlap.item() == 1
+    # pairs of equally long lists: the share in common, and its average over pairs
+    pairs = torch.zeros(1, 1, 4, 8, dtype=torch.bool)
+    for row, tiles in enumerate(([0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3], [2, 3, 4, 5])):
+        pairs[0, 0, row, tiles] = True
+    overlap, random = neighbour_overlap(pairs, torch.tensor([0, 2, 4]))
+    assert overlap.item() == pytest.approx(0.25)
+    # two lists of 4 of 8 share 2 by chance
+    assert random.item() == pytest.approx(0.5)
+    assert neighbour_overlap(pairs, torch.tensor([0, 1, 2, 3, 4])).overlap.isnan().all()
+
+
+def test_random_neighbours_have_the_random_overlap():
+    scores = torch.rand(1, 1, 4000, 16, generator=torch.Generator().manual_seed(0))
+    selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(4, dim=-1).indices, True)
+    for size in (2, 4):
+        overlap, random = neighbour_overlap(selected, torch.arange(0, 4001, size))
+        assert overlap.item() == pytest.approx(random.item(), abs=0.01)
+
+
+def test_popularity_counts_the_lists_of_each_tile():
+    selected = torch.rand(1, 2, 11, 20, generator=torch.Generator().manual_seed(1)) < 0.15
+    found = popularity(selected)
+    for head in range(2):
+        counts = [sum(tile in some for some in lists_of(selected, head)) for tile in range(20)]
+        mean = sum(counts) / 20
+        expected = {
+            "mean": mean,
+            "median": np.quantile(counts, 0.5),
+            "p90": np.quantile(counts, 0.9),
+            "p99": np.quantile(counts, 0.99),
+            "largest": max(counts),
+            "unlisted": sum(n == 0 for n in counts) / 20,
+            "long": sum(n > 1.5 * mean for n in counts) / 20,
+        }
+        assert {name: float(values[0, head]) for name, values in found._asdict().items()} == pytest.approx(expected)
+    assert 0 < expected["unlisted"] < 1

@@ -33,6 +33,17 @@ def test_index_and_dense_mask_are_inverse(seed):
         assert torch.equal(kept, kept.sort().values)
 
 
+@given(st.integers(0, 1 << 16), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+def test_a_mask_lists_its_kept_blocks_first_and_then_the_others(seed, share):
+    mask = torch.rand(2, 3, 5, 9, generator=torch.Generator().manual_seed(seed)) < share
+    for view in (mask, mask[:, :1], mask.transpose(0, 1), mask[:, :, ::2, 1:], mask[:1].expand(4, -1, -1, -1)):
+        index = BlockIndex.from_dense(view)
+        expected = torch.sort((~view).to(torch.int8), dim=-1, stable=True).indices
+        assert torch.equal(index.kv_indices.long(), expected)
+        assert (index.kv_indices.dtype, index.kv_num_blocks.dtype) == (torch.int32, torch.int32)
+        assert torch.equal(index.kv_num_blocks, view.sum(-1, dtype=torch.int32))
+
+
 def test_a_tensor_with_neighbouring_entries_is_not_copied():
     lists = torch.arange(24, dtype=torch.int32).view(2, 1, 3, 4)
     for x in (lists, lists.expand(2, 5, 3, 4), lists[..., 1:], lists[:, :, ::2], lists[..., :1], lists[..., :0]):

@@ -1,4 +1,7 @@
-"""Every attention method trains: finite losses, gradients of all its parameters, counted FLOPs, a run that resumes."""
+"""Every attention method trains: finite losses, gradients of all its parameters, counted FLOPs, a run that resumes.
+
+Conv pooling, whose weights are no gates, goes through a checkpoint like them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,13 @@ import math
 
 import lightning as L
 import pytest
+import torch
+
+from vsa.checkpoints.convert import Conversion, convert
+from vsa.checkpoints.run_checkpoint import read_checkpoint
+from vsa.checkpoints.wan_names import is_gate
+from vsa.checkpoints.weight_source import open_weights
+from vsa.sampling.pipeline import generate, load_run
 
 METHODS = [
     ("attention=full", "~attention.tile_thw"),
@@ -17,6 +27,15 @@ METHODS = [
     ("attention=staged", "attention.stages=l"),
     ("attention=staged", "attention.stages=c_f_l", "attention.window_thw=[1,1,3]"),
     ("attention=staged", "attention.stages=c_fl", "attention.window_thw=[1,1,3]", "attention.pooling=conv"),
+    (
+        "attention=staged",
+        "attention.kv_tile_thw=[1,2,2]",
+        "attention.pooling=conv",
+        "attention.conv_sharing=none",
+        "attention.score=subblock_lse",
+        "attention.score_thw=[1,1,2]",
+    ),
+    ("attention=staged", "attention.pool_thw=[1,2,2]", "attention.score=mean"),
 ]
 
 
@@ -37,3 +56,53 @@ def test_a_method_trains_and_resumes(training, overrides):
     rows = training.metrics()
     assert sorted(rows) == [1, 2, 3, 4]
     assert all(math.isfinite(float(row["train/loss"])) for row in rows.values())
+
+
+CONV = ("attention=staged", "attention.pooling=conv", "attention.tile_thw=[1,2,2]", "attention.gate_init=identity")
+
+
+class Start(L.Callback):
+    """Weights and optimizer groups at the start."""
+
+    def on_train_start(self, trainer, module):
+        self.weights = {name: p.detach().clone() for name, p in module.model.named_parameters()}
+        self.roles = {name: group["role"] for group in trainer.optimizers[0].param_groups for name in group["names"]}
+
+
+@pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+def test_pools_with_weights_start_fresh_are_saved_and_have_no_export(training, tmp_path):
+    training("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=1")
+    start, resumed = Start(), Start()
+    finetune = ("task=finetune", "task.latent_scale=shared", f"init_from={training.folder('dense')}", *CONV)
+    training(*finetune, "trainer.max_steps=2", callbacks=(start,))
+    pools = {name for name in start.weights if ".to_pool" in name}
+    layers = len({name.split(".")[1] for name in pools})
+    assert len(pools) == 3 * layers > 0
+    assert all(is_gate(name) for name in pools)
+    assert {start.roles[name] for name in pools} == {"gate"}
+    for name in pools:
+        eye = torch.eye(start.weights[name].shape[0])
+        assert torch.equal(start.weights[name], eye.repeat(1, 4) / 4)
+    dense = read_checkpoint(training.folder("dense") / "checkpoints" / "step-00000001")
+    kept = {name for name in start.weights if not is_gate(name)}
+    assert set(dense.tensors("ema")) == kept
+    assert all(torch.equal(start.weights[name], value) for name, value in dense.tensors("ema").items())
+    # a checkpoint holds them, and a run goes on with them
+    saved = read_checkpoint(training.folder() / "checkpoints" / "step-00000002").tensors("model")
+    assert not torch.equal(saved[min(pools)], start.weights[min(pools)])
+    training(*finetune, "trainer.max_steps=3", "ckpt_path=last", callbacks=(resumed,))
+    assert all(torch.equal(resumed.weights[name], saved[name]) for name in pools)
+    # sparse weights are not dense ones, and no format of an export describes the method
+    run = load_run(training.folder(), device="cpu")
+    assert generate(run, ["a red circle"], run.settings(steps=1)).isfinite().all()
+    with pytest.raises(ValueError, match=r"gates=initial takes a dense checkpoint, but .* has gates: blocks.0.to_gate"):
+        training(*finetune[:2], f"init_from={training.folder()}", *CONV, "run=again")
+    with pytest.raises(ValueError, match="describes video_sparse attention, the model has StagedAttention"):
+        convert(open_weights(training.folder()), tmp_path / "out", Conversion())
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_without_its_attention_says_so(training, tmp_path):
+    training("attention=pooled_tail", "trainer.max_steps=1")
+    told = convert(open_weights(training.folder()), tmp_path / "out", Conversion(golden=False))
+    assert f"no file of {tmp_path / 'out'} says that the weights were trained with PooledTail" in told[-1]

@@ -29,6 +29,9 @@ class AttentionMethod(nn.Module):
         layer_idx: position of the layer in the model.
     """
 
+    selects = False
+    """Whether query tiles select kv tiles, so that a top-k has a meaning."""
+
     def __init__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int = 0):
         super().__init__()
         self.dim, self.num_heads, self.head_dim, self.layer_idx = dim, num_heads, head_dim, layer_idx

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from vsa_kernels import BlockIndex
 
 from vsa.attention.layout import TileLayout
 
 Recorder = Callable[[int, dict[str, Tensor]], None]
-"""Called as `recorder(layer_idx, tensors)` by methods that expose their internals."""
+"""Called as `recorder(layer_idx, tensors)` by methods that expose their internals; see `AttnContext.record`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +57,27 @@ class AttnContext:
         """The context of one layer, its top-k a scalar: a tuple inside a compiled block recompiles at every layer."""
         topk = self.topk if isinstance(self.topk, int) else self.topk[index]
         return replace(self, topk=topk, layer_idx=index)
+
+    def also_recording(self, more: Mapping[str, Tensor]) -> AttnContext:
+        """This context with a recorder that gets `more` (what `attend` does not see) too; itself without a recorder."""
+        if (recorder := self.recorder) is None:
+            return self
+        known = {name: tensor.detach() for name, tensor in more.items()}
+        return replace(self, recorder=lambda layer_idx, tensors: recorder(layer_idx, {**tensors, **known}))
+
+    def record(self, layer_idx: int, index: BlockIndex, **tensors: Tensor | None) -> None:
+        """Hand a layer's selection and other internals to the recorder, where there is one.
+
+        Args:
+            layer_idx: the layer's number.
+            index: which kv tiles each query tile attends to token by token.
+            **tensors: references, not copies, what is None left out. q, k `[B, L, H, D]`; scores `[B, H, Nq, Nkv]`
+                logits the tiles were ranked by; fine `[B, L, H, D]` output of the selected tiles; coarse output
+                `[B, N, H, D]` per tile or `[B, L, H, D]` per token, or tail `[B, L, H, D]`, the output of all other
+                tiles; gate_compress, gate_fine `[B, L, H, D]` factors of coarse and fine.
+        """
+        if self.recorder is None:
+            return
+        recorded = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+        lists = {"kv_indices": index.kv_indices, "kv_num_blocks": index.kv_num_blocks}
+        self.recorder(layer_idx, recorded | lists)

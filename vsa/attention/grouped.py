@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -21,8 +20,8 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
 from vsa.attention.layout import Segment, TileLayout
-from vsa.attention.tiling import Grid, cube_tiles
-from vsa.settings import AtLeastOne, Bound, checked
+from vsa.attention.tiling import cube_tiles
+from vsa.settings import AtLeastOne, Bound, Count, checked
 
 Extent = AtLeastOne | Literal["all"]
 
@@ -33,27 +32,40 @@ class GroupedAttention(AttentionMethod):
 
     Args:
         groups: tokens of a group along time, height, width; all: the whole axis. Groups at the far edges are smaller.
-            Layer i has `groups[i % len(groups)]`.
+            Layer i has `groups[(i + first) % len(groups)]`.
+        first: which of the groups layer 0 has.
         **layer: see `AttentionMethod`.
 
+    Raises:
+        ValueError: `first` is none of the groups.
+
     Source: baselines of the VSA paper, Table 1(a): spatial-temporal, spatial-full, strided window. Which kind of layer
-    comes first is not stated there.
+    comes first, and where the full one stands, is not stated there.
     """
 
     def __init__(
         self,
         *,
         groups: Annotated[Sequence[tuple[Extent, Extent, Extent]], Bound(">=", 1)],
+        first: Count = 0,
         **layer: Any,
     ):
         super().__init__(**layer)
-        self.group = tuple(groups[self.layer_idx % len(groups)])
+        if first >= len(groups):
+            raise ValueError(f"first={first} is none of the {len(groups)} groups, they count from 0")
+        self.groups = tuple((t, h, w) for t, h, w in groups)
+        self.group = self.groups[(self.layer_idx + first) % len(groups)]
 
     def extra_repr(self) -> str:
         return f"group={self.group}"
 
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        return TileLayout.build(segments, tile_thw=None, device=device)
+        layout = TileLayout.build(segments, tile_thw=None, device=device)
+        if layout.can_derive:
+            # the layers share a layout
+            for group in self.groups:
+                layout.derive(_make_groups, group)
+        return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         groups = self._groups(ctx.layout)
@@ -73,9 +85,8 @@ class GroupedAttention(AttentionMethod):
         return float(sum(count * size**2 for count, size in self._groups(layout).classes))
 
     def _groups(self, layout: TileLayout) -> _Groups:
-        grid = layout.only_video("attention inside groups").grid_thw
-        t, h, w = (n if extent == "all" else min(extent, n) for n, extent in zip(grid, self.group, strict=True))
-        return _make_groups(grid, (t, h, w), layout.device)
+        layout.only_video("attention inside groups")
+        return layout.derive(_make_groups, self.group)
 
 
 class _Groups(NamedTuple):
@@ -92,15 +103,14 @@ class _Groups(NamedTuple):
     classes: tuple[tuple[int, int], ...]
 
 
-@lru_cache(maxsize=64)
-def _make_groups(grid: Grid, group: Grid, device: torch.device) -> _Groups:
-    # also first made while validating, where inference tensors cannot be saved for a backward
-    with torch.inference_mode(False):
-        tiles = cube_tiles(grid, group, "raster")
-        by_size: dict[int, list[Tensor]] = {}
-        for tokens in tiles.order.split(tiles.sizes):
-            by_size.setdefault(len(tokens), []).append(tokens)
-        order = torch.cat([tokens for same in by_size.values() for tokens in same])
-        assert len(order) == math.prod(grid)
-        classes = tuple((len(same), size) for size, same in by_size.items())
-        return _Groups(order.to(device), order.argsort().to(device), classes)
+def _make_groups(layout: TileLayout, group: tuple[Extent, Extent, Extent]) -> _Groups:
+    grid = layout.only_video("attention inside groups").grid_thw
+    t, h, w = (n if extent == "all" else min(extent, n) for n, extent in zip(grid, group, strict=True))
+    tiles = cube_tiles(grid, (t, h, w), "raster")
+    by_size: dict[int, list[Tensor]] = {}
+    for tokens in tiles.order.split(tiles.sizes):
+        by_size.setdefault(len(tokens), []).append(tokens)
+    order = torch.cat([tokens for same in by_size.values() for tokens in same])
+    assert len(order) == math.prod(grid)
+    classes = tuple((len(same), size) for size, same in by_size.items())
+    return _Groups(order.to(layout.device), order.argsort().to(layout.device), classes)

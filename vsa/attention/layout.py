@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,15 +25,18 @@ from vsa.attention.tiling import (
     SUPER_SIZES,
     BlockOrder,
     Grid,
+    Partition,
     SegmentTiles,
+    chain_of,
+    count_tiles,
     cube_tiles,
+    nested_tiles,
     propose_tile,
     run_tiles,
-    slots,
 )
 
 Span = tuple[int, int]
-Partition = Literal["cube", "hilbert_run"]
+Made = TypeVar("Made")
 
 VIDEO_KINDS = ("video", "image")
 TEXT_KINDS = ("text", "cond")
@@ -78,6 +81,7 @@ class TileLayout:
     Args:
         segments: the row's segments in order; their places are the same in raster and in tile-major order.
         tile_thw: tile of the video segments; None: raster order, one block per segment.
+        kv_tile_thw: tile that a query tile selects; `tile_thw` unless the layout was built with another one.
         partition: cube (cuboid tiles, ragged at the far edges) or hilbert_run (runs of exactly tile-volume tokens
             along a Hilbert curve, only the last one shorter).
         block_order: nested or raster order of cube tiles; Hilbert runs follow their curve.
@@ -88,22 +92,26 @@ class TileLayout:
         inverse: int64 `[L]`, tile-major index of the i-th raster token.
         is_identity: the two orders are the same.
         blocks: all N blocks over the tile-major tokens.
-        video_tiles: video tiles of each sample, in the order samples appear.
+        tiles: blocks of every size of tile that the layout was built with, `blocks` (of `tile_thw`) among them.
+        kv_blocks: those of `kv_tile_thw`.
+        video_tiles: video kv tiles of each sample, in the order samples appear.
         num_video_tiles: the largest of them: what "all tiles" means as a top-k.
         fill: tokens per slot of the video tiles; a short tile costs a kernel a whole one.
         super_offsets: int32 `[groups + 1]` block offsets of the aligned groups of 2 (tiles next to each other in
             height), 4 (height and width) and 8 (time too) blocks; groups at an edge hold fewer. Empty in raster
-            block order.
+            block order and with tiles of several sizes.
         sample_spans: token range of each sample.
         text_spans: token range and sample position of each text or cond segment.
         video_spans: token ranges of the video tokens, neighbours merged.
         video_blocks: the Nv video blocks over the video tokens alone; `blocks` itself in a row without text.
         candidates: bool `[Nv, N]`, video tiles of the query tile's own sample, which it may select; None: all N.
         always: bool `[Nv, N]`, text tiles of the query tile's own sample; None in a row without text.
+        derived: what `derive` has made.
     """
 
     segments: tuple[Segment, ...]
     tile_thw: Grid | None
+    kv_tile_thw: Grid | None
     partition: Partition
     block_order: BlockOrder
     device: torch.device
@@ -113,6 +121,8 @@ class TileLayout:
     inverse: Tensor
     is_identity: bool
     blocks: Blocks
+    tiles: Mapping[Grid, Blocks]
+    kv_blocks: Blocks
     video_tiles: tuple[int, ...]
     num_video_tiles: int
     fill: float
@@ -123,12 +133,15 @@ class TileLayout:
     video_blocks: Blocks
     candidates: Tensor | None
     always: Tensor | None
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def build(
         segments: Sequence[Segment],
         *,
         tile_thw: Sequence[int] | None,
+        kv_tile_thw: Sequence[int] | None = None,
+        more_tiles: Iterable[Sequence[int]] = (),
         partition: Partition = "cube",
         block_order: BlockOrder = "nested",
         device: torch.device | str | None = None,
@@ -140,19 +153,26 @@ class TileLayout:
         Args:
             segments: at least one; the segments of a sample stand together.
             tile_thw: tokens per tile along time, height, width; None for raster order.
+            kv_tile_thw: of the tiles that are selected; None: `tile_thw`. Tiles of several sizes lie inside each other
+                in one token order, so each has to divide the next larger one; for rows of one video.
+            more_tiles: sizes of further tiles.
             partition: cube or hilbert_run.
             block_order: nested or raster.
             device: None means cpu.
 
         Raises:
-            ValueError: no segments, samples interleaved, a tile without three positive sizes, unknown names.
+            ValueError: no segments, samples interleaved, a tile without three positive sizes, unknown names, tiles that
+                do not divide each other.
         """
         segments = tuple(segments)
         if not segments:
             raise ValueError("a layout needs at least one segment, got none")
-        tile = None if tile_thw is None else tuple(int(n) for n in tile_thw)
-        if tile is not None and (len(tile) != 3 or min(tile) < 1):
-            raise ValueError(f"tile_thw must be three positive sizes, got {tile}")
+        tile = None if tile_thw is None else _tile("tile_thw", tile_thw)
+        kv_tile = tile if kv_tile_thw is None else _tile("kv_tile_thw", kv_tile_thw)
+        sizes = {tile, kv_tile, *(_tile("more_tiles", sides) for sides in more_tiles)}
+        chain = chain_of(sides for sides in sizes if sides is not None) if len(sizes) > 1 else ()
+        if chain and (tile is None or len(segments) > 1):
+            raise ValueError(f"tiles of several sizes are for rows of one video cut into tiles, got {segments}")
         if partition not in ("cube", "hilbert_run"):
             raise ValueError(f"partition must be cube or hilbert_run, got {partition!r}")
         if block_order not in ("nested", "raster"):
@@ -160,7 +180,7 @@ class TileLayout:
         samples = [sample for sample, _ in itertools.groupby(s.sample for s in segments)]
         if len(set(samples)) < len(samples):
             raise ValueError(f"segments of one sample must stand together, got samples {samples}")
-        return _build(segments, tile, partition, block_order, torch.device(device or "cpu"))
+        return _build(segments, tile, kv_tile, chain, partition, block_order, torch.device(device or "cpu"))
 
     def only_video(self, what: str) -> Segment:
         """The one segment of a row that holds a single video or image.
@@ -171,6 +191,24 @@ class TileLayout:
         if len(self.segments) != 1:
             raise ValueError(f"{what} takes rows of one video, got {[s.kind for s in self.segments]}")
         return self.segments[0]
+
+    @property
+    def can_derive(self) -> bool:
+        """Whether it is of a row of one video and on a device with data."""
+        return len(self.segments) == 1 and self.device.type != "meta"
+
+    def derive(self, make: Callable[..., Made], *arguments: Any) -> Made:
+        """`make(layout, *arguments)`, made once.
+
+        Methods ask for it in `layout`, too: inside a compiled block what is not made yet cannot be.
+        """
+        key = (make.__name__, *arguments)
+        if key not in self.derived:
+            # also first made while validating, where inference tensors cannot be saved for a backward, and while a
+            # network without memory is built
+            with torch.inference_mode(False), torch.device("cpu"):
+                self.derived[key] = make(self, *arguments)
+        return self.derived[key]
 
     def permute(self, x: Tensor) -> Tensor:
         """Tile-major copy of x `[B, L, ...]`, or x itself when the orders are the same."""
@@ -203,6 +241,12 @@ class TileLayout:
         """Copies of a per-tile x `[B, Nv, ...]` for each of its tokens, `[B, Lv, ...]`."""
         num_tokens = sum(stop - start for start, stop in self.video_spans)
         return x.repeat_interleave(self.video_blocks.sizes, dim=1, output_size=num_tokens)
+
+
+def _tile(name: str, sides: Sequence[int]) -> Grid:
+    if len(sides) != 3 or min(sides) < 1:
+        raise ValueError(f"{name} must be three positive sizes, got {tuple(sides)}")
+    return int(sides[0]), int(sides[1]), int(sides[2])
 
 
 def _tiles(segment: Segment, tile: Grid | None, partition: Partition, block_order: BlockOrder) -> SegmentTiles:
@@ -246,7 +290,7 @@ def _fill(segments: Sequence[Segment], parts: Sequence[SegmentTiles], tile: Grid
         worst = min(videos, key=lambda item: item[0].num_tokens / len(item[1].sizes))[0].grid_thw
         better = propose_tile(worst, volume)
         hint = "partition=hilbert_run has no short tiles but the last"
-        if slots(worst, better) < slots(worst, tile):
+        if count_tiles(worst, better) < count_tiles(worst, tile):
             hint = f"tile {better} fits grid {worst} better"
         warnings.warn(f"tiles {tile} are {fill:.0%} full, a short tile costs a whole one: {hint}", stacklevel=6)
     return fill
@@ -273,16 +317,27 @@ def _select(
 def _build(
     segments: tuple[Segment, ...],
     tile: Grid | None,
+    kv_tile: Grid | None,
+    chain: tuple[Grid, ...],
     partition: Partition,
     block_order: BlockOrder,
     device: torch.device,
 ) -> TileLayout:
-    parts = [_tiles(segment, tile, partition, block_order) for segment in segments]
+    nested: dict[Grid, list[int]] = {}
+    if chain and tile is not None:
+        grid = segments[0].grid_thw
+        curve = hilbert_order(grid) if partition == "hilbert_run" else None
+        order, nested = nested_tiles(grid, chain, partition, block_order, curve)
+        parts = [SegmentTiles(order, nested[tile], {})]
+    else:
+        parts = [_tiles(segment, tile, partition, block_order) for segment in segments]
     starts = list(_offsets([s.num_tokens for s in segments]))
     num_tokens = starts[-1]
     rows = list(zip(segments, parts, starts[:-1], starts[1:], strict=True))
     samples = {sample: list(some) for sample, some in itertools.groupby(rows, lambda row: row[0].sample)}
     video_tiles = [sum(len(p.sizes) for s, p, *_ in some if s.is_video) for some in samples.values()]
+    if nested and kv_tile is not None:
+        video_tiles = [len(nested[kv_tile])]
     video_sizes = [n for s, p, *_ in rows if s.is_video for n in p.sizes]
     if not video_sizes:
         raise ValueError(f"a row needs at least one video or image segment, got {[s.kind for s in segments]}")
@@ -291,8 +346,9 @@ def _build(
     identity = torch.arange(num_tokens, device="cpu")
     block_segment = torch.tensor([i for i, part in enumerate(parts) for _ in part.sizes], device="cpu")
     blocks = _blocks(sizes, device)
+    tiles = {sides: _blocks(nested[sides], device) for sides in nested} | ({} if tile is None else {tile: blocks})
     candidates, always = _select(segments, block_segment, device)
-    supers = () if tile is None or (block_order == "raster" and partition == "cube") else SUPER_SIZES
+    supers = () if tile is None or nested or (block_order == "raster" and partition == "cube") else SUPER_SIZES
     super_offsets = {
         g: torch.tensor(list(_offsets([n for p in parts for n in p.groups[g]])), dtype=torch.int32, device=device)
         for g in supers
@@ -300,6 +356,7 @@ def _build(
     return TileLayout(
         segments=segments,
         tile_thw=tile,
+        kv_tile_thw=kv_tile,
         partition=partition,
         block_order=block_order,
         device=device,
@@ -309,6 +366,8 @@ def _build(
         inverse=torch.empty_like(order).scatter_(0, order, identity).to(device),
         is_identity=torch.equal(order, identity),
         blocks=blocks,
+        tiles=tiles,
+        kv_blocks=blocks if kv_tile is None else tiles[kv_tile],
         video_tiles=tuple(video_tiles),
         num_video_tiles=max(video_tiles),
         fill=_fill(segments, parts, tile, partition),

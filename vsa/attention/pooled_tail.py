@@ -23,8 +23,9 @@ from vsa_kernels import block_mean_pool, block_sparse_attn
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
-from vsa.attention.selection import RowRule, select_blocks
-from vsa.attention.tiling import Grid
+from vsa.attention.scores import Score, mass_scores, mean_scores, per_head, subblock_scores, tile_logits, tiles_inside
+from vsa.attention.selection import select_blocks
+from vsa.attention.tiling import Grid, refuse_no_divisor
 from vsa.settings import AtLeastOne, checked
 
 
@@ -37,13 +38,17 @@ class PooledTail(AttentionMethod):
         partition: cube or hilbert_run, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
         order: 1 or 2, see the top of this file; the variance is that of each channel alone.
-        score: what ranks the tiles of a row: mean (mean query times mean key, as VSA) or mass (the mean over the tile's
-            queries of the softmax of `tail`, the mass that the tail would give it).
+        score: what ranks the tiles of a row: mean (mean query times mean key, as VSA), mass (the mean over the tile's
+            queries of the softmax of `tail`, the mass that the tail would give it) or subblock_lse, see
+            `vsa.attention.scores`.
+        score_thw: tokens of a sub-block of subblock_lse along time, height, width; it divides the tile.
         backend: of the fine stage; None picks by device.
         **layer: see `AttentionMethod`.
 
     Source: forward of Sol-Attn (arXiv 2607.24027) for order 1; its training, order 2 and `mass` are ours.
     """
+
+    selects = True
 
     def __init__(
         self,
@@ -52,7 +57,8 @@ class PooledTail(AttentionMethod):
         partition: Partition = "cube",
         block_order: BlockOrder = "nested",
         order: Literal[1, 2] = 1,
-        score: Literal["mean", "mass"] = "mean",
+        score: Score = "mean",
+        score_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (2, 2, 2),
         backend: Literal["reference", "gather", "triton"] | None = None,
         **layer: Any,
     ):
@@ -61,60 +67,57 @@ class PooledTail(AttentionMethod):
         self.partition: Partition = partition
         self.block_order: BlockOrder = block_order
         self.order, self.score, self.backend = order, score, backend
+        self.score_thw: Grid = (score_thw[0], score_thw[1], score_thw[2])
+        if score == "subblock_lse":
+            refuse_no_divisor("score_thw", self.score_thw, tile_thw=self.tile_thw)
 
     def extra_repr(self) -> str:
         return f"tile_thw={self.tile_thw}, order={self.order}, score={self.score}"
 
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        return TileLayout.build(
+        layout = TileLayout.build(
             segments,
             tile_thw=self.tile_thw,
+            more_tiles=[self.score_thw] if self.score == "subblock_lse" else [],
             partition=self.partition,
             block_order=self.block_order,
             device=device,
         )
+        if layout.can_derive and self.score == "subblock_lse":
+            layout.derive(tiles_inside, self.score_thw, self.tile_thw)
+        return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         layout, topk = ctx.layout, ctx.kept(q)
         layout.only_video("attention with a pooled tail")
         blocks = layout.blocks
-        tail = self._tail(q, k, layout)
+        tail = tile_logits(q, k, blocks, self.order)
         if self.score == "mass":
-            scores = block_mean_pool(tail.detach().softmax(-1).transpose(1, 2), blocks).transpose(1, 2)
+            scores = mass_scores(tail, layout)
+        elif self.score == "subblock_lse":
+            scores = subblock_scores(q, k, layout, self.score_thw)
         else:
-            q_mean, k_mean = (block_mean_pool(x.detach(), blocks).transpose(1, 2) for x in (q, k))
-            scores = q_mean @ _per_head(k_mean, q.shape[2]).transpose(-1, -2)
-        index = select_blocks(scores, RowRule(topk=topk))
+            scores = mean_scores(q, k, layout)
+        index = select_blocks(scores, topk)
         fine, lse = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)
         selected = index.to_dense(blocks.num).repeat_interleave(blocks.sizes, dim=2, output_size=layout.num_tokens)
         tail = tail.masked_fill(selected, float("-inf"))
         total = torch.cat((lse[..., None], tail), dim=-1).logsumexp(-1, keepdim=True)
-        v_mean = _per_head(block_mean_pool(v, blocks).transpose(1, 2), q.shape[2])
-        rest = (tail - total).exp() @ v_mean
-        out = fine * (lse[..., None] - total).exp().transpose(1, 2).to(fine.dtype) + rest.transpose(1, 2).to(fine.dtype)
-        return {"out": out}
+        v_mean = per_head(block_mean_pool(v, blocks).transpose(1, 2), q.shape[2])
+        rest = ((tail - total).exp() @ v_mean).transpose(1, 2).to(fine.dtype)
+        fine = fine * (lse[..., None] - total).exp().transpose(1, 2).to(fine.dtype)
+        if ctx.recorder is not None:
+            logits = scores * q.shape[-1] ** -0.5 if self.score == "mean" else scores.log()
+            ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, tail=rest, scores=logits)
+        return {"out": fine + rest}
 
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Pairs of the selected tiles (exact when tiles are full) and of every token with every tile."""
+        """Pairs of the selected tiles (exact when tiles are full) and of every token with every tile; the product of
+        order 2 with the variances is half a pair."""
         tiles = layout.num_blocks
-        return layout.num_tokens * (layout.num_tokens * min(topk, tiles) / tiles + tiles)
-
-    def _tail(self, q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
-        """Logits `[B, H, L, N]` of every tile as one key, at least fp32."""
-        blocks, scale = layout.blocks, q.shape[-1] ** -0.5
-        k_mean = block_mean_pool(k, blocks)
-        queries = q.to(k_mean.dtype).transpose(1, 2) * scale
-        logits = queries @ _per_head(k_mean.transpose(1, 2), q.shape[2]).transpose(-1, -2)
-        if self.order == 2:
-            spread = block_mean_pool(k.to(k_mean.dtype).square(), blocks) - k_mean.square()
-            spread = _per_head(spread.clamp(min=0).transpose(1, 2), q.shape[2])
-            logits = logits + (queries.square() / 2) @ spread.transpose(-1, -2)
-        return logits + blocks.sizes.to(logits.dtype).log()
-
-
-def _per_head(x: Tensor, heads: int) -> Tensor:
-    # kv heads `[B, Hkv, N, D]` once for each query head of their group
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+        tail = tiles * (1 if self.order == 1 else 1.5)
+        pairs = layout.num_tokens * (layout.num_tokens * min(topk, tiles) / tiles + tail)
+        return pairs + (layout.tiles[self.score_thw].num ** 2 / 2 if self.score == "subblock_lse" else 0)

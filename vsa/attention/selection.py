@@ -59,9 +59,12 @@ class RowRule:
         return self.top_p is None and self.deviations is None and self.over == "row"
 
 
+_TOPK = RowRule(topk=1)
+
+
 def select_blocks(
     scores: Tensor,
-    rule: RowRule,
+    rule: RowRule | int,
     *,
     candidates: Tensor | None = None,
     always: Tensor | None = None,
@@ -77,7 +80,7 @@ def select_blocks(
 
     Args:
         scores: `[B, H, Nq, Nkv]` any float dtype; logits, or shares of at least 0 for a rule over the head.
-        rule: how many are kept.
+        rule: how many are kept; a number is a top-k.
         candidates: bool `[Nq, Nkv]`, blocks that may compete; None: all. A row without any lists what the masks below
             give it.
         always: bool `[Nq, Nkv]`, blocks listed whatever their score; they do not compete (text).
@@ -92,8 +95,10 @@ def select_blocks(
     Source: reference of the rules: VSA (top-k), FG-Attn and NABLA (top-p), Sol-Attn (mean + beta * std), VSA2 (one
     budget for the rows of a head).
     """
+    # a compiled block cannot make a rule of its own
+    topk, rule = (rule, _TOPK) if isinstance(rule, int) else (rule.topk, rule)
     if first is None and union is None and rule.is_topk:
-        return select_topk(scores, rule.topk or 1, candidates=candidates, always=always, backend=backend)
+        return select_topk(scores, topk or 1, candidates=candidates, always=always, backend=backend)
     _check_masks(scores, candidates=candidates, always=always, first=first, union=union)
     compete = torch.ones_like(scores[0, 0], dtype=torch.bool) if candidates is None else candidates
     compete = compete if always is None else compete & ~always
@@ -104,13 +109,13 @@ def select_blocks(
     # at least the best candidate, one of the first where the row has any
     best = keys.masked_fill(first.any(-1, keepdim=True) & ~first, lowest)
     best = best == best.amax(-1, keepdim=True)
-    kept = ((best & (best.cumsum(-1) == 1)) | _by_rule(scores.detach(), keys, compete, first, rule)) & compete
+    kept = ((best & (best.cumsum(-1) == 1)) | _by_rule(scores.detach(), keys, compete, first, rule, topk)) & compete
     for mask in (always, union):
         kept = kept if mask is None else kept | mask
     return BlockIndex.from_dense(kept)
 
 
-def _by_rule(scores: Tensor, keys: Tensor, compete: Tensor, first: Tensor, rule: RowRule) -> Tensor:
+def _by_rule(scores: Tensor, keys: Tensor, compete: Tensor, first: Tensor, rule: RowRule, topk: int | None) -> Tensor:
     """Bool `[B, H, Nq, Nkv]`, entries that the rule keeps."""
     # a head's rows are one long row
     groups = {"row": scores.shape[2], "head": 1}[rule.over]
@@ -120,14 +125,14 @@ def _by_rule(scores: Tensor, keys: Tensor, compete: Tensor, first: Tensor, rule:
     kept = torch.zeros_like(keys, dtype=torch.bool)
     if rule.deviations is not None:
         kept = _above(scores.unflatten(2, (groups, -1)).flatten(3), allowed, rule.deviations)
-    if rule.topk is not None or rule.top_p is not None:
+    if topk is not None or rule.top_p is not None:
         # stable, so that equal keys stay in ascending order of their index
         ranking = torch.sort(keys, dim=-1, descending=True, stable=True).indices
         behind = (~leading).expand_as(keys).gather(-1, ranking).to(torch.int8)
         ranking = ranking.gather(-1, torch.sort(behind, dim=-1, stable=True).indices)
         slots = torch.zeros_like(kept)
-        if rule.topk is not None:
-            counts = allowed.sum(-1).clamp(max=rule.topk * rows_in_group)
+        if topk is not None:
+            counts = allowed.sum(-1).clamp(max=topk * rows_in_group)
             slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts[:, None])
         if rule.top_p is not None:
             weights = _softmax(scores, compete) if rule.over == "row" else scores.masked_fill(~compete, 0).clamp(min=0)

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 
-SparsityPoint = Literal["current", "dense", "target"]
-"""Where to look at a schedule: what the step asks for, all tiles, or its end value."""
+SparsityPoint = Literal["current", "dense", "target", "half", "double"]
+"""Where to look at a schedule: what the step asks for, all tiles, its end value, half or double what the step asks."""
 
 Budget = Literal["count", "fraction"] | Share
 LayerTopk = Mapping[Any, AtLeastOne]
 
-SPARSITY_POINTS: tuple[SparsityPoint, ...] = ("current", "dense", "target")
+SPARSITY_POINTS: tuple[SparsityPoint, ...] = ("current", "dense", "target", "half", "double")
 
 
 def resolve_topk(sparsity: float | str, num_tiles: int) -> int:
@@ -46,12 +46,18 @@ def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
     """The points of an option called `name`.
 
     Raises:
-        ValueError: none, one twice, or one that is not current, dense or target.
+        ValueError: none, one twice, or one that is not in SPARSITY_POINTS.
     """
     ordered: tuple[SparsityPoint, ...] = tuple(point for point in SPARSITY_POINTS if point in points)
     if not ordered or len(ordered) < len(points):
         raise ValueError(f"{name} must hold some of {', '.join(SPARSITY_POINTS)}, each once, got {list(points)}")
     return ordered
+
+
+def topk_at(topk: int, num_tiles: int, at: SparsityPoint) -> int:
+    """A top-k between 1 and num_tiles halved (rounded up), doubled, or as it is at every other point."""
+    wanted = {"half": -(-topk // 2), "double": 2 * topk}.get(at, topk)
+    return max(1, min(wanted, num_tiles))
 
 
 def mean_topk(topk: int | Sequence[int], num_tiles: int) -> float:
@@ -173,7 +179,8 @@ class SparsitySchedule:
             step: optimizer step, from 0.
             num_tiles: video tiles of a sample.
             num_layers: layers of the model.
-            at: current follows the step, dense keeps all tiles in all layers, target is the end value.
+            at: current follows the step, dense keeps all tiles in all layers, target is the end value; half and double
+                are of what the step asks, except in `dense_layers`.
 
         Raises:
             ValueError: a layer with a top-k of its own that the model does not have.
@@ -181,9 +188,10 @@ class SparsitySchedule:
         self._check_layers(num_layers)
         if at == "dense":
             return num_tiles
-        topk = self.topk(step, num_tiles) if at == "current" else self.target_topk(num_tiles)
+        topk = self.target_topk(num_tiles) if at == "target" else self.topk(step, num_tiles)
+        topk = topk_at(topk, num_tiles, at)
         own = dict.fromkeys(self.dense_layers, num_tiles)
-        own |= {layer: min(k, num_tiles) for layer, k in self._layer_topk.items()}
+        own |= {layer: topk_at(min(k, num_tiles), num_tiles, at) for layer, k in self._layer_topk.items()}
         return tuple(own.get(layer, topk) for layer in range(num_layers)) if own else topk
 
     def topk_after(

@@ -6,13 +6,22 @@
     c_f_l_e  the same, tiles of the window cannot be selected
     c_fl     coarse + one fine stage over selected tiles and window
 
-B batch, L query tokens, H heads, D head dim, N tiles, C = H * D model width.
+Three sizes of tiles may differ: of a query tile of the fine stage, of the kv tiles it selects, and of the coarse stage.
+
+    tile_thw    kv_tile_thw  pool_thw
+    (4, 4, 4)   (2, 4, 2)    -            queries in 64s select keys in 16s (Table 1d, "16x64"); or the other way round
+    (4, 8, 8)   -            (4, 4, 4)    coarse map in 64s, its means over 2 x 2 tiles select 256s (experiment 16)
+    (4, 8, 4)   (4, 4, 4)    (4, 4, 4)    two tiles of 64 rows share the list that the mean of their scores selects
+
+They lie inside each other in one order of the tokens, so nothing is permuted twice.
+
+B batch, L query tokens, H heads, D head dim, Nq / Nkv tiles of queries / keys in the fine stage, Np / Np' in the coarse
+one, C = H * D model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -22,14 +31,16 @@ from vsa_kernels.coarse_fine import combine
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
-from vsa.attention.layout import BlockOrder, Segment, TileLayout
-from vsa.attention.pooling import Pooling, TilePool, token_places
-from vsa.attention.selection import RowRule, select_blocks
-from vsa.attention.tiling import Grid
+from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
+from vsa.attention.pooling import ConvSharing, Pooling, make_pools, pool_modules
+from vsa.attention.scores import Score, map_scores, mass_scores, per_head, subblock_scores, tile_logits, tiles_inside
+from vsa.attention.selection import select_blocks
+from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
+from vsa.attention.window import Edge, Window, tile_window
 from vsa.settings import AtLeastOne, checked
 
 Stages = Literal["l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl"]
-Edge = Literal["clamp", "truncate"]
+Tile = tuple[AtLeastOne, AtLeastOne, AtLeastOne]
 
 
 @checked
@@ -38,33 +49,57 @@ class StagedAttention(AttentionMethod):
 
     Args:
         stages: see the top of this file.
-        tile_thw: tokens per tile along time, height, width.
+        tile_thw: tokens per tile of queries along time, height, width.
+        kv_tile_thw: of keys and values, what top-k counts; None: `tile_thw`. One of the two divides the other.
+        pool_thw: of the coarse stage; divides both. None: queries are pooled by `tile_thw`, keys by `kv_tile_thw`.
+        pooled_map: what is averaged where tiles of the coarse stage are smaller: probabilities (its softmax) or logits.
+            The paper says "predicted attention map".
+        score: mean, subblock_lse or mass, what ranks the tiles, see `vsa.attention.scores`; the coarse output is always
+            that of the means.
+        score_thw: tokens of a sub-block of subblock_lse; divides both tiles.
+        partition: cube or hilbert_run, see `TileLayout`; a window and conv pooling need cubes.
         block_order: nested or raster, see `TileLayout`.
-        window_thw: tiles of the window along time, height, width, around the query's tile.
+        window_thw: tiles of the window along time, height, width, around the query's tile; of the larger tile where
+            queries and keys differ.
         window_edge: clamp (the window is shifted inside the grid and always whole) or truncate (what lies outside is
             missing). The paper does not say which.
-        window_budget: of c_fl: union (the window comes on top of the selected tiles) or within (its tiles take the
-            first places of the top-k).
+        window_budget: union (the window comes on top of the selected tiles) or within (of c_fl: its tiles take the
+            first places of the top-k; of c_f_l and c_f_l_e: the top-k is smaller by a whole window, at least 1). The
+            paper does not say which.
+        window_gate: of c_f_l and c_f_l_e: own, or fine (the window has the gate of the selected tiles). The paper does
+            not say which.
         pooling: of queries, keys and values in the coarse stage: mean, max or conv, see `TilePool`.
+        conv_sharing: of conv pooling, see `make_pools`.
         fine_gate: False leaves the output of the selected tiles as it is.
-        gate_init: identity (coarse 0, fine 1, window 0 beside selected tiles) or model (weights as the model
-            initialises its linear layers, biases as in identity).
+        gate_init: identity (coarse 0, fine 1, window 0 beside selected tiles; conv pooling starts as the mean) or model
+            (weights as the model initialises its linear layers, biases as in identity).
         backend: of the fine stages; None picks by device.
         **layer: see `AttentionMethod`.
 
-    Source: VSA (arXiv 2505.13389), Table 1(b), experiments 7 to 13, and 1(e).
+    Raises:
+        ValueError: tiles that do not divide each other, or a window or conv pooling with runs along a curve.
+
+    Source: VSA (arXiv 2505.13389), Table 1(b), experiments 7 to 13, 1(c), 1(d) and 1(e).
     """
 
     def __init__(
         self,
         *,
         stages: Stages = "c_f",
-        tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (4, 4, 4),
+        tile_thw: Tile = (4, 4, 4),
+        kv_tile_thw: Tile | None = None,
+        pool_thw: Tile | None = None,
+        pooled_map: Literal["probabilities", "logits"] = "probabilities",
+        score: Score = "mean",
+        score_thw: Tile = (2, 2, 2),
+        partition: Partition = "cube",
         block_order: BlockOrder = "nested",
-        window_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (3, 3, 3),
+        window_thw: Tile = (3, 3, 3),
         window_edge: Edge = "clamp",
         window_budget: Literal["union", "within"] = "union",
+        window_gate: Literal["own", "fine"] = "own",
         pooling: Pooling = "mean",
+        conv_sharing: ConvSharing = "heads",
         fine_gate: bool = True,
         gate_init: Literal["identity", "model"] = "identity",
         backend: Literal["reference", "gather", "triton"] | None = None,
@@ -72,31 +107,38 @@ class StagedAttention(AttentionMethod):
     ):
         super().__init__(**layer)
         self.stages: Stages = stages
-        self.tile_thw: Grid = (tile_thw[0], tile_thw[1], tile_thw[2])
+        self.tile_thw: Grid = _grid(tile_thw)
+        self.kv_tile_thw: Grid = self.tile_thw if kv_tile_thw is None else _grid(kv_tile_thw)
+        self.q_pool = self.tile_thw if pool_thw is None else _grid(pool_thw)
+        self.kv_pool = self.kv_tile_thw if pool_thw is None else _grid(pool_thw)
+        self.pooled_map, self.score = pooled_map, score
+        self.partition: Partition = partition
         self.block_order: BlockOrder = block_order
-        self.window_thw: Grid = (window_thw[0], window_thw[1], window_thw[2])
+        self.window_thw: Grid = _grid(window_thw)
         self.window_edge: Edge = window_edge
         self.window_budget = window_budget
         self.gate_init, self.backend = gate_init, backend
         self.has_coarse, self.selects, self.has_window = "c" in stages, "f" in stages, "l" in stages
+        self.score_thw: Grid | None = _grid(score_thw) if self.selects and score == "subblock_lse" else None
+        self._check_tiles(pool=pool_thw, conv=pooling == "conv")
         starts = {"compress": 0.0} if self.has_coarse else {}
         if fine_gate:
             starts["fine"] = 1.0
-        if stages in ("c_f_l", "c_f_l_e"):
+        if stages in ("c_f_l", "c_f_l_e") and window_gate == "own":
             starts["window"] = 0.0
         self._gate_starts = starts
         self.gates = nn.ModuleDict({f"to_gate_{name}": nn.Linear(self.dim, self.dim) for name in starts})
         self.pool: nn.ModuleDict | None = None
-        if self.has_coarse or self.selects:
-            self.pool = nn.ModuleDict({name: TilePool(pooling, self.head_dim, self.tile_thw) for name in "qkv"})
+        if self.has_coarse or (self.selects and score == "mean"):
+            tiles = {"q": self.q_pool, "k": self.kv_pool, "v": self.kv_pool}
+            self.pool = make_pools(pooling, tiles, self.head_dim, self.num_heads, conv_sharing)
         self.reset_extra_parameters()
 
     def extra_repr(self) -> str:
         return f"stages={self.stages}, tile_thw={self.tile_thw}, window_thw={self.window_thw}"
 
     def extra_modules(self) -> dict[str, nn.Module]:
-        pools = {} if self.pool is None else {f"to_pool_{name}": pool for name, pool in self.pool.items()}
-        return {**self.gates, **{name: pool for name, pool in pools.items() if list(pool.parameters())}}
+        return {**self.gates, **({} if self.pool is None else pool_modules(self.pool))}
 
     def reset_extra_parameters(self) -> None:
         for name, start in self._gate_starts.items():
@@ -104,9 +146,23 @@ class StagedAttention(AttentionMethod):
             nn.init.constant_(gate.bias, start)
             if self.gate_init == "identity":
                 nn.init.zeros_(gate.weight)
+        if self.gate_init == "identity" and self.pool is not None:
+            for pool in pool_modules(self.pool).values():
+                pool.start_as_mean()
 
-    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
-        return TileLayout.build(segments, tile_thw=self.tile_thw, block_order=self.block_order, device=device)
+    def layout(self, segments: Sequence[Segment], device=None) -> TileLayout:
+        layout = TileLayout.build(
+            segments,
+            tile_thw=self.tile_thw,
+            kv_tile_thw=self.kv_tile_thw,
+            more_tiles=[tile for tile in (self.q_pool, self.kv_pool, self.score_thw) if tile is not None],
+            partition=self.partition,
+            block_order=self.block_order,
+            device=device,
+        )
+        if layout.can_derive:
+            self._prepare(layout)
+        return layout
 
     def project(self, x: Tensor) -> dict[str, Tensor]:
         """Gates `[B, L, H, D]` from x `[B, L, C]`."""
@@ -114,80 +170,153 @@ class StagedAttention(AttentionMethod):
         return {name: self.gates[f"to_gate_{name}"](x).unflatten(-1, heads) for name in self._gate_starts}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        """Of `fine`, `window` `[B, L, H, D]` per token and `coarse` `[B, N, H, D]` per tile what the stages have."""
+        """Of `fine`, `window` `[B, L, H, D]` per token and `coarse` `[B, Np, H, D]` per tile what the stages have."""
         layout, parts = ctx.layout, {}
+        layout.only_video("attention in stages")
         window = self._window(layout) if self.has_window else None
-        scores = None
+        logits, scores, index = None, None, None
         if self.pool is not None:
             pooled = (self.pool[name](x, layout).transpose(1, 2) for name, x in zip("qkv", (q, k, v), strict=True))
-            coarse, scores = _coarse(*pooled)
+            coarse, logits = _coarse(*pooled)
             if self.has_coarse:
                 parts["coarse"] = coarse.transpose(1, 2).to(q.dtype)
-        if scores is not None and self.selects:
-            parts["fine"] = self._fine(q, k, v, layout, self._select(scores, ctx.kept(q), window))
+        if self.selects:
+            scores = self._scores(q, k, logits, layout)
+            index = self._select(scores, ctx.kept(q), window)
+            parts["fine"] = self._fine(q, k, v, layout, index)
         if window is not None and self.stages != "c_fl":
-            name = "window" if self.selects else "fine"
-            parts[name] = self._fine(q, k, v, layout, BlockIndex.from_dense(window[None, None]))
+            name, local = "window" if self.selects else "fine", BlockIndex.from_dense(window.tiles[None, None])
+            parts[name] = self._fine(q, k, v, layout, local)
+            index = local if index is None else index
+        if ctx.recorder is not None:
+            assert index is not None
+            coarse = parts.get("coarse")
+            if coarse is not None:
+                # per token: tiles of the coarse stage may have another size
+                coarse = coarse.repeat_interleave(layout.tiles[self.q_pool].sizes, 1, output_size=layout.num_tokens)
+            seen = {"coarse": coarse, "scores": self._as_logits(scores, logits, layout)}
+            ctx.record(self.layer_idx, index, q=q, k=k, fine=parts["fine"], **seen)
         return parts
 
+    def selection(self, q: Tensor, k: Tensor, layout: TileLayout, topk: int) -> BlockIndex:
+        """Kv tiles that each query tile selects, from tile-major q, k `[B, L, H, D]`."""
+        logits = None
+        if self.pool is not None:
+            pooled = (self.pool[name](x, layout).transpose(1, 2) for name, x in zip("qk", (q, k), strict=True))
+            logits = _logits(*pooled)
+        window = self._window(layout) if self.has_window else None
+        return self._select(self._scores(q, k, logits, layout), topk, window)
+
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        out = parts["fine"] * extra["fine"] if "fine" in extra else parts["fine"]
-        if "window" in parts:
-            out = torch.addcmul(out, parts["window"], extra["window"])
+        out, window = parts["fine"], parts.get("window")
+        if window is not None and "window" not in extra:
+            out, window = out + window, None
+        out = out * extra["fine"] if "fine" in extra else out
+        if window is not None:
+            out = torch.addcmul(out, window, extra["window"])
         if "coarse" in parts:
-            out = combine(out, parts["coarse"], extra["compress"], None, ctx.layout.blocks)
+            out = combine(out, parts["coarse"], extra["compress"], None, ctx.layout.tiles[self.q_pool])
         return out
 
-    def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Pairs of the coarse stage and of every fine stage; of a union as if no selected tile were in the window."""
-        tiles, kept = layout.num_blocks, min(topk, layout.num_blocks)
-        total = float(tiles**2) if self.pool is not None else 0.0
-        window = layout.blocks.sizes.double() @ self._window(layout).double() if self.has_window else None
-        local = 0.0 if window is None else float(window @ layout.blocks.sizes.double())
-        selected = layout.num_tokens**2 * kept / tiles
-        if self.stages == "c_fl":
-            both = selected if self.window_budget == "within" else min(selected + local, layout.num_tokens**2)
-            return total + both
-        return total + local + (selected if self.selects else 0.0)
+    def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        gates = {f"gate_{name}": gate for name, gate in extra.items()}
+        return super().attend_combine(q, k, v, extra, ctx.also_recording(gates))
 
-    def _select(self, scores: Tensor, topk: int, window: Tensor | None) -> BlockIndex:
-        rule = RowRule(topk=topk)
-        if self.stages == "c_f_l_e":
-            assert window is not None
-            return select_blocks(scores, rule, candidates=~window)
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        """Pairs of the coarse stage and of every fine stage; of a union as if no selected tile were in the window.
+
+        A selected tile counts with the mean size, so the number is exact when tiles are full. A product of queries and
+        keys alone, for scores, counts as half.
+        """
+        tokens, sizes, kv_sizes = layout.num_tokens, layout.blocks.sizes.double(), layout.kv_blocks.sizes.double()
+        total = 0.0 if self.pool is None else float(layout.tiles[self.q_pool].num * layout.tiles[self.kv_pool].num)
+        window = self._window(layout) if self.has_window else None
+        local = 0.0 if window is None else float(sizes @ window.tiles.double() @ kv_sizes)
+        if not self.selects:
+            return total + local
+        if self.score == "mass":
+            total += tokens * layout.kv_blocks.num / 2
+        if self.score_thw is not None:
+            total += layout.tiles[self.score_thw].num ** 2 / 2
+        kept, tiles = self._topk(topk, window), layout.kv_blocks.num
+        listed = float(tokens * min(kept, tiles))
+        if window is not None and self.stages == "c_f_l_e":
+            listed = float(sizes @ (tiles - window.tiles.sum(1)).clamp(max=kept).double())
+        selected = listed * tokens / tiles
         if self.stages == "c_fl":
+            return total + (selected if self.window_budget == "within" else min(selected + local, tokens**2))
+        return total + local + selected
+
+    def _scores(self, q: Tensor, k: Tensor, logits: Tensor | None, layout: TileLayout) -> Tensor:
+        """`[B, H, Nq, Nkv]`; `mean` comes from the logits `[B, H, Np, Np']` of the coarse stage."""
+        if self.score == "mass":
+            return mass_scores(tile_logits(q.detach(), k.detach(), layout.kv_blocks), layout)
+        if self.score_thw is not None:
+            return subblock_scores(q, k, layout, self.score_thw)
+        assert logits is not None
+        return map_scores(logits, layout, self.q_pool, self.kv_pool, self.pooled_map)
+
+    def _as_logits(self, scores: Tensor | None, logits: Tensor | None, layout: TileLayout) -> Tensor | None:
+        """Logits `[B, H, Nq, Nkv]` of what a query tile is expected to attend to, None where nothing says."""
+        same = (self.q_pool, self.kv_pool) == (layout.tile_thw, layout.kv_tile_thw)
+        if scores is None:
+            return logits if same else None
+        shares = self.score != "mean" or not (same or self.pooled_map == "logits")
+        return scores.log() if shares else scores
+
+    def _select(self, scores: Tensor, topk: int, window: Window | None) -> BlockIndex:
+        topk = self._topk(topk, window)
+        if window is not None and self.stages == "c_f_l_e":
+            return select_blocks(scores, topk, candidates=~window.tiles)
+        if window is not None and self.stages == "c_fl":
             within = self.window_budget == "within"
-            return select_blocks(scores, rule, first=window if within else None, union=None if within else window)
-        return select_blocks(scores, rule)
+            first, union = (window.tiles, None) if within else (None, window.tiles)
+            return select_blocks(scores, topk, first=first, union=union)
+        return select_blocks(scores, topk)
+
+    def _topk(self, topk: int, window: Window | None) -> int:
+        lowered = self.window_budget == "within" and self.stages in ("c_f_l", "c_f_l_e")
+        return max(1, topk - window.largest) if lowered and window is not None else topk
 
     def _fine(self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, index: BlockIndex) -> Tensor:
-        blocks = layout.blocks
-        return block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)[0]
+        q_blocks, kv_blocks = layout.blocks, layout.kv_blocks
+        return block_sparse_attn(q, k, v, index, q_blocks=q_blocks, kv_blocks=kv_blocks, backend=self.backend)[0]
 
-    def _window(self, layout: TileLayout) -> Tensor:
-        return window_mask(layout, self.window_thw, self.window_edge)
+    def _window(self, layout: TileLayout) -> Window:
+        return layout.derive(tile_window, self.window_thw, self.window_edge)
+
+    def _prepare(self, layout: TileLayout) -> None:
+        """Make what `attend` derives from the layout of a row of one video."""
+        if self.has_window:
+            self._window(layout)
+        for pool in [] if self.pool is None else pool_modules(self.pool).values():
+            pool.prepare(layout)
+        finer = (self.score_thw, self.score_thw) if self.score_thw is not None else (self.q_pool, self.kv_pool)
+        for small, large in zip(finer, (self.tile_thw, self.kv_tile_thw), strict=True):
+            layout.derive(tiles_inside, small, large)
+
+    def _check_tiles(self, *, pool: Tile | None, conv: bool) -> None:
+        larger = {"tile_thw": self.tile_thw, "kv_tile_thw": self.kv_tile_thw}
+        if pool is not None:
+            refuse_no_divisor("pool_thw", self.q_pool, **larger)
+        if self.score_thw is not None:
+            refuse_no_divisor("score_thw", self.score_thw, **larger)
+        tiles = (*larger.values(), self.q_pool, self.kv_pool, self.score_thw)
+        chain_of(tile for tile in tiles if tile is not None)
+        if self.partition == "hilbert_run" and (self.has_window or conv):
+            what = f"stages={self.stages}" if self.has_window else "pooling=conv"
+            raise ValueError(f"{what} needs partition=cube, got hilbert_run: its tiles have no places in a grid")
+
+
+def _grid(tile: Sequence[int]) -> Grid:
+    return tile[0], tile[1], tile[2]
 
 
 def _coarse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output `[B, H, N, D]` and logits `[B, H, N, N]` of attention between pooled q, k, v `[B, H, N, D]`."""
-    if (group := q.shape[1] // k.shape[1]) > 1:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    return scores.softmax(-1) @ v, scores
+    """Output `[B, H, Np, D]` and logits `[B, H, Np, Np']` of attention between pooled q, k, v `[B, H, Np, D]`."""
+    scores = _logits(q, k)
+    return scores.softmax(-1) @ per_head(v, q.shape[1]), scores
 
 
-@lru_cache(maxsize=64)
-def window_mask(layout: TileLayout, window_thw: Grid, edge: Edge) -> Tensor:
-    """Bool `[N, N]`: kv tiles in the window around each query tile, for a row of one video cut into cuboids."""
-    tile: Any = layout.tile_thw
-    first = token_places(layout)[layout.blocks.offsets[:-1].long().cpu()]
-    # [N, 3]
-    tiles = first // torch.tensor(tile)
-    counts = tiles.amax(0) + 1
-    size = torch.minimum(torch.tensor(window_thw), counts) if edge == "clamp" else torch.tensor(window_thw)
-    start = tiles - torch.tensor(window_thw) // 2
-    if edge == "clamp":
-        start = start.clamp(min=torch.zeros_like(counts), max=counts - size)
-    inside = (tiles[None] >= start[:, None]) & (tiles[None] < (start + size)[:, None])
-    with torch.inference_mode(False):
-        return inside.all(-1).to(layout.device)
+def _logits(q: Tensor, k: Tensor) -> Tensor:
+    return (q * q.shape[-1] ** -0.5) @ per_head(k, q.shape[1]).transpose(-1, -2)

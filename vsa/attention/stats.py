@@ -6,6 +6,7 @@ and qk-norm applied, as a method hands them to a recorder. Every tile may select
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -143,3 +144,75 @@ def coarse_share(coarse: Tensor, fine: Tensor) -> Tensor:
     """
     a, b = rms(coarse), rms(fine)
     return a / (a + b).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+class Neighbours(NamedTuple):
+    """How much the lists of neighbouring query tiles have in common, and what random lists would have.
+
+    Args:
+        overlap: fp32 `[B, H]`.
+        random: fp32 `[B, H]`, of lists of the same lengths drawn at random.
+    """
+
+    overlap: Tensor
+    random: Tensor
+
+
+def neighbour_overlap(selected: Tensor, groups: Tensor) -> Neighbours:
+    """What a kernel would save that loads the tiles of a group's lists once, of what equal lists would save.
+
+    overlap = sum over groups (sum |list| - |union|) / sum over groups (sum |list| - max |list|)
+
+    For pairs of equally long lists it is the share of tiles in common; the loads fall by half of it.
+
+    Args:
+        selected: bool `[B, H, Nq, Nkv]`.
+        groups: int `[G + 1]` ascending offsets of runs of query tiles that are computed together
+            (`TileLayout.super_offsets`); runs of one tile are left out. NaN when there are no others.
+    """
+    lengths, num_kv = selected.sum(-1).float(), selected.shape[-1]
+    saved, random, whole = (torch.zeros_like(lengths[..., 0]) for _ in range(3))
+    for start, stop in itertools.pairwise(groups.tolist()):
+        if stop - start < 2:
+            continue
+        some = lengths[..., start:stop]
+        total = some.sum(-1)
+        saved += total - selected[:, :, start:stop].any(2).sum(-1)
+        random += total - num_kv * (1 - (1 - some / num_kv).prod(-1))
+        whole += total - some.amax(-1)
+    return Neighbours(saved / whole, random / whole)
+
+
+class Popularity(NamedTuple):
+    """In how many lists the kv tiles are: fp32 `[B, H]` each.
+
+    Args:
+        mean: lists that hold a tile, over the tiles.
+        median: of the same.
+        p90: 90th percentile.
+        p99: 99th percentile.
+        largest: of the most popular tile.
+        unlisted: share of tiles in no list.
+        long: share of tiles in more than 1.5 times the mean: what a kernel would start first.
+    """
+
+    mean: Tensor
+    median: Tensor
+    p90: Tensor
+    p99: Tensor
+    largest: Tensor
+    unlisted: Tensor
+    long: Tensor
+
+
+def popularity(selected: Tensor) -> Popularity:
+    """How unequally the kv tiles are selected, which is how unequal the work of a backward over kv tiles is.
+
+    Args:
+        selected: bool `[B, H, Nq, Nkv]`.
+    """
+    lists = selected.sum(2).float()
+    mean = lists.mean(-1)
+    median, p90, p99 = torch.quantile(lists, lists.new_tensor([0.5, 0.9, 0.99]), dim=-1)
+    long = (lists > 1.5 * mean[..., None]).float().mean(-1)
+    return Popularity(mean, median, p90, p99, lists.amax(-1), (lists == 0).float().mean(-1), long)

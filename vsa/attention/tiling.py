@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 Grid = tuple[int, int, int]
 BlockOrder = Literal["nested", "raster"]
+Partition = Literal["cube", "hilbert_run"]
 
 # sizes of the aligned groups of blocks that nested order keeps compact
 SUPER_SIZES = (2, 4, 8)
@@ -53,24 +55,80 @@ def cube_tiles(grid: Grid, tile: Grid, block_order: BlockOrder) -> SegmentTiles:
     return SegmentTiles(order, sizes.tolist(), groups)
 
 
-def slots(grid_thw: Sequence[int], tile_thw: Sequence[int]) -> int:
-    """Token slots of the tiles that cover a grid."""
-    return math.prod(math.ceil(n / c) * c for n, c in zip(grid_thw, tile_thw, strict=True))
+def chain_of(tiles: Iterable[Grid]) -> tuple[Grid, ...]:
+    """Tiles from the largest to the smallest, each once.
+
+    Raises:
+        ValueError: two of them, of which neither is cut into whole copies of the other.
+    """
+    chain = tuple(sorted(set(tiles), key=math.prod, reverse=True))
+    for large, small in itertools.pairwise(chain):
+        if any(n % c for n, c in zip(large, small, strict=True)):
+            raise ValueError(f"tiles must divide each other along every axis, got {large} and {small}")
+    return chain
 
 
-def propose_tile(grid_thw: Sequence[int], volume: int) -> Grid:
-    """The tile of a given volume nearest to a cube that fills a grid well, or else the one that fills it best.
+def refuse_no_divisor(name: str, tile: Grid, **larger: Grid) -> None:
+    """Raise ValueError where a tile, the option called `name`, does not divide one of the larger ones."""
+    for other, sides in larger.items():
+        if any(n % c for n, c in zip(sides, tile, strict=True)):
+            raise ValueError(f"{name}={list(tile)} must divide {other}={list(sides)} along every axis")
+
+
+def nested_tiles(
+    grid: Grid, chain: Sequence[Grid], partition: Partition, block_order: BlockOrder, curve: Tensor | None
+) -> tuple[Tensor, dict[Grid, list[int]]]:
+    """One token order in which the tiles of every size of a chain are blocks, and the sizes of these blocks.
+
+    The largest tiles stand in the order that they have alone, smaller ones in raster order inside the next larger.
+
+    Args:
+        grid: tokens along time, height, width.
+        chain: as `chain_of` gives it.
+        curve: order of the tokens along the curve, of hilbert_run.
+    """
+    if partition == "hilbert_run":
+        num_tokens = math.prod(grid)
+        order = torch.arange(num_tokens, device="cpu") if curve is None else curve
+        return order, {tile: run_tiles(num_tokens, math.prod(tile)).sizes for tile in chain}
+    whole = cube_tiles(grid, chain[0], block_order)
+    order, sizes = whole.order, {chain[0]: whole.sizes}
+    for larger, tile in itertools.pairwise(chain):
+        outer = torch.repeat_interleave(torch.tensor(sizes[larger], device="cpu"))
+        t, h, w = (n // c for n, c in zip(torch.unravel_index(order, grid), tile, strict=True))
+        _, nh, nw = (math.ceil(n / c) for n, c in zip(grid, tile, strict=True))
+        inner = (t * nh + h) * nw + w
+        key, moved = torch.sort(outer * (int(inner.max()) + 1) + inner, stable=True)
+        order, sizes[tile] = order[moved], torch.unique_consecutive(key, return_counts=True)[1].tolist()
+    return order, sizes
+
+
+def count_tiles(grid_thw: Sequence[int], tile_thw: Sequence[int]) -> int:
+    """Tiles that cover a grid, short ones at the far edges included."""
+    return math.prod(math.ceil(n / c) for n, c in zip(grid_thw, tile_thw, strict=True))
+
+
+def proposals(grid_thw: Sequence[int], volume: int) -> list[Grid]:
+    """Tiles of at most so many tokens, best first.
+
+    A kernel pays `volume` slots for every tile, so what counts is how many tiles there are. Among those that fill
+    at least `MIN_FILL` of their slots, the nearest to a cube comes first; then the others by their number.
 
     Args:
         grid_thw: tokens along time, height, width.
-        volume: tokens per tile.
+        volume: tokens that a tile may have.
     """
-    divisors = [n for n in range(1, volume + 1) if volume % n == 0]
-    tiles = [(t, h, volume // (t * h)) for t in divisors for h in divisors if volume % (t * h) == 0]
-    good = math.prod(grid_thw) / MIN_FILL
+    ts, hs, ws = (range(1, min(n, volume) + 1) for n in grid_thw)
+    tiles = [(t, h, w) for t, h, w in itertools.product(ts, hs, ws) if t * h * w <= volume]
+    good = math.prod(grid_thw) / (MIN_FILL * volume)
 
     def cost(tile: Grid) -> tuple[float, int, int, int]:
         surface = tile[0] * tile[1] + tile[1] * tile[2] + tile[2] * tile[0]
-        return max(slots(grid_thw, tile), good), surface, tile[0], tile[1]
+        return max(count_tiles(grid_thw, tile), good), surface, tile[0], tile[1]
 
-    return min(tiles, key=cost)
+    return sorted(tiles, key=cost)
+
+
+def propose_tile(grid_thw: Sequence[int], volume: int) -> Grid:
+    """The first of the `proposals`."""
+    return proposals(grid_thw, volume)[0]

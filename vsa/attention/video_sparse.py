@@ -17,8 +17,6 @@ its text and its published code differ, the code.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +25,7 @@ from vsa_kernels import BlockIndex
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, coarse_fine_stages, combine
 
 from vsa.attention.base import AttentionMethod
-from vsa.attention.context import AttnContext, Recorder
+from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn, dense_attn_per_sample
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.settings import AtLeastOne, checked
@@ -56,6 +54,8 @@ class VideoSparseAttention(AttentionMethod):
     Raises:
         ValueError: dim is not num_heads * head_dim, or an unknown gate_init.
     """
+
+    selects = True
 
     def __init__(
         self,
@@ -131,12 +131,8 @@ class VideoSparseAttention(AttentionMethod):
             coarse, scores, index = stages.coarse, stages.scores, stages.index
             fine = layout.merge(stages.fine, _text_attn(q, k, v, layout))
         if ctx.recorder is not None:
-            tensors = {"q": q, "k": k, "fine": fine, "coarse": coarse, "scores": scores}
             index = _all_tiles(layout) if index is None else index
-            # references, not copies: what a recorder keeps stays in memory
-            recorded = {name: tensor.detach() for name, tensor in tensors.items()}
-            lists = {"kv_indices": index.kv_indices, "kv_num_blocks": index.kv_num_blocks}
-            ctx.recorder(self.layer_idx, recorded | lists)
+            ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, coarse=coarse, scores=scores)
         return {"fine": fine, "coarse": coarse}
 
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
@@ -149,9 +145,7 @@ class VideoSparseAttention(AttentionMethod):
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         """`combine(attend(...))`, as one call of the operator unless all tiles are kept or the parts are recorded."""
-        if ctx.recorder is not None:
-            gates = {name: gate.detach() for name, gate in extra.items()}
-            ctx = replace(ctx, recorder=partial(_record_with, ctx.recorder, gates))
+        ctx = ctx.also_recording(extra)
         layout, topk = ctx.layout, ctx.kept(q)
         if ctx.recorder is not None or topk >= layout.num_video_tiles:
             return super().attend_combine(q, k, v, extra, ctx)
@@ -199,8 +193,3 @@ def _all_tiles(layout: TileLayout) -> BlockIndex:
     elif layout.always is not None:
         seen = seen | layout.always
     return BlockIndex.from_dense(seen[None, None])
-
-
-def _record_with(recorder: Recorder, more: dict[str, Tensor], layer_idx: int, tensors: dict[str, Tensor]) -> None:
-    # `attend` does not see the gates, the recorder gets them together with what it does see
-    recorder(layer_idx, {**tensors, **more})

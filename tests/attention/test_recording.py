@@ -1,0 +1,119 @@
+"""What methods hand a recorder: the selection that was attended to, and parts that make the output."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from vsa_kernels import BlockIndex
+
+from vsa.attention.context import AttnContext
+from vsa.attention.full import FullAttention
+from vsa.attention.layout import Segment
+from vsa.attention.pooled_tail import PooledTail
+from vsa.attention.staged import StagedAttention, Stages
+
+GRID = (3, 4, 5)
+SIZES = {"dim": 16, "num_heads": 2, "head_dim": 8, "layer_idx": 3, "tile_thw": (2, 2, 2)}
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+
+def recorded(method, topk=3):
+    """What the recorder gets, the output and its inputs."""
+    generator = torch.Generator().manual_seed(0)
+    layout = method.layout([Segment(GRID)], "cpu")
+    q, k, v = (2 * torch.randn(1, math.prod(GRID), 2, 8, generator=generator) for _ in range(3))
+    x = torch.randn(1, math.prod(GRID), 16, generator=generator)
+    seen = []
+    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda layer, tensors: seen.append((layer, tensors)))
+    out = method.attend_combine(q, k, v, method.project(x), ctx)
+    unseen = method.attend_combine(q, k, v, method.project(x), AttnContext(layout=layout, topk=topk))
+    assert torch.equal(out, unseen)
+    return seen, out, (q, k, v), layout
+
+
+def fine_by_hand(found, qkv, layout):
+    """Attention to the tokens of the recorded tiles, and its logsumexp."""
+    q, k, v = qkv
+    sizes = layout.blocks.sizes.long()
+    index = BlockIndex(kv_indices=found["kv_indices"], kv_num_blocks=found["kv_num_blocks"])
+    mask = index.to_dense(layout.num_blocks).expand(1, 2, -1, -1)
+    mask = mask.repeat_interleave(sizes, 2).repeat_interleave(sizes, 3)
+    logits = (torch.einsum("blhd,bshd->bhls", q, k) / 8**0.5).masked_fill(~mask, -torch.inf)
+    return torch.einsum("bhls,bshd->blhd", logits.softmax(-1), v), logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("stages", get_args(Stages))
+def test_stages(stages):
+    torch.manual_seed(1)
+    method = StagedAttention(**SIZES, stages=stages, window_thw=(1, 1, 2), gate_init="model")
+    [(layer, found)], out, qkv, layout = recorded(method)
+    assert layer == 3
+    assert not any(tensor.requires_grad for tensor in found.values())
+    assert ("coarse" in found) == ("c" in stages)
+    assert ("scores" in found) == (stages != "l")
+    assert {name for name in found if name.startswith("gate")} == {f"gate_{name}" for name in method._gate_starts}
+    fine, _ = fine_by_hand(found, qkv, layout)
+    torch.testing.assert_close(fine, found["fine"], atol=1e-5, rtol=1e-5)
+    again = fine * found["gate_fine"]
+    if "c" in stages:
+        again = again + found["coarse"] * found["gate_compress"]
+        chosen = found["scores"].softmax(-1)
+        assert torch.allclose(chosen.sum(-1), torch.ones(()))
+    same = torch.allclose(again, out, atol=1e-5)
+    # a window beside the selected tiles is a third output
+    assert same == (stages not in ("c_f_l", "c_f_l_e"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pool_thw": (1, 1, 2)},
+        {"pool_thw": (1, 1, 2), "pooled_map": "logits"},
+        {"kv_tile_thw": (1, 2, 2)},
+        {"score": "mass"},
+        {"score": "subblock_lse", "score_thw": (1, 2, 1)},
+    ],
+    ids=str,
+)
+def test_other_tiles_and_scores(options):
+    torch.manual_seed(1)
+    method = StagedAttention(**SIZES, stages="c_f", gate_init="model", **options)
+    [(_, found)], out, _, layout = recorded(method)
+    again = found["fine"] * found["gate_fine"] + found["coarse"] * found["gate_compress"]
+    torch.testing.assert_close(again, out, atol=1e-5, rtol=1e-5)
+    assert found["scores"].shape == (1, 2, layout.blocks.num, layout.kv_blocks.num)
+    best = found["scores"].topk(3, dim=-1).indices.sort(-1).values
+    assert torch.equal(best, found["kv_indices"][..., :3].long())
+    # logits: shares are positive and would be nearly uniform
+    assert found["scores"].min() < 0
+
+
+@pytest.mark.parametrize("score", ["mean", "mass"])
+def test_a_pooled_tail(score):
+    [(layer, found)], out, qkv, layout = recorded(PooledTail(**SIZES, score=score))
+    assert layer == 3
+    torch.testing.assert_close(found["fine"] + found["tail"], out, atol=1e-5, rtol=1e-5)
+    selected, lse = fine_by_hand(found, qkv, layout)
+    # what the tail took is missing in every row of the selected tiles
+    share = (found["fine"] / selected).transpose(1, 2).median(-1).values
+    assert share.min() < 0.5 < share.max()
+    sizes = layout.blocks.sizes.float()
+    k_mean = torch.stack([part.mean(1) for part in qkv[1].split(layout.blocks.sizes.tolist(), 1)], 1)
+    tail = torch.einsum("blhd,bnhd->bhln", qkv[0], k_mean) / 8**0.5 + sizes.log()
+    index = BlockIndex(kv_indices=found["kv_indices"], kv_num_blocks=found["kv_num_blocks"])
+    rows = index.to_dense(layout.num_blocks).repeat_interleave(layout.blocks.sizes.long(), 2)
+    rest = tail.masked_fill(rows, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(share, (lse - torch.logaddexp(lse, rest)).exp(), atol=1e-4, rtol=1e-3)
+    # the selected tiles are those of the largest scores, which are logits
+    best = found["scores"].topk(3, dim=-1).indices.sort(-1).values
+    assert torch.equal(best, found["kv_indices"][..., :3].long())
+    if score == "mass":
+        torch.testing.assert_close(found["scores"].softmax(-1), found["scores"].exp(), atol=1e-5, rtol=1e-4)
+
+
+def test_dense_attention_records_nothing():
+    sizes = {name: value for name, value in SIZES.items() if name != "tile_thw"}
+    assert recorded(FullAttention(**sizes))[0] == []

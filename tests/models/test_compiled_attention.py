@@ -1,0 +1,58 @@
+"""Blocks compiled as one graph with every attention method, against the same blocks in eager mode."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from vsa.attention.compressed_kv import CompressedKV
+from vsa.attention.grouped import GroupedAttention
+from vsa.attention.pooled_tail import PooledTail
+from vsa.attention.staged import StagedAttention
+from vsa.models.video_dit import VideoDiT
+
+SLOW = pytest.mark.slow
+METHODS = {
+    "within the budget": partial(StagedAttention, tile_thw=(2, 2, 2), stages="c_fl", window_budget="within"),
+    "max": partial(StagedAttention, tile_thw=(2, 2, 2), pooling="max"),
+    "excluded window": partial(
+        StagedAttention, tile_thw=(2, 2, 2), stages="c_f_l_e", pooling="conv", window_thw=(1, 2, 1)
+    ),
+    "three sizes": partial(StagedAttention, tile_thw=(2, 4, 4), kv_tile_thw=(2, 2, 4), pool_thw=(1, 2, 2)),
+    "sub-blocks": partial(PooledTail, tile_thw=(2, 2, 2), score="subblock_lse", score_thw=(1, 2, 2)),
+    "mass": partial(StagedAttention, tile_thw=(2, 2, 2), score="mass"),
+    "second order": partial(PooledTail, tile_thw=(2, 2, 2), score="mass", order=2),
+    "groups": partial(GroupedAttention, groups=[(1, "all", "all"), ("all", 1, 1)]),
+    "pooled keys": CompressedKV,
+}
+QUICK = ("excluded window", "groups")
+
+
+@pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=SLOW) for n in METHODS])
+def test_compiled_blocks_equal_eager_ones(name):
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 48, "text_dim": 8, "freq_dim": 16}
+    model = VideoDiT(**sizes, num_layers=2 if name == "groups" else 1, attention=METHODS[name])
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    latents = torch.randn(1, 16, 3, 10, 8, generator=generator)
+    text = torch.randn(1, 4, 8, generator=generator)
+
+    def losses():
+        for topk in (2, 3):
+            model.zero_grad()
+            loss = model(latents, torch.tensor([500.0]), text, topk=topk).square().mean()
+            loss.backward()
+            yield [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    eager = list(losses())
+    torch.compiler.reset()
+    model.compile_blocks(backend="eager")
+    for ours, theirs in zip(losses(), eager, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.allclose(a, b, atol=1e-6, rtol=1e-4)
+    if name not in ("groups", "pooled keys"):
+        assert not all(torch.equal(a, b) for a, b in zip(*eager, strict=True))

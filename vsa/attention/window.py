@@ -1,0 +1,55 @@
+"""A fixed local window of tiles around each query tile. Nq / Nkv query / kv tiles."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vsa.attention.layout import TileLayout
+from vsa.attention.pooling import token_places
+from vsa.attention.scores import tiles_inside
+from vsa.attention.tiling import Grid, chain_of
+
+Edge = Literal["clamp", "truncate"]
+
+
+class Window(NamedTuple):
+    """The window of every query tile.
+
+    Args:
+        tiles: bool `[Nq, Nkv]`.
+        largest: the most kv tiles that a query tile sees.
+    """
+
+    tiles: Tensor
+    largest: int
+
+
+def tile_window(layout: TileLayout, window_thw: Grid, edge: Edge) -> Window:
+    """Kv tiles in the window around each query tile, for a row of one video cut into cuboids; for `TileLayout.derive`.
+
+    Args:
+        layout: where its query and kv tiles differ in size, the window counts the larger ones.
+        window_thw: tiles along time, height, width.
+        edge: clamp (shifted inside the grid, always whole) or truncate (what lies outside is missing).
+    """
+    layout.only_video("a window of tiles")
+    q_tile, kv_tile = layout.tile_thw, layout.kv_tile_thw
+    assert q_tile is not None
+    assert kv_tile is not None
+    large = chain_of((q_tile, kv_tile))[0]
+    first = token_places(layout)[layout.tiles[large].offsets[:-1].long().cpu()]
+    # [N, 3]
+    places = first // torch.tensor(large)
+    counts = places.amax(0) + 1
+    size = torch.minimum(torch.tensor(window_thw), counts) if edge == "clamp" else torch.tensor(window_thw)
+    start = places - torch.tensor(window_thw) // 2
+    if edge == "clamp":
+        start = start.clamp(min=torch.zeros_like(counts), max=counts - size)
+    inside = (places[None] >= start[:, None]) & (places[None] < (start + size)[:, None])
+    tiles = inside.all(-1)
+    for dim, tile in enumerate((q_tile, kv_tile)):
+        tiles = tiles.repeat_interleave(tiles_inside(layout, tile, large).sizes.cpu(), dim=dim)
+    return Window(tiles.to(layout.device), int(tiles.sum(1).max()))
