@@ -445,7 +445,7 @@ def test_loaders_leave_the_global_generator_alone(dataset: Path) -> None:
 def test_samples_can_be_read_one_by_one(dataset: Path) -> None:
     data = module(dataset)
     ref = SampleRef(source="main", id="video-003")
-    assert torch.equal(data.store.latent(ref), LatentReader(dataset).latent("video-003"))
+    assert torch.equal(data.store.latents([ref])[0], LatentReader(dataset).latent("video-003"))
     assert data.codec.id == data.store.codec.id == "haar-4x8x8-c16"
     assert data.store.codec.hash == HaarCodec().hash
     assert (data.store.text_encoder.id, data.store.text_encoder.hash) == (ENCODER.id, ENCODER.hash)

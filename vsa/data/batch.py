@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +16,27 @@ TextPadding = Literal["mask", "zeros"]
 """What fills a caption up to the longest: `mask` hides the padding, `zeros` attends to it as Wan was trained to."""
 
 
+class PendingLatents(Protocol):
+    """Latents that are computed where they are trained on; until then they have a shape and can be sliced by sample."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[B, C, T, H, W]`."""
+        ...
+
+    def __getitem__(self, part: slice) -> PendingLatents: ...
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Tensor:
+        """The latents, float32, computed on `device`."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class VideoBatch:
     """Samples of one latent shape, as stored (latents are not yet normalised).
 
     Args:
-        latents: `[B, C, T, H, W]` float32.
+        latents: `[B, C, T, H, W]` float32; in a loader of rendered clips `PendingLatents`, until `to` computes them.
         text: `[B, S, E]` float32 text embeddings, zero-padded; a dropped caption holds the null embedding.
         text_mask: bool `[B, S]`, True where a text token is real; None attends to the zeros as well.
         sample_ids: id of each sample.

@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vsa.data.batch import TextPadding, VideoBatch, pad_text
@@ -104,13 +106,14 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
         """
         store = self.store
         # a sample that a batch holds many times is read once
-        latent, condition, text_of = cache(store.latent), cache(store.condition), cache(store.text)
+        condition, text_of = cache(store.condition), cache(store.text)
         texts = [("", store.null_text) if c is None else text_of(r, c) for r, c in zip(refs, captions, strict=True)]
         rows = [row for _, row in texts]
         text, mask = pad_text(rows, length=store.text_encoder.max_tokens, padding=self.text_padding)
         conditions = [cond for cond in map(condition, refs) if cond is not None]
         return VideoBatch(
-            latents=torch.stack([latent(ref) for ref in refs]),
+            # pending ones are tensors as soon as the batch is on a device
+            latents=cast(Tensor, store.latents(refs)),
             text=text,
             text_mask=mask,
             sample_ids=tuple(ref.id for ref in refs),

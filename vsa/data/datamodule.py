@@ -1,4 +1,4 @@
-"""Lightning data modules: what all share, latent shards, and toy clips made on the fly."""
+"""Lightning data modules: what all share, latent shards, and clips made on the fly."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from vsa.data.sample_store import SampleStore, ShardStore, ToyStore
 from vsa.data.shards import LatentReader
 from vsa.data.text import TextEncoder
 from vsa.data.toy_videos import ToyClips, write_toy_videos
+from vsa.data.world.scenes import MOST_WORDS, WorldClips
+from vsa.data.world.store import WorldStore
+from vsa.data.world.tables import find_photographs
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 
 # a run without max_steps ends by other means
@@ -40,6 +43,7 @@ class PlanDataModule(LightningDataModule):
         text_encoder: the text encoder of the captions.
         batch_size: samples of an optimizer step, over all ranks and micro-batches.
         seed: seed of order, caption choice and noise.
+        validation_seed: of the noise of validation; None: `seed`.
         num_workers: worker processes of a loader; changes nothing but speed.
         val_fraction: share of the samples held out, by hash of their id.
         val_batches: most global validation batches of a latent shape (None: every held-out sample).
@@ -56,6 +60,7 @@ class PlanDataModule(LightningDataModule):
     text_encoder: TextEncoder
     batch_size: AtLeastOne
     seed: Count = 0
+    validation_seed: Count | None = None
     num_workers: Count = 0
     val_fraction: ShareBelowOne = 0.05
     val_batches: Count | None = None
@@ -140,7 +145,8 @@ class PlanDataModule(LightningDataModule):
         held = self._ready()[2]
         if not held:
             return []
-        return self._loader(ValidationStream, held=held, batches=self.val_batches, seed=self.seed)
+        seed = self.seed if self.validation_seed is None else self.validation_seed
+        return self._loader(ValidationStream, held=held, batches=self.val_batches, seed=seed)
 
     def held_out_captions(self, count: int) -> tuple[str, ...]:
         """At most `count` different captions of held-out samples, the same on every rank; none without such samples."""
@@ -332,6 +338,39 @@ class ToyOnlineDataModule(PlanDataModule):
     def source_weights(self) -> Mapping[str, float]:
         """One source."""
         return {"toy": 1.0}
+
+
+@checked
+@dataclass(kw_only=True, eq=False)
+class WorldOnlineDataModule(PlanDataModule):
+    """Clips of several objects before a photograph, drawn and encoded on the training device: no files.
+
+    Args:
+        world: which clips.
+
+    Raises:
+        ImportError: the package of the photographs is not installed.
+        ValueError: a caption may be longer than the text encoder's.
+    """
+
+    world: WorldClips
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        find_photographs()
+        if self.text_encoder.max_tokens < MOST_WORDS:
+            raise ValueError(
+                f"captions of the world have up to {MOST_WORDS} words, expected text_encoder.max_tokens of at least "
+                f"that, got {self.text_encoder.max_tokens}"
+            )
+
+    def open_store(self) -> SampleStore:
+        """Clips on demand."""
+        return WorldStore(self.world, self.codec, self.text_encoder)
+
+    def source_weights(self) -> Mapping[str, float]:
+        """One source."""
+        return {"world": 1.0}
 
 
 def _check_toy_set(root: Path, toy: ToyClips, shape: Shape) -> None:

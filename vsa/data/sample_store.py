@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from vsa.data.batch import PendingLatents
 from vsa.data.codecs import Codec
 from vsa.data.index import CodecInfo, TextInfo, deviation_or_one, pooled_statistics
 from vsa.data.plan import SampleRef, Shape
@@ -58,8 +60,8 @@ class SampleStore(Protocol):
         """Sample ids by latent shape, by source."""
         ...
 
-    def latent(self, ref: SampleRef) -> Tensor:
-        """float32 `[C, t, h, w]`, not normalised."""
+    def latents(self, refs: Sequence[SampleRef]) -> Tensor | PendingLatents:
+        """float32 `[B, C, t, h, w]` of samples of one shape, not normalised."""
         ...
 
     def condition(self, ref: SampleRef) -> Tensor | None:
@@ -111,9 +113,11 @@ class ShardStore:
         mean, std = pooled_statistics([reader.index for reader in self._readers.values()])
         self.latent_mean, self.latent_std = mean.float(), std.float()
 
-    def latent(self, ref: SampleRef) -> Tensor:
-        """float32 `[C, t, h, w]`, not normalised."""
-        return self._readers[ref.source].latent(ref.id)
+    def latents(self, refs: Sequence[SampleRef]) -> Tensor:
+        """float32 `[B, C, t, h, w]` of samples of one shape, not normalised."""
+        # a sample that a batch holds many times is read once
+        read = cache(lambda ref: self._readers[ref.source].latent(ref.id))
+        return torch.stack([read(ref) for ref in refs])
 
     def condition(self, ref: SampleRef) -> Tensor | None:
         """float32 `[Cc, t, h, w]` image condition of the sample, None where the store has none."""
@@ -146,17 +150,16 @@ class ToyStore:
         self.cond_channels = 0
         self.null_text = text_encoder.encode("")
         probe = torch.stack([self._encode(i) for i in range(min(clips.count, _PROBE_CLIPS))])
-        flat = probe.double().transpose(0, 1).flatten(1)
-        std = flat.std(1, correction=0)
-        self.latent_mean = flat.mean(1).float()
-        self.latent_std = deviation_or_one(std).float()
+        self.latent_mean, self.latent_std = probe_statistics(probe)
         c, t, h, w = probe.shape[1:]
         ids = tuple(f"toy-{clips.seed}-{i:08d}" for i in range(clips.count))
         self.buckets = {"toy": {(c, t, h, w): ids}}
 
-    def latent(self, ref: SampleRef) -> Tensor:
-        """float32 `[C, t, h, w]`, not normalised."""
-        return self._encode(_clip_number(ref.id))
+    def latents(self, refs: Sequence[SampleRef]) -> Tensor:
+        """float32 `[B, C, t, h, w]`, not normalised."""
+        # a sample that a batch holds many times is drawn once
+        draw = cache(lambda ref: self._encode(clip_number(ref.id)))
+        return torch.stack([draw(ref) for ref in refs])
 
     def condition(self, ref: SampleRef) -> Tensor | None:
         """None: toy clips come without an image."""
@@ -176,10 +179,17 @@ class ToyStore:
         return self._codec.encode(video)
 
     def _captions(self, ref: SampleRef) -> tuple[str, ...]:
-        return captions_of(clip_attributes(self._clips.seed, _clip_number(ref.id)))
+        return captions_of(clip_attributes(self._clips.seed, clip_number(ref.id)))
 
 
-def _clip_number(sample_id: str) -> int:
+def probe_statistics(latents: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 `[C]` mean and standard deviation of latents `[B, C, t, h, w]`."""
+    flat = latents.double().transpose(0, 1).flatten(1)
+    return flat.mean(1).float(), deviation_or_one(flat.std(1, correction=0)).float()
+
+
+def clip_number(sample_id: str) -> int:
+    """Number of a rendered clip in its set, the end of its id."""
     return int(sample_id.rpartition("-")[2])
 
 

@@ -1,0 +1,152 @@
+"""Score clips of the world: does each show the colours, shapes and motions that its caption names, and the camera's?
+
+Clips are those of a folder that `vsa sample` or a training wrote, or are sampled from a run for captions of clips that
+no training drew. Beside them stand what chance gives, what rendered clips reach, and their reconstructions by the
+codec, which is the most a model behind that codec can get.
+
+python -m benchmarks.world.score outputs/world/default                             a run: samples and scores clips
+python -m benchmarks.world.score outputs/world/default/samples/step-00010000       a folder of clips
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+
+from benchmarks.toy.study import write_json
+from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
+from vsa.data.codecs import Codec, HaarCodec
+from vsa.data.video_files import read_video
+from vsa.data.world.render import render
+from vsa.data.world.scenes import draw_scene, parse_caption, world_attributes, world_caption
+from vsa.errors import one_line_errors
+from vsa.evaluation.world_score import ATTRIBUTES, chance, score_clips
+from vsa.progress import progress_bar
+from vsa.sampling.pipeline import generate, load_run, settings_dict
+
+# a world that no training draws: clip sets of this and following seeds
+_UNSEEN = 1_000_000
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clips_or_run", type=Path, help="folder with samples.json, run folder or checkpoint folder")
+    parser.add_argument("--clips", type=int, default=96, help="clips to sample of a run, and rendered ones beside them")
+    parser.add_argument("--out", type=Path, help="JSON to write (score.json in the folder of the clips or of the run)")
+    parser.add_argument("--weights", choices=("ema", "model"), help="averaged (where there are any) or trained weights")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="Euler steps (32; a distilled run: its own)")
+    parser.add_argument("--guidance", type=float, help="uncond + G * (cond - uncond) (3)")
+    parser.add_argument("--shift", type=float, help="flow shift (as the run samples)")
+    parser.add_argument("--topk", type=int, help="tiles per query tile (that of the training)")
+    parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--device", help="cpu, cuda, ... (cuda when there is one)")
+    return parser.parse_args(argv)
+
+
+def unseen_captions(count: int, seed: int) -> list[str]:
+    """Captions of clips that no training draws."""
+    return [world_caption(world_attributes(_UNSEEN + seed, i)) for i in range(count)]
+
+
+def unseen_clips(count: int, seed: int, size: tuple[int, int, int]) -> list[Tensor]:
+    """The clips of `unseen_captions`, uint8 `[T, H, W, 3]` each."""
+    return [render(draw_scene(_UNSEEN + seed, i, size), size)[0] for i in range(count)]
+
+
+def read_clips(folder: Path) -> tuple[list[Tensor], list[str], dict[str, Any], Codec]:
+    """Clips of a folder of samples, their captions, what made them, and its codec.
+
+    Raises:
+        ValueError: a caption is not one of the world, or the codec is another one than the embedded.
+    """
+    made = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
+    clips, codec = made.pop("clips"), HaarCodec()
+    theirs = (made.get("codec") or {}).get("hash")
+    if theirs != codec.hash:
+        raise ValueError(f"{folder} is decoded by another codec than {codec.id} (hash {theirs}): score its run instead")
+    for clip in clips:
+        parse_caption(clip["prompt"])
+    videos = [read_video(folder / clip["mp4"])[0] for clip in clips]
+    return videos, [clip["prompt"] for clip in clips], made, codec
+
+
+def refuse_other_data(checkpoint: Checkpoint) -> None:
+    """Raise ValueError when the settings of a run do not say that it was trained on the world."""
+    data = (checkpoint.state.get("config") or {}).get("data") or {}
+    if data.get("world") is None:
+        raise ValueError(f"{checkpoint.path} was not trained in the world: its settings have no data.world")
+
+
+def sample(args: argparse.Namespace) -> tuple[Tensor, list[str], dict[str, Any], Codec]:
+    """Clips of a run for captions that it has not seen, with what made them."""
+    refuse_other_data(resolve_checkpoint(args.clips_or_run))
+    run = load_run(args.clips_or_run, weights=args.weights, device=args.device)
+    settings = run.settings(
+        seed=args.seed,
+        # the same for every run, however it samples its own clips; a distilled one has no other steps than its own
+        steps=32 if args.steps is None and run.step_list is None else args.steps,
+        guidance=3.0 if args.guidance is None and run.step_list is None else args.guidance,
+        flow_shift=args.shift,
+        topk=args.topk,
+        sparsity=args.sparsity,
+        batch_size=args.batch_size,
+    )
+    prompts = unseen_captions(args.clips, args.seed)
+    with progress_bar("sampling", len(prompts) * settings.steps) as advance:
+        videos = generate(run, prompts, settings, advance)
+    return videos, prompts, dict(settings_dict(settings, run)), run.codec
+
+
+def score_beside(
+    videos: Tensor | Sequence[Tensor], captions: Sequence[str], codec: Codec, *, rendered: int, seed: int
+) -> dict[str, dict[str, float]]:
+    """Scores of clips, of rendered ones of their size, of those rendered ones behind the codec, and of chance."""
+    frames, height, width = videos[0].shape[:3]
+    real, truth = unseen_clips(rendered, seed, (frames, height, width)), unseen_captions(rendered, seed)
+    return {
+        "clips": score_clips(videos, captions),
+        "codec_reconstructions": score_clips([codec.decode(codec.encode(video)) for video in real], truth),
+        "rendered": score_clips(real, truth),
+        "chance": chance(captions),
+    }
+
+
+def print_table(scores: dict[str, dict[str, float]], clips: int) -> None:
+    title = f"share of attributes of {clips} clips that are what the caption says"
+    table = Table("", *(Column(x, justify="right") for x in ATTRIBUTES), title=title, caption="pixels scored, no judge")
+    for name, row in scores.items():
+        table.add_row(name.replace("_", " "), *(f"{row[part]:.1%}" for part in ATTRIBUTES))
+    Console().print(table)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.clips < 1:
+        raise ValueError(f"clips must be at least 1, got {args.clips}")
+    folder: Path = args.clips_or_run
+    if (folder / "samples.json").is_file():
+        videos, captions, made, codec = read_clips(folder)
+    else:
+        videos, captions, made, codec = sample(args)
+        folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    scores = score_beside(videos, captions, codec, rendered=args.clips, seed=args.seed)
+    print_table(scores, len(captions))
+    out = args.out if args.out is not None else folder / "score.json"
+    record = {"clips": len(captions), "scores": scores, "codec": codec.id, "settings": made, "torch": torch.__version__}
+    write_json(out, record)
+    print(f"score in {out}")
+
+
+if __name__ == "__main__":
+    with one_line_errors(ImportError):
+        main()
