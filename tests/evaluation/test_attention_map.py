@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from vsa.attention.layout import Segment, TileLayout
+from vsa.data.codecs import HaarCodec
 from vsa.evaluation.attention_map import (
     KEY_COLOUR,
     QUERY_COLOUR,
@@ -17,6 +18,7 @@ from vsa.evaluation.attention_map import (
     attention_picture,
     selection_share,
     tile_map,
+    token_times,
     varied_tiles,
 )
 
@@ -55,7 +57,7 @@ def test_overlay_tints_exactly_the_selected_tiles_and_outlines_the_query():
     tiles = torch.arange(8).view(2, 2, 2)
     video = torch.zeros(4, 16, 16, 3, dtype=torch.uint8)
     share = torch.tensor([0, 1.0, 0, 0, 0, 0, 0.5, 0])
-    picture = attention_overlay(video, tiles, share, query=3)
+    picture = attention_overlay(video, tiles, share, tiles == 3, times=[0, 0, 1, 1])
     inside = picture[:, 1:7, 9:15]  # tile 1 in frames 0 and 1
     assert torch.allclose(inside[:2], 0.75 * torch.tensor(KEY_COLOUR))
     assert (inside[2:] == 0).all()
@@ -68,6 +70,25 @@ def test_overlay_tints_exactly_the_selected_tiles_and_outlines_the_query():
     assert (picture[:, 1:7, 1:7] == 0).all()
 
 
+class CausalCodec:
+    """One frame in the first cell and 4 in the others, as Wan's VAE."""
+
+    stride = (4, 8, 8)
+
+    def frames_that_fit(self, frames):
+        return frames - (frames - 1) % 4
+
+    def latent_shape(self, frames, height, width):
+        return 16, 1 + (frames - 1) // 4, height // 8, width // 8
+
+
+def test_frames_belong_to_the_tokens_that_the_codec_puts_them_in():
+    assert token_times(HaarCodec(), 12, 1) == [0] * 4 + [1] * 4 + [2] * 4
+    assert token_times(HaarCodec(), 12, 2) == [0] * 8 + [1] * 4
+    assert token_times(HaarCodec(), 1, 1) == [0]
+    assert token_times(CausalCodec(), 9, 1) == [0] + [1] * 4 + [2] * 4
+
+
 def test_varied_tiles_finds_what_moves():
     tiles = torch.arange(4)[:, None, None].expand(4, 2, 2) * 4 + torch.arange(4).view(1, 2, 2)
     video = torch.zeros(8, 16, 16, 3, dtype=torch.uint8)
@@ -75,8 +96,9 @@ def test_varied_tiles_finds_what_moves():
     video[2:4, 10:12, 2:4] = 250  # tile 4 + 2
     video[2:4, 10:12, 10:12] = 240  # tile 4 + 3, the same frames
     video[6:8, 2:4, 10:14] = 90  # tile 12 + 1
-    assert varied_tiles(video, tiles, 3) == [0, 6, 13]
-    assert varied_tiles(video, tiles, 5) == [0, 6, 7, 8, 13]
+    times = [0, 0, 1, 1, 2, 2, 3, 3]
+    assert varied_tiles(video, tiles, times, 3) == [0, 6, 13]
+    assert varied_tiles(video, tiles, times, 5) == [0, 6, 7, 8, 13]
 
 
 def test_attention_picture(tmp_path: Path):
@@ -84,11 +106,12 @@ def test_attention_picture(tmp_path: Path):
     video = torch.randint(0, 256, (8, 32, 32, 3), dtype=torch.uint8)
     indices = torch.stack([torch.arange(3).expand(8, 3), torch.arange(5, 8).expand(8, 3)]).int()
     counts = torch.full((2, 8), 3, dtype=torch.int32)
-    out = attention_picture(video, layout, indices, counts, tmp_path / "tiles.png", title="layer 1")
+    times = [0, 0, 1, 1, 2, 2, 3, 3]
+    out = attention_picture(video, layout, indices, counts, tmp_path / "tiles.png", times=times, title="layer 1")
     # both tints are on it: the selected tiles, and the outline of the query
     pixels = np.asarray(Image.open(out).convert("RGB")).astype(int)
     for colour in (KEY_COLOUR, QUERY_COLOUR):
         assert (np.abs(pixels - 255 * np.array(colour)) < 3).all(-1).sum() > 100
     with pytest.raises(ValueError, match=r"0\.\.7, got \[8\]"):
-        attention_picture(video, layout, indices, counts, tmp_path / "bad.png", queries=[8])
+        attention_picture(video, layout, indices, counts, tmp_path / "bad.png", times=times, queries=[8])
     assert not (tmp_path / "bad.png").exists()

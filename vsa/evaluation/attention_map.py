@@ -10,8 +10,11 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
+from vsa_kernels import Blocks
 
+from vsa.attention.context import Recorder
 from vsa.attention.layout import TileLayout
+from vsa.data.codecs import Codec
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.models.video_dit import VideoDiT
 from vsa.plotting import save_figure, set_title
@@ -61,10 +64,26 @@ def record_attention(
         names = [name for name in ("scores", "kv_indices", "kv_num_blocks") if name in tensors]
         found[layer_idx] = {name: tensors[name].detach().cpu() for name in names}
 
+    denoise_once(model, latents, text, text_mask, sigma=sigma, topk=topk, recorder=recorder, seed=seed)
+    return found
+
+
+@torch.no_grad()
+def denoise_once(
+    model: VideoDiT,
+    latents: Tensor,
+    text: Tensor,
+    text_mask: Tensor | None,
+    *,
+    sigma: float,
+    topk: int | tuple[int, ...],
+    recorder: Recorder,
+    seed: int = 0,
+) -> None:
+    """One forward on `latents` with the noise of a seed at one level; arguments as for `record_attention`."""
     level = torch.full((1,), sigma, device=latents.device)
     x_t = add_noise(latents, noise_like(latents, clip_seeds(seed, 1)), level)
     model(x_t, to_timestep(level), text, text_mask, topk=topk, recorder=recorder)
-    return found
 
 
 def draw_attention(
@@ -111,22 +130,43 @@ def draw_attention(
         found[layer]["kv_indices"][0],
         found[layer]["kv_num_blocks"][0],
         path,
+        times=token_times(run.codec, len(video), run.model.patch_size[0]),
         title=f"{caption}\nlayer {layer}, sigma {sigma:g}: {topk} of {layout.num_video_tiles} tiles per query",
     )
 
 
-def tile_map(layout: TileLayout) -> Tensor:
+def tile_map(layout: TileLayout, blocks: Blocks | None = None) -> Tensor:
     """int64 `[T, H, W]`: the tile each token of a one-segment video row belongs to.
+
+    Args:
+        layout: of the row.
+        blocks: the tiles, `layout.kv_blocks` those that are selected; None: `layout.blocks`, those of queries.
 
     Raises:
         ValueError: the row has more than one segment.
     """
     if len(layout.segments) != 1 or layout.segments[0].kind not in ("video", "image"):
         raise ValueError(f"a tile map needs a row of one video, got {[s.kind for s in layout.segments]}")
-    blocks = torch.arange(layout.num_blocks).repeat_interleave(layout.blocks.sizes.cpu().long())
+    blocks = layout.blocks if blocks is None else blocks
     tiles = torch.empty(layout.num_tokens, dtype=torch.int64)
-    tiles[layout.order.cpu()] = blocks
+    tiles[layout.order.cpu()] = torch.arange(blocks.num).repeat_interleave(blocks.sizes.cpu().long())
     return tiles.view(layout.segments[0].grid_thw)
+
+
+def token_times(codec: Codec, num_frames: int, patch: int) -> list[int]:
+    """Place in time of the tokens that each of a clip's frames is in: a causal codec has one frame in its first cell.
+
+    Args:
+        codec: of the latents.
+        num_frames: that the codec takes.
+        patch: latent frames of a token.
+    """
+    fitting = [n for n in range(1, num_frames + 1) if codec.frames_that_fit(n) == n]
+    times = []
+    for frame in range(num_frames):
+        enough = next(n for n in fitting if n > frame)
+        times.append((codec.latent_shape(enough, *codec.stride[1:])[1] - 1) // patch)
+    return times
 
 
 def selection_share(kv_indices: Tensor, kv_num_blocks: Tensor, num_blocks: int) -> Tensor:
@@ -145,10 +185,10 @@ def selection_share(kv_indices: Tensor, kv_num_blocks: Tensor, num_blocks: int) 
     return chosen[..., :num_blocks].mean(0)
 
 
-def _upsample(values: Tensor, num_frames: int, height: int, width: int) -> np.ndarray:
-    """Nearest neighbour `[T, H, W]` tokens to `[num_frames, height, width]` pixels."""
-    index = [torch.arange(n) * size // n for n, size in zip((num_frames, height, width), values.shape, strict=True)]
-    return values[index[0]][:, index[1]][:, :, index[2]].numpy()
+def to_pixels(values: Tensor, times: Sequence[int], height: int, width: int) -> np.ndarray:
+    """Nearest neighbour `[T, H, W]` tokens to `[frames, height, width]` pixels, frame i of the tokens at `times[i]`."""
+    rows, columns = (torch.arange(n) * size // n for n, size in zip((height, width), values.shape[1:], strict=True))
+    return values[torch.tensor(times)][:, rows][:, :, columns].numpy()
 
 
 def _outline(mask: np.ndarray, thickness: int) -> np.ndarray:
@@ -160,24 +200,27 @@ def _outline(mask: np.ndarray, thickness: int) -> np.ndarray:
     return mask & ~inner
 
 
-def attention_overlay(video: Tensor, tiles: Tensor, share: Tensor, query: int) -> Tensor:
+def attention_overlay(
+    video: Tensor, tiles: Tensor, share: Tensor, query_tokens: Tensor, times: Sequence[int]
+) -> Tensor:
     """A clip with the tiles one query tile selects tinted and the query tile outlined.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
-        tiles: int64 token grid of tile numbers from `tile_map`.
+        tiles: int64 token grid of kv tile numbers from `tile_map`.
         share: float `[Nkv]`, share of heads that select each tile; the tint's strength.
-        query: query tile.
+        query_tokens: bool token grid, True in the query tile.
+        times: see `token_times`.
 
     Returns:
         float32 `[T, H, W, 3]` in [0, 1].
     """
-    frames, height, width, _ = video.shape
+    height, width = video.shape[1:3]
     # dimmed, so that the tint stands out on bright and dark clips
     base = video.float().numpy() / 255 * 0.6
-    strength = _upsample(share[tiles], frames, height, width)[..., None] * 0.75
+    strength = to_pixels(share[tiles], times, height, width)[..., None] * 0.75
     picture = base * (1 - strength) + np.array(KEY_COLOUR, dtype=np.float32) * strength
-    inside = _upsample(tiles == query, frames, height, width)
+    inside = to_pixels(query_tokens, times, height, width)
     thickness = max(1, min(height, width) // 48)
     for frame, mask in zip(picture, inside, strict=True):
         frame[_outline(mask, thickness)] = QUERY_COLOUR
@@ -191,6 +234,7 @@ def attention_picture(
     kv_num_blocks: Tensor,
     path: str | Path,
     *,
+    times: Sequence[int],
     queries: Sequence[int] | None = None,
     frames: int = 4,
     title: str = "",
@@ -203,6 +247,7 @@ def attention_picture(
         kv_indices: `[H, Nq, K]` as recorded.
         kv_num_blocks: `[H, Nq]`.
         path: PNG to write.
+        times: see `token_times`.
         queries: query tiles; None picks the tiles of the frame's moving content: those that vary most.
         frames: frames shown, evenly spaced.
         title: above the picture.
@@ -211,27 +256,58 @@ def attention_picture(
         ValueError: the row is not one video, or a query is out of range.
     """
     tiles = tile_map(layout)
-    share = selection_share(kv_indices, kv_num_blocks, layout.num_blocks)
+    share = selection_share(kv_indices, kv_num_blocks, layout.kv_blocks.num)
     if queries is None:
-        queries = varied_tiles(video, tiles, count=3)
+        queries = varied_tiles(video, tiles, times, count=3)
     bad = [q for q in queries if not 0 <= q < layout.num_blocks]
     if bad or not queries:
         raise ValueError(f"query tiles must lie in 0..{layout.num_blocks - 1}, got {list(queries)}")
-    picked = torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long()
-    figure = Figure(figsize=(1.9 * len(picked) + 0.4, 1.95 * len(queries) + 1.0), layout="constrained")
-    grid = figure.subplots(len(queries), len(picked), squeeze=False)
-    for row, query in zip(grid, queries, strict=True):
-        overlay = attention_overlay(video, tiles, share[query], query)
-        for axes, frame in zip(row, picked.tolist(), strict=True):
-            axes.imshow(overlay[frame].clamp(0, 1).numpy())
+    rows = [(f"query tile {query}", tiles == query, share[query]) for query in queries]
+    kv_tiles = tile_map(layout, layout.kv_blocks)
+    return attention_sheet(
+        video, kv_tiles, rows, path, times=times, frames=frames, title=title, strength="brighter: by more heads"
+    )
+
+
+def attention_sheet(
+    video: Tensor,
+    tiles: Tensor,
+    rows: Sequence[tuple[str, Tensor, Tensor]],
+    path: str | Path,
+    *,
+    times: Sequence[int],
+    frames: int = 4,
+    title: str = "",
+    strength: str,
+) -> Path:
+    """Frames of a clip with tinted tiles, one line per row.
+
+    Args:
+        video: uint8 `[T, H, W, 3]`.
+        tiles: kv tiles, from `tile_map`.
+        rows: name, bool token grid of the query tile and float `[Nkv]` strength of the tint in [0, 1].
+        path: PNG to write.
+        times: see `token_times`.
+        frames: frames shown, evenly spaced.
+        title: above the picture.
+        strength: what it means, for the legend.
+    """
+    picked = torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long().tolist()
+    shown, shown_times = video[picked], [times[frame] for frame in picked]
+    figure = Figure(figsize=(1.9 * len(picked) + 0.4, 1.95 * len(rows) + 1.0), layout="constrained")
+    grid = figure.subplots(len(rows), len(picked), squeeze=False)
+    for number, (row, (name, query, share)) in enumerate(zip(grid, rows, strict=True)):
+        overlay = attention_overlay(shown, tiles, share, query, shown_times)
+        for axes, frame, picture in zip(row, picked, overlay, strict=True):
+            axes.imshow(picture.clamp(0, 1).numpy())
             axes.set_xticks([])
             axes.set_yticks([])
-            if query == queries[0]:
+            if number == 0:
                 axes.set_title(f"frame {frame}", fontsize=8)
-        row[0].set_ylabel(f"query tile {query}", fontsize=8)
+        row[0].set_ylabel(name, fontsize=8)
     legend = [
         Patch(color=QUERY_COLOUR, label="query tile"),
-        Patch(color=KEY_COLOUR, label="selected tiles (brighter: by more heads)"),
+        Patch(color=KEY_COLOUR, label=f"selected tiles ({strength})"),
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, fontsize=8)
     # of the figure's width, in letters
@@ -239,16 +315,17 @@ def attention_picture(
     return save_figure(figure, path)
 
 
-def varied_tiles(video: Tensor, tiles: Tensor, count: int) -> list[int]:
+def varied_tiles(video: Tensor, tiles: Tensor, times: Sequence[int], count: int) -> list[int]:
     """The `count` tiles whose pixels vary most, at most one per tile-time where there are enough of those.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
         tiles: int64 token grid of tile numbers.
+        times: see `token_times`.
         count: how many.
     """
-    frames, height, width, _ = video.shape
-    of_pixel = torch.from_numpy(_upsample(tiles, frames, height, width)).flatten()
+    height, width = video.shape[1:3]
+    of_pixel = torch.from_numpy(to_pixels(tiles, times, height, width)).flatten()
     grey = video.float().mean(-1).flatten()
     num = int(tiles.max()) + 1
     size = torch.bincount(of_pixel, minlength=num).clamp_min(1)

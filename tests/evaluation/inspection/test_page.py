@@ -1,0 +1,201 @@
+"""The page holds everything that was measured, whole in one file, and nothing of a user's text runs in it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.evaluation.inspection.test_measure import METHODS, look, make_model
+from vsa.attention.full import FullAttention
+from vsa.attention.staged import StagedAttention
+from vsa.evaluation.attention_map import to_pixels
+from vsa.evaluation.inspection.measure import Inspection
+from vsa.evaluation.inspection.metrics import HEAD_METRICS
+from vsa.evaluation.inspection.page import coded, page_data, pictures, shown_frames, write_page
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+VIDEO = torch.randint(0, 256, (12, 48, 80, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+TIMES = [frame // 4 for frame in range(12)]
+EVIL = '</script><script>alert(1)</script> <img src=x onerror=alert(2)> "quoted" & Größe 猫'
+
+
+class Elements(HTMLParser):
+    """Start tags of a page with their attributes, and the text of its scripts."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.title = ""
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.scripts[-1] += data
+        if self._inside == "title":
+            self.title += data
+
+
+def page_of(inspection: Inspection, folder: Path, **texts: str) -> tuple[str, dict]:
+    """The page and the data in it."""
+    texts = {"caption": "a clip", "facts": "step 7", **texts}
+    path = write_page(inspection, folder / "inspect.html", video=VIDEO, times=TIMES, **texts)
+    text = path.read_text(encoding="utf-8")
+    return text, json.loads(Elements(text).scripts[0])
+
+
+def array(data: dict, name: str, kind: str, *shape: int) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(data[name]), kind).reshape(shape)
+
+
+@pytest.fixture(scope="module")
+def inspection() -> Inspection:
+    return look(make_model(METHODS["cube"]), queries=[0, 3, 11], timesteps=(900, 500, 100))
+
+
+def test_the_page_has_every_layer_timestep_head_and_tile(inspection, tmp_path):
+    _, data = page_of(inspection, tmp_path)
+    assert (data["layers"], data["timesteps"], data["num_heads"]) == ([0, 1], [900, 500, 100], 2)
+    assert data["shown"] == {"layers": [0, 1], "heads": [0, 1], "queries": [0, 3, 11]}
+    assert array(data, "tiles", "<u2", *inspection.tiles.shape).tolist() == inspection.tiles.tolist()
+    rows = array(data, "coarse", "u1", 3, 2, 2, 3, 12)
+    assert (rows >> 7).astype(bool).tolist() == inspection.selected.tolist()
+    # probabilities are told within half a step of their logarithm
+    for codes, top, exact in (
+        (rows & 127, 127, inspection.coarse.numpy()),
+        (array(data, "mass", "u1", 3, 2, 2, 3, 12), 255, inspection.mass.numpy()),
+    ):
+        told = np.where(codes > 0, 10 ** (5 * (codes / top - 1.0)), 0)
+        step = 10 ** (5 / top / 2)
+        assert ((told <= exact * step * 1.001) & (told * step * 1.001 >= exact - 1.2e-5)).all()
+    recall = array(data, "recall", "<u2", 3, 2, 2, 3) / 65535
+    np.testing.assert_allclose(recall, (inspection.mass * inspection.selected).sum(-1), atol=1e-4)
+    assert array(data, "counts", "<u2", 3, 2, 2, 12).tolist() == inspection.counts.tolist()
+    for name in HEAD_METRICS:
+        told = torch.tensor(
+            [[[np.nan if x is None else x for x in h] for h in t] for t in data["metrics"][name]["values"]]
+        )
+        torch.testing.assert_close(told, inspection.table(name), rtol=1e-3, atol=1e-6, equal_nan=True)
+    for name, values in inspection.maps.items():
+        told = data["maps"][name]
+        levels = np.frombuffer(base64.b64decode(told["values"]), "u1").reshape(values.shape) / 255
+        step = (told["high"] - told["low"]) / 255
+        np.testing.assert_allclose(told["low"] + levels * (told["high"] - told["low"]), values, atol=0.51 * step + 1e-7)
+
+
+def test_the_frames_are_the_clip_and_belong_to_their_tokens(inspection, tmp_path):
+    _, data = page_of(inspection, tmp_path)
+    assert (data["frame_numbers"], data["times"], data["size"]) == (list(range(12)), TIMES, [48, 80])
+    smooth = torch.linspace(0, 255, 80).byte().view(1, 1, 80, 1).expand(12, 48, 80, 3)
+    path = write_page(inspection, tmp_path / "smooth.html", video=smooth, times=TIMES, caption="", facts="")
+    data = json.loads(Elements(path.read_text()).scripts[0])
+    kind, _, content = data["frames"][5].partition(",")
+    assert kind == "data:image/jpeg;base64"
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(content)))).astype(int)
+    assert np.abs(pixels - smooth[5].numpy()).max() < 12
+
+
+def test_long_clips_give_a_frame_of_every_token_time():
+    assert shown_frames(TIMES) == list(range(12))
+    few = [frame // 10 for frame in range(80)]
+    assert {few[frame] for frame in shown_frames(few)} == set(range(8))
+    assert 30 <= len(shown_frames(few)) <= 40
+    many = [0, *(1 + frame // 4 for frame in range(80))]
+    assert shown_frames(many) == [0, *range(1, 81, 4)]
+
+
+def test_nothing_comes_from_a_network_and_no_text_runs(inspection, tmp_path):
+    text, data = page_of(inspection, tmp_path, caption=EVIL, facts=EVIL, notes=EVIL)
+    elements = Elements(text)
+    # two scripts of ours, the first one data: the caption's ended nothing
+    assert len(elements.scripts) == 2
+    assert not any(tag == "img" for tag, _ in elements.found)
+    assert (data["caption"], data["notes"], elements.title) == (EVIL, EVIL, f"inspect: {EVIL}")
+    # no address of any kind, in attributes, styles or scripts, that a browser would fetch
+    plain, _ = page_of(inspection, tmp_path)
+    plain = re.sub(r'"(data:image/jpeg;base64,)?[A-Za-z0-9+/=]{16,}"', '""', plain)
+    assert len(plain) < 60_000
+    assert not re.search(r"https?:|//\w|@import|url\(|fetch\(|XMLHttpRequest|WebSocket|import\(", plain)
+    for _, attributes in Elements(plain).found:
+        assert not {"src", "href", "action", "srcset"} & set(attributes)
+    policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    # user's text is never put where a browser parses it
+    script = elements.scripts[1]
+    for name in ("caption", "facts", "notes"):
+        assert f'$("{name}").textContent = data.{name}' in script
+
+
+def test_frames_and_maps_shrink_to_what_a_page_may_have(inspection):
+    noise = torch.randint(0, 256, (3, 300, 520, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    whole, small = pictures(noise, 10**7), pictures(noise, 10**5)
+    sizes = [Image.open(io.BytesIO(base64.b64decode(some[0].partition(",")[2]))).size for some in (whole, small)]
+    assert sizes[0] == (512, 295)
+    assert sizes[1][0] < 300
+    assert sum(map(len, small)) <= 10**5
+    told = page_data(inspection, VIDEO, TIMES, 1_000)["maps"]["fine_gate"]
+    assert told["by"] == "tile"
+    levels = np.frombuffer(base64.b64decode(told["values"]), "u1").reshape(3, 2, 12) / 255
+    values = told["low"] + levels * (told["high"] - told["low"])
+    for tile in range(12):
+        expected = inspection.maps["fine_gate"][:, :, inspection.tiles == tile].mean(-1)
+        np.testing.assert_allclose(values[..., tile], expected, atol=0.01)
+
+
+def test_codes_of_probabilities():
+    p = torch.tensor([0.0, float("nan"), 1e-6, 1e-5, 1e-2, 1.0])
+    assert coded(p, 255).tolist() == [0, 0, 0, 0, 153, 255]
+
+
+def test_a_window_has_no_ranks(tmp_path):
+    _, data = page_of(look(make_model(METHODS["window"])), tmp_path)
+    assert not data["ranked"]
+    assert set(data["maps"]) == {"fine_gate"}
+
+
+@pytest.mark.parametrize("name", ["cube", "hilbert_run"])
+def test_pixels_show_the_tile_of_their_token(name):
+    inspection = look(make_model(METHODS[name]), timesteps=(500,))
+    share = inspection.selected[0, 1, 0, 4].float()
+    pixels = to_pixels(share[inspection.tiles], TIMES, 48, 80)
+    order = inspection.layout.order.tolist()
+    owner = {}
+    for tile, size in enumerate(inspection.layout.blocks.sizes.tolist()):
+        for token in [order.pop(0) for _ in range(size)]:
+            owner[token] = tile
+    for frame, y, x in ((0, 0, 0), (3, 15, 16), (4, 16, 15), (7, 31, 79), (11, 47, 64)):
+        token = (frame // 4) * 15 + (y // 16) * 5 + x // 16
+        assert pixels[frame, y, x] == float(inspection.selected[0, 1, 0, 4, owner[token]])
+    # control: both kinds of pixels are there
+    assert 0 < pixels.mean() < 1
+
+
+def test_layers_without_selection_are_left_out_and_told():
+    def mixed(*, layer_idx, **layer):
+        if layer_idx == 0:
+            return StagedAttention(layer_idx=0, **layer, stages="c_f", tile_thw=(2, 2, 2))
+        return partial(FullAttention)(layer_idx=layer_idx, **layer)
+
+    inspection = look(make_model(mixed), queries=[1])
+    assert (inspection.layers, inspection.silent, inspection.shown.layers) == ((0,), (1,), (0,))

@@ -1,0 +1,57 @@
+"""Arguments of `vsa inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vsa.cli import options as opt
+from vsa.cli.options import MANY, option
+from vsa.cli.values import numbers
+
+LOOK, PAGE = "What is looked at", "What the page draws"
+
+
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="run folder (newest checkpoint), checkpoint or sparse export")],
+    clip: Annotated[str, typer.Argument(help="video file, caption in a.txt beside a.mp4; or a sample id of its data")],
+    output: Annotated[Path | None, option("folder to write to (inspect in the run, of an export beside CLIP)")] = None,
+    caption: Annotated[str | None, option("of the clip, in place of its own")] = None,
+    timesteps: Annotated[
+        str | None, option("1000 is noise (900 to 100; of a distilled model its own)", panel=LOOK, metavar="T,...")
+    ] = None,
+    layers: Annotated[
+        str | None, option("to measure and draw (all; drawn: what fits)", panel=LOOK, metavar="N,...")
+    ] = None,
+    topk: Annotated[int | None, option("tiles per query tile (as trained)", panel=LOOK, whole=(1, MANY))] = None,
+    sparsity: Annotated[float | None, option("share of tiles skipped", panel=LOOK, real=(0, 1))] = None,
+    tokens: Annotated[int, option("query tokens that recall is measured with", panel=LOOK, whole=(1, MANY))] = 256,
+    seed: Annotated[int, option("of the noise", panel=LOOK)] = 0,
+    weights: Annotated[opt.Group | None, option("of a run: averaged or trained", panel=LOOK)] = None,
+    pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=LOOK)] = None,
+    device: opt.Device = None,
+    heads: Annotated[str | None, option("to draw (what fits)", panel=PAGE, metavar="N,...")] = None,
+    queries: Annotated[str | None, option("query tiles to draw (what fits)", panel=PAGE, metavar="N,...")] = None,
+    megabytes: Annotated[float, option("size of the page, about", panel=PAGE, real=(1, 1000))] = 12,
+) -> None:
+    """See what a model attends to in a clip: selected tiles over its frames, recall, gates, overlap and popularity.
+
+    The clip is encoded, noised and looked at once per timestep. Written are inspect.html (one file, works without a
+    network), PNGs of the same, inspection.json and tables by head, by layer and by tile.
+
+    \b
+    vsa inspect outputs/quickstart/default clip.mp4
+    vsa inspect outputs/quickstart/default clip.mp4 --caption "a red circle" --timesteps 800,400 --layers 0,3
+    vsa inspect outputs/quickstart/default toy-0-000003
+    """
+    given = locals()
+    from vsa.evaluation.inspection.folder import inspect_checkpoint
+
+    for name, kind in (("timesteps", float), ("layers", int), ("heads", int), ("queries", int)):
+        given[name] = numbers(f"--{name}", given[name], kind)
+    folder, inspection, note = inspect_checkpoint(given.pop("checkpoint"), given.pop("clip"), **given)
+    recall, random = (float(inspection.table(name).nanmean()) for name in ("recall", "recall_random"))
+    print(f"recall {recall:.1%}, random tiles {random:.1%}", *filter(None, [note]), sep="\n")
+    print(f"inspect.html, pictures and tables in {folder}")

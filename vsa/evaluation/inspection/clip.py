@@ -1,0 +1,171 @@
+"""What is inspected: a model with its codec and text encoder, and a clip brought to the size it was trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.checkpoints.sparse_config import ExportedSparsity
+from vsa.checkpoints.weight_source import Group, is_run, open_network
+from vsa.config import build, check_targets
+from vsa.data.buckets import Bucket
+from vsa.data.captions import read_captions
+from vsa.data.clip_rules import ClipRules
+from vsa.data.codecs import Codec, WanVAE
+from vsa.data.plan import SampleRef
+from vsa.data.sample_store import SampleStore
+from vsa.data.text import UMT5Encoder
+from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from vsa.diffusion.flow_matching import FlowShift
+from vsa.sampling.pipeline import LoadedRun, load_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """A clip as the model sees it.
+
+    Args:
+        name: of the file, or the sample's id.
+        caption: words.
+        video: uint8 `[T, H, W, 3]` on the CPU; of a stored sample what the codec makes of its latents.
+        latents: float32 `[C, t, h, w]`, not normalised.
+    """
+
+    name: str
+    caption: str
+    video: Tensor
+    latents: Tensor
+
+
+def open_inspected(
+    checkpoint: str, *, pipeline: str | None = None, weights: Group | None = None, device: str = "cpu"
+) -> LoadedRun:
+    """The model of a run, or of a sparse export with the VAE and the text encoder of a Wan pipeline.
+
+    Args:
+        checkpoint: run folder, checkpoint folder, or a sparse export: folder or hub id.
+        pipeline: folder or hub id whose VAE and text encoder an export is used with; None: the export's own folder.
+        weights: of a run, "ema" or "model"; None: the averaged ones where there are any.
+        device: where the model goes.
+
+    Raises:
+        ValueError: a pipeline for a run, no such weights, a dense export, or a model with image conditions.
+    """
+    if is_run(checkpoint):
+        if pipeline is not None:
+            raise ValueError(f"--pipeline {pipeline} is for exports, {checkpoint} is a run with a codec of its own")
+        run = load_run(checkpoint, weights=weights, device=device)
+    else:
+        run = _open_export(checkpoint, pipeline or checkpoint, weights, device)
+    model = run.model
+    if model.image_dim is not None or model.in_channels != run.codec.channels:
+        raise ValueError(
+            f"{run.source} takes {model.in_channels} latent channels and its codec {run.codec.id} makes "
+            f"{run.codec.channels}: models with image conditions cannot be inspected"
+        )
+    return run
+
+
+def _open_export(checkpoint: str, pipeline: str, weights: Group | None, device: str) -> LoadedRun:
+    if weights is not None:
+        raise ValueError(f"--weights {weights} is for runs, and {checkpoint} is none")
+    model, source = open_network(checkpoint, device=device)
+    sparse = source.sparse
+    if sparse is None:
+        raise ValueError(f"{checkpoint} is a dense model: it selects no tiles")
+    try:
+        codec = WanVAE(pipeline)
+        text_encoder = UMT5Encoder(pipeline, device=device)
+    except ValueError as error:
+        raise ValueError(
+            f"an export is inspected with the VAE and the text encoder of a Wan pipeline, name it with --pipeline "
+            f"(an export of other latents becomes a run with `vsa convert --like`): {error}"
+        ) from None
+    assert codec.statistics is not None
+    shapes = tuple(
+        (codec.channels, *(n * p for n, p in zip(grid, model.patch_size, strict=True))) for grid in sparse.grids
+    )
+    return LoadedRun(
+        model=model.eval().requires_grad_(False),
+        codec=codec,
+        text_encoder=text_encoder,
+        latent_mean=codec.statistics[0],
+        latent_std=codec.statistics[1],
+        sparsity=ExportedSparsity(sparse),
+        flow_shift=FlowShift(kind="constant", value=sparse.flow_shift or 1.0),
+        latent_shapes=shapes,
+        step=0,
+        source=checkpoint,
+        weights="model",
+        text_padding="zeros",
+        step_list=sparse.step_list,
+    )
+
+
+def open_clip(run: LoadedRun, clip: str, caption: str | None = None) -> Clip:
+    """A video file cut as `vsa encode` cuts it to what the model was trained on, or a sample of the run's data.
+
+    Args:
+        run: the model that looks at it.
+        clip: file, or id of a sample.
+        caption: in place of the one beside the file (`a.txt`, a caption file of its folder) or of the sample.
+
+    Raises:
+        ValueError: no such file or sample, no caption, or a clip that is too short or too small.
+    """
+    path = Path(clip)
+    if path.is_file() or path.suffix.lower() in (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES):
+        return _read_clip(run, path, caption)
+    if "/" in clip:
+        raise ValueError(f"no such video: {clip}")
+    return _read_sample(run, clip, caption)
+
+
+def _read_clip(run: LoadedRun, path: Path, caption: str | None) -> Clip:
+    if not path.is_file():
+        raise ValueError(f"no such video: {path}")
+    if caption is None:
+        found = read_captions(path.parent, None, [path])
+        if path in found.missing:
+            raise ValueError(f"{found.missing[path]}; --caption gives one")
+        caption = found.of[path][0]
+    rules = ClipRules(buckets=tuple(_bucket(run.codec, shape) for shape in run.latent_shapes))
+    video, _ = rules.cut(path, run.codec)
+    return Clip(name=path.name, caption=caption, video=video, latents=run.codec.encode(video.to(run.device)))
+
+
+def _bucket(codec: Codec, latent_shape: tuple[int, ...]) -> Bucket:
+    """The clip size in pixels whose latents have a shape."""
+    _, time, height, width = latent_shape
+    stride, sh, sw = codec.stride
+    fitting = [n for n in range(1, stride * time + 1) if codec.frames_that_fit(n) == n]
+    # one latent frame is an image
+    frames = next(n for n in fitting if codec.latent_shape(n, sh, sw)[1] == time)
+    return Bucket(height=height * sh, width=width * sw, frames=frames)
+
+
+def _read_sample(run: LoadedRun, sample_id: str, caption: str | None) -> Clip:
+    what = f"{sample_id!r} is no video file, and as the id of a sample"
+    data = resolve_checkpoint(run.source).state["config"]["data"] if is_run(run.source) else {}
+    if "_target_" not in data:
+        raise ValueError(f"{what} it needs a run with data, {run.source} has none")
+    check_targets(data)
+    store: SampleStore = build(data).open_store()
+    refs = [
+        SampleRef(source=source, id=sample_id)
+        for source, buckets in store.buckets.items()
+        if any(sample_id in ids for ids in buckets.values())
+    ]
+    if not refs:
+        first = next(ids[0] for buckets in store.buckets.values() for ids in buckets.values() if ids)
+        count = sum(len(ids) for buckets in store.buckets.values() for ids in buckets.values())
+        raise ValueError(f"{what} it is not among the {count} of the run's data, which are named like {first}")
+    latents = store.latents(refs[:1]).to(run.device)[0]
+    words = store.text(refs[0], 0)[0] if caption is None else caption
+    with torch.no_grad():
+        video = run.codec.decode(latents).cpu()
+    return Clip(name=sample_id, caption=words, video=video, latents=latents)

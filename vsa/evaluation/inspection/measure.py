@@ -1,0 +1,296 @@
+"""What a model's attention does with one clip: selections, true attention and gates by timestep, layer and head.
+
+T timesteps, Y layers, H heads, Nq / Nkv tiles of queries / keys, L tokens; of the part that is shown
+Ys layers, Hs heads, Q query tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex
+
+from vsa.attention import stats
+from vsa.attention.layout import TileLayout
+from vsa.evaluation.attention_map import denoise_once, tile_map
+from vsa.evaluation.inspection.metrics import (
+    HEAD_METRICS,
+    head_metrics,
+    index_of,
+    one_head,
+    selected_tiles,
+    stage_outputs,
+)
+from vsa.models.video_dit import VideoDiT
+
+MAPS = {"coarse_gate": "coarse gate", "fine_gate": "fine gate", "coarse_share": "coarse share of the output"}
+"""Sizes that are told of every token, with their names."""
+
+
+class NothingSelected(ValueError):
+    """No layer that was looked at attends to chosen tiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Which layers, heads and query tiles are looked at one by one.
+
+    Args:
+        layers: numbers, ascending.
+        heads: the same.
+        queries: the same.
+    """
+
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    queries: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What was measured.
+
+    Args:
+        layout: of the clip's tokens.
+        query_tiles: int64 `[t, h, w]` query tile of every token, see `tile_map`.
+        tiles: the same of the kv tiles, which may be of another size.
+        timesteps: in [0, 1000], 1000 is pure noise.
+        layers: that attend to chosen tiles, and were looked at.
+        silent: layers that were looked at and choose none.
+        tables: fp32 `[metrics, T, Y, H]` in the order of `HEAD_METRICS`; NaN where a method has no such thing.
+        overlap_heads: fp32 `[T, Y]`, share of tiles that two heads have in common.
+        counts: int32 `[T, Y, H, Nkv]`, lists that hold each kv tile.
+        shown: what the rest is about.
+        selected: bool `[T, Ys, Hs, Q, Nkv]`.
+        coarse: fp32 of the same shape, the softmax of the scores the tiles were ranked by; NaN of a fixed window.
+        mass: fp32 of the same shape, the true attention of the query tile: mean over its tokens of the mass of dense
+            attention on each kv tile.
+        maps: fp32 `[T, Ys, t, h, w]` by the names of `MAPS`: root mean square of a gate over heads and channels, and
+            the share of the coarse stage (or pooled tail) in the norm of the output; those the method has.
+    """
+
+    layout: TileLayout
+    query_tiles: Tensor
+    tiles: Tensor
+    timesteps: tuple[float, ...]
+    layers: tuple[int, ...]
+    silent: tuple[int, ...]
+    tables: Tensor
+    overlap_heads: Tensor
+    counts: Tensor
+    shown: Shown
+    selected: Tensor
+    coarse: Tensor
+    mass: Tensor
+    maps: dict[str, Tensor]
+
+    def table(self, name: str) -> Tensor:
+        """fp32 `[T, Y, H]` of one of `HEAD_METRICS`."""
+        return self.tables[list(HEAD_METRICS).index(name)]
+
+
+@torch.no_grad()
+def inspect_clip(
+    model: VideoDiT,
+    latents: Tensor,
+    text: Tensor,
+    text_mask: Tensor | None,
+    *,
+    timesteps: Sequence[float],
+    topk: int | tuple[int, ...],
+    shown: Shown,
+    layers: Sequence[int],
+    tokens: int | None = 256,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Inspection:
+    """Measure one forward per timestep, all from the same noise.
+
+    Args:
+        model: in eval mode.
+        latents: normalised `[1, C, T, H, W]`.
+        text: `[1, S, E]`.
+        text_mask: bool `[1, S]`, or None.
+        timesteps: in [0, 1000]; selections are compared from one to the next.
+        topk: tiles per query tile, of all layers or of each.
+        shown: what is kept tile by tile; layers that choose no tiles are left out of it.
+        layers: to measure.
+        tokens: query tokens whose dense attention gives the recall, None for all.
+        seed: of the noise and of the choice of tokens.
+        progress: called with 1 after every timestep.
+
+    Raises:
+        NothingSelected: none of the layers attends to chosen tiles.
+        ValueError: a layer has lists of other tiles than those of the model's layout.
+    """
+    layout = model.layout_for(latents.shape[1:], latents.device)
+    sampled = stats.sample_tokens(layout.num_tokens, tokens, seed=seed)
+    looks: list[dict[int, _Look]] = []
+    for timestep in timesteps:
+        found: dict[int, _Look] = {}
+
+        def recorder(layer: int, tensors: dict[str, Tensor], found=found) -> None:
+            if layer not in layers or "kv_indices" not in tensors:
+                return
+            if (lists := tensors["kv_indices"].shape[2]) != layout.num_blocks:
+                raise ValueError(
+                    f"layer {layer} has {lists} lists, the model's layout has {layout.num_blocks} tiles: lists of "
+                    "other query tiles cannot be inspected"
+                )
+            previous = looks[-1][layer].index if looks and layer in looks[-1] else None
+            found[layer] = _look(tensors, layout, sampled, previous, shown if layer in shown.layers else None)
+
+        denoise_once(model, latents, text, text_mask, sigma=timestep / 1000, topk=topk, recorder=recorder, seed=seed)
+        looks.append(found)
+        if progress is not None:
+            progress(1)
+    seen = tuple(sorted(looks[0]))
+    if not seen:
+        raise NothingSelected(f"layers {', '.join(map(str, layers))} select no tiles")
+    shown = replace(shown, layers=tuple(layer for layer in shown.layers if layer in seen))
+
+    def stacked(name: str) -> Tensor:
+        return torch.stack([torch.stack([getattr(look[layer], name) for layer in seen]) for look in looks])
+
+    def kept(name: str) -> Tensor:
+        return torch.stack([torch.stack([look[layer].rows[name] for layer in shown.layers]) for look in looks])
+
+    maps = looks[0][shown.layers[0]].maps
+    return Inspection(
+        layout=layout,
+        query_tiles=tile_map(layout),
+        tiles=tile_map(layout, layout.kv_blocks),
+        timesteps=tuple(timesteps),
+        layers=seen,
+        silent=tuple(layer for layer in layers if layer not in seen),
+        tables=stacked("metrics").movedim(2, 0),
+        overlap_heads=stacked("overlap_heads"),
+        counts=stacked("counts"),
+        shown=shown,
+        selected=kept("selected"),
+        coarse=kept("coarse"),
+        mass=kept("mass"),
+        maps={
+            name: torch.stack([torch.stack([look[layer].maps[name] for layer in shown.layers]) for look in looks])
+            for name in maps
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Look:
+    """One layer at one timestep; see `Inspection`."""
+
+    index: BlockIndex
+    metrics: Tensor
+    overlap_heads: Tensor
+    counts: Tensor
+    rows: dict[str, Tensor]
+    maps: dict[str, Tensor]
+
+
+def _look(
+    tensors: dict[str, Tensor], layout: TileLayout, tokens: Tensor, previous: BlockIndex | None, shown: Shown | None
+) -> _Look:
+    selected = selected_tiles(tensors, layout)
+    return _Look(
+        index=index_of(tensors),
+        metrics=head_metrics(tensors, layout, tokens, previous),
+        overlap_heads=stats.head_overlap(selected).float().cpu(),
+        counts=selected[0].sum(1, dtype=torch.int32).cpu(),
+        rows={} if shown is None else _rows(tensors, layout, selected, shown),
+        maps={} if shown is None else token_maps(tensors, layout),
+    )
+
+
+def _rows(tensors: dict[str, Tensor], layout: TileLayout, selected: Tensor, shown: Shown) -> dict[str, Tensor]:
+    heads, queries = list(shown.heads), list(shown.queries)
+    selected = selected[0][heads][:, queries]
+    coarse = torch.full(selected.shape, torch.nan)
+    if "scores" in tensors:
+        coarse = tensors["scores"][0][heads][:, queries].float().softmax(-1)
+    mass = torch.stack([query_mass(one_head(tensors, head), layout, queries) for head in heads])
+    return {"selected": selected.cpu(), "coarse": coarse.cpu(), "mass": mass.cpu()}
+
+
+def query_mass(tensors: dict[str, Tensor], layout: TileLayout, queries: Sequence[int]) -> Tensor:
+    """True attention `[Q, Nkv]` of some query tiles of the first sample and head: the mean over a tile's tokens."""
+    offsets = layout.blocks.offsets.tolist()
+    sizes = [offsets[q + 1] - offsets[q] for q in queries]
+    tokens = torch.cat([torch.arange(offsets[q], offsets[q + 1]) for q in queries])
+    mass = stats.tile_mass(tensors["q"][:1], tensors["k"][:1], tokens, layout.kv_blocks)[0, 0]
+    return torch.stack([rows.mean(0) for rows in mass.split(sizes)])
+
+
+def token_maps(tensors: dict[str, Tensor], layout: TileLayout) -> dict[str, Tensor]:
+    """Sizes of every token of the first sample, fp32 `[t, h, w]` by the names of `MAPS`."""
+    grid = layout.only_video("a map of tokens").grid_thw
+    maps = {}
+    for name, gate in (("coarse_gate", "gate_compress"), ("fine_gate", "gate_fine")):
+        if gate in tensors:
+            maps[name] = _size(tensors[gate])
+    coarse, fine = stage_outputs(tensors, layout)
+    if coarse is not None and fine is not None:
+        a, b = _size(coarse), _size(fine)
+        maps["coarse_share"] = a / (a + b).clamp_min(torch.finfo(torch.float32).tiny)
+    return {name: layout.unpermute(values[None])[0].view(grid).cpu() for name, values in maps.items()}
+
+
+def _size(x: Tensor) -> Tensor:
+    """Root mean square over heads and channels, `[L]` of the first sample."""
+    return x[0].float().square().mean((-2, -1)).sqrt()
+
+
+def choose_shown(
+    *,
+    layers: Sequence[int],
+    num_heads: int,
+    num_queries: int,
+    num_tiles: int,
+    num_timesteps: int,
+    most_bytes: int,
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+    first: Sequence[int] = (),
+) -> Shown:
+    """What fits a page: all of it, or fewer query tiles, then fewer heads, then fewer layers, spread evenly.
+
+    Args:
+        layers: to choose from.
+        num_heads: H.
+        num_queries: Nq.
+        num_tiles: Nkv.
+        num_timesteps: T.
+        most_bytes: of the embedded rows, one row a query tile with 8/3 bytes a kv tile.
+        heads: given by the user.
+        queries: given by the user.
+        first: query tiles that are among those chosen.
+    """
+    some_layers, some_heads = list(layers), list(range(num_heads)) if heads is None else list(heads)
+    wanted = min(num_queries, 32) if queries is None else len(queries)
+
+    def room() -> int:
+        row = num_timesteps * len(some_layers) * len(some_heads) * num_tiles * 8 // 3
+        return most_bytes // row
+
+    for layer_limit, head_limit in ((len(some_layers), 4), (8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1)):
+        if room() >= wanted:
+            break
+        some_heads = _spread(some_heads, head_limit) if heads is None else some_heads
+        some_layers = _spread(some_layers, layer_limit)
+    if queries is None:
+        count = min(num_queries, max(1, room()))
+        others = [query for query in range(num_queries) if query not in first]
+        chosen = {*first[:count], *_spread(others, count - len(first[:count]))}
+    else:
+        chosen = set(queries)
+    return Shown(layers=tuple(some_layers), heads=tuple(sorted(some_heads)), queries=tuple(sorted(chosen)))
+
+
+def _spread(values: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the values, spread evenly, the last among them."""
+    count = min(count, len(values))
+    return [values[(i + 1) * len(values) // count - 1] for i in range(count)]

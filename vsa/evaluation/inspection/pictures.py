@@ -1,0 +1,120 @@
+"""The pictures of an inspection: selected tiles over the clip, recall, gate maps, popularity of kv tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from vsa.evaluation.attention_map import attention_sheet, to_pixels
+from vsa.evaluation.figures import layer_heatmaps
+from vsa.evaluation.inspection.measure import MAPS, Inspection
+from vsa.plotting import save_figure, set_title
+
+HEATMAPS = {
+    "recall": "recall of the true attention mass",
+    "recall_random": "recall of random tiles",
+    "coarse_share": "coarse share of the output",
+    "pair_overlap": "overlap of 2 neighbouring lists",
+    "pair_random": "overlap of 2 random lists",
+    "four_overlap": "overlap of 4 neighbouring lists",
+}
+
+
+def draw_selected(
+    inspection: Inspection, video: Tensor, times: Sequence[int], path: Path, *, queries: Sequence[int], title: str
+) -> Path:
+    """A few query tiles in every shown layer, at the middle timestep: the selected tiles of all shown heads.
+
+    Args:
+        inspection: what was measured.
+        video: uint8 `[T, H, W, 3]`.
+        times: see `vsa.evaluation.attention_map.token_times`.
+        path: PNG to write.
+        queries: some of the shown query tiles; up to three layers are drawn.
+        title: first line above the picture.
+    """
+    shown, at = inspection.shown, len(inspection.timesteps) // 2
+    places = sorted({0, len(shown.layers) // 2, len(shown.layers) - 1})
+    ranked = not bool(inspection.coarse.isnan().any())
+    rows = []
+    for query in queries:
+        for place in places:
+            some = (at, place, slice(None), shown.queries.index(query))
+            chosen = inspection.selected[some].float()
+            # square roots: weak tiles stay visible
+            strength = chosen.mean(0).sqrt()
+            if ranked:
+                weight = (inspection.coarse[some] * chosen).mean(0)
+                strength = strength * (0.4 + 0.6 * (weight / weight.max()).sqrt())
+            rows.append((f"tile {query}, layer {shown.layers[place]}", inspection.query_tiles == query, strength))
+    heads = f"{'heads' if len(shown.heads) > 1 else 'head'} {', '.join(map(str, shown.heads))}"
+    line = f"timestep {inspection.timesteps[at]:g}, {heads}"
+    strength = "brighter: by more heads" + (", and likelier in the coarse stage" if ranked else "")
+    return attention_sheet(
+        video, inspection.tiles, rows, path, times=times, frames=6, title=f"{title}\n{line}", strength=strength
+    )
+
+
+def draw_heatmaps(inspection: Inspection, path: Path, *, title: str) -> Path:
+    """Recall with its random level, coarse share and overlap of neighbouring lists, layer by noise level."""
+    tables = {text: inspection.table(name).mean(-1).T for name, text in HEATMAPS.items()}
+    tables = {text: table for text, table in tables.items() if not table.isnan().all()}
+    levels = [timestep / 1000 for timestep in inspection.timesteps]
+    return layer_heatmaps(tables, path, layers=inspection.layers, timesteps=levels, title=title)
+
+
+def draw_maps(inspection: Inspection, video: Tensor, times: Sequence[int], path: Path, *, title: str) -> Path:
+    """Gates and coarse share over the middle frame, layer by map, at the middle timestep; needs at least one map."""
+    at, names = len(inspection.timesteps) // 2, list(inspection.maps)
+    layers, frame = inspection.shown.layers, len(video) // 2
+    height, width = video.shape[1:3]
+    figure = Figure(figsize=(2.7 * len(names) + 0.6, 2.3 * height / width * len(layers) + 0.9), layout="compressed")
+    grid = figure.subplots(len(layers), len(names), squeeze=False)
+    grey = video[frame].float().mean(-1).numpy() / 255
+    for column, name in enumerate(names):
+        values = inspection.maps[name][at]
+        low, high = float(values.min()), float(values.max())
+        for place, layer in enumerate(layers):
+            axes = grid[place, column]
+            axes.imshow(grey, cmap="gray", vmin=0, vmax=1)
+            pixels = to_pixels(values[place], [times[frame]], height, width)[0]
+            shown = axes.imshow(pixels, cmap="viridis", vmin=low, vmax=high, alpha=0.7)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if place == 0:
+                axes.set_title(MAPS[name], fontsize=8)
+            if column == 0:
+                axes.set_ylabel(f"layer {layer}", fontsize=8)
+        # all layers have one scale
+        bar = figure.colorbar(shown, ax=list(grid[:, column]), location="bottom", shrink=0.8, pad=0.01)
+        bar.ax.tick_params(labelsize=6)
+    line = f"frame {frame}, timestep {inspection.timesteps[at]:g}, root mean square over heads and channels"
+    set_title(figure.suptitle, f"{title}\n{line}", width=round(9 * figure.get_figwidth()))
+    return save_figure(figure, path)
+
+
+def draw_popularity(inspection: Inspection, path: Path, *, title: str) -> Path:
+    """Lists that hold a kv tile, the most popular first, over the mean; one line a layer."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    ranked = inspection.counts.float().sort(-1, descending=True).values
+    for place, layer in enumerate(inspection.layers):
+        lists = ranked[:, place]
+        relative = (lists / lists.mean(-1, keepdim=True).clamp_min(1e-9)).mean((0, 1))
+        share = (np.arange(len(relative)) + 0.5) / len(relative)
+        axes.plot(share, relative.numpy(), linewidth=1.2, label=f"layer {layer}")
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.axhline(1.5, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("share of kv tiles, the most popular first")
+    axes.set_ylabel("lists that hold the tile, over the mean")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if len(inspection.layers) <= 12:
+        axes.legend(fontsize=7, ncols=2)
+    set_title(axes.set_title, title, width=80)
+    return save_figure(figure, path)
