@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import vsa.training.train as run_module
 from tests.pictures import drawn, pictures_left_out  # noqa: F401
 from tests.tiny_runs import TinyTraining
 from vsa.attention.full import dense_attn
+from vsa.attention.sparsity import ConstantSparsity
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.run_folder import RunFolder
 from vsa.data.batch import VideoBatch
@@ -52,6 +54,11 @@ MEASURED = (
 
 def read_table(folder: Path, step: int) -> dict:
     return json.loads((folder / "diagnostics" / f"step-{step:08d}.json").read_text())
+
+
+def read_validation(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "validation.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def by_layer(table: dict) -> list:
@@ -137,6 +144,18 @@ def test_all_tiles_and_dense_attention(training):
     training(*LOOK, "run=dense", "attention=full", "~attention.tile_thw")
     assert not (training.folder("dense") / "diagnostics").exists()
     assert not any(name.startswith("diag/") for name in training.metrics("dense")[4])
+
+
+def test_methods_without_gates_leave_those_numbers_out(training):
+    training(*LOOK, "attention=pooled_tail", "trainer.max_steps=2")
+    table = read_table(training.folder(), 2)
+    missing = {name for name, rows in table["tables"].items() if all(x is None for row in rows for x in row)}
+    assert missing == {"gate_rms"}
+    row = training.metrics()[2]
+    assert "diag/gate_rms" not in row
+    assert 0 < float(row["diag/recall_random"]) < float(row["diag/recall"]) < 1
+    # what the tail adds
+    assert 0 < float(row["diag/coarse_share"]) < 1
 
 
 @pytest.fixture(scope="module")
@@ -252,10 +271,36 @@ def test_validation_at_all_tiles_and_at_the_target(training):
     assert len(set(at_2)) == 3
     assert at_4[0] == at_4[2] != at_4[1]
     assert any(name.startswith("val/loss_dense_decile_") for name in rows[2])
+    # the losses by sample of the last validation, of each point
+    by_sample = read_validation(training.folder())
+    assert {row["step"] for row in by_sample} == {"4"}
+    for at, name, logged in zip(("current", "dense", "target"), names, at_4, strict=True):
+        own = [(float(row["noise_level"]), float(row["loss"])) for row in by_sample if row["at"] == at]
+        assert len(own) == len(set(own)) == 4
+        assert sum(loss for _, loss in own) / len(own) == pytest.approx(logged, rel=1e-6)
+        for decile in range(10):
+            losses = [loss for level, loss in own if decile <= 10 * level < decile + 1]
+            column = rows[4].get(f"{name}_decile_{decile}") or None
+            assert bool(losses) == bool(column), decile
+            if column:
+                assert sum(losses) / len(losses) == pytest.approx(float(column), rel=1e-6)
     # each is the loss of a run that validates there and nowhere else
     training("run=plain", *STAIRS, "trainer.val_check_interval=2")
     assert [float(training.metrics("plain")[step]["val/loss"]) for step in (2, 4)] == [at_2[0], at_4[0]]
     assert "val/loss_dense" not in training.metrics("plain")[2]
+
+
+def test_validation_at_half_and_double_the_topk(training):
+    every = ("trainer.val_check_interval=2", "++task.validate_at=[current,half,double]")
+    training("++sparsity.topk=2", "++sparsity.sparsity=null", "trainer.max_steps=2", *every)
+    logged = {name: float(value) for name, value in training.metrics()[2].items() if name.startswith("val/loss")}
+    run = load_run(training.folder(), device="cpu")
+    found = {}
+    for name, topk in (("val/loss", 2), ("val/loss_half", 1), ("val/loss_double", 4)):
+        fixed = replace(run, sparsity=ConstantSparsity(topk=topk))
+        found[name] = validation_loss(fixed, training.last().state, batch_size=16)["val/loss"]
+        assert found[name] == pytest.approx(logged[name], rel=1e-6)
+    assert len({round(loss, 5) for loss in found.values()}) == 3, found
 
 
 def test_one_topk_of_a_step_wherever_it_is_looked_at(training):

@@ -71,7 +71,7 @@ def test_a_finished_run_says_how_it_went_and_where_all_is(training, told):
     assert found.pop("").startswith("finished at step 3 of 3: 3 steps in ")
     assert found == {
         "train/loss": f"{float(losses[1]):.4g} at step 1, {float(losses[3]):.4g} at step 3",
-        "val/loss": f"{float(rows[2]['val/loss']):.4g} at step 2",
+        "val/loss": f"{float(rows[2]['val/loss']):.4g} at step 2, {float(rows[3]['val/loss']):.4g} at step 3",
         "checkpoint": f"{folder}/checkpoints/step-00000003",
         "metrics": f"{folder}/metrics.csv",
         "samples": f"{folder}/samples/step-00000003",

@@ -422,6 +422,9 @@ def test_a_run_that_does_not_fit_is_refused(training, dense, no_memory, override
 def test_one_tile_is_refused(training, dense, no_memory):
     with pytest.raises(ValueError, match=r"attention.tile_thw=\[2, 8, 8\] makes one tile of the largest latents"):
         training(*FINETUNE, f"init_from={dense}", "attention.tile_thw=[2,8,8]")
+    # and where the tiles that are selected are whole, whatever those of the queries
+    with pytest.raises(ValueError, match="makes one tile of the largest latents"):
+        training(*FINETUNE, f"init_from={dense}", "attention=staged", "attention.kv_tile_thw=[2,8,8]")
 
 
 def test_no_start_is_refused(training, no_memory):

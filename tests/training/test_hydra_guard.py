@@ -166,8 +166,12 @@ def test_packages_of_others_are_not_looked_into(path):
                 "params": {"optim.lr": "interval(0.1, 1)"},
             },
         },
+        {
+            "launcher": {"_target_": "vsa.sweeps.sweeper.QueueLauncher"},
+            "sweeper": {"_target_": "vsa.sweeps.sweeper.PointSweeper"},
+        },
     ],
-    ids=["default", "joblib", "slurm", "local and optuna"],
+    ids=["default", "joblib", "slurm", "local and optuna", "sweep"],
 )
 def test_launchers_and_sweepers_that_are_known_stay(plain, nodes):
     check_hydra(with_node(plain, **nodes))

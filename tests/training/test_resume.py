@@ -269,6 +269,9 @@ def test_validation_stands_at_the_same_steps_after_a_resume(training):
     # step 3 was cut short by the signal
     found[3] = ""
     assert {step: row["val/loss"] for step, row in training.metrics().items()} == found
+    last = {run: (training.folder(run) / "validation.csv").read_bytes() for run in ("default", "straight")}
+    assert last["default"] == last["straight"]
+    assert last["default"].splitlines()[1].startswith(b"6,current,toy-")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import math
@@ -78,6 +79,17 @@ def test_ranks_do_not_change_the_step(training):
         for name in ("train/loss", "val/loss", "grad_norm/total", "throughput/flops_total"):
             assert float(ranks[step][name]) == pytest.approx(float(one[step][name]), rel=1e-4), name
     assert {p.name for p in training.folder("ranks").iterdir()} >= {"attention.png", "loss.png", "samples"}
+    # every sample of the validation set once, in its order
+    by_sample = {}
+    for run in ("one", "ranks"):
+        with open(training.folder(run) / "validation.csv", newline="") as file:
+            by_sample[run] = list(csv.DictReader(file))
+    assert len(by_sample["one"]) == 8
+    # samples that fill up a batch meet another noise
+    assert len({row["sample"] for row in by_sample["one"]}) < len({row["noise_level"] for row in by_sample["one"]}) == 8
+    for one_row, row in zip(by_sample["one"], by_sample["ranks"], strict=True):
+        assert float(row.pop("loss")) == pytest.approx(float(one_row.pop("loss")), rel=1e-4)
+        assert row == one_row
 
 
 def test_activation_checkpointing_does_not_change_the_run(training):
@@ -124,6 +136,15 @@ def test_a_log_line_is_of_all_samples_since_the_last_one(training, monkeypatch):
                 assert float(logged) == pytest.approx(sum(own) / len(own), rel=1e-6), decile
     # control: one step alone is something else
     assert seen[-1]["loss"] + seen[-2]["loss"] != pytest.approx(float(training.losses()[6]), rel=1e-3)
+
+
+@pytest.mark.parametrize("interval", [2, 3, 100])
+def test_a_run_validates_at_its_last_step(training, interval):
+    training("trainer.max_steps=3", f"trainer.val_check_interval={interval}", "callbacks.samples=null")
+    metrics = training.metrics()
+    validated = [step for step in sorted(metrics) if metrics[step].get("val/loss")]
+    assert validated == ([2, 3] if interval == 2 else [3])
+    assert not metrics[1].get("val/loss")
 
 
 def test_validation_has_noise_levels_of_its_own():

@@ -29,9 +29,11 @@ TARGETS = {
         "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
         "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
         "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
+        "vsa.sweeps.sweeper.QueueLauncher",
     ),
     "sweeper": (
         "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+        "vsa.sweeps.sweeper.PointSweeper",
         "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
     ),
     "sweeper.sampler": tuple(
@@ -40,6 +42,9 @@ TARGETS = {
     ),
 }
 """Classes that may be built, by their place below `hydra`."""
+
+PLUGIN = re.compile(r"'(hydra/(?:sweeper|launcher))/(optuna|submitit_\w+)'")
+"""What comes with the extra `sweep`."""
 
 NAMES_OF_CODE = (("launcher", "setup"), ("sweeper", "custom_search_space"))
 
@@ -166,6 +171,8 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         try:
             return super()._load_configuration_impl(config_name, overrides, *args, **kwargs)
         except ConfigCompositionException as error:
+            if plugin := PLUGIN.search(str(error)):
+                raise ValueError(f"{plugin[1]}={plugin[2]} needs a package: pip install 'vsa-train[sweep]'") from error
             match = re.match(r"Could not override '(.+)'", str(error))
             added = [f"++{o}" if match and o.partition("=")[0] == match[1] else o for o in overrides]
             if added == overrides or any(o.startswith("++hydra.") for o in added):

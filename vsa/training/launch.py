@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra import version
 from hydra._internal.utils import _run_hydra, get_args_parser
@@ -13,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from vsa.config import config_folder
 from vsa.errors import one_line_errors
+from vsa.evaluation.figures import final_loss
 from vsa.training.ending import stopped_by_signals
 from vsa.training.hydra_guard import checked_hydra, require_checked
 from vsa.training.parallel import rank_zero_reports
@@ -32,7 +34,8 @@ def launch(arguments: Sequence[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     version.setbase("1.3")
     parser = get_args_parser()
-    args = parser.parse_args(list(arguments))
+    # settings may stand before and after flags
+    args = parser.parse_intermixed_args(list(arguments))
     try:
         with one_line_errors(*INPUT_ERRORS, traceback=traceback), stopped_by_signals(), checked_hydra():
             if args.experimental_rerun is not None:
@@ -50,8 +53,13 @@ def launch(arguments: Sequence[str]) -> None:
         raise
 
 
-def run(cfg: DictConfig) -> None:
-    """The Hydra job: `train`, with input errors reported here because Hydra would announce them first."""
+def run(cfg: DictConfig) -> float:
+    """The Hydra job: `train`, with input errors reported here because Hydra would announce them first.
+
+    Returns:
+        the last validation loss, which a search makes small.
+    """
     with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
         require_checked()
         train(cfg)
+        return final_loss(Path(str(cfg.run_dir)))

@@ -33,6 +33,11 @@ def set_accumulation(trainer: L.Trainer, micro_batches: int) -> None:
     trainer.accumulate_grad_batches = micro_batches
 
 
+def validate_before_stopping(trainer: L.Trainer) -> None:
+    """Validate after this step, the last one; by itself `fit` would do so at its interval only."""
+    trainer.should_stop = True
+
+
 def stop_without_validation(trainer: L.Trainer) -> None:
     """End `fit` after this step; by itself it would validate before that."""
     trainer.should_stop = True

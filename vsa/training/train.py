@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, build_task, check_settings, check_targets, model_factory, resolved
 from vsa.models.init import without_memory
+from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
 from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings
 from vsa.training.ending import fit, nothing_to_do
-from vsa.training.flop_budget import steps_of_budget
+from vsa.training.modules.base import JobSize
 from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import RunStart
 
@@ -47,14 +49,48 @@ def train(cfg: DictConfig) -> None:
     Raises:
         ValueError: an impossible setting, named with its value.
     """
-    check_targets(cfg)
-    check_settings(cfg)
-    _check_precision(cfg.trainer.precision)
-    _check_accelerator(cfg.trainer.accelerator)
+    _check_values(cfg)
     run_dir = _run_dir(cfg)
     # before anything is read to go on from, and until the last file is written
     with locked(run_dir) if _is_first_process(cfg) else nullcontext(), RunFolder(run_dir) as folder:
         _train(cfg.copy(), run_dir, folder)
+
+
+def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
+    """Refuse what a new run of `train` would refuse before its first step; missing data are prepared for it.
+
+    Args:
+        cfg: of the run.
+        opened: data modules of earlier calls by their settings, to which this one's is added.
+
+    Raises:
+        ValueError: an impossible setting, named with its value.
+    """
+    _check_values(cfg)
+    cfg = cfg.copy()
+    key = OmegaConf.to_yaml(cfg.data, resolve=True)
+    datamodule = opened.get(key) or build(cfg.data)
+    _check_model(cfg, datamodule)
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    opened[key] = datamodule
+    cfg.trainer.max_steps = steps_of_budget(cfg, datamodule, None)
+    nothing_to_do(cfg.trainer.max_steps, None)
+    module = build_task(cfg, start=_start(cfg, None))
+    _check_job(cfg, module)
+    module.check_weights(datamodule)
+    size = JobSize(cfg.trainer.accumulate_grad_batches, _processes(cfg.trainer), cfg.trainer.max_steps)
+    with without_memory():
+        module.check_start(model_factory(cfg)(), datamodule, size)
+
+
+def _check_values(cfg: DictConfig) -> None:
+    if cfg.get("sweep"):
+        raise ValueError("a sweep is more than one run: vsa sweep NAME, or vsa train -m sweep=NAME")
+    check_targets(cfg)
+    check_settings(cfg)
+    _check_precision(cfg.trainer.precision)
+    _check_accelerator(cfg.trainer.accelerator)
 
 
 def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder) -> None:
@@ -65,9 +101,9 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder) -> None:
     resume = _resume(cfg, run_dir)
     datamodule = build(cfg.data)
     _check_model(cfg, datamodule)
-    if cfg.flop_budget is not None:
-        # schedules that end with the run follow
-        cfg.trainer.max_steps = steps_of_budget(cfg, datamodule)
+    _tell_export(cfg)
+    # schedules that end with the run follow
+    cfg.trainer.max_steps = _max_steps(cfg, datamodule, resume)
     if nothing_to_do(cfg.trainer.max_steps, resume):
         return
 
@@ -163,11 +199,39 @@ def _check_model(cfg: DictConfig, datamodule: Any) -> None:
     width = datamodule.text_encoder.dim
     if model.text_dim != width:
         raise ValueError(f"model.text_dim={model.text_dim}, but data.text_encoder makes tokens of width {width}")
+
+
+def _tell_export(cfg: DictConfig) -> None:
+    """Say that a model cannot be exported: now, not after the training."""
     try:
-        transformer_config(model)
+        with without_memory():
+            transformer_config(model_factory(cfg)())
     except ValueError as error:
-        # told now, not after the training
         rank_zero_info(f"note: this model cannot be exported to diffusers: {error}")
+
+
+def _max_steps(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None) -> int:
+    before = resume.state.get("config", {}) if resume is not None else {}
+    if budget_of(cfg) == "second_budget" and before.get("second_budget") == cfg.second_budget:
+        # measured when the run began
+        return before["trainer"]["max_steps"]
+    return steps_of_budget(cfg, datamodule, lambda: _step_seconds(cfg))
+
+
+def _step_seconds(cfg: DictConfig) -> float:
+    """The time of a training step, from a run that leaves nothing."""
+    if _processes(cfg.trainer) > 1 or cfg.trainer.devices == "auto" or TorchElasticEnvironment.detect():
+        raise ValueError(f"second_budget={cfg.second_budget} is measured on one device: expected trainer.devices=1")
+    trial, timer = cfg.copy(), StepTimer()
+    own = {"max_steps": WARM_UP_STEPS + MEASURED_STEPS, "enable_progress_bar": False, "limit_val_batches": 0}
+    for name, value in own.items():
+        OmegaConf.update(trial, f"trainer.{name}", value, force_add=True)
+    module = build_task(trial, start=_start(trial, None))
+    _check_job(trial, module)
+    datamodule = build(trial.data)
+    module.check_weights(datamodule)
+    _trainer(trial, module, [timer], []).fit(module, datamodule=datamodule)
+    return timer.seconds
 
 
 def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
@@ -184,10 +248,9 @@ def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
 
 def _check_job(cfg: DictConfig, module: Any) -> None:
     """Refuse what a job of this kind cannot do."""
-    if cfg.flop_budget is not None and not module.automatic_optimization:
-        raise ValueError(
-            f"flop_budget={cfg.flop_budget} is for jobs of one network, this one ends at trainer.max_steps"
-        )
+    budget = budget_of(cfg)
+    if budget is not None and not module.automatic_optimization:
+        raise ValueError(f"{budget}={cfg[budget]} is for jobs of one network, this one ends at trainer.max_steps")
     targets = [str(node.get("_target_")) for node in cfg.callbacks.values() if node is not None]
     if module.sparsity.measured and not any(target.endswith(".Diagnostics") for target in targets):
         raise ValueError(f"{type(module.sparsity).__name__} follows measurements: it needs callbacks=diagnostics")
@@ -200,6 +263,12 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
     return [opening, *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
 
 
+def _processes(trainer: Mapping[str, Any]) -> int:
+    # on the CPU, where it matters, auto is one process
+    local = int(trainer["devices"]) if str(trainer["devices"]).isdecimal() else 1
+    return local * trainer.get("num_nodes", 1)
+
+
 def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
     settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     if not module.automatic_optimization:
@@ -209,12 +278,10 @@ def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers:
         # torchrun has started the processes already: as many as it says, on as many nodes
         settings["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         settings["num_nodes"] = int(os.environ["WORLD_SIZE"]) // settings["devices"]
-    # on the CPU, where it matters, auto is one process
-    local = int(settings["devices"]) if str(settings["devices"]).isdecimal() else 1
     settings["strategy"] = choose_strategy(
         settings["strategy"],
         accelerator=settings["accelerator"],
-        processes=local * settings.get("num_nodes", 1),
+        processes=_processes(settings),
     )
     # lightning asks the others for their files before everything is checked: they join in `Opening`
     quiet = [logger for logger in loggers if hasattr(logger, "part")]

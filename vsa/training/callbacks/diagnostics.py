@@ -18,26 +18,14 @@ from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from vsa.attention import stats
-from vsa.attention.layout import TileLayout
 from vsa.attention.sparsity import mean_topk
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.figures import layer_heatmaps
+from vsa.evaluation.inspection.metrics import METRICS, PANELS, index_of, layer_metrics
 from vsa.files import atomic_file
 from vsa.settings import AtLeastOne, Bound, Count, Share, checked
 from vsa.training.display import log_picture, never_fatal
-
-PANELS = {
-    "recall": "recall of the true attention mass",
-    "gate_rms": "coarse gate (rms)",
-    "coarse_share": "coarse share of the output",
-    "overlap_steps": "overlap with the noise level before",
-    "overlap_heads": "overlap between heads",
-    "entropy": "entropy of the coarse scores",
-}
-"""Panels of the heatmap."""
-
-METRICS = (*PANELS, "recall_random")
 
 
 @checked
@@ -95,7 +83,7 @@ class Diagnostics(L.Callback):
         largest = max(data.buckets, key=lambda shape: math.prod(shape[1:]))
         batch: VideoBatch | None = None
         for each in data.val_dataloader():
-            if batch is None or each.latents[0].numel() > batch.latents[0].numel():
+            if batch is None or math.prod(each.latents.shape[1:]) > math.prod(batch.latents.shape[1:]):
                 batch = each
             if tuple(each.latents.shape[1:]) == tuple(largest):
                 break
@@ -159,7 +147,7 @@ class Diagnostics(L.Callback):
                 if "kv_indices" in tensors and (self.layers is None or layer in self.layers):
                     # at once: a layer's tensors are gone when the next one runs
                     column[layer] = layer_metrics(tensors, layout, tokens, selections.get(layer))
-                    selections[layer] = _index(tensors)
+                    selections[layer] = index_of(tensors)
 
             level = torch.full((len(latents),), noise_level, device=latents.device)
             x_t = add_noise(latents, noise, level)
@@ -183,7 +171,8 @@ class Diagnostics(L.Callback):
             f"step {record['step']}, sparsity {record['sparsity']:.1%} of {record['num_tiles']} tiles: "
             f"recall {means['recall']:.1%}, random tiles {means['recall_random']:.1%}"
         )
-        panels = {name: tables[key] for key, name in PANELS.items()}
+        # what the method does not have is left out
+        panels = {name: tables[key] for key, name in PANELS.items() if not tables[key].isnan().all()}
         layer_heatmaps(panels, path, layers=layers, timesteps=self.noise_levels, title=title)
         # JSON has no NaN
         rows = {
@@ -194,40 +183,3 @@ class Diagnostics(L.Callback):
         with atomic_file(path.with_suffix(".json")) as temporary:
             temporary.write_text(json.dumps(whole, indent=1), encoding="utf-8")
         log_picture(trainer.loggers, "diagnostics", path, record["step"])
-
-
-def layer_metrics(
-    tensors: Mapping[str, Tensor], layout: TileLayout, tokens: Tensor, previous: BlockIndex | None
-) -> dict[str, Tensor]:
-    """The numbers of one layer at one noise level, fp32 scalars by the names of `METRICS`.
-
-    Args:
-        tensors: what the layer recorded.
-        layout: of a row of one video.
-        tokens: int64 query tokens whose recall is measured.
-        previous: selection of the layer at the noise level before; None leaves `overlap_steps` NaN.
-    """
-    q, k, fine, coarse = (tensors[name] for name in ("q", "k", "fine", "coarse"))
-    batch, _, heads, _ = q.shape
-    selected = _index(tensors).to_dense(layout.num_blocks).expand(batch, heads, -1, -1)
-    recall = stats.selection_recall(
-        stats.tile_mass(q, k, tokens, layout.blocks), selected, tokens.to(q.device), layout.blocks
-    )
-    fine = fine * tensors["gate_fine"] if "gate_fine" in tensors else fine
-    gate = tensors["gate_compress"]
-    metrics = {
-        "recall": recall.selected.mean(),
-        "recall_random": recall.random.mean(),
-        "gate_rms": stats.rms(gate),
-        "coarse_share": stats.coarse_share(layout.tile_to_tokens(coarse) * gate, fine),
-        "overlap_steps": q.new_tensor(math.nan),
-        "overlap_heads": stats.head_overlap(selected),
-        "entropy": stats.coarse_entropy(tensors["scores"]),
-    }
-    if previous is not None:
-        metrics["overlap_steps"] = stats.selection_overlap(selected, previous.to_dense(layout.num_blocks))
-    return {name: value.float() for name, value in metrics.items()}
-
-
-def _index(tensors: Mapping[str, Tensor]) -> BlockIndex:
-    return BlockIndex(kv_indices=tensors["kv_indices"], kv_num_blocks=tensors["kv_num_blocks"])

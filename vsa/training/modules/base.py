@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning as L
 import torch
 from torch import Tensor
 
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
-from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
@@ -36,6 +35,20 @@ if TYPE_CHECKING:
     from vsa.data.datamodule import PlanDataModule
 
 
+class JobSize(NamedTuple):
+    """What the settings of the trainer say about a job.
+
+    Attributes:
+        micro_batches: of an optimizer step on one rank.
+        ranks: processes.
+        max_steps: optimizer steps; negative: no end.
+    """
+
+    micro_batches: int
+    ranks: int
+    max_steps: int
+
+
 @checked
 class DiffusionModule(L.LightningModule):
     """One trained network under one optimizer.
@@ -54,6 +67,8 @@ class DiffusionModule(L.LightningModule):
         grad_clip: largest global gradient norm; 0 clips nothing.
         max_skipped: consecutive steps with non-finite gradients after which training stops.
         seed: of the initial weights, timesteps and validation noise.
+        validation_seed: of the validation's timesteps, so that runs of several seeds are compared on the same; None:
+            `seed`.
     """
 
     step_list: tuple[float, ...] | None = None
@@ -79,6 +94,7 @@ class DiffusionModule(L.LightningModule):
         grad_clip: NonNegative = 1.0,
         max_skipped: Count = 10,
         seed: Count = 0,
+        validation_seed: Count | None = None,
     ):
         super().__init__()
         self.model: VideoDiT = None  # type: ignore[assignment] (made in configure_model)
@@ -86,6 +102,7 @@ class DiffusionModule(L.LightningModule):
         self.latent_scale = latent_scale
         self.statistics: LatentStatistics = None  # type: ignore[assignment] (known in setup)
         self.seed = seed
+        self.validation_seed = seed if validation_seed is None else validation_seed
         self.clipper = GradientClipper(clip=grad_clip, max_skipped=max_skipped)
         self.resume, self.init_from = start.resume, start.weights
         self.status = RunStatus()
@@ -101,7 +118,9 @@ class DiffusionModule(L.LightningModule):
         self._agree_on_resume()
         self.statistics = self.choose_statistics()
         with without_memory():
-            self.check_start(self._model_factory())
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            size = JobSize(self.accumulate, self.trainer.world_size, self.trainer.max_steps)
+            self.check_start(self._model_factory(), data, size)
         if self.resume is not None:
             load_values(parts_of(self.trainer), self.resume)
 
@@ -123,22 +142,23 @@ class DiffusionModule(L.LightningModule):
         std = std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
         return LatentStatistics(mean=data.latent_mean, std=std)
 
-    def check_start(self, model: VideoDiT) -> None:
+    def check_start(self, model: VideoDiT, data: PlanDataModule, size: JobSize) -> None:
         """Refuse data and settings that do not fit the model, before it takes any memory.
 
         Args:
             model: on the meta device.
+            data: set up.
+            size: of the job.
 
         Raises:
             ValueError: names what does not fit.
         """
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         # the stream refuses a batch that cannot be divided, but it is made after the run folder is opened
-        parts = self.accumulate * self.trainer.world_size
+        parts = size.micro_batches * size.ranks
         if data.batch_size % parts:
             raise ValueError(
                 f"data.batch_size={data.batch_size} is not divisible by the {parts} micro-batches of a step "
-                f"(trainer.accumulate_grad_batches={self.accumulate} times {self.trainer.world_size} ranks)"
+                f"(trainer.accumulate_grad_batches={size.micro_batches} times {size.ranks} ranks)"
             )
         if model.image_dim is not None:
             raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
@@ -152,7 +172,7 @@ class DiffusionModule(L.LightningModule):
         # a top-k that no bucket can hold is a mistake; smaller buckets clamp
         tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
         method: Any = model.blocks[0].method
-        if tiles == 1 and isinstance(method, VideoSparseAttention):
+        if tiles == 1 and method.selects:
             raise ValueError(
                 f"attention.tile_thw={list(method.tile_thw)} makes one tile of the largest latents, "
                 f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"

@@ -30,7 +30,7 @@ from vsa.settings import AtLeastOne, Count, NonNegative, checked
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.gradients import GradientClipper
 from vsa.training.lightning_compat import set_accumulation, set_manual_step
-from vsa.training.modules.base import DiffusionModule
+from vsa.training.modules.base import DiffusionModule, JobSize
 from vsa.training.modules.critic import FakeScore
 from vsa.training.modules.cycle import UpdateCycle
 from vsa.training.modules.teacher import Teacher, gates_from_dense, refuse_other_network
@@ -147,14 +147,14 @@ class DistillModule(DiffusionModule):
             if before != now:
                 raise ValueError(f"{checkpoint.path} was trained with {name}={before}, the settings have {now}")
 
-    def check_start(self, model: VideoDiT) -> None:
-        super().check_start(model)
-        turns = self.cycle.generator_updates(self.trainer.max_steps)
+    def check_start(self, model: VideoDiT, data: PlanDataModule, size: JobSize) -> None:
+        super().check_start(model, data, size)
+        turns = self.cycle.generator_updates(size.max_steps)
         total = getattr(self._optim.schedule, "total_steps", turns)
         if total < turns:
             raise ValueError(
                 f"optim.schedule.total_steps={total}, but the generator has {turns} updates in "
-                f"trainer.max_steps={self.trainer.max_steps}: its learning rate would end before the run"
+                f"trainer.max_steps={size.max_steps}: its learning rate would end before the run"
             )
 
     def gates_of(self, model: VideoDiT) -> Gates:
@@ -329,7 +329,7 @@ class DistillModule(DiffusionModule):
             batch,
             self.statistics.normalise(batch.latents),
             self._negative,
-            seed=self.seed + VALIDATION_SEED,
+            seed=self.validation_seed + VALIDATION_SEED,
             iteration=0,
             topk=self.topk_after(batch.latents.shape[1:], self.global_step),
             index=len(self.objective.timesteps) - 1,

@@ -6,6 +6,7 @@ B samples of a micro-batch, C T H W latent dims.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -16,9 +17,12 @@ from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.decile_means import DecileMeans
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss, LossTerms
 from vsa.settings import checked
+from vsa.training.display import never_fatal
+from vsa.training.lightning_compat import validate_before_stopping
 from vsa.training.loss_window import LossWindow
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import Stateful
+from vsa.training.validation_csv import ValidationRows, write_validation
 
 
 @checked
@@ -28,7 +32,9 @@ class PretrainModule(DiffusionModule):
     Args:
         objective: the loss.
         validate_at: where the validation loss is computed: at the current top-k (`val/loss`), with all tiles
-            (`val/loss_dense`), at the end value of the schedule (`val/loss_target`); each costs a forward.
+            (`val/loss_dense`), at the end value of the schedule (`val/loss_target`), at half and double the current
+            top-k (`val/loss_half`, `val/loss_double`); each costs a forward. The losses by sample of the last
+            validation stand in `validation.csv` of the run.
         **common: see `DiffusionModule`.
     """
 
@@ -48,6 +54,7 @@ class PretrainModule(DiffusionModule):
         # for the progress bar
         self._shown_loss: float | None = None
         self._validated: dict[SparsityPoint, DecileMeans] = {}
+        self._rows = ValidationRows()
 
     def setup(self, stage: str) -> None:
         self._window = LossWindow(self.trainer.strategy)
@@ -88,18 +95,24 @@ class PretrainModule(DiffusionModule):
         if self._shown_loss is not None:
             self.log("loss", self._shown_loss, prog_bar=True, logger=False)
             self._shown_loss = None
+        if self.global_step == self.trainer.max_steps:
+            # runs are compared by where they ended
+            validate_before_stopping(self.trainer)
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
         latents = self.statistics.normalise(batch.latents)
         done: dict[int | tuple[int, ...], LossTerms] = {}
+        seed = self.validation_seed + VALIDATION_SEED
         for at, means in self._validated.items():
             topk = self.topk_after(batch.latents.shape[1:], self.global_step, at)
             if topk not in done:
-                done[topk] = self.objective(self.model, batch, latents, seed=self.seed + VALIDATION_SEED, topk=topk)
+                done[topk] = self.objective(self.model, batch, latents, seed=seed, topk=topk)
             means.add(done[topk].mse, done[topk].sigmas)
+            self._rows.add(at, batch, done[topk].sigmas, done[topk].mse)
 
     def on_validation_epoch_start(self) -> None:
         self._validated = {at: DecileMeans(self.device) for at in self.validate_at}
+        self._rows = ValidationRows()
 
     def on_validation_epoch_end(self) -> None:
         metrics: dict[str, float] = {}
@@ -107,6 +120,11 @@ class PretrainModule(DiffusionModule):
             means.gather(self.trainer.strategy)
             metrics |= means.metrics("val/loss" if at == "current" else f"val/loss_{at}")
         self.log_step(metrics, self.global_step)
+        rows = self._rows.gather(self.trainer.world_size)
+        if self.trainer.is_global_zero:
+            path = Path(self.trainer.default_root_dir) / "validation.csv"
+            with never_fatal(str(path)):
+                write_validation(path, self.global_step, rows)
         # for callbacks that watch it
         self.log("val/loss", metrics["val/loss"], logger=False)
 
