@@ -6,5 +6,10 @@ setup(
     # never "*": it would package tests/ and benchmarks/
     packages=[*find_packages(include=["vsa", "vsa.*"]), *find_packages("kernels"), "vsa.configs"],
     package_dir={"vsa_kernels": "kernels/vsa_kernels", "vsa.configs": "configs"},
-    package_data={"vsa.configs": ["**/*.yaml"], "vsa_kernels": ["*.json"]},
+    package_data={
+        "vsa.configs": ["**/*.yaml"],
+        "vsa_kernels": ["*.json"],
+        "vsa.evaluation.inspection": ["*.html"],
+        "vsa.sweeps.reports": ["page.*"],
+    },
 )

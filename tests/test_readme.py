@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from omegaconf import OmegaConf
 
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.cli import app
-from vsa.config import model_factory
+from vsa.config import Sweep, check_settings, model_factory
+from vsa.sweeps.points import variants_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,7 +26,8 @@ LINES = [
 VARIABLES = dict(re.findall(r"^(\w+)=(\S+)$", "\n".join(LINES), re.M))
 COMMANDS = [re.sub(r"^([A-Z_]+=\S+ )+|\$(\w+)", lambda m: (m[2] and VARIABLES[m[2]]) or "", line) for line in LINES]
 SCRIPTS = [c for c in COMMANDS if c.startswith(("python scripts/", "python -m benchmarks."))]
-OURS = [c for c in COMMANDS if c.startswith("vsa ") and not c.startswith("vsa train ")]
+OURS = [c for c in COMMANDS if re.match("vsa (?!train |sweep )", c)]
+SWEEPS = [c for c in COMMANDS if c.startswith("vsa sweep ")]
 EXPERIMENTS = sorted((ROOT / "configs" / "experiment").glob("*.yaml"))
 
 
@@ -38,9 +41,13 @@ def header_commands(path: Path) -> list[str]:
 
 START = re.compile(r"(?:^vsa train|.* train\.py) ")
 TRAININGS = [
-    *(c for c in COMMANDS if START.match(c)),
-    *(c for c in re.findall(r"`(vsa train [^`]+)`", README) if not re.search(" -m | --cfg ", c)),
-    *(c for path in EXPERIMENTS for c in header_commands(path) if START.match(c)),
+    c
+    for c in (
+        *COMMANDS,
+        *re.findall(r"`(vsa train [^`]+)`", README),
+        *(c for path in EXPERIMENTS for c in header_commands(path)),
+    )
+    if START.match(c) and not re.search(" -m | --cfg ", c)
 ]
 
 
@@ -110,10 +117,27 @@ def test_training_commands_fit_the_ranks_they_start(command):
     assert trainer.val_check_interval % trainer.accumulate_grad_batches == 0
 
 
+@pytest.mark.parametrize("command", SWEEPS)
+def test_sweeps_have_points_that_compose(command):
+    from hydra import compose, initialize_config_dir
+
+    name, *overrides = shlex.split(command)[2:]
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        cfg = compose("train", overrides=[f"sweep={name}", *overrides])
+        check_settings(cfg)
+        points = variants_of(Sweep(**{"name": name, **OmegaConf.to_container(cfg.sweep)}), {})
+        assert len(points) > 1
+        for point in points:
+            check_settings(compose("train", overrides=[*overrides, *point.overrides]))
+        # control
+        with pytest.raises(Exception, match="no-such-sweep"):
+            compose("train", overrides=["sweep=no-such-sweep", *overrides])
+
+
 def test_the_model_of_the_own_videos_command_can_be_exported():
     from hydra import compose, initialize_config_dir
 
-    (command,) = (c for c in COMMANDS if " data=folder " in c)
+    (command,) = (c for c in COMMANDS if c.startswith("vsa train data=folder "))
     exportable = {}
     for name, overrides in {
         "own videos": settings_of(command),
@@ -141,6 +165,7 @@ def test_every_experiment_says_how_to_run_it(path):
 
 def test_there_are_commands_to_check():
     assert SCRIPTS
+    assert len(SWEEPS) >= 2
     assert {command.split()[1] for command in OURS} >= {
         *("encode", "sample", "evaluate", "verify-export", "latents", "convert", "merge"),
     }

@@ -143,7 +143,17 @@ TINY_OVERRIDES = (
 )
 """A run of 0.1 s a step: 32 tokens, two layers of width 12."""
 
-NO_GROUPS = ("output_dir", "run", "overwrite", "init_from", "ckpt_path", "seed", "flop_budget")
+NO_GROUPS = (
+    "output_dir",
+    "run",
+    "overwrite",
+    "init_from",
+    "ckpt_path",
+    "seed",
+    "flop_budget",
+    "sample_token_budget",
+    "second_budget",
+)
 
 
 @functools.cache
@@ -193,7 +203,7 @@ class TinyTraining:
 
         def with_callbacks(cfg, module, configured, loggers):
             made.append(make(cfg, module, [*configured, *callbacks], loggers))
-            return made[0]
+            return made[-1]
 
         with self._patch.context() as patch:
             if base.loss_curve is loss_curve:
@@ -201,7 +211,7 @@ class TinyTraining:
                 patch.setattr(base, "loss_curve", lambda metrics, path, **_: Path(path).touch())
             patch.setattr(run_module, "_trainer", with_callbacks)
             run_module.train(self.config(*overrides))
-        return made[0] if made else None
+        return made[-1] if made else None
 
     def metrics(self, run: str = "default") -> dict[int, dict[str, str]]:
         """Rows of `metrics.csv` by step."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,9 @@ class Run:
         overwrite: start anew in a run folder that already holds checkpoints.
         flop_budget: stop after this many executed training FLOPs (a teacher's not counted) instead of
             trainer.max_steps.
+        sample_token_budget: stop after training on this many tokens of videos instead.
+        second_budget: train for this many seconds instead, without validation, clips and checkpoints: the time of a
+            step is measured on one device before the run, and a resumed run keeps its number of steps.
     """
 
     name: str | int
@@ -68,6 +71,43 @@ class Run:
     init_from: str | None
     overwrite: bool
     flop_budget: Positive | None
+    sample_token_budget: Positive | None
+    second_budget: Positive | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Settings of a sweep (`vsa sweep NAME`), the group `sweep`.
+
+    Args:
+        name: of the folder that its runs share, OUTPUT_DIR/EXPERIMENT/NAME; null: that of its file.
+        variants: points by name, each a list of settings.
+        axes: lists of values by key; every combination with every variant is a point.
+        control: add the dense run of the same data, model and steps to every point that is not dense.
+        seeds: of the training of every point; all are validated with the noise of the run's own seed. null: that one.
+        lr: learning rates to try for each point before its seeds, which then train at the best of them.
+        lr_factor: between two neighbouring learning rates; `optim.lr` is in the middle.
+        lr_seed: that the learning rates are tried on; null: the first one above all others.
+        lr_settings: of the runs that try learning rates alone, such as a smaller budget.
+        devices: how many GPUs, or their numbers; null: all.
+        jobs_per_device: runs that share a GPU.
+        cores: of a run, on a machine without GPUs.
+        grace_seconds: in which a run that is asked to stop must save.
+    """
+
+    name: str | int | None = None
+    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    control: bool = True
+    seeds: Sequence[Count] | None = None
+    lr: AtLeastOne | None = None
+    lr_factor: Annotated[float, Bound(">", 1)] = 2.0
+    lr_seed: Count | None = None
+    lr_settings: Sequence[str] = ()
+    devices: AtLeastOne | Sequence[Count] | None = None
+    jobs_per_device: AtLeastOne = 1
+    cores: AtLeastOne = 4
+    grace_seconds: Positive = 120.0
 
 
 OBJECTS = ("task", "model", "attention", "sparsity", "data", "optim", "trainer")
@@ -151,11 +191,15 @@ def check_settings(cfg: DictConfig) -> None:
         ValueError: every problem with the key as a user types it, the value and what is expected.
     """
     check, run = _SettingsCheck(), hints_of(Run)
+    check.known |= {f"sweep.{name}" for name in hints_of(Sweep)}
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
     check.known |= {f"start.{name}" for name in raw.get("start", ())}
     for name, value in raw.items():
         if name == "start":
             # its values are told where attention takes them
+            continue
+        if name == "sweep":
+            check.plain_node(name, OmegaConf.to_container(cfg[name], resolve=True) if value else {}, hints_of(Sweep))
             continue
         if name in run:
             check.value(name, cfg[name], value, run[name])
@@ -203,6 +247,14 @@ class _SettingsCheck:
                 self.value(inner, value, raw[name], hints.get(name, Any))
             else:
                 self.unknown[inner] = value
+
+    def plain_node(self, key: str, settings: Any, hints: Mapping[str, Any]) -> None:
+        """Check settings that are no object, in the form of the composed config."""
+        for name, value in settings.items():
+            if name in hints:
+                self.value(f"{key}.{name}", value, None, hints[name])
+            else:
+                self.unknown[f"{key}.{name}"] = value
 
     def value(self, key: str, value: Any, raw: Any, hint: Any) -> None:
         """Check one value, which may be the settings of an object."""
@@ -290,7 +342,7 @@ def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
         raise ValueError(reason + (f" (config key {key})" if key else "")) from error
 
 
-EXTRAS = {"tensorboard": "tensorboard", "diffusers": "wan", "transformers": "wan", "peft": "lora"}
+EXTRAS = {"tensorboard": "tensorboard", "diffusers": "wan", "transformers": "wan", "peft": "lora", "skimage": "world"}
 """Extras of this project that bring a package along."""
 
 

@@ -1,7 +1,8 @@
-"""Pretrain the toy model dense, finetune it in four ways, draw and print what each one lost.
+"""Pretrain the toy model dense, finetune it in ten ways, draw and print what each one lost.
 
-Arms: dense (no sparsity), annealed, at once (the target sparsity from the first step) and velocity (annealed, trained
-on the frozen dense model's velocity alone). Every seed has a dense model of its own. Finished runs are kept.
+Arms: dense (no sparsity), annealed, at once (the target sparsity from the first step), velocity (annealed, trained
+on the frozen dense model's velocity alone), and attention with a pooled tail of order 1, of order 2, and of order 2
+with the score `mass`, each at once and annealed. Every seed has a dense model of its own. Finished runs are kept.
 
 python -m benchmarks.toy.finetune outputs/finetune_toy --seeds 0 1 2
 """
@@ -23,11 +24,21 @@ from vsa.evaluation.figures import read_metric
 from vsa.plotting import save_figure
 
 AT_ONCE = ("sparsity=constant",)
+TAILS = {
+    "tail 1": ("attention.order=1",),
+    "tail 2": ("attention.order=2",),
+    "tail 2 mass": ("attention.order=2", "attention.score=mass"),
+}
 ARMS = {
     "dense": ("attention=full", *AT_ONCE),
     "annealed": (),
     "at once": AT_ONCE,
     "velocity": ("task.objective.data=0", "task.objective.velocity=1"),
+    **{
+        f"{name} {how}": ("attention=pooled_tail", *options, *schedule)
+        for name, options in TAILS.items()
+        for how, schedule in (("at once", AT_ONCE), ("annealed", ()))
+    },
 }
 
 
@@ -66,7 +77,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     """Validation loss of every arm over the steps, mean over seeds and each seed faintly, and the tiles kept."""
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     losses, tiles = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    colours = dict(zip(ARMS, ("tab:gray", "tab:blue", "tab:red", "tab:green"), strict=True))
+    colours = {arm: f"C{i}" for i, arm in enumerate(ARMS)}
     for arm, seeds in found["curves"].items():
         for curve in seeds:
             losses.plot(curve["step"], curve["val_loss"], color=colours[arm], alpha=0.3, linewidth=0.8)

@@ -178,9 +178,12 @@ def test_runs_are_trained_once_in_order_and_merged(write_tiny_run, tmp_path: Pat
     out = tmp_path / "out"
     folder = out / "seed-4"
     commands: list[list[str]] = []
+    really = subprocess.run
 
-    def fake(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+    def fake(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
         """In place of training: a tiny run after 7 steps; merging is real."""
+        if command[0] == "git":
+            return really(command, **options)
         commands.append(command[1:])
         run = Path(next(word for word in command if word.startswith("run_dir=")).partition("=")[2])
         distilled = "experiment=distill_toy" in command

@@ -57,6 +57,7 @@ def test_the_script_compares_the_arms_and_keeps_finished_runs(
     finetune.main(command)
     found = json.loads((out / "compare.json").read_text())
     arms = ["dense", "annealed", "at once", "velocity"]
+    arms += [f"tail {name} {how}" for name in ("1", "2", "2 mass") for how in ("at once", "annealed")]
     assert (found["seeds"], found["steps"], list(found["end"])) == ([3], 52, arms)
     for arm in arms:
         (curve,) = found["curves"][arm]
@@ -69,11 +70,11 @@ def test_the_script_compares_the_arms_and_keeps_finished_runs(
     assert kept["annealed"] == kept["velocity"]
     assert (kept["annealed"][0], kept["annealed"][-1]) == (4, 2)
     # arms that share all but one setting still differ
-    assert len({*(found["end"][arm][0] for arm in arms), *found["pretrained"]}) == 5
+    assert len({*(found["end"][arm][0] for arm in arms), *found["pretrained"]}) == len(arms) + 1
     assert Image.open(out / "compare.png").size[0] > 400
 
     trained = {path: path.stat().st_mtime_ns for path in out.rglob("state.json")}
-    assert len(trained) >= 5
+    assert len(trained) > len(arms)
 
     def refuse(*_, **__):
         raise AssertionError("a finished run was trained again")

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def test_the_folder_one_stands_in_is_not_removed(tmp_path, monkeypatch):
 def test_overwriting_moves_aside_opens_and_removes(tmp_path):
     folder = a_run(tmp_path / "run")
     first = json.loads((folder / MANIFEST).read_text())
-    assert first.keys() == {"written_by", "version", "run_id", "created"}
+    assert first.keys() == {"written_by", "version", "commits", "run_id", "created"}
     assert first["written_by"] == "vsa-train"
     # what an overwrite that was killed left behind goes when this run has got going
     lefts = [".run.overwritten-0123abcd", ".run.removing-0123abcd", ".run2.overwritten-0123abcd"]
@@ -151,6 +152,49 @@ def test_overwriting_moves_aside_opens_and_removes(tmp_path):
     assert contents(folder).keys() == {"config.yaml", MANIFEST}
     assert (folder / "config.yaml").read_text() == "new: true\n"
     assert json.loads((folder / MANIFEST).read_text())["run_id"] != first["run_id"]
+
+
+def test_a_run_knows_the_commits_that_trained_it(tmp_path, monkeypatch):
+    for commit in ("0123abc", "0123abc", "0123abc+", None):
+        monkeypatch.setattr(run_folder, "checked_out_commit", lambda commit=commit: commit)
+        open_folder(tmp_path / "run", "a: 1\n", overwrite=False)
+    first = json.loads((tmp_path / "run" / MANIFEST).read_text())
+    assert first["commits"] == ["0123abc", "0123abc+", None]
+    # a run of a version that did not say
+    del first["commits"]
+    (tmp_path / "run" / MANIFEST).write_text(json.dumps(first))
+    open_folder(tmp_path / "run", "a: 1\n", overwrite=False)
+    assert json.loads((tmp_path / "run" / MANIFEST).read_text()) == {**first, "commits": [None]}
+
+
+def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        own = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *own, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "vsa" / "checkpoints" / "run_folder.py"))
+    commit = run_folder.checked_out_commit.__wrapped__
+    assert commit() is None
+    git("init", "-q")
+    assert commit() is None
+    (tmp_path / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    # a tag is no commit
+    git("tag", "-a", "v1", "-m", "v1")
+    assert commit() == git("rev-parse", "--short", "HEAD").strip()
+    # files that git does not know are no change of the code, and a hook's own variables are not those of the checkout
+    (tmp_path / "notes").write_text("2")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    assert commit() == commit().rstrip("+")
+    (tmp_path / "code.py").write_text("2")
+    assert commit().endswith("+")
+    # a package that lies inside another project's checkout, or a machine without git
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "a" / "vsa" / "checkpoints" / "run_folder.py"))
+    assert commit() is None
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "vsa" / "checkpoints" / "run_folder.py"))
+    monkeypatch.setenv("PATH", "")
+    assert commit() is None
 
 
 def fail_in(folder: Path, *, overwrite: bool, opens: bool = True, keeps: bool = False) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoints.wan_models import config_of, random_sparse
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
+    ExportedSparsity,
     SparseAttentionConfig,
     TopkRange,
     read_sparse_config,
@@ -47,6 +48,9 @@ def test_topk_of_another_grid_layer_and_moment():
     assert replace(config, budget="count").layer_topk(4) == (3, 4)
     assert replace(config, budget=0.5).layer_topk(120) == (6, 12)
     assert replace(config, dense_layers=(1,)).layer_topk(60) == (6, 60)
+    exported = ExportedSparsity(config_of(model, grid_topk=((3, 6),), budget="fraction", dense_layers=(1,)))
+    rows = [exported.topk_per_layer(0, 60, 2, at) for at in ("current", "half", "double")]
+    assert rows == [(6, 60), (3, 60), (12, 60)]
 
 
 def test_trained_grids_have_the_topk_they_were_trained_with():

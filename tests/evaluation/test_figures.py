@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from vsa.evaluation import figures
-from vsa.evaluation.figures import draw_evaluation, loss_curve, loss_curves, read_metric
+from vsa.evaluation.figures import draw_evaluation, loss_curve, read_metric
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -95,22 +95,6 @@ def test_the_legend_names_the_line_that_is_looked_at(tmp_path: Path, drawn: list
     window = 1 if named == "train" else 5
     wanted = [np.mean(losses[max(0, i + 1 - window) : i + 1]) for i in range(rows)]
     assert np.allclose(np.asarray(line.get_ydata()), wanted)
-
-
-def test_several_runs_in_one_plot(tmp_path: Path, drawn: list[Figure]):
-    runs = {
-        name: write_metrics(tmp_path / f"{name}.csv", [(1, loss, "", ""), (9, loss / 2, loss / 3, "")])
-        for name, loss in (("slow", 3.0), ("fast", 1.0))
-    }
-    loss_curves(runs, tmp_path / "all.png", title="all")
-    (axes,) = drawn[0].axes
-    legend: Any = axes.get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["slow", "fast"]
-    curves = [list(np.asarray(line.get_ydata())) for line in axes.lines]
-    # training as a running mean, then validation, in one colour
-    assert curves == [[3, 1.5], [1], [1, 0.5], [1 / 3]]
-    colours = [line.get_color() for line in axes.lines]
-    assert colours[0] == colours[1] != colours[2] == colours[3]
 
 
 # evaluations

@@ -227,6 +227,9 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     if sparse is not None:
         kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
     told = [f"{len(source)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source} in {out}"]
+    attention = str(source.run_config.get("attention", {}).get("_target_", "")).rpartition(".")[2]
+    if sparse is None and attention not in ("", "FullAttention"):
+        told.append(f"no file of {out} says that the weights were trained with {attention}: they will run dense")
     if sparse is None and source.step_list is not None and sampling is None and options.to != "run":
         steps = list(source.step_list)
         told.append(f"no file of {out} has the steps {steps} of this dense generator, --to run keeps them")

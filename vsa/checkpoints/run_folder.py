@@ -10,11 +10,13 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,22 @@ def locked(folder: Path) -> Iterator[None]:
         for parent in made:
             with suppress(OSError):
                 parent.rmdir()
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process holds the lock of a run folder, see `locked`; False where that cannot be told."""
+    folder = folder.resolve()
+    for path in (folder.parent / f".{folder.name}.lock", folder / _INNER_LOCK):
+        # opening it would make it
+        if path.is_file():
+            try:
+                with FileLock(path, timeout=0):
+                    pass
+            except Timeout:
+                return True
+            except OSError:
+                continue
+    return False
 
 
 def _holder(lock: Path) -> str:
@@ -224,7 +242,9 @@ class RunFolder:
         if not self._new:
             self._before = {name: _content(self.path / name) for name in (MANIFEST, "config.yaml", "metrics.csv")}
         self.path.mkdir(parents=True, exist_ok=True)
-        if not _has_manifest(self.path):
+        if _has_manifest(self.path):
+            _note_commit(self.path)
+        else:
             write_manifest(self.path)
         write_whole(self.path / "config.yaml", config)
 
@@ -318,13 +338,53 @@ def _put_back(folder: Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Mark a folder as a run of this project."""
+    """Mark a folder as a run of this project, and say which version of the code wrote it."""
     try:
         installed = version(PROJECT)
     except PackageNotFoundError:
         installed = "not installed"
-    manifest = {"written_by": PROJECT, "version": installed, "run_id": secrets.token_hex(8), "created": _now()}
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    manifest = {
+        "written_by": PROJECT,
+        "version": installed,
+        "commits": [checked_out_commit()],
+        "run_id": secrets.token_hex(8),
+        "created": _now(),
+    }
+    _write_json(folder / MANIFEST, manifest)
+
+
+def _note_commit(folder: Path) -> None:
+    """Add the commit of this process to a run that goes on, where it is another one than the last."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    commits = manifest.get("commits", [])
+    if commits[-1:] != [checked_out_commit()]:
+        _write_json(folder / MANIFEST, {**manifest, "commits": [*commits, checked_out_commit()]})
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(values, indent=1) + "\n")
+
+
+@cache
+def checked_out_commit() -> str | None:
+    """Short hash of the git commit of this code, with + where files were changed since; None: it is no checkout.
+
+    Read once: what runs is what was imported.
+    """
+    root = Path(__file__).parents[2]
+    # an environment inside somebody else's checkout is none of ours
+    if not (root / ".git").exists():
+        return None
+    # of a hook this process may run in; no lock that another git would meet
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, env={**mine, "GIT_OPTIONAL_LOCKS": "0"}, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip() or None
 
 
 def write_weights_run(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:

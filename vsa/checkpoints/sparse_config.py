@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from vsa.attention.layout import Partition
-from vsa.attention.sparsity import Budget, ConstantSparsity, SparsityPoint
+from vsa.attention.sparsity import Budget, ConstantSparsity, SparsityPoint, topk_at
 from vsa.attention.tiling import BlockOrder
 from vsa.files import write_whole
 
@@ -231,7 +231,10 @@ class ExportedSparsity(ConstantSparsity):
     ) -> int | tuple[int, ...]:
         if at == "dense":
             return num_tiles
-        row = self._config.layer_topk(num_tiles)
+        row = tuple(
+            k if layer in self.dense_layers else topk_at(k, num_tiles, at)
+            for layer, k in enumerate(self._config.layer_topk(num_tiles))
+        )
         return row[0] if len(set(row)) == 1 else row
 
 

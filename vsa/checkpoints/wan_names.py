@@ -45,7 +45,7 @@ _TOP_BACK = {wan: ours for ours, wan in _TOP.items()}
 _BLOCK_BACK = {wan: ours for ours, wan in _BLOCK.items()}
 
 _BLOCK_KEY = re.compile(r"(blocks\.\d+\.)(.+)$")
-_GATE_KEY = re.compile(r"blocks\.\d+\.to_gate_\w+\.(weight|bias)$")
+_GATE_KEY = re.compile(r"blocks\.\d+\.(to_gate_\w+|to_pool(_[qkv])?\.convs?(\.\d+)?)\.(weight|bias)$")
 _UNUSED_KEY = re.compile(r"blocks\.\d+\.attn2\.norm_added_q\.weight$")
 
 
@@ -133,7 +133,8 @@ def config_of_wan(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
 
 
 def is_gate(key: str) -> bool:
-    """Whether a tensor belongs to a gate of a sparse method (`blocks.N.to_gate_compress.weight`)."""
+    """Whether a tensor belongs to a sparse method itself: to a gate (`blocks.N.to_gate_compress.weight`) or to a pool
+    with weights (`blocks.N.to_pool_q.conv.weight`)."""
     return _GATE_KEY.match(key) is not None
 
 

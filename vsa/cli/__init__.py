@@ -13,10 +13,12 @@ from vsa.errors import one_line_errors
 
 COMMANDS = {
     "train": "vsa.cli.train:train",
+    "sweep": "vsa.cli.sweep:sweep",
     "encode": "vsa.cli.encode:encode",
     "latents": "vsa.cli.latents:latents",
     "sample": "vsa.cli.sample:sample",
     "evaluate": "vsa.cli.evaluate:evaluate",
+    "inspect": "vsa.cli.inspect:inspect",
     "convert": "vsa.cli.convert:convert",
     "merge": "vsa.cli.merge:merge",
     "verify-export": "vsa.cli.verify_export:verify_export",
@@ -24,6 +26,7 @@ COMMANDS = {
     "toy": "vsa.cli.toy:toy",
     "check-data": "vsa.cli.check_data:check_data",
     "config": "vsa.cli.config:config",
+    "tiles": "vsa.cli.tiles:tiles",
     "info": "vsa.cli.info:info",
 }
 """Commands in the order of the help, each with the function that defines its arguments."""

@@ -24,8 +24,13 @@ def train(
     vsa train data=folder data.root=SHARDS tile_thw=[2,2,2]
     vsa train -m experiment=quickstart sparsity.sparsity=0.5,0.75 'run=s${sparsity.sparsity}'
 
-    --cfg job prints every setting, --info what Hydra made of them, -m runs all combinations of listed values.
+    --cfg job prints every setting, --info what Hydra made of them, -m runs all combinations of listed values,
+    one after the other; `vsa sweep` runs them side by side, compares and goes on.
     """
-    from vsa.training.launch import launch
+    words = settings or []
+    if {"-m", "--multirun"} & set(words) and any(word.startswith(("sweep=", "hydra/launcher=queue")) for word in words):
+        from vsa.sweeps.command import launch_sweep as launch
+    else:
+        from vsa.training.launch import launch
 
-    launch(settings or [])
+    launch(words)

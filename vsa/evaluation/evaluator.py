@@ -274,7 +274,8 @@ def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
         values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-        yield replace(batch, **{n: v[part] for n, v in values.items() if isinstance(v, (Tensor, tuple))})
+        # latents may be pending
+        yield replace(batch, **{n: v[part] for n, v in values.items() if hasattr(v, "__getitem__")})
 
 
 def sample_clips(

@@ -55,7 +55,15 @@ def logged_metrics(metrics_csv: str | Path, columns: Sequence[str]) -> dict[str,
     return {column: (steps, values) for column, (steps, values) in read.items() if len(steps)}
 
 
-def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+def final_loss(run: Path) -> float:
+    """The last validation loss of a run, without one the last training loss; infinite where there is neither."""
+    found = logged_metrics(run / "metrics.csv", ("val/loss", "train/loss"))
+    last = next((float(values[-1]) for _, values in found.values()), math.inf)
+    return last if math.isfinite(last) else math.inf
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of each value and the `window - 1` before it, of fewer at the start."""
     total = np.cumsum(np.insert(values, 0, 0.0))
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(0, ends - window)
@@ -77,7 +85,7 @@ def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") ->
     window = len(losses) // 30
     if window > 1:
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-        axes.plot(steps, _running_mean(losses, window), color="tab:blue", label=f"train, mean of {window} rows")
+        axes.plot(steps, running_mean(losses, window), color="tab:blue", label=f"train, mean of {window} rows")
     elif len(losses):
         # a curve of one point is a point
         axes.plot(steps, losses, ".-", color="tab:blue", label="train")
@@ -85,25 +93,6 @@ def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") ->
     if len(val_losses):
         axes.plot(val_steps, val_losses, "o-", color="tab:orange", label="validation (fixed noise)")
     _finish_loss_axes(axes, "flow-matching loss (MSE of the velocity)")
-    set_title(axes.set_title, title, width=80)
-    return save_figure(figure, path)
-
-
-def loss_curves(runs: Mapping[str, Path], path: str | Path, *, title: str = "") -> Path:
-    """The losses of several runs in one plot: the training loss as a running mean, the validation loss dashed.
-
-    Args:
-        runs: `metrics.csv` by the name of the run; each as for `loss_curve`.
-        path: PNG to write.
-        title: above the axes.
-    """
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, metrics in runs.items():
-        steps, losses = _train_loss(metrics)
-        (line,) = axes.plot(steps, _running_mean(losses, max(1, len(losses) // 30)), ".-", markersize=3, label=name)
-        axes.plot(*_logged(metrics, "val/loss"), "o--", color=line.get_color(), markersize=4, alpha=0.6)
-    _finish_loss_axes(axes, "training loss, running mean (dashed: validation)")
     set_title(axes.set_title, title, width=80)
     return save_figure(figure, path)
 

@@ -150,7 +150,8 @@ class LoadedRun:
             topk: tiles per query tile, of all layers or of each.
             sparsity: share of tiles skipped in every layer, instead of `topk`.
             at: where to take the run's own top-k from when both are left out: the last step that the weights were
-                trained in (current), all tiles (dense), or the end value of the schedule (target).
+                trained in (current), all tiles (dense), the end value of the schedule (target), or half or double of
+                the current one.
 
         Raises:
             ValueError: both top-k and sparsity are given, top-k is above the number of tiles, the latent shape does

@@ -1,0 +1,150 @@
+"""The queue of processes, with commands that cost nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from vsa.sweeps.job_queue import Job, Slot, run_jobs
+from vsa.sweeps.lifeline import VARIABLE
+
+ROOT = Path(__file__).parents[2]
+
+
+def job(folder: Path, name: str, script: str) -> Job:
+    return Job(name, ["sh", "-c", script], folder / f"{name}.log")
+
+
+def run(jobs: list[Job], slots: list[Slot], grace: float = 10.0, at_tick=lambda: None) -> tuple[int | None, list]:
+    seen = []
+    number = run_jobs(jobs, slots, changed=lambda one: seen.append((one.name, one.status)), tick=at_tick, grace=grace)
+    return number, seen
+
+
+def test_every_job_runs_on_a_slot_of_its_own_and_a_failure_stops_no_other(tmp_path):
+    script = 'echo "$DEVICE" > "%s"; sleep 0.3; %s'
+    ends = {
+        "a": "exit 0",
+        "b": "echo error: no room; exit 1",
+        "c": "echo Traceback; echo Defect: x; exit 2",
+        "d": "kill -9 $$",
+    }
+    jobs = [job(tmp_path, name, script % (tmp_path / name, end)) for name, end in ends.items()]
+    slots = [Slot("first", {"DEVICE": "0"}), Slot("second", {"DEVICE": "1"})]
+    number, seen = run(jobs, slots)
+    assert number is None
+    assert [(one.status, one.reason) for one in jobs] == [
+        ("finished", None),
+        ("failed", "no room"),
+        ("failed", "Defect: x"),
+        ("failed", "ended by SIGKILL"),
+    ]
+    assert [name for name, status in seen if status == "running"] == ["a", "b", "c", "d"]
+    assert {(tmp_path / name).read_text().strip() for name in "ab"} == {"0", "1"}
+    assert all((tmp_path / one.name).read_text().strip() == {"first": "0", "second": "1"}[one.device] for one in jobs)
+    # never more at a time than there are slots
+    running = most = 0
+    for _, status in seen:
+        running += 1 if status == "running" else -1
+        most = max(most, running)
+    assert most == 2
+
+
+def test_two_jobs_share_a_device_that_has_two_slots(tmp_path):
+    started = time.monotonic()
+    run([job(tmp_path, name, "sleep 0.5") for name in "abcd"], [Slot("gpu 0"), Slot("gpu 0")])
+    assert 1.0 <= time.monotonic() - started < 1.9
+
+
+ASKED = "trap 'echo asked; exit 130' INT TERM; touch %s; sleep 30 & wait"
+DEAF = "trap '' INT TERM; touch %s; while :; do sleep 0.2; done"
+
+
+def after_start(marks: list[Path], *numbers: int):
+    """Sends the signals, one after the other, when all marks are there."""
+
+    def send() -> None:
+        while not all(mark.exists() for mark in marks):
+            time.sleep(0.02)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.4)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_all_and_starts_no_other(tmp_path, number):
+    marks = [tmp_path / "up-a", tmp_path / "up-b"]
+    jobs = [job(tmp_path, name, ASKED % mark) for name, mark in zip("ab", marks, strict=True)]
+    jobs.append(job(tmp_path, "c", "exit 0"))
+    before = signal.getsignal(number)
+    thread = after_start(marks, number)
+    got, _ = run(jobs, [Slot("x"), Slot("y")])
+    thread.join()
+    assert got == number
+    assert [one.status for one in jobs] == ["stopped", "stopped", "waiting"]
+    assert (tmp_path / "a.log").read_text() == "asked\n"
+    assert signal.getsignal(number) == before
+
+
+def test_who_does_not_end_is_killed_after_the_grace_time_or_by_a_second_signal(tmp_path):
+    for numbers, grace in (([signal.SIGTERM], 0.5), ([signal.SIGINT, signal.SIGINT], 60)):
+        mark = tmp_path / f"up-{len(numbers)}"
+        deaf = job(tmp_path, f"deaf-{len(numbers)}", DEAF % mark)
+        thread = after_start([mark], *numbers)
+        started = time.monotonic()
+        got, _ = run([deaf], [Slot("x")], grace=grace)
+        thread.join()
+        assert got == numbers[0]
+        assert deaf.status == "stopped"
+        assert time.monotonic() - started < 20
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from vsa.sweeps.job_queue import Job, Slot, run_jobs
+child = "import os, sys, time; from vsa.sweeps.lifeline import end_with_parent; end_with_parent(); " \\
+    "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+run_jobs([Job("a", [sys.executable, "-c", child, sys.argv[1]], Path(sys.argv[1] + ".log"))], [Slot("x")],
+    changed=lambda _: None, tick=lambda: None, grace=1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of the parent's end")
+def test_no_run_outlives_a_sweep_that_is_killed(tmp_path):
+    path = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, path], cwd=ROOT)
+    while not (path.exists() and path.read_text()):
+        time.sleep(0.05)
+    pid = int(path.read_text())
+    os.kill(pid, 0)
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        # a process that ended and that nobody has asked for is a zombie
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_run_whose_sweep_has_ended_before_it_began_does_not_begin(tmp_path):
+    code = "from vsa.sweeps.lifeline import end_with_parent; end_with_parent(); print('began')"
+    for parent, began in ((os.getpid(), True), (1 << 22, False)):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, VARIABLE: str(parent)}, cwd=ROOT, capture_output=True
+        )
+        assert (b"began" in done.stdout) == began, done.stderr

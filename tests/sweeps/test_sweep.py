@@ -1,0 +1,321 @@
+"""A sweep from the command line: what it trains, what it leaves out, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf
+
+import vsa.cli
+import vsa.sweeps.job_queue as queue_module
+import vsa.sweeps.sweeper as sweeper_module
+from tests.tiny_runs import TINY_OVERRIDES
+from vsa.sweeps.job_queue import Job
+from vsa.sweeps.lifeline import end_with_parent
+
+ROOT = Path(__file__).parents[2]
+# `attention` of the sweep: a whole node cannot be overridden with a key of another method
+TINY = [o.replace("attention.tile_thw", "tile_thw") for o in TINY_OVERRIDES]
+
+
+class Forked:
+    """Stands for `subprocess.Popen`: a run that has its imports already, the same in everything else."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], stdout: Any, **_: Any):
+        assert command[:4] == [sys.executable, "-m", "vsa.cli", "train"]
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setpgid(0, 0)
+                os.dup2(stdout.fileno(), 1)
+                os.dup2(stdout.fileno(), 2)
+                sys.stdout = sys.stderr = os.fdopen(os.dup(1), "w", buffering=1)
+                os.environ.update(env)
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                end_with_parent()
+                GlobalHydra.instance().clear()
+                sys.argv = ["vsa", *command[3:]]
+                vsa.cli.main(command[3:])
+                code = 0
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def forked(monkeypatch) -> None:
+    monkeypatch.setattr(queue_module, "Popen", Forked)
+
+
+def own_sweep(folder: Path, text: str) -> list[str]:
+    (folder / "configs" / "sweep").mkdir(parents=True, exist_ok=True)
+    (folder / "configs" / "sweep" / "mine.yaml").write_text(text)
+    return [f"--config-dir={folder / 'configs'}"]
+
+
+def record(folder: Path) -> dict[str, dict[str, Any]]:
+    return {point["name"]: point for point in json.loads((folder / "sweep.json").read_text())["points"]}
+
+
+def files(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+POINTS = """
+variants:
+  f: [attention=staged, attention.stages=f]
+  many: [sparsity.sparsity=null, sparsity.topk=99]
+  taken: [sparsity.sparsity=0.25]
+"""
+
+
+def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(command_line, forked, tmp_path):
+    words = [*own_sweep(tmp_path, POINTS), *TINY, "trainer.max_steps=20", f"output_dir={tmp_path / 'out'}"]
+    words += ["sweep.cores=1", "sweep.name=own", "sweep.control=false", "trainer.val_check_interval=10"]
+    folder = tmp_path / "out" / "pretrain" / "own"
+    # files of something else, which the run meets when it starts
+    (folder / "taken").mkdir(parents=True)
+    (folder / "taken" / "notes").write_text("mine")
+
+    parent = os.fork()
+    if parent == 0:
+        status, _, _ = command_line("train.py", "-m", "sweep=mine", *words)
+        os._exit(status)
+    wait_for((folder / "f" / "checkpoints" / "step-00000002").exists)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    before = record(folder)
+    assert [before[name]["status"] for name in ("f", "many")] == ["running", "refused"]
+    assert before["many"]["reason"] == "topk=99 is above the number of tiles, 8"
+
+    status, out, err = command_line("sweep", "mine", *words)
+    assert status == 1, err
+    assert "\nckpt_path: last\n" in (folder / "f" / "config.yaml").read_text()
+    after = record(folder)
+    assert [after[name]["status"] for name in ("f", "many", "taken")] == ["finished", "refused", "failed"]
+    assert re.match("run folder .*taken holds files of something else", after["taken"]["reason"])
+    assert after["f"]["overrides"] == ["attention=staged", "attention.stages=f"]
+    assert f"1 of 3 runs finished in {folder}, next: vsa report {folder}" in out
+    assert err.splitlines()[-1] == "error: 1 of 3 runs failed, the same command tries them again"
+    assert not (folder / "many").exists()
+
+    # nothing of the finished run is touched again
+    kept = files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)}
+    (folder / "taken" / "notes").unlink()
+    status, out, _ = command_line("sweep", "mine", *words)
+    assert status == 0
+    assert "2 of 3 runs finished" in out
+    assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == kept
+    assert record(folder)["taken"]["status"] == "finished"
+
+    # other settings are other runs
+    changed = [*words, "optim.lr=0.02"]
+    status, _, err = command_line("sweep", "mine", *changed)
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith(f"error: {folder} holds runs of other settings at f, taken: give another sweep.name")
+    assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == kept
+
+
+REFUSED = [
+    (["nosuch"], "Could not find 'sweep/nosuch'"),
+    (["topk", "sweep.lr=0"], "sweep.lr=0: expected an integer of at least 1, or null, got 0"),
+    (["topk", "trainer.max_steps=oops"], "trainer.max_steps=oops: expected an integer of at least -1, got 'oops'"),
+    (
+        ["topk", "sweep.lr=2", "sweep.lr_seed=0"],
+        "sweep.lr_seed=0: expected a seed that is in no comparison",
+    ),
+]
+ALSO_REFUSED = [
+    (["topk", "sweep.sedes=[1]"], "sweep.sedes=[1]: unknown setting, did you mean sweep.seeds?"),
+    (["topk", "run=a"], "run=a: the runs of a sweep are named after its points"),
+    (["topk", "sweep.devices=3"], "sweep.devices=3: there is no GPU for trainer.accelerator=cpu, expected null"),
+    (["topk", "sweep.name=a/b"], "sweep.name=a/b is not a name"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [*REFUSED, *(pytest.param(*row, marks=pytest.mark.slow) for row in ALSO_REFUSED)]
+)
+def test_a_sweep_that_cannot_be_is_one_line_and_leaves_nothing(command_line, tmp_path, words, message):
+    status, _, err = command_line("sweep", *words, "trainer.accelerator=cpu", f"output_dir={tmp_path / 'out'}")
+    assert status == 1
+    (line,) = (line for line in err.splitlines() if "Warning" not in line)
+    assert line.startswith("error: ")
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_run_takes_no_sweep(command_line, tmp_path):
+    status, _, err = command_line("train", "sweep=topk", f"output_dir={tmp_path}")
+    assert status == 1
+    assert "a sweep is more than one run: vsa sweep NAME, or vsa train -m sweep=NAME" in err
+
+
+@pytest.mark.parametrize("plugin", ["hydra/sweeper=optuna", "hydra/launcher=submitit_slurm"])
+def test_a_plugin_that_is_not_installed_is_named_with_its_extra(command_line, tmp_path, plugin):
+    if find_spec("hydra_plugins") is not None:
+        pytest.skip("plugins are installed")
+    status, _, err = command_line("train", "-m", plugin, "optim.lr=0.1,0.2", f"output_dir={tmp_path}")
+    assert (status, err) == (1, f"error: {plugin} needs a package: pip install 'vsa-train[sweep]'\n")
+
+
+class Cluster(Launcher):
+    """Stands for a launcher of a cluster; the second job fails."""
+
+    def setup(self, **_: Any) -> None:
+        pass
+
+    def launch(self, job_overrides: Any, initial_job_idx: int) -> Any:
+        self.given = job_overrides
+        returned = []
+        for reason in ("", "no room"):
+            returned.append(JobReturn(status=JobStatus.COMPLETED))
+            returned[-1].return_value = reason
+        return returned
+
+
+def test_the_launcher_of_a_cluster_takes_the_place_of_the_queue(tmp_path):
+    jobs = [Job(name, (), tmp_path, settings=[f"run={name}"]) for name in "ab"]
+    seen, cluster = [], Cluster()
+    sweeper_module._run_elsewhere(jobs, cluster, lambda job: seen.append((job.name, job.status)))
+    assert cluster.given == [["run=a"], ["run=b"]]
+    assert seen == [("a", "running"), ("b", "running"), ("a", "finished"), ("b", "failed")]
+    assert (jobs[0].reason, jobs[1].reason) == (None, "no room")
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (lambda: 1.0, ""),
+        (lambda: sys.exit(1), "1"),
+        (lambda: {}["key"], "KeyError: 'key'"),
+    ],
+)
+def test_a_job_of_a_cluster_says_why_it_failed(monkeypatch, ends, said):
+    monkeypatch.setattr(sweeper_module, "run", lambda cfg: ends())
+    assert sweeper_module.train_elsewhere(OmegaConf.create()) == said
+
+
+def test_a_job_of_a_cluster_that_is_stopped_is_no_failure(monkeypatch):
+    monkeypatch.setattr(sweeper_module, "run", lambda cfg: sys.exit(143))
+    with pytest.raises(SystemExit):
+        sweeper_module.train_elsewhere(OmegaConf.create())
+
+
+@pytest.mark.slow
+def test_the_jobs_of_a_multirun_can_be_given_to_the_queue(command_line, forked, tmp_path):
+    words = [*TINY, f"output_dir={tmp_path}", "sparsity.sparsity=0.5,0.75", "hydra/launcher=queue"]
+    status, _, err = command_line("train.py", "-m", *(o for o in words if o != "sparsity.sparsity=0.5"))
+    assert status == 0, err
+    points = record(tmp_path / "pretrain" / "search")
+    assert {name: point["status"] for name, point in points.items()} == {"trial-0": "finished", "trial-1": "finished"}
+    assert "++sparsity.sparsity=0.75" in points["trial-1"]["overrides"]
+
+
+RATES = """
+variants:
+  sparse: []
+"""
+
+
+@pytest.mark.slow
+def test_every_point_is_trained_at_the_best_of_its_learning_rates(command_line, forked, tmp_path):
+    words = [*own_sweep(tmp_path, RATES), *TINY, "trainer.max_steps=6", f"output_dir={tmp_path}", "sweep.lr_factor=50"]
+    words += ["sweep.lr=3", "sweep.seeds=[0,1]", "optim.lr=0.004", "trainer.val_check_interval=3"]
+    status, out, err = command_line("sweep", "mine", *words)
+    assert status == 0, err
+    points = record(tmp_path / "pretrain" / "mine")
+    names = [f"{v}-{end}" for v in ("sparse", "dense") for end in ("lr8e-05", "lr0.004", "lr0.2", "seed0", "seed1")]
+    assert set(points) == set(names)
+    for variant in ("sparse", "dense"):
+        (rate,) = re.findall(rf"{variant}: optim\.lr=(\S+) is the best of 3", out)
+        assert {points[f"{variant}-seed{s}"]["overrides"][-2] for s in (0, 1)} == {f"optim.lr={rate}"}
+        assert {points[f"{variant}-lr{r}"]["overrides"][-2] for r in ("8e-05", "0.004", "0.2")} == {"seed=2"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_stages_of_the_quickstart_at_equal_flops(tmp_path):
+    own = [o for o in TINY if not o.startswith(("optim.schedule", "trainer.max_steps", "optim.lr"))]
+    words = [*own, "optim.schedule.warmup_steps=2", "flop_budget=3e9", f"output_dir={tmp_path}", "sweep.cores=1"]
+    command = [sys.executable, "train.py", "-m", "sweep=stages", "experiment=quickstart", *words]
+    folder = tmp_path / "quickstart" / "stages"
+    options: Any = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}}
+
+    def finished(count: int) -> Callable[[], bool]:
+        path = folder / "sweep.json"
+        return lambda: path.exists() and path.read_text().count('"finished"') >= count
+
+    def running() -> bool:
+        return '"running"' in (folder / "sweep.json").read_text()
+
+    first = subprocess.Popen(command, start_new_session=True, **options)
+    wait_for(finished(1), 300)
+    wait_for(running)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    done = {n: files(folder / n) for n, point in record(folder).items() if point["status"] == "finished"}
+    second = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+    wait_for(finished(len(done) + 1), 300)
+    wait_for(running)
+    second.send_signal(signal.SIGINT)
+    out, _ = second.communicate(timeout=120)
+    assert second.returncode == 130
+    last = out.splitlines()[-1]
+    assert re.match(r"SIGINT: stopped with \d of 8 runs to go, the same command goes on: python train.py -m ", last)
+    assert "stopped" in {point["status"] for point in record(folder).values()}
+    third = subprocess.run(command, capture_output=True, text=True, **options)
+    assert third.returncode == 0, third.stderr
+    points = record(folder)
+    assert {name: point["status"] for name, point in points.items()} == dict.fromkeys(points, "finished")
+    assert [name for name, point in points.items() if point["control"]] == ["dense"]
+    assert set(points) == {"l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl", "dense"}
+    assert {name: files(folder / name) for name in done} == done
+    spent = {name: (folder / name / "metrics.csv").read_text().splitlines() for name in points}
+    totals = [
+        float(dict(zip(r[0].split(","), r[-1].split(","), strict=True))["throughput/flops_total"])
+        for r in spent.values()
+    ]
+    assert totals == pytest.approx([3e9] * 8, rel=0.05)

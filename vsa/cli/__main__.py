@@ -1,0 +1,10 @@
+"""`python -m vsa.cli` is `vsa`: how a sweep starts its runs."""
+
+from vsa.sweeps.lifeline import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()
+
+    from vsa.cli import main
+
+    main()

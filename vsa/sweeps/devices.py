@@ -1,0 +1,55 @@
+"""What a machine has for the runs of a sweep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vsa.config import Sweep
+from vsa.sweeps.job_queue import Slot
+
+
+def slots_of(sweep: Sweep, trainer: Mapping[str, Any]) -> list[Slot]:
+    """Where runs can be trained at one time: on as many GPUs each as it trains on, or on a share of the cores.
+
+    Args:
+        sweep: how many GPUs, runs of each, and cores of a run.
+        trainer: accelerator and devices of every run.
+
+    Raises:
+        ValueError: GPUs that are not here.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = torch.cuda.device_count() if trainer["accelerator"] in ("auto", "gpu", "cuda") else 0
+    if here == 0:
+        if sweep.devices is not None:
+            raise ValueError(
+                f"sweep.devices={sweep.devices}: there is no GPU for trainer.accelerator="
+                f"{trainer['accelerator']}, expected null"
+            )
+        each = min(sweep.cores, cores)
+        return [Slot(f"cpu {i}", {"OMP_NUM_THREADS": str(each)}) for i in range(cores // each)]
+    chosen = list(range(here))
+    if isinstance(sweep.devices, int):
+        chosen = chosen[: sweep.devices]
+    elif sweep.devices is not None:
+        chosen = list(sweep.devices)
+    if not chosen or max(chosen) >= here or (isinstance(sweep.devices, int) and sweep.devices > here):
+        raise ValueError(f"sweep.devices={sweep.devices}: this machine has {here} GPUs, numbered from 0")
+    wanted = trainer["devices"]
+    width = len(chosen) if wanted in ("auto", -1) else wanted if isinstance(wanted, int) else 0
+    if not 1 <= width <= len(chosen):
+        raise ValueError(f"trainer.devices={wanted}: expected a number of GPUs from 1 to {len(chosen)} in a sweep")
+    # numbers of a process that may see only some of the GPUs
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [visible[i].strip() if len(visible) == here and all(visible) else str(i) for i in chosen]
+    groups = [names[i : i + width] for i in range(0, len(names) - width + 1, width)]
+    threads = max(1, cores // (len(groups) * sweep.jobs_per_device))
+    return [
+        Slot(f"gpu {'+'.join(group)}", {"CUDA_VISIBLE_DEVICES": ",".join(group), "OMP_NUM_THREADS": str(threads)})
+        for _ in range(sweep.jobs_per_device)
+        for group in groups
+    ]

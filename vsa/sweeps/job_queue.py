@@ -1,0 +1,188 @@
+"""A queue of processes: one at a time on every slot of the machine, all ended with the queue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
+from types import FrameType
+from typing import Any, Literal
+
+from vsa.sweeps.lifeline import VARIABLE
+
+Status = Literal["waiting", "running", "finished", "failed", "refused", "stopped"]
+
+_TICK = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Where one process runs.
+
+    Args:
+        name: of the device, for people.
+        environment: what the process is told of it.
+    """
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Job:
+    """A process to be run.
+
+    Args:
+        name: of the job.
+        command: its words.
+        log: file that takes what it prints, after what an earlier start of it printed.
+        settings: overrides in its command.
+
+    Attributes:
+        status: how far it is.
+        reason: of a failure, one line.
+        seconds: that it took.
+        device: name of its slot.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    settings: Sequence[str] = ()
+    status: Status = "waiting"
+    reason: str | None = None
+    seconds: float | None = None
+    device: str | None = None
+
+
+class _Running:
+    """A job in its process."""
+
+    def __init__(self, job: Job, slot: Slot):
+        self.job, self.slot = job, slot
+        self.began = time.monotonic()
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(job.log, "ab") as log:
+            self._from = log.tell()
+            # a group of its own: the queue alone passes signals of the terminal on, so that they come once
+            self.process = Popen(
+                job.command,
+                # a sweep lets errors through Hydra, its runs tell them in one line
+                env={**os.environ, "HYDRA_FULL_ERROR": "0", VARIABLE: str(os.getpid()), **slot.environment},
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                process_group=0,
+            )
+        job.status, job.device, job.reason = "running", slot.name, None
+
+    def signal(self, number: int) -> None:
+        """Kill the whole group; ask its leader for anything else, which tells its own ranks."""
+        if self.process.poll() is not None:
+            return
+        if number == signal.SIGKILL:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+
+    def ended(self, asked: bool) -> bool:
+        """Whether the process has ended, which is then written into the job."""
+        code = self.process.poll()
+        if code is None:
+            return False
+        # what it started and left behind
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.job.seconds = time.monotonic() - self.began
+        if code == 0:
+            self.job.status = "finished"
+        elif asked:
+            self.job.status = "stopped"
+        else:
+            self.job.status = "failed"
+            self.job.reason = self._reason(code)
+        return True
+
+    def _reason(self, code: int) -> str:
+        if code < 0 or code > 128:
+            return f"ended by {signal.Signals(-code if code < 0 else code - 128).name}"
+        with open(self.job.log, "rb") as log:
+            log.seek(self._from)
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return (errors or lines or [f"exit status {code}"])[-1]
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM in the order in which they came."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    slots: Sequence[Slot],
+    *,
+    changed: Callable[[Job], None],
+    tick: Callable[[], None],
+    grace: float,
+) -> int | None:
+    """Run all jobs, each on the first free slot; one that fails does not stop the others.
+
+    SIGINT and SIGTERM are passed on to the running jobs, and no further one starts; those that have not ended after
+    `grace` seconds are killed, all of them at once by a second SIGINT.
+
+    Args:
+        jobs: in the order in which they start; their status is kept up to date.
+        slots: each takes one job at a time.
+        changed: told of every job whose status has changed.
+        tick: called a few times a second.
+        grace: seconds.
+
+    Returns:
+        the signal that ended the queue early; None: every job was started and has ended.
+    """
+    waiting, running, free = list(jobs), [], list(slots)
+    deadline = None
+    with _signals() as received:
+        try:
+            while running or (waiting and not received):
+                while waiting and free and not received:
+                    job = waiting.pop(0)
+                    running.append(_Running(job, free.pop(0)))
+                    changed(job)
+                if received and deadline is None:
+                    deadline = time.monotonic() + grace
+                    for one in running:
+                        one.signal(received[0])
+                if deadline is not None and (time.monotonic() > deadline or received[1:].count(signal.SIGINT)):
+                    for one in running:
+                        one.signal(signal.SIGKILL)
+                for one in [one for one in running if one.ended(asked=bool(received))]:
+                    running.remove(one)
+                    # the same device first, in the order of the slots
+                    free = [slot for slot in slots if slot in (*free, one.slot)]
+                    changed(one.job)
+                tick()
+                time.sleep(_TICK)
+        finally:
+            # an error of the queue itself
+            for one in running:
+                one.signal(signal.SIGKILL)
+                one.process.wait()
+    return received[0] if received else None

@@ -1,0 +1,105 @@
+"""Which runs a sweep has: named variants and axes, the dense control of each, learning rates and seeds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from vsa.checkpoints.run_folder import check_name
+from vsa.config import Sweep
+from vsa.settings import shown
+
+DENSE = "attention=full"
+SPARSE_GROUPS = ("attention", "sparsity", "start", "tile_thw")
+"""Groups that say how sparse attention is; whatever else a point changes, its dense control changes too."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run of a sweep.
+
+    Args:
+        name: of its folder.
+        overrides: that tell it from the other points.
+        control: whether it is a dense run that the others are compared with.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    control: bool = False
+
+
+def variants_of(sweep: Sweep, axes: Mapping[str, Sequence[str]]) -> list[Point]:
+    """All points before learning rates and seeds, every one with its dense control unless that is turned off.
+
+    Args:
+        sweep: its variants are combined with its axes.
+        axes: further ones from the command line, values as text.
+
+    Raises:
+        ValueError: no point, a name that is no folder, or two points of one name.
+    """
+    parts: list[list[tuple[str, tuple[str, ...]]]] = []
+    if sweep.variants:
+        parts.append([(str(name), tuple(overrides)) for name, overrides in sweep.variants.items()])
+    for key, values in (*sweep.axes.items(), *axes.items()):
+        parts.append([(_label(key, value), (f"{key}={shown(value)}",)) for value in values])
+    points: list[Point] = []
+    for chosen in product(*parts) if parts else ():
+        overrides = tuple(o for _, own in chosen for o in own)
+        points.append(Point("-".join(label for label, _ in chosen), overrides, DENSE in overrides))
+    if sweep.control:
+        known = {_kept(point.overrides) for point in points if point.control}
+        for chosen in product(*parts) if parts else ():
+            kept = [(label, _kept(own)) for label, own in chosen]
+            overrides = tuple(o for _, own in kept for o in own)
+            if overrides not in known:
+                known.add(overrides)
+                name = "-".join(["dense", *(label for label, own in kept if own)])
+                points.append(Point(name, (*overrides, DENSE), control=True))
+    if not points:
+        raise ValueError("the sweep has no point: give sweep.variants, sweep.axes or a list of values, KEY=A,B")
+    names = [point.name for point in points]
+    for name in names:
+        check_name("the sweep's point", name)
+        if names.count(name) > 1:
+            raise ValueError(f"two points of the sweep have the name {name}: give them names in sweep.variants")
+    return points
+
+
+def _kept(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The overrides that are not about sparse attention."""
+    return tuple(o for o in overrides if re.split(r"[.=@]", o.lstrip("+~"))[0] not in SPARSE_GROUPS)
+
+
+def _label(key: str, value: Any) -> str:
+    """A value as part of a folder name: names stand alone, numbers after what they are."""
+    text = re.sub(r"[^\w.+-]+", "x", shown(value)).strip("x.") or "empty"
+    return text if re.match(r"[A-Za-z]", text) and not isinstance(value, bool) else f"{key.rpartition('.')[2]}{text}"
+
+
+def learning_rates(sweep: Sweep, centre: float) -> list[float]:
+    """The rates of a learning-rate sweep, `sweep.lr_factor` apart around `centre`."""
+    count = sweep.lr or 0
+    return [float(f"{centre * sweep.lr_factor ** (i - (count - 1) / 2):.6g}") for i in range(count)]
+
+
+def at_learning_rates(variant: Point, rates: Sequence[float], seed: int, settings: Sequence[str] = ()) -> list[Point]:
+    """A variant at several learning rates, on the one seed that no comparison uses and with settings of their own."""
+    own = (*variant.overrides, f"seed={seed}", *settings)
+    return [Point(f"{variant.name}-lr{rate:g}", (*own, f"optim.lr={rate}"), variant.control) for rate in rates]
+
+
+def at_seeds(variant: Point, seeds: Sequence[int] | None, rate: float | None) -> list[Point]:
+    """A variant at every seed, at a learning rate that was chosen for it."""
+    chosen = variant.overrides if rate is None else (*variant.overrides, f"optim.lr={rate}")
+    if seeds is None:
+        return [Point(variant.name, chosen, variant.control)]
+    several = len(seeds) > 1
+    return [
+        Point(f"{variant.name}-seed{seed}" if several else variant.name, (*chosen, f"seed={seed}"), variant.control)
+        for seed in seeds
+    ]

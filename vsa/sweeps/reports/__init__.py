@@ -1,0 +1,1 @@
+"""`vsa report`: from run folders to a page, pictures and tables."""

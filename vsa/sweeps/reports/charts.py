@@ -1,0 +1,248 @@
+"""A figure of a report, described once: as rows for CSV, as PNG, and as traces for plotly."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from vsa.files import atomic_file
+from vsa.plotting import fit_text, save_figure, set_title
+from vsa.sweeps.reports.statistics import thinned
+
+COLOURS = (
+    "#3b7dd8",
+    "#dd7a33",
+    "#2f9e6e",
+    "#c94f7c",
+    "#8a63d2",
+    "#b08a00",
+    "#1a9fb5",
+    "#9a5b3c",
+    "#d6453d",
+    "#708090",
+)
+"""Of variants, readable on white and on black."""
+
+VISIBLE = 12
+"""Curves that are drawn at first; more are listed in the legend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve or cloud of points.
+
+    Args:
+        name: in the legend.
+        x, y: the same length.
+        low, high: a band around y, or error bars of points; None: there is none.
+        colour: number of its colour.
+        points: points in place of a line.
+        dashed: whether the line is.
+    """
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+    colour: int = 0
+    points: bool = False
+    dashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Curves in one pair of axes.
+
+    Args:
+        x_label, y_label: of the axes.
+        series: the best first.
+        x_log, y_log: whether an axis is logarithmic.
+    """
+
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    x_log: bool = False
+    y_log: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heat:
+    """A table as colours.
+
+    Args:
+        x_label, y_label: of the axes.
+        columns, rows: their values, ascending.
+        values: `[rows, columns]`, NaN where there is none.
+    """
+
+    x_label: str
+    y_label: str
+    columns: Sequence[str]
+    rows: Sequence[str]
+    values: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure that shows one of its panels at a time.
+
+    Args:
+        key: file name without ending.
+        title: above it.
+        note: a sentence or two on how to read it.
+        switches: what the parts of a panel's key are.
+        panels: by key, the first one shown first.
+        columns: of the CSV.
+        rows: of the CSV.
+    """
+
+    key: str
+    title: str
+    note: str
+    panels: Mapping[tuple[str, ...], Panel | Heat]
+    columns: Sequence[str]
+    rows: Iterable[Sequence[Any]]
+    switches: Sequence[str] = field(default=())
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Write a table; None becomes an empty cell."""
+    with atomic_file(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+    return path
+
+
+def draw_panel(panel: Panel | Heat, path: Path, *, title: str) -> Path:
+    """Draw one panel as a PNG."""
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    if isinstance(panel, Heat):
+        _draw_heat(figure, axes, panel)
+    else:
+        _draw_series(axes, panel)
+        axes.grid(alpha=0.25, which="major")
+        # what was never logged has no positive value
+        if panel.x_log and any((series.x > 0).any() for series in panel.series):
+            axes.set_xscale("log")
+        if panel.y_log and any((series.y > 0).any() for series in panel.series):
+            axes.set_yscale("log")
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    set_title(axes.set_title, title, width=90)
+    return save_figure(figure, path)
+
+
+def _draw_series(axes: Axes, panel: Panel) -> None:
+    for series in map(_finite, panel.series[:VISIBLE]):
+        colour = COLOURS[series.colour % len(COLOURS)]
+        # no name may begin a formula, or hide itself with an underscore
+        label = " " + fit_text(series.name, 40, 1).text.replace("$", r"\$")
+        if series.points and series.low is not None and series.high is not None:
+            error = np.stack([series.y - series.low, series.high - series.y])
+            axes.errorbar(series.x, series.y, yerr=error, fmt="o", color=colour, capsize=3, label=label)
+        elif series.points:
+            axes.plot(series.x, series.y, "o", color=colour, label=label)
+        else:
+            picked = thinned(len(series.x), 2000)
+            style = "--" if series.dashed else ("-" if len(picked) > 20 else ".-")
+            axes.plot(series.x[picked], series.y[picked], style, color=colour, label=label, linewidth=1.3)
+            if series.low is not None and series.high is not None:
+                band = series.low[picked], series.high[picked]
+                axes.fill_between(series.x[picked], *band, color=colour, alpha=0.18, linewidth=0)
+    if panel.series:
+        axes.legend(fontsize=8)
+
+
+def _finite(series: Series) -> Series:
+    """The series with gaps where it is infinite."""
+    edges = {name: getattr(series, name) for name in ("y", "low", "high")}
+    return replace(series, **{name: np.where(np.isfinite(v), v, np.nan) for name, v in edges.items() if v is not None})
+
+
+def _draw_heat(figure: Figure, axes: Axes, panel: Heat) -> None:
+    picture = axes.imshow(panel.values, aspect="auto", cmap=colormaps["viridis_r"], origin="lower")
+    axes.set_xticks(range(len(panel.columns)), panel.columns)
+    axes.set_yticks(range(len(panel.rows)), panel.rows)
+    figure.colorbar(picture, ax=axes)
+    middle = (np.nanmin(panel.values) + np.nanmax(panel.values)) / 2
+    for (row, column), value in np.ndenumerate(panel.values):
+        if np.isfinite(value):
+            ink = "white" if value > middle else "black"
+            axes.text(column, row, f"{value:.4g}", ha="center", va="center", color=ink, fontsize=9)
+
+
+def plotly_panel(panel: Panel | Heat, points: int) -> dict[str, Any]:
+    """Traces and axes of a panel, at most `points` points a curve."""
+    labelled = {"x": panel.x_label, "y": panel.y_label}
+    axes: dict[str, dict[str, Any]] = {axis: {"title": {"text": _plain(text)}} for axis, text in labelled.items()}
+    if isinstance(panel, Heat):
+        for axis, labels in (("x", panel.columns), ("y", panel.rows)):
+            axes[axis] |= {"type": "category", "categoryarray": [*labels], "categoryorder": "array"}
+        cells = [[f"{value:.4g}" if math.isfinite(value) else "" for value in row] for row in panel.values.tolist()]
+        trace = {
+            "type": "heatmap",
+            "x": [*panel.columns],
+            "y": [*panel.rows],
+            "z": [_numbers(row) for row in panel.values],
+            "text": cells,
+            "texttemplate": "%{text}",
+            "colorscale": "Viridis",
+            "reversescale": True,
+            "hovertemplate": f"{_plain(panel.x_label)} %{{x}}<br>{_plain(panel.y_label)} %{{y}}<br>%{{z}}",
+        }
+        return {"traces": [trace], **axes}
+    for axis, log in (("x", panel.x_log), ("y", panel.y_log)):
+        axes[axis] |= {"type": "log" if log else "linear"}
+    traces = [
+        trace for place, series in enumerate(panel.series) for trace in _traces(series, points, shown=place < VISIBLE)
+    ]
+    return {"traces": traces, **axes}
+
+
+def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]:
+    picked = np.arange(len(series.x)) if series.points else thinned(len(series.x), points)
+    colour = COLOURS[series.colour % len(COLOURS)]
+    x = _numbers(series.x[picked])
+    # what the page's own legend shows as it is
+    common = {"type": "scatter", "name": _plain(series.name), "label": series.name, "visible": shown, "x": x}
+    line = {"color": colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
+    main = common | {"y": _numbers(series.y[picked]), "mode": "lines", "line": line}
+    if not series.points and len(picked) <= 20:
+        main |= {"mode": "lines+markers", "marker": {"size": 5, "color": colour}}
+    if series.low is None or series.high is None:
+        bands = []
+    elif series.points:
+        above, below = (series.high - series.y)[picked], (series.y - series.low)[picked]
+        main["error_y"] = {"type": "data", "array": _numbers(above), "arrayminus": _numbers(below), "color": colour}
+        bands = []
+    else:
+        edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "band": True}
+        low = common | edge | {"y": _numbers(series.low[picked])}
+        high = common | edge | {"y": _numbers(series.high[picked]), "fill": "tonexty", "fillcolor": f"{colour}2e"}
+        bands = [low, high]
+    if series.points:
+        main |= {"mode": "markers", "marker": {"size": 9, "color": colour}}
+    return [*bands, main]
+
+
+def _numbers(values: Iterable[float]) -> list[float | None]:
+    # JSON has no NaN, and a screen no more than five digits
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
+
+
+def _plain(text: str) -> str:
+    """Text that plotly takes for no markup: it draws tags and entities in labels."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

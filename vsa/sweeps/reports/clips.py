@@ -1,0 +1,81 @@
+"""Sampled clips of runs, the same prompts beside each other."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from vsa.sweeps.reports.runs import Run
+from vsa.sweeps.reports.variants import Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipTable:
+    """Clips of variants by prompt.
+
+    Args:
+        headings: a column each: its variant, and the step and set of the clips.
+        rows: prompts with the GIF of each column, None where a run has none.
+        left_out: prompts that did not fit into the page.
+    """
+
+    headings: Sequence[tuple[str, str]]
+    rows: Mapping[str, Sequence[Path | None]]
+    left_out: int
+
+
+def clip_table(variants: Sequence[Variant], *, most_bytes: float) -> ClipTable:
+    """The newest clips of the first run of every variant that has some.
+
+    Args:
+        variants: in the order of the columns.
+        most_bytes: of the GIFs together; prompts at the end are left out for it.
+    """
+    columns: dict[tuple[str, str], dict[str, Path]] = {}
+    for variant in variants:
+        for run in variant.runs:
+            sets = newest_clips(run)
+            for said, clips in sets.items():
+                columns[variant.name, f"{said}, seed {run.seed}" if run.seed is not None else said] = clips
+            if sets:
+                break
+    prompts = list(dict.fromkeys(prompt for clips in columns.values() for prompt in clips))
+    # those that most variants have first: they are what can be compared
+    prompts.sort(key=lambda prompt: -sum(prompt in clips for clips in columns.values()))
+    rows: dict[str, Sequence[Path | None]] = {}
+    total = 0.0
+    for prompt in prompts:
+        paths = [clips.get(prompt) for clips in columns.values()]
+        # as text a byte takes four thirds
+        total += sum(path.stat().st_size for path in paths if path is not None) * 4 / 3
+        if total > most_bytes:
+            break
+        rows[prompt] = paths
+    return ClipTable(headings=list(columns), rows=rows, left_out=len(prompts) - len(rows))
+
+
+def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
+    """GIFs by prompt of each set of clips of the last sampled step, by `step N` and the name of the set."""
+    for step in sorted((run.folder / "samples").glob("step-*"), reverse=True):
+        sets: dict[str, dict[str, Path]] = {}
+        for record in sorted(step.glob("**/samples.json")):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                listed = json.loads(record.read_text(encoding="utf-8"))["clips"]
+                # a name in a JSON leads nowhere else
+                paths = {str(clip["prompt"]): record.parent / Path(clip["gif"]).name for clip in listed}
+                name = "/".join(record.parent.relative_to(step).parts)
+                number = int(step.name.removeprefix("step-"))
+                sets[f"step {number}{f', {name}' if name else ''}"] = {p: c for p, c in paths.items() if c.is_file()}
+        sets = {said: clips for said, clips in sets.items() if clips}
+        if sets:
+            return sets
+    return {}
+
+
+def data_uri(path: Path, kind: str) -> str:
+    """A file as an address that holds it."""
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"

@@ -1,0 +1,174 @@
+"""What a reader has to know before the first number: what was compared, and what speaks against comparing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vsa.sweeps.reports.figures import families, scaling_fits, sequence_length
+from vsa.sweeps.reports.runs import Missing, Run, code_versions
+from vsa.sweeps.reports.variants import Variant, shown
+
+# how the data are read, not what they are
+_READING = ("batch_size", "num_workers", "caption_dropout", "val_batches", "val_fraction")
+
+
+def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing: Sequence[Missing]) -> dict[str, str]:
+    """What the header says about the runs, by heading."""
+    running = sum(run.status == "running" for run in runs)
+    counted = f"{len(runs)} in {len(variants)} variants, seeds {_listed({run.seed for run in runs})}"
+    counted += f"; {running} still going on" if running else ""
+    lost = sum(one.status in ("failed", "refused", "unreadable") for one in missing)
+    counted += f"; {lost} failed, refused or unreadable" if lost else ""
+    created = sorted(str(run.manifest["created"])[:16] for run in runs if "created" in run.manifest)
+    devices = {run.point.device for run in runs if run.point is not None and run.point.device}
+    flops = sum(run.last("throughput/flops_total") or 0 for run in runs)
+    spent = [run.spent("seconds", np.array([run.steps])) for run in runs]
+    seconds = sum(float(each[0]) for each in spent if each is not None)
+    named = {
+        "Runs": counted,
+        "Where": _shown_path(root) + (f", on {_listed(devices)}" if devices else ""),
+        "When": f"begun {created[0]} to {created[-1]}" if created else "",
+        "Code": ", ".join(f"{version}: {count} runs" for version, count in code_versions(runs).items()),
+        "Data": "; ".join(f"{text}: {count} runs" for text, count in _counted(_data_name(run) for run in runs).items()),
+        "Validation": "; ".join(_validation_sets(runs)),
+        "Training": f"{flops:.3g} executed FLOPs, {_duration(seconds)} in all" if flops or seconds else "",
+        "Page": f"written {datetime.now().astimezone().isoformat(sep=' ', timespec='minutes')}",
+    }
+    return {name: text for name, text in named.items() if text}
+
+
+def differences(runs: Sequence[Run], missing: Sequence[Missing]) -> list[str]:
+    """Plain sentences on what the runs do not share, and on what is not finished."""
+    return [*_of_data(runs), *_of_validation(runs), *_of_code(runs), *_of_state(runs, missing)]
+
+
+def _of_data(runs: Sequence[Run]) -> Iterator[str]:
+    known = [run for run in runs if run.settings]
+    settings = [_data(run) for run in known]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    differing = [key for key in keys if len({each.get(key, "unset") for each in settings}) > 1]
+    if differing:
+        values = (f"{key} ({_listed({shown(each.get(key, 'unset')) for each in settings})})" for key in differing[:4])
+        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+        yield f"The runs were trained on different data: they differ in {', '.join(values)}{more}."
+    kinds = _counted("distillations" if run.distilled else "trainings on data" for run in runs)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        yield f"The runs are of different kinds ({counts}): the gap of a distillation is no loss on data."
+
+
+def _data(run: Run) -> dict[str, Any]:
+    """Settings that say what the data are, copies of the run's seed left out."""
+    named = {key: value for key, value in run.settings.items() if key.startswith("data.")}
+    return {key: value for key, value in named.items() if key.split(".")[1] not in (*_READING, "seed")}
+
+
+def _data_name(run: Run) -> str:
+    if not run.settings:
+        return "unknown data"
+    target, root = (run.settings.get(f"data.{key}") for key in ("_target_", "root"))
+    return " ".join(str(part) for part in (shown(target) if target else "data", root) if part)
+
+
+def _validation_sets(runs: Sequence[Run]) -> list[str]:
+    named = []
+    for run in runs:
+        keys = run.validation.get("current", {})
+        if keys:
+            samples = len({sample for sample, _ in keys})
+            named.append(f"{samples} samples at {len(keys)} noise levels")
+        else:
+            named.append("no validation.csv")
+    return [f"{text}: {count} runs" for text, count in _counted(named).items()]
+
+
+def _of_validation(runs: Sequence[Run]) -> Iterator[str]:
+    validated = [run for run in runs if run.validation.get("current")]
+    samples = {frozenset(sample for sample, _ in run.validation["current"]) for run in validated}
+    if len(samples) > 1:
+        yield f"The runs were validated on {len(samples)} different sets of samples, which are not paired."
+        return
+    by_seed: dict[Any, set[frozenset[tuple[str, float]]]] = {}
+    for run in validated:
+        by_seed.setdefault(run.seed, set()).add(frozenset(run.validation["current"]))
+    if any(len(keys) > 1 for keys in by_seed.values()):
+        yield "Runs of one seed were validated at different noise levels: they are not paired."
+    without = len(runs) - len(validated)
+    if without and validated:
+        yield f"{without} of {len(runs)} runs have no validation.csv and are left out of the paired tests."
+
+
+def _of_code(runs: Sequence[Run]) -> Iterator[str]:
+    versions = code_versions(runs)
+    if len(versions) > 1:
+        yield f"The runs were trained by {len(versions)} versions of the code: {', '.join(versions)}."
+    changed = [version for version in versions if version.endswith("+)")]
+    if changed:
+        yield f"Files were changed after the commit in {', '.join(changed)}: the commit does not say what ran."
+
+
+def _of_state(runs: Sequence[Run], missing: Sequence[Missing]) -> Iterator[str]:
+    states = _counted(run.status for run in runs if run.status != "finished")
+    if states:
+        counts = ", ".join(f"{count} {state}" for state, count in states.items())
+        yield f"Not all runs have finished ({counts}): their last losses are not those of their ends."
+    waiting = sum(one.status == "waiting" for one in missing)
+    if waiting:
+        yield f"Points of the sweep that have not started: {waiting}."
+
+
+def not_shown(variants: Sequence[Variant], drawn: Sequence[str]) -> list[str]:
+    """What is missing for figures that could not be drawn, a sentence each."""
+    runs = [run for variant in variants for run in variant.ended]
+    said = []
+    if "loss" not in drawn:
+        said.append("Loss: no run has logged one yet.")
+    if "pareto" not in drawn:
+        said.append("Loss and step time: needs two variants with a loss and a step time.")
+    if "loss_by_timestep" not in drawn:
+        said.append("Loss by timestep: needs a validation.")
+    if "topk_by_length" not in drawn:
+        lengths, topks = ({sequence_length(run) for run in runs}, {run.last("sparsity/topk") for run in runs})
+        said.append(
+            "Top-k by sequence length: needs runs that vary both, "
+            f"found {len(lengths - {None})} lengths and {len(topks - {None})} values of top-k."
+        )
+    if not scaling_fits(variants):
+        most = max((_sizes(members) for members in families(variants).values()), default=0)
+        said.append(f"Scaling: needs at least three sizes of one family of variants, found {most}.")
+    if "diagnostics" not in drawn:
+        said.append("Recall and gates: needs runs with callbacks=diagnostics.")
+    return said
+
+
+def _sizes(members: Sequence[Variant]) -> int:
+    return len({run.parameters for variant in members for run in variant.ended} - {None})
+
+
+def _counted(texts: Iterator[str] | Sequence[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for text in texts:
+        counts[text] = counts.get(text, 0) + 1
+    return counts
+
+
+def _listed(values: set[Any] | Mapping[Any, Any]) -> str:
+    ordered = sorted(map(str, values), key=lambda text: (len(text), text))
+    return ", ".join(ordered[:6]) + (f" and {len(ordered) - 6} more" if len(ordered) > 6 else "")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+
+
+def _shown_path(folder: Path) -> str:
+    # a page is handed on: folders of one machine mean nothing elsewhere
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)

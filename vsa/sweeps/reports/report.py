@@ -1,0 +1,147 @@
+"""`vsa report`: runs beside each other in the terminal, as a page, as pictures and as tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Printed
+
+from vsa.errors import refuse_unwritable
+from vsa.evaluation.figures import health_curves, loss_curve
+from vsa.files import write_whole
+from vsa.sweeps.reports import tables
+from vsa.sweeps.reports.charts import draw_panel, write_csv
+from vsa.sweeps.reports.clips import clip_table
+from vsa.sweeps.reports.figures import charts
+from vsa.sweeps.reports.header import differences, facts, not_shown
+from vsa.sweeps.reports.page import Section, page
+from vsa.sweeps.reports.runs import Missing, Run, find_runs
+from vsa.sweeps.reports.variants import Variant, compared, group, reference
+
+PAGE, DATA = "report.html", "report"
+MEGABYTE = 1_000_000
+
+
+def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float = 20) -> Path:
+    """Compare all runs below `folders`: print a table, write the page, PNGs and CSVs, and each run's `loss.png`.
+
+    Args:
+        folders: runs, sweeps, or what holds them.
+        out: folder to write to; None: the one that holds all runs.
+        clips_mb: most megabytes of sampled clips in the page.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: a folder without runs, or nothing can be written to `out`.
+    """
+    root, runs, missing = find_runs(folders)
+    out = root if out is None else out
+    refuse_unwritable(out / DATA)
+    console = Console()
+    _print(console, root, runs, missing)
+    for run in runs:
+        _draw_loss(run)
+    path = write_report(root, runs, missing, out=out, clips_mb=clips_mb)
+    size = path.stat().st_size / MEGABYTE
+    console.print(escape(f"page: {path} ({size:.1f} MB), data and pictures beside it in {DATA}/"), soft_wrap=True)
+    return path
+
+
+def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *, out: Path, clips_mb: float) -> Path:
+    """Write the page with its data and pictures; see `report`."""
+    variants = compared(group(runs))
+    folder = out / DATA
+    drawn = []
+    for chart in charts(variants):
+        write_csv(folder / f"{chart.key}.csv", chart.columns, chart.rows)
+        pictures = [
+            draw_panel(panel, folder / f"{'-'.join((chart.key, *key))}.png", title=f"{chart.title}, {root.name}")
+            for key, panel in chart.panels.items()
+        ]
+        drawn.append((chart, pictures[0]))
+    write_csv(folder / "variants.csv", *tables.variant_rows(variants))
+    write_csv(folder / "runs.csv", tables.RUN_COLUMNS, tables.run_rows(variants))
+    text = page(
+        title=f"Runs in {root.name}",
+        facts=facts(root, runs, variants, missing),
+        careful=differences(runs, missing),
+        results=Section(
+            title="Results",
+            note=_results_note(variants),
+            table=tables.variant_table(variants),
+            data=f"{DATA}/variants.csv",
+        ),
+        charts=drawn,
+        clips=clip_table(variants, most_bytes=clips_mb * MEGABYTE),
+        sections=_sections(variants, missing, folder),
+        not_shown=not_shown(variants, [chart.key for chart, _ in drawn]),
+        data=DATA,
+    )
+    write_whole(out / PAGE, text)
+    return out / PAGE
+
+
+def _results_note(variants: Sequence[Variant]) -> str:
+    partner = reference(variants)
+    if partner is None:
+        return "No run has metrics yet."
+    role = "the dense control" if partner.control else "the best variant"
+    return (
+        f"Sorted by the last validation loss. Differences are to {partner.name}, {role}: Student's paired t-test over "
+        "the shared validation samples, seed by seed. Its interval is about other samples for these runs; what other "
+        "seeds would give is the spread below the loss."
+    )
+
+
+def _sections(variants: Sequence[Variant], missing: Sequence[Missing], folder: Path) -> list[Section]:
+    sections = []
+    rates, sparsity = tables.lr_table(variants), tables.sparsity_table(variants)
+    if rates is not None:
+        note = "Mean loss over the seeds at which several rates were tried; the least is chosen."
+        sections.append(Section(title="Learning rates tried", note=note, table=rates, data=f"{DATA}/learning_rate.csv"))
+    if sparsity is not None:
+        points, rows = tables.sparsity_rows(variants)
+        named = [[variant.name, *row] for variant, row in zip(variants, rows, strict=True)]
+        write_csv(folder / "sparsity_points.csv", ("variant", *points), named)
+        note = "The same weights validated at other numbers of tiles; below: change against the current number."
+        sections.append(
+            Section(title="Tiles at inference", note=note, table=sparsity, data=f"{DATA}/sparsity_points.csv")
+        )
+    if missing:
+        note = "Runs that are not compared above, or that ended with an error."
+        sections.append(Section(title="Failed, refused and waiting", note=note, table=tables.missing_table(missing)))
+    sections.append(Section(title="All runs", note="", table=tables.run_table(variants), data=f"{DATA}/runs.csv"))
+    return sections
+
+
+def _draw_loss(run: Run) -> None:
+    """The run's `loss.png`, where it is not of these metrics already and the run is not somebody else's."""
+    picture, metrics = run.folder / "loss.png", run.folder / "metrics.csv"
+    old = not picture.is_file() or picture.stat().st_mtime < metrics.stat().st_mtime
+    if old and os.access(run.folder, os.W_OK):
+        (health_curves if run.distilled else loss_curve)(metrics, picture, title=str(run.folder))
+
+
+def _print(console: Console, root: Path, runs: Sequence[Run], missing: Sequence[Missing]) -> None:
+    table = Printed(title=escape(f"runs in {root}"), box=SIMPLE, pad_edge=False)
+    # a name is never cut: runs are told apart by its end as well as by its beginning
+    table.add_column("run", overflow="fold")
+    for heading in ("steps", "train loss", "val loss", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        # of a distillation: the critic's loss, and the gap between critic and teacher
+        train = float(run.train[1][-1]) if len(run.train[1]) else None
+        values = (train, run.val_loss, run.last("throughput/tokens_per_second"))
+        steps = str(run.train[0][-1]) if len(run.train[0]) else "-"
+        table.add_row(escape(run.name), steps, *("-" if value is None else f"{value:.4g}" for value in values))
+    console.print(table)
+    for one in missing:
+        console.print(f"{one.status}: {one.name}: {one.reason}", soft_wrap=True, markup=False, highlight=False)
+    console.print("curves: loss.png in the folder of each run", soft_wrap=True)

@@ -1,0 +1,335 @@
+"""Runs as a report reads them: settings, metrics and what a sweep says about each."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from safetensors import safe_open
+
+from vsa.checkpoints.run_checkpoint import list_checkpoints
+from vsa.checkpoints.run_folder import MANIFEST, in_use
+
+METRICS, SWEEP = "metrics.csv", "sweep.json"
+# folders of a run that hold no runs
+_INSIDE = ("checkpoints", "samples", "diagnostics", "evaluation", "report")
+# what a report draws or prints; the rest of a long file is not turned into numbers
+_READ = re.compile(
+    r"(train/loss(_data)?|val/(loss|gap)(_.*)?|fake_score/loss|throughput/(step_seconds|tokens_per_second|flops_total)"
+    r"|sparsity/(topk|density)|diag/(?!.*_layer_).*)"
+)
+_SEED_OR_LR = re.compile(r"([-_,.]?(lr|seed)[-_=]?\d[\d.e+-]*)+$")
+_WITHOUT_METRICS = {"waiting": "not started yet", "running": "no metrics yet"}
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Steps and values of one metric, rows without a value left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What a sweep's `sweep.json` says about one of its runs.
+
+    Args:
+        name: of the run in the sweep's folder.
+        status: waiting, running, finished, failed, refused or stopped.
+        reason: why it failed or was refused.
+        control: whether it is the dense control that the others are compared with.
+        device: where it ran.
+    """
+
+    name: str
+    status: str
+    reason: str | None = None
+    control: bool = False
+    device: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """A run that is not there to be compared, and why."""
+
+    name: str
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run folder.
+
+    Args:
+        folder: of the run.
+        name: its path in the folder of the report.
+        settings: values of `config.yaml` by dotted key; empty where there is no such file.
+        metrics: curves by the column of `metrics.csv`.
+        validation: losses of the last validation by sparsity point, then by (sample, noise level).
+        manifest: content of `run.json`.
+        point: of the sweep it belongs to.
+        parameters: of the network, where a checkpoint tells.
+        writing: whether a process writes into the folder now.
+    """
+
+    folder: Path
+    name: str
+    settings: Mapping[str, Any]
+    metrics: Mapping[str, Curve]
+    validation: Mapping[str, Mapping[tuple[str, float], float]]
+    manifest: Mapping[str, Any]
+    point: Point | None
+    parameters: int | None
+    writing: bool
+
+    def last(self, *columns: str) -> float | None:
+        """Last value of the first of `columns` that was logged, None where none was."""
+        curve = self.curve(*columns)
+        return float(curve[1][-1]) if len(curve[1]) else None
+
+    def curve(self, *columns: str) -> Curve:
+        """Steps and values of the first of `columns` that was logged, empty where none was."""
+        return next((self.metrics[name] for name in columns if name in self.metrics), (np.array([]), np.array([])))
+
+    @property
+    def distilled(self) -> bool:
+        """Whether it logged a critic's loss and no loss of its own."""
+        return not {"train/loss", "train/loss_data"} & set(self.metrics) and "fake_score/loss" in self.metrics
+
+    @property
+    def train(self) -> Curve:
+        """The training loss: of a mixture the part that validation measures, of a distillation the critic's."""
+        return self.curve("train/loss_data", "train/loss", "fake_score/loss")
+
+    @property
+    def val(self) -> Curve:
+        """The validation loss, of a distillation the gap between critic and teacher."""
+        return self.curve("val/gap") if self.distilled else self.curve("val/loss")
+
+    @property
+    def val_loss(self) -> float | None:
+        """The last validation loss."""
+        return float(self.val[1][-1]) if len(self.val[1]) else None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return max((int(steps[-1]) for steps, _ in self.metrics.values() if len(steps)), default=0)
+
+    @property
+    def status(self) -> str:
+        """running, finished, failed or stopped; a run that says nothing else counts as finished."""
+        if self.writing:
+            return "running"
+        if self.point is not None and self.point.status != "running":
+            return self.point.status
+        most = self.settings.get("trainer.max_steps")
+        return "stopped" if isinstance(most, int) and self.steps < most else "finished"
+
+    @property
+    def seed(self) -> int | None:
+        """Of the settings, without them that of the name."""
+        named = re.search(r"seed[-_=]?(\d+)", self.name)
+        return self.settings.get("seed", int(named[1]) if named else None)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the seconds a training step took, the first tenth of the run left out."""
+        values = self.curve("throughput/step_seconds")[1]
+        return float(np.median(values[len(values) // 10 :])) if len(values) else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of all samples of a step, in the mean."""
+        rate, seconds = (self.curve(f"throughput/{name}") for name in ("tokens_per_second", "step_seconds"))
+        return float(np.mean(rate[1] * seconds[1])) if len(rate[1]) and len(rate[1]) == len(seconds[1]) else None
+
+    def spent(self, what: str, steps: np.ndarray) -> np.ndarray | None:
+        """FLOPs, tokens or seconds of training up to each of `steps`, None where they were not logged."""
+        at, total = self._totals.get(what, (np.array([]), np.array([])))
+        return np.interp(steps, at, total) if len(at) else None
+
+    @cached_property
+    def _totals(self) -> dict[str, Curve]:
+        """What was spent, by the steps that log lines stand at, from step 0 on."""
+        totals: dict[str, Curve] = {}
+        at, flops = self.curve("throughput/flops_total")
+        totals["flops"] = np.insert(at, 0, 0), np.insert(flops, 0, 0.0)
+        at, seconds = self.curve("throughput/step_seconds")
+        between = seconds * np.diff(at, prepend=0)
+        totals["seconds"] = np.insert(at, 0, 0), np.insert(np.cumsum(between), 0, 0.0)
+        rates = self.curve("throughput/tokens_per_second")[1]
+        if len(rates) == len(at):
+            totals["tokens"] = np.insert(at, 0, 0), np.insert(np.cumsum(rates * between), 0, 0.0)
+        # nothing but the start
+        return {name: curve for name, curve in totals.items() if len(curve[0]) > 1}
+
+
+def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
+    """All runs in `folders` at any depth, and the runs that sweeps name or folders hint at and that cannot be compared.
+
+    Args:
+        folders: run folders, sweeps or whatever holds them; a run in two of them counts once.
+
+    Returns:
+        The folder that holds all of them, the runs by name, and what is missing.
+
+    Raises:
+        ValueError: a folder that does not exist, or without a run and without a sweep.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder: expected a run, a sweep or a folder of them")
+    tops = [folder.resolve() for folder in folders]
+    root = tops[0] if len(tops) == 1 else Path(os.path.commonpath([top.parent for top in tops]))
+    found = {top: sorted(_walk(top)) for top in tops}
+    for folder, top in zip(folders, tops, strict=True):
+        if not found[top]:
+            raise ValueError(f"no run in {folder}: {METRICS} is missing there and in every folder below")
+    paths = sorted({path for inside in found.values() for path in inside})
+    points = {path / point.name: point for path in paths for point in _points(path / SWEEP)}
+    runs, missing = [], []
+    for path in (path for path in paths if (path / METRICS).is_file()):
+        try:
+            runs.append(_read_run(path, root, points.get(path)))
+        except (ValueError, OSError, KeyError, TypeError, yaml.YAMLError) as error:
+            missing.append(Missing(name=_name(path, root), status="unreadable", reason=" ".join(str(error).split())))
+    for path, point in points.items():
+        if point.reason is not None or not (path / METRICS).is_file():
+            reason = point.reason or _WITHOUT_METRICS.get(point.status, "it left no metrics")
+            missing.append(Missing(name=_name(path, root), status=point.status, reason=reason))
+    return root, runs, missing
+
+
+def _walk(top: Path) -> Iterator[Path]:
+    """Folders that hold a run or a sweep."""
+    for place, folders, files in os.walk(top):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSIDE]
+        if METRICS in files or SWEEP in files:
+            yield Path(place)
+
+
+def _name(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path != root else path.name
+
+
+def _points(path: Path) -> Iterator[Point]:
+    """Points of a sweep; none of a file that is no sweep's."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for point in json.loads(path.read_text(encoding="utf-8"))["points"]:
+            yield Point(
+                name=str(point["name"]),
+                status=str(point["status"]),
+                reason=point.get("reason"),
+                control=bool(point.get("control")),
+                device=point.get("device"),
+            )
+
+
+def _read_run(folder: Path, root: Path, point: Point | None) -> Run:
+    return Run(
+        folder=folder,
+        name=_name(folder, root),
+        settings=_settings(folder / "config.yaml"),
+        metrics=read_metrics(folder / METRICS),
+        validation=_validation(folder / "validation.csv"),
+        manifest=_manifest(folder / MANIFEST),
+        point=point,
+        parameters=_parameters(folder),
+        writing=in_use(folder),
+    )
+
+
+def read_metrics(path: Path) -> dict[str, Curve]:
+    """Curves of the metrics that reports know, each with its own steps; a line that a kill cut short is left out.
+
+    A value that is NaN becomes infinite.
+
+    Raises:
+        ValueError: a value that is no number; names file, row and column.
+    """
+    with open(path, encoding="utf-8") as file:
+        header = file.readline().rstrip("\n").split(",")
+        lines = [line for line in file if line.count(",") == len(header) - 1]
+    names = ["step", *(name for name in header if _READ.fullmatch(name))]
+    if "step" not in header or not lines:
+        return {}
+    # from here on NaN is an empty cell, and a loss that was NaN is as bad as an infinite one; twice: neighbours share
+    # a comma
+    text = "".join(lines).replace("nan", "inf").replace(",,", ",nan,").replace(",,", ",nan,").replace(",\n", ",nan\n")
+    columns = [header.index(name) for name in names]
+    try:
+        table = np.loadtxt(io.StringIO(text + "\n"), delimiter=",", comments=None, usecols=columns, ndmin=2)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    steps = table[:, 0].astype(np.int64)
+    logged = {name: ~np.isnan(values) for name, values in zip(names[1:], table.T[1:], strict=True)}
+    return {name: (steps[there], table[there, i]) for i, (name, there) in enumerate(logged.items(), 1) if there.any()}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    config = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    return dict(_leaves(config)) if isinstance(config, Mapping) else {}
+
+
+def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and node:
+        for name, value in node.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        # lists can be no keys
+        yield key, json.dumps(node) if isinstance(node, (list, Mapping)) else node
+
+
+def _validation(path: Path) -> dict[str, dict[tuple[str, float], float]]:
+    losses: dict[str, dict[tuple[str, float], float]] = {}
+    if path.is_file():
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                key = row["sample"], float(row["noise_level"])
+                losses.setdefault(row["at"], {})[key] = float(row["loss"])
+    return losses
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def _parameters(folder: Path) -> int | None:
+    for checkpoint in reversed(list_checkpoints(folder / "checkpoints")):
+        # one that is being written, or of another format
+        with suppress(Exception), safe_open(checkpoint / "model.safetensors", framework="numpy") as file:
+            return sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
+    return None
+
+
+def short_name(run: Run) -> str:
+    """Name of a run without its learning rate and seed."""
+    return _SEED_OR_LR.sub("", run.name) or run.name
+
+
+def code_versions(runs: Iterable[Run]) -> dict[str, int]:
+    """How many runs each version of the code trained, as `VERSION (COMMIT)`; a run can have several."""
+    counts: dict[str, int] = {}
+    for run in runs:
+        version = str(run.manifest.get("version", "unknown version"))
+        named = run.manifest.get("commits") or [None]
+        for commit in named:
+            text = f"{version} ({commit})" if commit else version
+            counts[text] = counts.get(text, 0) + 1
+    return counts

@@ -1,0 +1,208 @@
+"""What a comparison of runs needs: spread over seeds, a paired test, the Pareto front, power laws.
+
+numpy alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Several curves as one.
+
+    Args:
+        steps: at which at least one of them has a value.
+        mean, low, high: over the curves that have one.
+    """
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
+    """Mean, least and largest value of curves (steps, values) by step, over the curves that have the step."""
+    steps = np.unique(np.concatenate([np.asarray(steps) for steps, _ in curves] or [np.array([])]))
+    table = np.full((len(curves), len(steps)), np.nan)
+    for row, (own, values) in zip(table, curves, strict=True):
+        row[np.searchsorted(steps, own)] = values
+    if not table.size:
+        return Band(steps=steps, mean=steps, low=steps, high=steps)
+    # a loss that is NaN is one of no curve
+    there = ~np.isnan(table)
+    count = there.sum(0)
+    total = np.where(there, table, 0.0).sum(0)
+    mean = np.divide(total, count, out=np.full(len(steps), np.nan), where=count > 0)
+    low = np.where(count > 0, np.where(there, table, np.inf).min(0), np.nan)
+    high = np.where(count > 0, np.where(there, table, -np.inf).max(0), np.nan)
+    return Band(steps=steps, mean=mean, low=low, high=high)
+
+
+def thinned(count: int, most: int) -> np.ndarray:
+    """Indices of at most `most` of `count` points, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)) if count else np.array([], int)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Mean of paired differences.
+
+    Args:
+        mean: first minus second.
+        low, high: 95% interval of the mean.
+        p: two-sided, of the mean being 0.
+        samples: pairs that count as independent.
+    """
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    samples: int
+
+
+def paired_difference(
+    first: Sequence[Mapping[tuple[str, float], float]], second: Sequence[Mapping[tuple[str, float], float]]
+) -> Difference | None:
+    """Student's paired t-test of losses on the same (sample, noise level), run by run.
+
+    The differences of a sample at all its noise levels and in all runs are averaged first: they are not independent.
+    So the interval is about other samples for these runs; what other seeds would give is the spread over seeds.
+
+    Args:
+        first: losses of each run by (sample, noise level).
+        second: of the runs that they are compared with, in the same order.
+
+    Returns:
+        None where a run and its partner were validated on other pairs, or on fewer than two samples.
+    """
+    by_sample: dict[str, list[float]] = {}
+    for ours, theirs in zip(first, second, strict=True):
+        if not ours or set(ours) != set(theirs):
+            return None
+        for key, loss in ours.items():
+            by_sample.setdefault(key[0], []).append(loss - theirs[key])
+    differences = np.array([np.mean(values) for values in by_sample.values()])
+    n = len(differences)
+    if n < 2 or not np.isfinite(differences).all():
+        return None
+    mean, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(n)
+    if error == 0:
+        return Difference(mean=mean, low=mean, high=mean, p=1.0 if mean == 0 else 0.0, samples=n)
+    reach = t_quantile(n - 1) * error
+    return Difference(mean=mean, low=mean - reach, high=mean + reach, p=t_p_value(mean / error, n - 1), samples=n)
+
+
+def t_p_value(t: float, freedom: int) -> float:
+    """Probability that Student's t of `freedom` whole degrees is at least `|t|` away from 0.
+
+    Exact finite sums (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """
+    angle = math.atan2(abs(t), math.sqrt(freedom))
+    cos2 = math.cos(angle) ** 2
+    odd = freedom % 2
+    # odd: cos + 2/3 cos^3 + (2 4)/(3 5) cos^5 + ...; even: 1 + 1/2 cos^2 + (1 3)/(2 4) cos^4 + ...
+    term = math.cos(angle) if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= cos2 * (k - 1) / k
+        total += term
+    inside = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    return min(1.0, max(0.0, 1 - inside))
+
+
+def t_quantile(freedom: int, p: float = 0.05) -> float:
+    """The t beyond which, on both sides, lies the probability `p`."""
+    low, high = 0.0, 1.0
+    while t_p_value(high, freedom) > p:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_p_value(middle, freedom) > p else (low, middle)
+    return (low + high) / 2
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm, 1979): each may then be read by itself."""
+    adjusted = [0.0] * len(p_values)
+    most = 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        most = max(most, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = most
+    return adjusted
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points to which no other is at most equal in both coordinates and below in one, by the first."""
+    front: list[int] = []
+    best = math.inf
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if points[i][1] < best or (front and points[i] == points[front[-1]]):
+            front.append(i)
+            best = points[i][1]
+    return front
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerLaw:
+    """`loss = scale * size ** exponent`, fitted as a straight line between the logarithms.
+
+    Args:
+        exponent: negative where larger is better.
+        interval: of the exponent, 95%.
+        scale: loss at size 1.
+        error: standard deviation of the residuals of ln loss.
+        mean_log: of ln size.
+        spread: sum of squares of ln size around its mean.
+        points: fitted.
+    """
+
+    exponent: float
+    interval: tuple[float, float]
+    scale: float
+    error: float
+    mean_log: float
+    spread: float
+    points: int
+
+    def at(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Loss at `sizes`, and the 95% interval of the line there (not of a single run)."""
+        logs = np.log(sizes)
+        line = math.log(self.scale) + self.exponent * logs
+        width = self.error * np.sqrt(1 / self.points + (logs - self.mean_log) ** 2 / self.spread)
+        reach = t_quantile(self.points - 2) * width
+        return np.exp(line), np.exp(line - reach), np.exp(line + reach)
+
+
+def fit_power_law(sizes: Sequence[float], losses: Sequence[float]) -> PowerLaw | None:
+    """Least squares in ln size and ln loss, with Student's intervals.
+
+    An irreducible loss is no part of it: a handful of sizes cannot tell one from a smaller exponent.
+
+    Returns:
+        None for fewer than three different sizes, or a value that is not positive.
+    """
+    if len(set(sizes)) < 3 or min(*sizes, *losses) <= 0 or not np.isfinite([*sizes, *losses]).all():
+        return None
+    x, y = np.log(sizes), np.log(losses)
+    spread = float(((x - x.mean()) ** 2).sum())
+    exponent = float(((x - x.mean()) * (y - y.mean())).sum()) / spread
+    scale = math.exp(y.mean() - exponent * x.mean())
+    error = math.sqrt(float(((y - math.log(scale) - exponent * x) ** 2).sum()) / (len(x) - 2))
+    reach = t_quantile(len(x) - 2) * error / math.sqrt(spread)
+    return PowerLaw(
+        exponent=exponent,
+        interval=(exponent - reach, exponent + reach),
+        scale=scale,
+        error=error,
+        mean_log=float(x.mean()),
+        spread=spread,
+        points=len(x),
+    )

@@ -1,0 +1,250 @@
+"""The tables of a report: cells of text for the page, rows of numbers for CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from vsa.sweeps.reports.runs import Missing, Run
+from vsa.sweeps.reports.variants import Variant, reference, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Text of a cell.
+
+    Args:
+        text: what it says.
+        sub: smaller, below it.
+        colour: number of the colour of a dot before it.
+        long: whether it is a sentence.
+    """
+
+    text: str
+    sub: str = ""
+    colour: int | None = None
+    long: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of the page.
+
+    Args:
+        headings: texts with what explains them, "" for nothing.
+        rows: cells.
+        marked: numbers of the rows that stand out.
+    """
+
+    headings: Sequence[tuple[str, str]]
+    rows: Sequence[Sequence[Cell]]
+    marked: Sequence[int] = ()
+
+
+def variant_table(variants: Sequence[Variant]) -> Table:
+    """Variants by final loss, their difference to the reference, what they cost, and the settings that differ."""
+    partner = reference(variants)
+    against = f"mean of the paired differences to {partner.name}, its 95% interval below" if partner else ""
+    headings = [
+        ("variant", ""),
+        ("loss", "last validation loss, mean over the seeds; below: standard deviation over the seeds"),
+        (f"against {partner.name if partner else ''}", against),
+        ("p", "paired t-test over the validation samples, corrected for the number of variants (Holm)"),
+        ("seeds", "runs that count; below: runs that have not finished"),
+        ("steps", "optimizer steps"),
+        ("FLOPs", "executed training FLOPs"),
+        ("s/step", "median; below: on the Pareto front of loss and step time"),
+        ("density", "share of tiles kept at the end"),
+        ("parameters", "of the network"),
+        *((key.removesuffix("._target_").rpartition(".")[2], key) for key in (variants[0].values if variants else ())),
+    ]
+    return Table(
+        headings=headings,
+        rows=[_variant_row(place, variant, partner) for place, variant in enumerate(variants)],
+        marked=[place for place, variant in enumerate(variants) if variant is partner],
+    )
+
+
+def _variant_row(place: int, variant: Variant, partner: Variant | None) -> list[Cell]:
+    difference = variant.difference
+    if variant is partner:
+        against, p = Cell(text="reference"), Cell(text="")
+    elif difference is None:
+        against, p = Cell(text="-", sub=variant.not_paired), Cell(text="")
+    else:
+        interval = f"{difference.low:+.3g} to {difference.high:+.3g}"
+        against = Cell(text=f"{difference.mean:+.3g}", sub=f"{interval}, {difference.samples} samples")
+        p = Cell(text=_p(variant.p_holm))
+    return [
+        Cell(text=variant.name, colour=place),
+        Cell(text=number(variant.loss, 5), sub="" if variant.std is None else f"± {variant.std:.2g}"),
+        against,
+        p,
+        Cell(text=str(len(variant.ended)), sub=variant.status),
+        Cell(text=number(variant.mean("steps"))),
+        Cell(text=number(variant.mean("throughput/flops_total"), 3)),
+        Cell(text=number(variant.mean("step_seconds"), 3), sub="front" if variant.best_trade else ""),
+        Cell(text=number(variant.mean("sparsity/density"), 3)),
+        Cell(text=count(variant.mean("parameters"))),
+        *(Cell(text=shown(value)) for value in variant.values.values()),
+    ]
+
+
+def _p(p: float | None) -> str:
+    return "" if p is None else "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+
+
+VARIANT_COLUMNS = (
+    "variant",
+    "loss",
+    "std",
+    "lowest",
+    "highest",
+    "seeds",
+    "difference",
+    "difference_low",
+    "difference_high",
+    "p",
+    "p_holm",
+    "samples",
+    "steps",
+    "flops",
+    "step_seconds",
+    "pareto",
+    "density",
+    "parameters",
+    "control",
+)
+
+
+def variant_rows(variants: Sequence[Variant]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of `variants.csv`."""
+    settings = [*variants[0].values] if variants else []
+    rows = []
+    for v in variants:
+        d = v.difference
+        paired = [d.mean, d.low, d.high, d.p, v.p_holm, d.samples] if d is not None else [None] * 6
+        losses = [v.loss, v.std, min(v.losses, default=None), max(v.losses, default=None), len(v.ended)]
+        spent = [v.mean("steps"), v.mean("throughput/flops_total"), v.mean("step_seconds"), v.best_trade]
+        network = [v.mean("sparsity/density"), v.mean("parameters"), v.control]
+        rows.append([v.name, *losses, *paired, *spent, *network, *v.values.values()])
+    return [*VARIANT_COLUMNS, *settings], rows
+
+
+RUN_COLUMNS = (
+    "run",
+    "variant",
+    "seed",
+    "lr",
+    "status",
+    "steps",
+    "train_loss",
+    "val_loss",
+    "flops",
+    "step_seconds",
+    "tokens_per_second",
+    "density",
+    "parameters",
+    "device",
+    "commits",
+)
+
+
+def run_rows(variants: Sequence[Variant]) -> list[list[Any]]:
+    """Rows of `runs.csv`: every run, those of an lr sweep among them."""
+    rows = []
+    for variant in variants:
+        tried = [run for runs in variant.tried.values() for run in runs]
+        for run in {run.folder: run for run in (*variant.runs, *tried)}.values():
+            train = float(run.train[1][-1]) if len(run.train[1]) else None
+            commits = " ".join(str(commit) for commit in run.manifest.get("commits", []) if commit)
+            which = [run.name, variant.name, run.seed, run.settings.get("optim.lr"), run.status, run.steps]
+            spent = [run.last("throughput/flops_total"), run.step_seconds, run.last("throughput/tokens_per_second")]
+            network = [run.last("sparsity/density"), run.parameters, run.point.device if run.point else None]
+            rows.append([*which, train, run.val_loss, *spent, *network, commits])
+    return rows
+
+
+def lr_table(variants: Sequence[Variant]) -> Table | None:
+    """Final loss of every variant at every learning rate that was tried, the chosen one named."""
+    tried = [(place, variant) for place, variant in enumerate(variants) if variant.tried]
+    if not tried:
+        return None
+    rates = sorted({rate for _, variant in tried for rate in variant.tried}, key=float)
+    rows = []
+    for place, variant in tried:
+        chosen = variant.runs[0].settings.get("optim.lr")
+        cells = []
+        for rate in rates:
+            losses = [run.val_loss for run in variant.tried.get(rate, ()) if run.val_loss is not None]
+            cells.append(Cell(text=number(fmean(losses), 5) if losses else "", sub="chosen" if rate == chosen else ""))
+        rows.append([Cell(text=variant.name, colour=place), *cells])
+    return Table(headings=[("variant", ""), *((f"lr {rate:g}", "") for rate in rates)], rows=rows)
+
+
+def sparsity_rows(variants: Sequence[Variant]) -> tuple[list[str], list[list[float | None]]]:
+    """Points at which the runs were last validated, and the mean loss of each variant at each; empty for one point."""
+    points = list(dict.fromkeys(at for variant in variants for run in variant.ended for at in run.validation))
+    if len(points) < 2:
+        return [], []
+    rows: list[list[float | None]] = []
+    for variant in variants:
+        by_point = [[_mean(run, at) for run in variant.ended if at in run.validation] for at in points]
+        rows.append([fmean(losses) if losses else None for losses in by_point])
+    return points, rows
+
+
+def _mean(run: Run, at: str) -> float:
+    return fmean(run.validation[at].values())
+
+
+def sparsity_table(variants: Sequence[Variant]) -> Table | None:
+    """The loss of trained weights at other numbers of tiles than they were trained with."""
+    points, rows = sparsity_rows(variants)
+    if not points:
+        return None
+    cells = []
+    for place, (variant, losses) in enumerate(zip(variants, rows, strict=True)):
+        own = losses[points.index("current")] if "current" in points else None
+        line = [Cell(text=variant.name, colour=place)]
+        for at, loss in zip(points, losses, strict=True):
+            change = f"{loss / own - 1:+.2%}" if loss is not None and own and at != "current" else ""
+            line.append(Cell(text=number(loss, 5), sub=change))
+        if any(loss is not None for loss in losses):
+            cells.append(line)
+    return Table(headings=[("variant", ""), *((at, "") for at in points)], rows=cells)
+
+
+def missing_table(missing: Sequence[Missing]) -> Table:
+    """Runs that are not compared, with the reason."""
+    headings = [("run", ""), ("status", ""), ("reason", "")]
+    rows = [[Cell(text=one.name), Cell(text=one.status), Cell(text=one.reason, long=True)] for one in missing]
+    return Table(headings=headings, rows=rows)
+
+
+def run_table(variants: Sequence[Variant]) -> Table:
+    """Every run."""
+    rows = []
+    for name, variant, seed, lr, status, steps, train, val, flops, seconds, *_ in run_rows(variants):
+        numbers = [number(value, digits) for value, digits in ((train, 5), (val, 5), (flops, 3), (seconds, 3))]
+        texts = [name, variant, "" if seed is None else str(seed), "" if lr is None else f"{lr}", status, str(steps)]
+        rows.append([Cell(text=text) for text in (*texts, *numbers)])
+    names = ("run", "variant", "seed", "lr", "status", "steps", "train loss", "val loss", "FLOPs", "s/step")
+    return Table(headings=[(name, "") for name in names], rows=rows)
+
+
+def number(value: float | None, digits: int = 6) -> str:
+    """A number in so many digits, "-" for none."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def count(value: float | None) -> str:
+    """A number of parameters in thousands, millions or billions."""
+    if value is None:
+        return "-"
+    for scale, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.3g}{letter}"
+    return f"{value:.3g}"

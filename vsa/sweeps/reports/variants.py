@@ -1,0 +1,255 @@
+"""Runs that differ in nothing but their seed are one variant; how variants compare."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from vsa.sweeps.reports.runs import Run, short_name
+from vsa.sweeps.reports.statistics import Difference, holm, paired_difference, pareto_front
+
+LR = "optim.lr"
+# what says which run it is and where it lies, and what it is shown with
+_IDENTITY = ("name", "run", "run_dir", "output_dir", "ckpt_path", "overwrite", "seed")
+_FOLDERS = (".run_dir", ".root_dir", ".save_dir")
+_SHOWN_WITH = ("logger.", "callbacks.progress.", "callbacks.checkpoint.")
+# the number of steps follows from these
+_BUDGETS = ("flop_budget", "second_budget", "sample_token_budget")
+_STEPS = "trainer.max_steps"
+_UNSET = "unset"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Runs of one setting.
+
+    Args:
+        name: tells it from the others.
+        values: of the settings in which variants differ.
+        runs: one a seed, at the chosen learning rate.
+        tried: learning rates with the runs of the seeds at which several were tried; empty: one was.
+        difference: to the reference on the shared validation set; None: it is the reference, or they do not share it.
+        not_paired: why there is no difference.
+        p_holm: of the difference, corrected for the number of variants.
+        best_trade: whether no other variant has both a lower loss and a shorter step.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    runs: tuple[Run, ...]
+    tried: Mapping[float, tuple[Run, ...]]
+    difference: Difference | None = None
+    not_paired: str = ""
+    p_holm: float | None = None
+    best_trade: bool = False
+
+    @property
+    def ended(self) -> tuple[Run, ...]:
+        """The runs whose end counts: those that finished, all where none did."""
+        return tuple(run for run in self.runs if run.status == "finished") or self.runs
+
+    @property
+    def losses(self) -> list[float]:
+        """Last validation losses of the runs, without validation the training losses (mean of the last tenth)."""
+        return [loss for run in self.ended if (loss := final_loss(run)) is not None]
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of the last losses over the seeds."""
+        return fmean(self.losses) if self.losses else None
+
+    @property
+    def finite_loss(self) -> float | None:
+        """The loss, None where a run diverged."""
+        return self.loss if self.loss is not None and np.isfinite(self.loss) else None
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation of the last losses over the seeds, None of one."""
+        return float(np.std(self.losses, ddof=1)) if self.finite_loss is not None and len(self.losses) > 1 else None
+
+    @property
+    def control(self) -> bool:
+        """Whether it is a sweep's dense control, or without a sweep keeps every tile by full attention."""
+        if any(run.point is not None for run in self.runs):
+            return any(run.point is not None and run.point.control for run in self.runs)
+        return all(str(run.settings.get("attention._target_", "")).endswith(".FullAttention") for run in self.runs)
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a number of the runs: an attribute of `Run` or a logged metric's last value."""
+        values = [run.last(name) if "/" in name else getattr(run, name) for run in self.ended]
+        known = [value for value in values if value is not None]
+        return fmean(known) if known else None
+
+    @property
+    def status(self) -> str:
+        """How its runs stand where not all have finished: `1 running`; empty otherwise."""
+        counts: dict[str, int] = {}
+        for run in self.runs:
+            if run.status != "finished":
+                counts[run.status] = counts.get(run.status, 0) + 1
+        return ", ".join(f"{count} {status}" for status, count in counts.items())
+
+
+def final_loss(run: Run) -> float | None:
+    """The last validation loss; of a run that was never validated the mean of the last tenth of its training loss."""
+    if run.val_loss is not None:
+        return run.val_loss
+    losses = run.train[1]
+    return float(losses[-max(1, len(losses) // 10) :].mean()) if len(losses) else None
+
+
+def group(runs: Sequence[Run]) -> list[Variant]:
+    """Variants of runs, the best first, each at its best learning rate where several were tried.
+
+    That is the one with the least validation loss on the seeds at which several were tried.
+    Other seeds, where there are any, are what it is then judged by.
+    """
+    keys = _own_settings(runs)
+    families = _by(runs, lambda run: _key(run, [key for key in keys if key != LR]))
+    # a sweep of the learning rate itself is one of variants
+    if len(families) < 2:
+        families = _by(runs, lambda run: _key(run, keys))
+    chosen = [_at_best_lr(family) for family in families]
+    columns = _columns([members for members, _ in chosen], keys)
+    names = _names([members for members, _ in chosen], columns)
+    variants = [
+        Variant(name=name, values={key: members[0].settings.get(key, _UNSET) for key in columns}, runs=members, tried=t)
+        for name, (members, t) in zip(names, chosen, strict=True)
+    ]
+    return sorted(variants, key=lambda variant: (variant.loss is None, variant.loss or 0.0, variant.name))
+
+
+def _own_settings(runs: Sequence[Run]) -> list[str]:
+    """Settings in which runs differ, apart from what names a run, its seed, and copies of these."""
+    everything = list(dict.fromkeys(key for run in runs for key in run.settings))
+    dropped = {key for key in everything if key in _IDENTITY or key.endswith(_FOLDERS) or key.startswith(_SHOWN_WITH)}
+    dropped |= {key for key in everything if key.endswith("seed") and _copies(runs, key, "seed")}
+    if any(run.settings.get(budget) is not None for run in runs for budget in _BUDGETS):
+        dropped |= {key for key in everything if _copies(runs, key, _STEPS)}
+    return [k for k in everything if k not in dropped and len({run.settings.get(k, _UNSET) for run in runs}) > 1]
+
+
+def _copies(runs: Sequence[Run], key: str, of: str) -> bool:
+    """Whether a setting has the value of another one wherever a run has it."""
+    return all(run.settings[key] == run.settings.get(of) for run in runs if key in run.settings)
+
+
+def _key(run: Run, keys: Sequence[str]) -> tuple[Any, ...]:
+    # of a run without a config there is nothing but its name
+    return tuple(run.settings.get(key, _UNSET) for key in keys) if run.settings else (short_name(run), run.distilled)
+
+
+def _by(runs: Sequence[Run], key: Any) -> list[list[Run]]:
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return list(groups.values())
+
+
+def _at_best_lr(family: Sequence[Run]) -> tuple[tuple[Run, ...], dict[float, tuple[Run, ...]]]:
+    """The runs of a family at its best learning rate, and the runs that chose it by learning rate."""
+    by_lr: dict[float, list[Run]] = {}
+    for run in family:
+        by_lr.setdefault(run.settings.get(LR), []).append(run)  # type: ignore[arg-type]
+    if len(by_lr) < 2:
+        return tuple(sorted(family, key=_by_seed)), {}
+    seeds = {run.seed for run in family}
+    tried_at = {seed for seed in seeds if sum(any(run.seed == seed for run in runs) for runs in by_lr.values()) > 1}
+    tried = {lr: tuple(run for run in runs if run.seed in tried_at) for lr, runs in sorted(by_lr.items(), key=_lr)}
+    tried = {lr: runs for lr, runs in tried.items() if runs}
+    losses = {lr: [loss for run in runs if (loss := final_loss(run)) is not None] for lr, runs in tried.items()}
+    means = {lr: fmean(values) for lr, values in losses.items() if values and np.isfinite(values).all()}
+    best = min(means, key=lambda lr: means[lr]) if means else next(iter(by_lr))
+    fresh = [run for run in by_lr[best] if run.seed not in tried_at]
+    return tuple(sorted(fresh or by_lr[best], key=_by_seed)), tried
+
+
+def _lr(item: tuple[Any, Any]) -> float:
+    # YAML may take 1e-3 for text
+    return float(item[0] or 0)
+
+
+def _by_seed(run: Run) -> tuple[int, str]:
+    return (-1 if run.seed is None else run.seed), run.name
+
+
+def _columns(members: Sequence[Sequence[Run]], keys: Sequence[str]) -> list[str]:
+    """Settings that differ between variants; of several that say the same the one with the shortest key."""
+    said: dict[tuple[int, ...], str] = {}
+    for key in keys:
+        values = [runs[0].settings.get(key, _UNSET) for runs in members]
+        # which variants are alike
+        pattern = tuple(values.index(value) for value in values)
+        if len(set(pattern)) > 1 and (pattern not in said or _rank(key) < _rank(said[pattern])):
+            said[pattern] = key
+    return [key for key in keys if key in said.values()]
+
+
+def _rank(key: str) -> tuple[bool, int]:
+    # a class says more than the options that come with it
+    return not key.endswith("_target_"), len(key)
+
+
+def _names(members: Sequence[Sequence[Run]], columns: Sequence[str]) -> list[str]:
+    """Folder names without seed and learning rate where they tell variants apart, else settings, else numbers."""
+    inside = os.path.commonpath([os.path.dirname(run.name) for runs in members for run in runs]) if members else ""
+    from_folders = [short_name(runs[0])[len(inside) :].strip("/") for runs in members]
+    alike = all(len({short_name(run) for run in runs}) == 1 for runs in members)
+    from_settings = [
+        ", ".join(f"{key.rpartition('.')[2]}={shown(runs[0].settings.get(key, _UNSET))}" for key in columns)
+        for runs in members
+    ]
+    for names, usable in ((from_folders, alike), (from_settings, all(from_settings))):
+        if usable and len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(from_folders, 1)]
+
+
+def shown(value: Any) -> str:
+    """A setting as a reader expects it: the class of a target without its module."""
+    text = "null" if value is None else str(value)
+    return text.rpartition(".")[2] if text.startswith("vsa.") else text
+
+
+def reference(variants: Sequence[Variant]) -> Variant | None:
+    """What the others are compared with: the dense control where there is one, else the best."""
+    controls = [variant for variant in variants if variant.control]
+    return controls[0] if controls else next(iter(variants), None)
+
+
+def compared(variants: Sequence[Variant]) -> list[Variant]:
+    """The variants with their difference to the reference, and whether they are on the front of loss and step time.
+
+    Runs are compared with the reference's run of the same seed, which was validated on the same noise.
+    """
+    partner = reference(variants)
+    theirs = {run.seed: run.validation.get("current", {}) for run in partner.ended} if partner else {}
+    timed = [(v, loss, seconds) for v in variants if (loss := v.finite_loss) and (seconds := v.mean("step_seconds"))]
+    on_front = {timed[i][0].name for i in pareto_front([(loss, seconds) for _, loss, seconds in timed])}
+    result = []
+    for variant in variants:
+        ours = [run for run in variant.ended if run.seed in theirs]
+        pairs = [run.validation.get("current", {}) for run in ours], [theirs[run.seed] for run in ours]
+        difference = paired_difference(*pairs) if variant is not partner else None
+        why = "" if difference is not None or variant is partner else _not_paired(*pairs)
+        trade = variant.name in on_front
+        result.append(replace(variant, difference=difference, not_paired=why, best_trade=trade))
+    tested = [i for i, variant in enumerate(result) if variant.difference is not None]
+    corrected = holm([result[i].difference.p for i in tested])  # type: ignore[union-attr]
+    for i, p in zip(tested, corrected, strict=True):
+        result[i] = replace(result[i], p_holm=p)
+    return result
+
+
+def _not_paired(ours: Sequence[Mapping[Any, float]], theirs: Sequence[Mapping[Any, float]]) -> str:
+    if not ours:
+        return "no seed in common"
+    if not all((*ours, *theirs)):
+        return "no validation.csv"
+    return "other samples" if any(set(a) != set(b) for a, b in zip(ours, theirs, strict=True)) else "too few samples"

@@ -1,0 +1,371 @@
+"""A sweep from its settings to its last run: Hydra's sweeper for `sweep=NAME`. Reads top-down."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from vsa.checkpoints.run_checkpoint import list_checkpoints
+from vsa.checkpoints.run_folder import check_name, locked
+from vsa.config import Sweep, check_settings
+from vsa.evaluation.figures import final_loss
+from vsa.sweeps.devices import slots_of
+from vsa.sweeps.job_queue import Job, Slot, run_jobs
+from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates, variants_of
+from vsa.sweeps.record import SweepRecord
+from vsa.sweeps.watch import Watch
+from vsa.training.hydra_guard import SETTING
+from vsa.training.launch import INPUT_ERRORS, run
+from vsa.training.train import check_run
+
+Where = Sequence[Slot] | Launcher
+"""Slots of this machine, or the launcher of a cluster."""
+
+NAMED_BY_SWEEP = ("run", "run_dir", "ckpt_path")
+
+
+class PointSweeper(Sweeper):
+    """Trains every point of the group `sweep`, each in a process of its own on a free device."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._loader: Any = hydra_context.config_loader
+        self._config: Any = config
+        self._cluster: Launcher | None = None
+        if ".submitit_launcher." in str(config.hydra.launcher.get("_target_")):
+            self._cluster = Plugins.instance().instantiate_launcher(
+                hydra_context=hydra_context, task_function=train_elsewhere, config=config
+            )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run what is missing.
+
+        Args:
+            arguments: overrides of the command line, without those of Hydra.
+
+        Raises:
+            ValueError: a setting that no point can have.
+            SystemExit: a run failed, or a signal ended the sweep.
+        """
+        config = self._config
+        check_settings(_without_hydra(config))
+        sweep = Sweep(**{"name": config.hydra.runtime.choices.sweep, **_plain(config.sweep)})
+        check_name("sweep.name", str(sweep.name))
+        settings, axes = self._split(arguments)
+        folder = Path(str(config.output_dir)) / str(config.name) / str(sweep.name)
+        where = self._cluster or slots_of(sweep, config.trainer)
+        started = SweepRun(self, sweep, folder, settings, seed=config.seed, overwrite=config.overwrite)
+        points = variants_of(sweep, axes)
+        try:
+            with locked(folder), Watch(folder) as watch:
+                started.train(points, where, watch)
+        except Interrupted as stop:
+            print(f"{stop}, the same command goes on: {started.command}")
+            raise SystemExit(128 + stop.number) from None
+        started.end()
+
+    def _split(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+        """Settings of every run, and lists of values by key."""
+        settings, axes = [], {}
+        for override in OverridesParser.create(config_loader=self._loader).parse_overrides(list(arguments)):
+            key, text = override.get_key_element().lstrip("+"), str(override.input_line)
+            if key in NAMED_BY_SWEEP:
+                raise ValueError(f"{text}: the runs of a sweep are named after its points, and go on by themselves")
+            if override.is_sweep_override():
+                if not override.is_discrete_sweep():
+                    raise HydraException(f"{text}: a search needs hydra/sweeper=optuna, which takes no sweep=NAME")
+                axes[key] = list(override.sweep_string_iterator())
+            elif key.partition(".")[0] not in ("sweep", "overwrite"):
+                # every composition adds the sign itself
+                settings.append(text[2:] if SETTING.match(text[2:]) else text)
+        # every seed is validated alike
+        settings += [f"{part}.validation_seed={self._config.seed}" for part in ("task", "data")]
+        return settings, axes
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """The config of a run."""
+        return _without_hydra(self._loader.load_sweep_config(self._config, list(overrides)))
+
+    @property
+    def flags(self) -> list[str]:
+        """What every run has to be told of Hydra."""
+        node = self._config.hydra
+        folders = [source.path for source in node.runtime.config_sources if source.provider == "command-line"]
+        mine = ("hydra/sweeper", "hydra/launcher", "hydra.sweep", "hydra.launcher", "hydra.mode")
+        return [
+            *(f"--config-dir={folder}" for folder in folders),
+            f"--config-name={node.job.config_name}",
+            *(text for text in node.overrides.hydra if not text.lstrip("+").startswith(mine)),
+        ]
+
+
+def _by_seed(runs: Sequence[Sequence[Point]]) -> list[Point]:
+    """Runs of every variant in the order of training: a sweep that is stopped early can compare its first seeds."""
+    return [point for of_a_seed in zip(*runs, strict=True) for point in of_a_seed]
+
+
+class QueueLauncher(Launcher):
+    """Gives the trials of a search, or the jobs of `-m`, to the queue: one at a time on every device."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._sweeper = PointSweeper()
+        self._sweeper.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self._config: Any = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Train what has not been trained yet, in OUTPUT_DIR/EXPERIMENT/search/trial-N.
+
+        Returns:
+            the last validation loss of every job, or why it failed.
+        """
+        config, sweep = self._config, Sweep(name="search", control=False)
+        folder = Path(str(config.output_dir)) / str(config.name) / str(sweep.name)
+        points = [Point(f"trial-{initial_job_idx + i}", tuple(own)) for i, own in enumerate(job_overrides)]
+        search = SweepRun(self._sweeper, sweep, folder, [], seed=config.seed, overwrite=config.overwrite)
+        try:
+            with locked(folder), Watch(folder) as watch:
+                search.train(points, slots_of(sweep, config.trainer), watch)
+        except Interrupted as stop:
+            print(f"{stop}, the same command goes on: {search.command}")
+            raise SystemExit(128 + stop.number) from None
+        return [search.returned(point) for point in points]
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True)
+
+
+def _without_hydra(config: Any) -> DictConfig:
+    config = config.copy()
+    OmegaConf.set_readonly(config, False)
+    with open_dict(config):
+        config.pop("hydra", None)
+    return config
+
+
+class Interrupted(Exception):
+    """A signal ended the queue early."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
+        self.number = number
+
+
+class SweepRun:
+    """One start of a sweep.
+
+    Args:
+        sweeper: composes configs.
+        sweep: its settings.
+        folder: of the sweep.
+        settings: overrides that all runs share.
+        seed: of the run's own settings.
+        overwrite: start points anew whose overrides have changed.
+    """
+
+    def __init__(
+        self, sweeper: PointSweeper, sweep: Sweep, folder: Path, settings: list[str], *, seed: int, overwrite: bool
+    ):
+        self._sweeper, self._sweep, self._folder = sweeper, sweep, folder
+        self._settings, self._overwrite = settings, overwrite
+        self._seeds = list(sweep.seeds) if sweep.seeds is not None else None
+        every = self._seeds or [seed]
+        self._lr_seed = sweep.lr_seed if sweep.lr_seed is not None else max(every) + 1
+        if sweep.lr is not None and self._lr_seed in every:
+            raise ValueError(
+                f"sweep.lr_seed={self._lr_seed}: expected a seed that is in no comparison, got one of {every}"
+            )
+        self.command = shlex.join(_program() + sys.argv[1:])
+        self._record = SweepRecord(folder, sweep=str(sweep.name), command=self.command, settings=settings)
+        self._jobs: dict[str, Job] = {}
+
+    def train(self, variants: Sequence[Point], where: Where, watch: Watch) -> None:
+        """Train every variant: at its learning rates, then at its seeds.
+
+        Raises:
+            ValueError: no variant can be built, or points were started with other overrides.
+            Interrupted: a signal ended the sweep.
+        """
+        centres, refused = self._check(variants)
+        for point, reason in refused:
+            self._note(watch, at_seeds(point, self._seeds, None), "refused", reason)
+        good = [point for point in variants if point.name in centres]
+        if self._sweep.lr is None:
+            self._queue(_by_seed([at_seeds(point, self._seeds, None) for point in good]), where, watch)
+            return
+        tried = {
+            point.name: {
+                rate: one
+                for rate in learning_rates(self._sweep, centres[point.name])
+                for one in at_learning_rates(point, [rate], self._lr_seed, self._sweep.lr_settings)
+            }
+            for point in good
+        }
+        self._queue([one for own in tried.values() for one in own.values()], where, watch)
+        if self._seeds == []:
+            return
+        chosen: list[list[Point]] = []
+        for point in good:
+            losses = {
+                rate: final_loss(self._folder / one.name)
+                for rate, one in tried[point.name].items()
+                if self._record.finished(one)
+            }
+            best = min(losses, key=lambda rate: losses[rate], default=None)
+            if best is None or not math.isfinite(losses[best]):
+                reason = "none of its learning rates has a loss"
+                self._note(watch, at_seeds(point, self._seeds, None), "failed", reason)
+                continue
+            watch.say(f"{point.name}: optim.lr={best:g} is the best of {len(losses)} (loss {losses[best]:.4g})")
+            chosen.append(at_seeds(point, self._seeds, best))
+        self._queue(_by_seed(chosen), where, watch)
+
+    def _check(self, variants: Sequence[Point]) -> tuple[dict[str, float], list[tuple[Point, str]]]:
+        """Learning rates of the variants that can be trained, and why the others cannot."""
+        centres, refused, opened = {}, [], {}
+        for point in variants:
+            rank_zero_info(f"checking {point.name}")
+            try:
+                config: Any = self._sweeper.compose([*self._settings, *point.overrides, *self._place(point)])
+                check_run(config, opened)
+                centres[point.name] = config.optim.lr
+            except (ValueError, OSError, *INPUT_ERRORS) as error:
+                # Hydra adds where it has looked
+                reason = " ".join(str(error).split()).partition(" Config search path:")[0]
+                refused.append((point, reason))
+        if not centres:
+            raise ValueError(refused[0][1])
+        return centres, refused
+
+    def _place(self, point: Point) -> list[str]:
+        folder = str(self._folder / point.name).replace("\\", "\\\\").replace("'", "\\'")
+        return [f"run='{point.name}'", f"run_dir='{folder}'"]
+
+    def _note(self, watch: Watch, points: Sequence[Point], status: Any, reason: str) -> None:
+        for point in points:
+            job = Job(point.name, (), self._log(point), status=status, reason=reason)
+            self._jobs[point.name] = job
+            self._record.note({point: job})
+            watch.add([job])
+            watch.changed(job)
+
+    def _log(self, point: Point) -> Path:
+        return self._folder / f"{point.name}.log"
+
+    def _queue(self, points: Sequence[Point], where: Where, watch: Watch) -> None:
+        self._refuse_changed(points)
+        jobs = [self._job(point) for point in points]
+        self._jobs |= {job.name: job for job in jobs}
+        by_name = {point.name: point for point in points}
+
+        def changed(job: Job) -> None:
+            self._record.note({by_name[job.name]: job})
+            watch.changed(job)
+
+        self._record.note(dict(zip(points, jobs, strict=True)))
+        watch.add(jobs)
+        waiting = [job for job in jobs if job.status == "waiting"]
+        if isinstance(where, Launcher):
+            _run_elsewhere(waiting, where, changed)
+            return
+        grace = self._sweep.grace_seconds
+        number = run_jobs(waiting, where, changed=changed, tick=watch.tick, grace=grace)
+        if number is not None:
+            missing = sum(job.status != "finished" for job in jobs)
+            name = signal.Signals(number).name
+            raise Interrupted(number, f"{name}: stopped with {missing} of {len(jobs)} runs to go")
+
+    def _refuse_changed(self, points: Sequence[Point]) -> None:
+        changed = [point for point in points if self._record.changed(point)]
+        if changed and not self._overwrite:
+            raise ValueError(
+                f"{self._folder} holds runs of other settings at {', '.join(point.name for point in changed)}: "
+                "give another sweep.name, or start these anew with overwrite=true"
+            )
+        for point in changed:
+            self._record.forget(point)
+
+    def _job(self, point: Point) -> Job:
+        if self._record.finished(point):
+            return Job(point.name, (), self._log(point), status="finished")
+        goes_on = bool(list_checkpoints(self._folder / point.name / "checkpoints"))
+        words = [*self._settings, *point.overrides, *self._place(point)]
+        words += ["ckpt_path=last"] if goes_on else []
+        command = [sys.executable, "-m", "vsa.cli", "train", *self._sweeper.flags]
+        return Job(point.name, [*command, *words], self._log(point), settings=words)
+
+    def returned(self, point: Point) -> JobReturn:
+        """How a point ended, for a sweeper of Hydra."""
+        job = self._jobs[point.name]
+        done = job.status == "finished"
+        returned = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED if done else JobStatus.FAILED)
+        returned.return_value = final_loss(self._folder / point.name) if done else ValueError(job.reason)
+        return returned
+
+    def end(self) -> None:
+        """Say how every run ended, the lowest loss first.
+
+        Raises:
+            SystemExit: a run failed.
+        """
+        jobs = self._jobs.values()
+        losses = {job.name: final_loss(self._folder / job.name) for job in jobs if job.status == "finished"}
+        width = max(map(len, self._jobs))
+        for name in sorted(losses, key=lambda name: losses[name]):
+            print(f"  {name:{width}}  loss {losses[name]:.4g}")
+        ended: dict[str, list[str]] = {}
+        for job in jobs:
+            if job.status in ("refused", "failed"):
+                ended.setdefault(f"{job.status}: {job.reason}", []).append(job.name)
+        for how, names in ended.items():
+            print(f"  {', '.join(names)}  {how}")
+        failed = sum(job.status == "failed" for job in jobs)
+        print(f"{len(losses)} of {len(jobs)} runs finished in {self._folder}, next: vsa report {self._folder}")
+        if failed:
+            print(f"error: {failed} of {len(jobs)} runs failed, the same command tries them again", file=sys.stderr)
+            raise SystemExit(1)
+
+
+def train_elsewhere(cfg: DictConfig) -> str:
+    """The job of a cluster: trains, and says why it failed; "" where it did not."""
+    try:
+        run(cfg)
+    except SystemExit as stop:
+        if isinstance(stop.code, int) and stop.code > 128:
+            raise
+        return " ".join(str(stop.__cause__ or stop).split())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _run_elsewhere(jobs: Sequence[Job], launcher: Launcher, changed: Callable[[Job], None]) -> None:
+    """Run all jobs with a launcher of Hydra, which waits for the last one."""
+    if not jobs:
+        return
+    for job in jobs:
+        job.status, job.device = "running", type(launcher).__name__
+        changed(job)
+    for job, ended in zip(jobs, launcher.launch([job.settings for job in jobs], initial_job_idx=0), strict=True):
+        job.reason = ended.return_value or None
+        job.status = "failed" if job.reason else "finished"
+        changed(job)
+
+
+def _program() -> list[str]:
+    name = Path(sys.argv[0]).name
+    return ["vsa"] if name in ("vsa", "__main__.py") else ["python", sys.argv[0]]

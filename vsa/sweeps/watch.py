@@ -1,0 +1,173 @@
+"""What a sweep shows of its runs while they train, and at the end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from vsa.sweeps.job_queue import Job
+
+_TAIL = 1 << 15
+_REDRAW = 1.0
+_REASON = 80
+_STYLES = {"running": "bold", "finished": "green", "failed": "red", "refused": "yellow", "stopped": "yellow"}
+SHOWN = ("step", "train/loss", "val/loss", "throughput/step_seconds")
+
+
+class RunView:
+    """The newest values of a run's metrics, read from the end of its file.
+
+    Args:
+        run: its folder.
+    """
+
+    def __init__(self, run: Path):
+        self._run = run
+        self._read_at = -1
+        self._max_steps: int | None = None
+        self.values: dict[str, float] = {}
+
+    def read(self) -> None:
+        """Take what was written since the last time."""
+        path = self._run / "metrics.csv"
+        try:
+            changed = path.stat().st_mtime_ns
+            if changed == self._read_at:
+                return
+            with open(path, "rb") as file:
+                head = file.readline()
+                if file.seek(max(len(head), file.seek(0, io.SEEK_END) - _TAIL)) > len(head):
+                    # it lacks its beginning
+                    file.readline()
+                rows = [line.decode() for line in file if line.endswith(b"\n")]
+        except OSError:
+            return
+        self._read_at = changed
+        for row in csv.DictReader([head.decode(), *rows]):
+            self.values |= {name: float(row[name]) for name in SHOWN if row.get(name)}
+
+    @property
+    def max_steps(self) -> int | None:
+        """Of the run, once it has written its config."""
+        if self._max_steps is None and (self._run / "config.yaml").exists():
+            found = re.search(r"^  max_steps: (\d+)$", (self._run / "config.yaml").read_text(), re.MULTILINE)
+            self._max_steps = int(found[1]) if found else None
+        return self._max_steps
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the time of the last steps."""
+        each = self.values.get("throughput/step_seconds")
+        if each is None or self.max_steps is None:
+            return None
+        return max(self.max_steps - self.values["step"], 0) * each
+
+
+class Watch:
+    """A table of all runs that is redrawn on a terminal, and a line at every change anywhere else.
+
+    Args:
+        folder: of the sweep.
+        console: where to; None: standard output.
+    """
+
+    def __init__(self, folder: Path, console: Console | None = None):
+        self._folder = folder
+        self._console = console or Console(highlight=False)
+        self._jobs: list[Job] = []
+        self._views: dict[str, RunView] = {}
+        self._drawn = -math.inf
+        self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis")
+
+    def __enter__(self) -> Watch:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._draw()
+            self._live.stop()
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Show these too."""
+        self._jobs += jobs
+        self._views |= {job.name: RunView(self._folder / job.name) for job in jobs}
+
+    def changed(self, job: Job) -> None:
+        """The status of a run has changed."""
+        if self._console.is_terminal:
+            self._drawn = -math.inf
+            return
+        view = self._views[job.name]
+        view.read()
+        parts = [f"{job.status} {job.name}"]
+        if job.status == "running":
+            parts.append(f"on {job.device}")
+        if job.status in ("finished", "stopped") and "step" in view.values:
+            parts.append(f"at step {view.values['step']:.0f}, loss {_number(view.values, 'val/loss', 'train/loss')}")
+        if job.reason:
+            parts.append(f"({job.reason})")
+        done = sum(one.status in ("finished", "failed", "refused") for one in self._jobs)
+        self.say(f"[{done}/{len(self._jobs)}] {' '.join(parts)}")
+
+    def say(self, line: str) -> None:
+        """A line of its own."""
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def tick(self) -> None:
+        """Redraw when it is time."""
+        now = time.monotonic()
+        if self._console.is_terminal and now - self._drawn >= _REDRAW:
+            self._drawn = now
+            self._draw()
+
+    def _draw(self) -> None:
+        self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("run", "status", "step", "loss", "val loss", "s/step", "left"):
+            table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
+        # the one that gives way on a narrow terminal
+        table.add_column("")
+        # of many runs those that are training stay in sight
+        order = {"running": 0, "waiting": 2}
+        for job in sorted(self._jobs, key=lambda job: order.get(job.status, 1)):
+            view = self._views[job.name]
+            if job.status != "waiting":
+                view.read()
+            of = f"/{view.max_steps}" if view.max_steps is not None else ""
+            step = f"{view.values['step']:.0f}{of}" if "step" in view.values else ""
+            left = view.seconds_left if job.status == "running" else None
+            table.add_row(
+                job.name,
+                job.status,
+                step,
+                _number(view.values, "train/loss"),
+                _number(view.values, "val/loss"),
+                _number(view.values, "throughput/step_seconds"),
+                "" if left is None else _clock(left),
+                Text((job.reason or "")[:_REASON] if job.status != "running" else str(job.device)),
+                style=_STYLES.get(job.status),
+            )
+        return table
+
+
+def _number(values: Mapping[str, float], *names: str) -> str:
+    return next((f"{values[name]:.4g}" for name in names if name in values), "")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
