@@ -16,7 +16,6 @@ from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import SAMPLING
 from vsa.checkpoints.sparse_config import read_sparse_config
 from vsa.cli.convert import convert as convert_command
-from vsa.config import build
 from vsa.sampling.pipeline import LoadedRun, clip_seeds, load_run, sample_latents, settings_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
