@@ -227,7 +227,7 @@ def test_counts_are_those_of_dense_masks(problem, tiling, one_d):
 
 @pytest.mark.slow
 @given(problems(most=(60, 14, 8)), st.sampled_from(["static", "dynamic"]), st.booleans())
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 def test_counts_of_many_settings_are_those_of_dense_masks(problem, tiling, one_d):
     check_counts(problem, tiling, one_d)
 
