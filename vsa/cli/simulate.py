@@ -52,8 +52,7 @@ def simulate(
     vsa simulate 30 48 80 --window 18 24 24 --sweep --attention-share 0.607 --steps 50 --dense-steps 15
     vsa simulate 1 1 32768 --window 1 1 2048 --sweep --q-tile 1 1 256 --kv-tile 1 1 128
 
-    Nothing is measured and no GPU is needed. A sweep takes seconds, with --one-d over three axes minutes to
-    an hour.
+    Nothing is measured and no GPU is needed. A sweep takes seconds, with --one-d over three axes minutes to an hour.
     """
     given = locals()
     from vsa.attention.neighborhood.simulation_table import print_simulation

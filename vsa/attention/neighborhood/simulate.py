@@ -165,8 +165,8 @@ def best_tile(
     """The query tile and the kv tile with which a kernel computes the fewest pairs, static kv tiles.
 
     A kernel pays all its slots for a short tile, so what counts is the number of visited pairs of tiles: the kv slots
-    that the mean query tile visits times the query tiles there are. Among equals the visited tiles with the fewest tokens,
-    of which fewer are masked, then the nearest to a cube.
+    that the mean query tile visits times the query tiles there are. Among equals visited tiles with the fewest tokens
+    are taken, of which fewer are masked, then the nearest to a cube.
 
     Args:
         grid, window, stride, dilation, causal: see `simulate`.
