@@ -16,8 +16,9 @@ from torch import Tensor
 class AxisWindow:
     """Which keys each query sees along one axis.
 
-    Dilation splits the axis by residue: tokens x with the same x % d form a group, in which token x has the place x // d,
-    and only tokens of one group see each other. Inside a group, `stride` neighbours share the window of their leader.
+    Dilation splits the axis by residue: tokens x with the same x % d form a group, in which token x has the place
+    x // d, and only tokens of one group see each other. Inside a group, `stride` neighbours share the window of their
+    leader.
 
         not causal: the leader is the centre of the stride's run (the right one of two), its window has w // 2 keys
             before it and w - 1 - w // 2 behind it, and is pushed inside at both ends: always exactly w keys.
