@@ -34,7 +34,7 @@ METHODS = {
     ),
     "whole windows": partial(NeighborhoodAttention, window_thw=(1.0, 1.0, 1.0)),
 }
-QUICK = ("excluded window", "groups", "windows")
+QUICK = ("excluded window", "groups")
 UNSELECTIVE = ("groups", "pooled keys", "windows", "strided windows", "whole windows")
 
 

@@ -24,7 +24,6 @@ METHODS = [
     ("attention=spatial_full", "~attention.tile_thw"),
     ("attention=strided_window", "~attention.tile_thw"),
     ("attention=neighborhood", "attention.tile_thw=[2,2,2]"),
-    ("attention=neighborhood", "attention.stride_thw=[1,1,1]", "attention.tile_thw=null"),
     ("attention=pooled_tail", "attention.order=2", "attention.score=mass"),
     ("attention=staged", "attention.stages=l"),
     ("attention=staged", "attention.stages=c_f_l", "attention.window_thw=[1,1,3]"),
