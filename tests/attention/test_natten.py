@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:tiles .* are .* full", "ignore:flex_attention called without torch.compile"),
 ]
-natten = pytest.importorskip("natten", reason="needs the package natten: pip install 'vsa-train[natten]'")
+pytest.importorskip("natten", reason="needs NATTEN: pip install wheel, pip install --no-build-isolation natten==0.21.7")
 
 
 def fits(setting: Setting) -> bool:
