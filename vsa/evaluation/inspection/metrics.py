@@ -57,7 +57,13 @@ LISTS = ("kv_indices", "kv_num_blocks", "kv_num_full_blocks", "mask_ids")
 
 def index_of(tensors: Mapping[str, Tensor]) -> BlockIndex:
     """The recorded lists, with their fine masks if they have any."""
-    return BlockIndex(**{name: tensors[name] for name in (*LISTS, "mask_bits") if name in tensors})
+    return BlockIndex(
+        kv_indices=tensors["kv_indices"],
+        kv_num_blocks=tensors["kv_num_blocks"],
+        kv_num_full_blocks=tensors.get("kv_num_full_blocks"),
+        mask_ids=tensors.get("mask_ids"),
+        mask_bits=tensors.get("mask_bits"),
+    )
 
 
 def selected_tiles(tensors: Mapping[str, Tensor], layout: TileLayout) -> Tensor:
