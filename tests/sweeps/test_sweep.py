@@ -338,4 +338,4 @@ def test_a_stride_that_does_not_fit_is_refused_at_its_point(command_line, forked
         "stride_thw1x2x2": "finished",
         "stride_thw1x1x9": "refused",
     }
-    assert points["stride_thw1x1x9"]["reason"] == "stride of width must be at most its window 4, got 9"
+    assert points["stride_thw1x1x9"]["reason"].startswith("stride of width must be at most its window 4, got 9")
