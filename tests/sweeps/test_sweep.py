@@ -365,3 +365,23 @@ def test_the_stages_of_the_quickstart_at_equal_flops(tmp_path):
         for r in spent.values()
     ]
     assert totals == pytest.approx([3e9] * 8, rel=0.05)
+
+
+WINDOWS = """
+axes:
+  attention.stride_thw: [[1, 2, 2], [1, 1, 9]]
+"""
+
+
+@pytest.mark.slow
+def test_a_stride_that_does_not_fit_is_refused_at_its_point(command_line, forked, tmp_path):
+    words = [*own_sweep(tmp_path, WINDOWS), *TINY, "trainer.max_steps=2", f"output_dir={tmp_path / 'out'}"]
+    words += ["attention=neighborhood", "attention.window_thw=[2,4,4]", "attention.tile_thw=[1,2,2]"]
+    words += ["sweep.cores=1", "sweep.control=false"]
+    assert command_line("sweep", "mine", *words)[0] == 0
+    points = record(tmp_path / "out" / "pretrain" / "mine")
+    assert {name: point["status"] for name, point in points.items()} == {
+        "stride_thw1x2x2": "finished",
+        "stride_thw1x1x9": "refused",
+    }
+    assert points["stride_thw1x1x9"]["reason"].startswith("stride of width must be at most its window 4, got 9")

@@ -146,7 +146,7 @@ def apply(
         method: "video_sparse", "full", or a factory called with dim, num_heads, head_dim and layer_idx.
         sparsity: share of video tiles skipped per query tile, in [0, 1).
         topk: video tiles kept per query tile, one number or one per layer. Exactly one of the two is given, but for
-            "full", which takes neither.
+            "full" and other methods that select no tiles, which take neither.
         dense_layers: layers that keep all tiles; single blocks of HunyuanVideo count on from its double blocks.
         dense_steps: the first denoising steps of a clip keep all tiles, see `Applied`.
         tile_thw: of video_sparse; None: (4, 4, 4).
@@ -172,9 +172,21 @@ def apply(
             raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")
         if not callable(method) and method != "full":
             raise ValueError(f"method must be video_sparse, full or a factory, got {method!r}")
-        factory, sparsity = (method, sparsity) if callable(method) else (FullAttention, 0)
+        factory = method if callable(method) else FullAttention
+    asked = sparsity is not None or topk is not None
+    if not asked and method != "video_sparse":
+        # of methods that select nothing
+        sparsity = 0
     budget = fixed_budget(sparsity, topk, dense_layers, dense_steps, len(family.blocks(transformer)))
-    return install(transformer, family, factory, budget, backend)
+    applied = install(transformer, family, factory, budget, backend)
+    if asked != any(layer.selects for layer in applied.methods) and method != "full":
+        remove(transformer)
+        name = type(applied.methods[0]).__name__
+        said = f"got topk={topk} and sparsity={sparsity if asked else None}"
+        raise ValueError(
+            f"{name} selects no tiles, {said}" if asked else f"{name}: give exactly one of topk and sparsity, {said}"
+        )
+    return applied
 
 
 def applied_attention(transformer: Any) -> Applied | None:
