@@ -36,10 +36,9 @@ def check(backend: str, dtype: torch.dtype, device: torch.device) -> str:
     Raises:
         ValueError: an error above its budget, or a damaged input that the budget does not notice.
     """
-    # fine masks are for the eager backends alone
     case = make_case(
         [5, 9, 3, 10], [7, 2, 11, 1, 6], batch=2, heads=4, kv_heads=2, head_dim=32,
-        fine=backend != "triton", kv_valid=True, dtype=dtype, device=device,
+        fine=True, kv_valid=True, dtype=dtype, device=device,
     )  # fmt: skip
     exact, plain = define(case), run(case, "reference")
     compare(f"backend {backend}", run(case, backend), run(replace(case, scale=1.0), backend), plain, exact)

@@ -81,6 +81,7 @@ def unsuitable() -> dict[str, Case]:
         "query tiles": make_case([96, 96], sizes, **half),
         "kv tiles": make_case(sizes, [128, 128], **half),
         "valid": make_case(sizes, sizes, **half, kv_valid=True),
+        "fine masks": make_case(sizes, sizes, **half, fine=True),
         "parts of a wider head": replace(case, q=wide[..., :64]),
         "heads outermost": replace(case, k=case.k.transpose(1, 2).contiguous().transpose(1, 2)),
         "alignment": replace(case, v=padded.flatten()[1 : case.v.numel() + 1].view(case.v.shape)),
