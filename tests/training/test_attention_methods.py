@@ -23,6 +23,7 @@ METHODS = [
     ("attention=spatial_temporal", "~attention.tile_thw"),
     ("attention=spatial_full", "~attention.tile_thw"),
     ("attention=strided_window", "~attention.tile_thw"),
+    ("attention=neighborhood", "attention.tile_thw=[2,2,2]"),
     ("attention=pooled_tail", "attention.order=2", "attention.score=mass"),
     ("attention=staged", "attention.stages=l"),
     ("attention=staged", "attention.stages=c_f_l", "attention.window_thw=[1,1,3]"),

@@ -70,7 +70,7 @@ class AttnContext:
 
         Args:
             layer_idx: the layer's number.
-            index: which kv tiles each query tile attends to token by token.
+            index: which kv tiles each query tile attends to token by token; recorded by the names of its fields.
             **tensors: references, not copies, what is None left out. q, k `[B, L, H, D]`; scores `[B, H, Nq, Nkv]`
                 logits the tiles were ranked by; fine `[B, L, H, D]` output of the selected tiles; coarse output
                 `[B, N, H, D]` per tile or `[B, L, H, D]` per token, or tail `[B, L, H, D]`, the output of all other
@@ -80,4 +80,7 @@ class AttnContext:
             return
         recorded = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
         lists = {"kv_indices": index.kv_indices, "kv_num_blocks": index.kv_num_blocks}
+        if index.kv_num_full_blocks is not None and index.mask_ids is not None and index.mask_bits is not None:
+            fine = {"kv_num_full_blocks": index.kv_num_full_blocks, "mask_ids": index.mask_ids}
+            lists |= {**fine, "mask_bits": index.mask_bits}
         self.recorder(layer_idx, recorded | lists)
