@@ -2,7 +2,7 @@
 
 A tile of 64 x 64 pairs reads 512 bytes of them, against 4 KiB as bools and 32 KiB of keys and values; and a thread
 needs one word for each of its rows, where bools would have to travel through shared memory into the layout of the
-logits. The words are made anew for each call: that reads the masks once, a small part of what the blocks with masks read.
+logits. The words are made anew for each call: that reads the masks once, little beside what the blocks with masks read.
 """
 
 from __future__ import annotations
