@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,31 +149,37 @@ class AxisTiles(NamedTuple):
 def axis_tiles(axis: AxisWindow, q_tile: int, kv_tile: int) -> AxisTiles:
     """Tiles of one axis that see each other, of `q_tile` and `kv_tile` tokens."""
     n, d = axis.size, axis.dilation
-    num_q, num_kv = -(-n // q_tile), -(-n // kv_tile)
     low, high = _reach(axis, q_tile)
+    inner_low, inner_high = _reach(axis, q_tile, "inner")
     first = low // kv_tile
     kv = first[:, None] + torch.arange(int((high // kv_tile - first).max()) + 1)
-    # [nq, tq], [nq, E, tk]; tokens behind the end see nothing
-    query = torch.arange(num_q)[:, None] * q_tile + torch.arange(q_tile)
-    key = kv[..., None] * kv_tile + torch.arange(kv_tile)
-    token = query.clamp(max=n - 1)
-    start, end = (x[token][:, None, :, None] for x in axis.span)
-    query, token, key = query[:, None, :, None], token[:, None, :, None], key[:, :, None, :]
-    sees = (key // d >= start) & (key // d < end) & (key % d == token % d) & (key < n) & (query < n)
-    # [nq, E]
-    q_size, kv_size = (
-        _sizes(n, q_tile)[:, None],
-        torch.cat([_sizes(n, kv_tile), torch.tensor([0])])[kv.clamp(max=num_kv)],
-    )
-    count = sees.sum((2, 3))
-    short = torch.stack([(q_size < q_tile).expand_as(kv), kv_size < kv_tile], dim=-1)
-    rows = torch.cat([sees.flatten(2), short], dim=2)[count > 0]
+    # [nq, E] first tokens, and tokens that exist
+    q_start = (torch.arange(len(kv)) * q_tile)[:, None].expand_as(kv)
+    kv_start = kv * kv_tile
+    q_size, kv_size = ((n - start).clamp(0, tile) for start, tile in ((q_start, q_tile), (kv_start, kv_tile)))
+    # where all queries reach over the whole kv tile, dilation alone decides: one look for each phase of it
+    inner = (inner_low[:, None] <= kv_start) & (inner_high[:, None] >= (kv_start + kv_tile).clamp(max=n) - 1)
+    short = torch.stack([q_size < q_tile, kv_size < kv_tile], dim=-1)
+    phase = ((q_start - kv_start) % d * 2 + short[..., 0]) * 2 + short[..., 1]
+    group = torch.where(inner, phase, 4 * d + torch.arange(kv.numel()).view_as(kv))
+    # tiles that no query reaches, those behind the end among them, are one group too
+    group = torch.where((kv_start <= high[:, None]) & (kv_size > 0), group, -1)
+    groups, of_group = torch.unique(group, return_inverse=True)
+    chosen = torch.empty_like(groups).scatter_(0, of_group.flatten(), torch.arange(kv.numel()))
+    q_start, kv_start, size = (x.flatten()[chosen] for x in (q_start, kv_start, q_size * kv_size))
+    # [groups, tq, tk]; tokens behind the end see nothing
+    query, key = q_start[:, None] + torch.arange(q_tile), kv_start[:, None] + torch.arange(kv_tile)
+    start, end = (x[query.clamp(max=n - 1)][..., None] for x in axis.span)
+    query, key = query[..., None], key[:, None]
+    sees = (key // d >= start) & (key // d < end) & (key % d == query % d) & (key < n) & (query < n)
+    count = sees.sum((1, 2))
+    rows = torch.cat([sees.flatten(1), short.flatten(0, 1)[chosen]], dim=1)[count > 0]
     patterns, number = torch.unique(rows.to(torch.uint8), dim=0, return_inverse=True)
-    pattern = torch.full_like(kv, -1).masked_scatter_(count > 0, number)
+    pattern = torch.full_like(groups, -1).masked_scatter_(count > 0, number)
     whole = torch.zeros(len(patterns), dtype=torch.bool)
-    whole[pattern[(count == q_size * kv_size) & (count > 0)]] = True
+    whole[pattern[(count == size) & (count > 0)]] = True
     bits = patterns[:, :-2].bool().unflatten(1, (q_tile, kv_tile))
-    return AxisTiles(kv, pattern, bits, whole, patterns[:, -2:].bool())
+    return AxisTiles(kv, pattern[of_group], bits, whole, patterns[:, -2:].bool())
 
 
 def executed_pairs(axes: Axes, tile: Grid, kv_tile: Grid) -> float:
@@ -216,24 +222,24 @@ def _cost(axis: AxisWindow, tile: int) -> tuple[int, int]:
     if axis.dilation > 1:
         return seen, 0
     n, num = axis.size, -(-axis.size // tile)
-    of_tile = torch.arange(n) // tile
-    first, stop = axis.span
-    start = torch.zeros(num, dtype=torch.int64).scatter_reduce_(0, of_tile, first, "amax")
-    end = torch.full((num,), n).scatter_reduce_(0, of_tile, stop, "amin")
+    start, last = _reach(axis, tile, "inner")
     # the last tile is whole up to the end of the axis
-    inner = torch.where(end == n, num, end // tile) - (start + tile - 1) // tile
+    inner = torch.where(last == n - 1, num, (last + 1) // tile) - (start + tile - 1) // tile
     return seen, int(inner.clamp(min=0).sum())
 
 
-def _reach(axis: AxisWindow, tile: int) -> tuple[Tensor, Tensor]:
-    """The first and the last token that any query of each tile sees, int64 `[nq]` each."""
+def _reach(axis: AxisWindow, tile: int, which: Literal["outer", "inner"] = "outer") -> tuple[Tensor, Tensor]:
+    """The first and the last token in reach of any query of each tile, or of all of them (inner); int64 `[nq]` each."""
     n, d = axis.size, axis.dilation
     residue, of_tile = torch.arange(n) % d, torch.arange(n) // tile
     first, stop = axis.span
-    num = -(-n // tile)
-    low = torch.full((num,), n).scatter_reduce_(0, of_tile, first * d + residue, "amin")
-    high = torch.zeros(num, dtype=torch.int64).scatter_reduce_(0, of_tile, (stop - 1) * d + residue, "amax")
-    return low, high
+    low, high = first * d + residue, (stop - 1) * d + residue
+    least, most = ("amin", "amax") if which == "outer" else ("amax", "amin")
+    empty = torch.zeros(-(-n // tile), dtype=torch.int64)
+    return (
+        empty.scatter_reduce(0, of_tile, low, least, include_self=False),
+        empty.scatter_reduce(0, of_tile, high, most, include_self=False),
+    )
 
 
 def _sizes(size: int, tile: int) -> Tensor:
