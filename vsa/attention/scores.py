@@ -12,15 +12,15 @@ With mean queries qm and keys km of tiles, n_j tokens of kv tile j, s = 1/sqrt(D
 
 subblock_lse and mass estimate the share of its attention that a query tile has in a kv tile, one from smaller tiles,
 one from every query; oracle is that share, for the price of dense attention, and no other selection of as many tiles a
-row holds more of it. random is the floor to that ceiling. For full tiles subblock_lse ranks as the router of VSA2 (arXiv 2609.32882) and of DFSAttn, which average or
-sum the softmax over the cells of a tile; the logarithms of sizes, which ragged tiles need, are ours.
+row holds more of it. random is the floor to that ceiling. For full tiles subblock_lse ranks as the router of VSA2
+(arXiv 2609.32882) and of DFSAttn, which average or sum the softmax over the cells of a tile; the logarithms of sizes,
+which ragged tiles need, are ours.
 
 B batch, L tokens, Nq / Nkv query / kv tiles, H / Hkv heads, D head dim.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Literal
 
@@ -61,12 +61,13 @@ def mass_scores(tail: Tensor, layout: TileLayout) -> Tensor:
 
 
 def oracle_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
-    """`oracle`, fp32 `[B, H, Nq, Nkv]`, exact; computes dense attention, some rows at a time."""
-    offsets = layout.blocks.offsets.tolist()
-    rows = []
-    for start, stop in itertools.pairwise(offsets):
-        tokens = torch.arange(start, stop, device=q.device)
-        rows.append(stats.tile_mass(q.detach(), k.detach(), tokens, layout.kv_blocks).mean(2))
+    """`oracle`, fp32 `[B, H, Nq, Nkv]`, exact; computes dense attention, the rows of some tiles at a time."""
+    sizes, start, rows = layout.blocks.sizes.tolist(), 0, []
+    for some in (sizes[i : i + 16] for i in range(0, len(sizes), 16)):
+        tokens = torch.arange(start, start + sum(some), device=q.device)
+        mass = stats.tile_mass(q.detach(), k.detach(), tokens, layout.kv_blocks)
+        rows += [tile.mean(2) for tile in mass.split(some, dim=2)]
+        start += sum(some)
     return torch.stack(rows, dim=2)
 
 

@@ -227,7 +227,7 @@ def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]
     line = {"color": colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
     main = common | {"y": _numbers(series.y[picked]), "mode": "lines", "line": line}
     if not series.points and len(picked) <= 20:
-        main |= {"mode": "lines+markers", "marker": {"size": 5, "color": colour}}
+        main |= {"mode": "lines+markers", "marker": {"size": 8 if series.labels else 5, "color": colour}}
     if series.labels:
         main |= {"text": [_plain(series.labels[i]) for i in picked], "hovertemplate": "%{text}<br>%{x}, %{y}"}
     if series.low is None or series.high is None:
