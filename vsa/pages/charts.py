@@ -229,7 +229,7 @@ def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]
     if not series.points and len(picked) <= 20:
         main |= {"mode": "lines+markers", "marker": {"size": 8 if series.labels else 5, "color": colour}}
     if series.labels:
-        main |= {"text": [_plain(series.labels[i]) for i in picked], "hovertemplate": "%{text}<br>%{x}, %{y}"}
+        main |= {"text": [_plain(series.labels[i]) for i in picked.tolist()], "hovertemplate": "%{text}<br>%{x}, %{y}"}
     if series.low is None or series.high is None:
         bands = []
     elif series.points:

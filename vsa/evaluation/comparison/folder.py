@@ -242,11 +242,8 @@ def _facts(
 ) -> dict[str, str]:
     """What the header says."""
     cuda = torch.device(device).type == "cuda"
-    machine = (
-        torch.cuda.get_device_name(device)
-        if cuda
-        else f"CPU ({platform.machine()}), threads: {torch.get_num_threads()}"
-    )
+    cpu = f"CPU ({platform.machine()}), threads: {torch.get_num_threads()}"
+    machine = torch.cuda.get_device_name(device) if cuda else cpu
     facts = {"machine": f"{machine}, torch {torch.__version__}"}
     if tensors is not None:
         first = tensors.items[0]
