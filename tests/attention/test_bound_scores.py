@@ -10,7 +10,6 @@ import torch
 
 from tests.attention.oracle import cube_ids
 from vsa.attention.context import AttnContext
-from vsa.attention.full import FullAttention
 from vsa.attention.grouped import GroupedAttention
 from vsa.attention.layout import Segment
 from vsa.attention.scores import oracle_scores, random_scores
@@ -108,9 +107,3 @@ def test_groups_tell_which_keys_a_token_sees(group):
         marks[:, key] = 1
         out = method.attend(q, k, marks, AttnContext(layout=layout, topk=1))["out"]
         assert torch.equal(out[0, tokens, 0, 0] > 0, sees[:, key])
-
-
-def test_dense_attention_sees_its_sample():
-    method = FullAttention(**SIZES)
-    layout = method.layout([Segment((1, 2, 2), sample=0), Segment((1, 1, 3), sample=1)])
-    assert method.sees(torch.tensor([1, 5]), layout).int().tolist() == [[1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1]]

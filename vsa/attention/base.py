@@ -64,8 +64,8 @@ class AttentionMethod(nn.Module):
         return self.combine(self.attend(q, k, v, ctx), extra, ctx)
 
     def sees(self, tokens: Tensor, layout: TileLayout) -> Tensor | None:
-        """bool `[n, L]`, which keys some query tokens (int64 `[n]`, the layout's order) attend to, where no lists of
-        tiles say so: of dense attention and of fixed groups. None: what the method records says it."""
+        """bool `[n, L]`, which keys some query tokens (int64 `[n]`, the layout's order) attend to, where groups of
+        tokens and no lists of tiles say so; None: what the method records says it."""
         return None
 
     def pairs(self, layout: TileLayout, topk: int) -> float:

@@ -53,10 +53,5 @@ class FullAttention(AttentionMethod):
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]
 
-    def sees(self, tokens: Tensor, layout: TileLayout) -> Tensor:
-        sizes = torch.tensor([stop - start for start, stop in layout.sample_spans])
-        sample = torch.arange(len(sizes)).repeat_interleave(sizes).to(tokens.device)
-        return sample[tokens, None] == sample
-
     def pairs(self, layout: TileLayout, topk: int) -> float:
         return float(sum((stop - start) ** 2 for start, stop in layout.sample_spans))

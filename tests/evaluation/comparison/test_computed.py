@@ -86,7 +86,7 @@ def test_what_a_method_computes_is_what_moves_its_output(name):
     recorded = {}
     ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, tensors: recorded.update(tensors))
     method.attend(q, k, k, ctx)
-    computed = computed_pairs(method, layout, topk, recorded)
+    computed = computed_pairs(method, layout, recorded)
     assert computed.rows is not None
     rows = computed.rows(torch.arange(60)).expand(1, 2, 60, 60)
     # whole kv tiles, as many a row as are kept
@@ -112,19 +112,19 @@ def test_what_a_method_computes_is_what_moves_its_output(name):
 def test_methods_without_lists():
     layout = FullAttention(**SIZES).layout([Segment(GRID)])
     tokens = torch.tensor([3, 50])
-    full = computed_pairs(FullAttention(**SIZES), layout, 1, None)
+    full = computed_pairs(FullAttention(**SIZES), layout, None)
     assert full.density == full.visited == 1
     assert full.rows is not None
     assert full.rows(tokens).all()
     groups = GroupedAttention(**SIZES, groups=[(2, 3, "all")])
-    inside = computed_pairs(groups, layout, 1, {})
+    inside = computed_pairs(groups, layout, {})
     ids = torch.tensor(cube_ids(GRID, (2, 3, 4)))
     mask = ids[:, None] == ids
     assert inside.rows is not None
     assert torch.equal(inside.rows(tokens)[0, 0], mask[tokens])
     assert inside.density == pytest.approx(float(mask.double().mean()))
     pooled = CompressedKV(**SIZES, pool_thw=TILE)
-    none = computed_pairs(pooled, pooled.layout([Segment(GRID)]), 1, None)
+    none = computed_pairs(pooled, pooled.layout([Segment(GRID)]), None)
     assert none.rows is None
     assert none.density == pytest.approx(6 / 60)
 

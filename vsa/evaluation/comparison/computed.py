@@ -33,15 +33,12 @@ class Computed(NamedTuple):
     rows: Callable[[Tensor], Tensor] | None
 
 
-def computed_pairs(
-    method: AttentionMethod, layout: TileLayout, topk: int, recorded: Mapping[str, Tensor] | None
-) -> Computed:
+def computed_pairs(method: AttentionMethod, layout: TileLayout, recorded: Mapping[str, Tensor] | None) -> Computed:
     """What a method computed in a row of one video.
 
     Args:
         method: of the layer.
         layout: its layout.
-        topk: tiles that were kept.
         recorded: what it handed a recorder, None when nothing.
 
     Raises:
@@ -49,15 +46,18 @@ def computed_pairs(
     """
     if recorded is not None and "kv_indices" in recorded:
         return of_lists(index_of(recorded), layout)
-    # of methods without lists the formula counts what is computed, pooled keys among them
-    density = method.pairs(layout, topk) / layout.num_tokens**2
-    tokens = torch.zeros(1, dtype=torch.int64, device=layout.device)
-    if method.sees(tokens, layout) is None:
+    # a method without lists selects nothing: its formula counts what it computes, pooled keys among them
+    density = method.pairs(layout, layout.num_video_tiles) / layout.num_tokens**2
+    some = torch.zeros(1, dtype=torch.int64, device=layout.device)
+    if density < 1 and method.sees(some, layout) is None:
         return Computed(density, density, None)
 
     def rows(tokens: Tensor) -> Tensor:
         sees = method.sees(tokens, layout)
-        assert sees is not None
+        # as many pairs as there are, so all of them
+        sees = (
+            torch.ones(len(tokens), layout.num_tokens, dtype=torch.bool, device=layout.device) if sees is None else sees
+        )
         return sees[None, None]
 
     return Computed(density, density, rows)

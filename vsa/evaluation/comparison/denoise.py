@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from vsa.evaluation.attention_map import denoise_once
 from vsa.evaluation.comparison.computed import computed_pairs
 from vsa.evaluation.comparison.methods import Method
 from vsa.evaluation.video_metrics import psnr, ssim
-from vsa.models.video_dit import TopK, VideoDiT
+from vsa.models.video_dit import VideoDiT
 from vsa.sampling.pipeline import (
     LoadedRun,
     SampleSettings,
@@ -109,10 +111,7 @@ def _density(run: LoadedRun, model: VideoDiT, clean: Tensor, prompt: str, settin
     recorded: dict[int, dict[str, Tensor]] = {}
     text, mask = encode_prompts(run.text_encoder, [prompt], run.device, settings.text_padding)
     recorder = recorded.__setitem__
-    topk: TopK = settings.topk
     denoise_once(model, clean, text, mask, sigma=0.5, topk=settings.topk, recorder=recorder, seed=settings.seed)
-    layout, densities = model.layout_for(settings.latent_shape, run.device), []
-    for layer, block in enumerate(model.blocks):
-        kept = topk if isinstance(topk, int) else tuple(topk)[layer]
-        densities.append(computed_pairs(block.method, layout, kept, recorded.get(layer)).density)  # type: ignore[arg-type]
-    return sum(densities) / len(densities)
+    layout = model.layout_for(settings.latent_shape, run.device)
+    methods: list[Any] = [block.method for block in model.blocks]
+    return fmean(computed_pairs(method, layout, recorded.get(i)).density for i, method in enumerate(methods))

@@ -176,7 +176,7 @@ class _Prepared:
 
         recording = AttnContext(layout=self.layout, topk=topk, layer_idx=capture.layer, recorder=record)
         self.method.attend_combine(self.q, self.k, self.v, self.extra, recording)
-        self.computed: Computed = computed_pairs(self.method, self.layout, topk, recorded)
+        self.computed: Computed = computed_pairs(self.method, self.layout, recorded)
         self.index = index_of(recorded) if recorded else None
         self.attention = None if self.index is None else self._attention
 
