@@ -28,6 +28,8 @@ COLOURS = (
     "#9a5b3c",
     "#d6453d",
     "#708090",
+    "#5460c8",
+    "#7f9a2d",
 )
 """Of variants, readable on white and on black."""
 

@@ -257,7 +257,7 @@ def _facts(
         )
     if run is not None and prompts:
         facts["denoising"] = (
-            f"{run.source} ({run.weights}): {len(prompts)} prompts, {sampling['steps']} steps, guidance "
+            f"{run.source} ({run.weights}), prompts: {len(prompts)}, steps: {sampling['steps']}, guidance "
             f"{sampling['guidance']:g}, seed {sampling['seed']}"
         )
     return facts

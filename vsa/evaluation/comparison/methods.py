@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,7 +112,8 @@ def usual_methods(sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4,
     """
     half = tuple(n // 2 if n % 2 == 0 else n for n in tile_thw)
     scores = ["oracle", "mass", "random"]
-    if half != tuple(tile_thw):
+    # sub-blocks of one token are the oracle
+    if half != tuple(tile_thw) and math.prod(half) > 1:
         scores.insert(1, f"subblock_lse score_thw=[{','.join(map(str, half))}]")
     ranked = ["video_sparse", *(f"staged stages=f score={score}" for score in scores), "pooled_tail"]
     fixed = ["neighborhood", "strided_window", "spatial_temporal", "compressed_kv"]
