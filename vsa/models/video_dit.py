@@ -210,25 +210,6 @@ class VideoDiT(nn.Module):
         segments = (Segment(grid_thw=self.grid(latent_shape)),)
         return self._block(0).method.layout(segments, device)
 
-    @torch.no_grad()
-    def with_attention(self, attention: Callable[..., AttentionMethod]) -> VideoDiT:
-        """This network with other methods in its layers; all other parameters are shared, not copied.
-
-        A method's own parameters are where its constructor puts them.
-
-        Args:
-            attention: as for the constructor.
-        """
-        model, blocks = _shallow_copy(self), []
-        for layer_idx, block in enumerate(self.blocks):
-            # a comparison must not move the caller's random state
-            with torch.random.fork_rng(devices=[]):
-                made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
-            made = made.to(self.proj_out.weight).train(self.training)
-            blocks.append(_shallow_copy(cast(TransformerBlock, block)).replace_method(made))
-        model.blocks = nn.ModuleList(blocks).train(self.training)
-        return model
-
     def reset_parameters(self) -> None:
         """Initialise every parameter, also after `to_empty` of a model built on the meta device."""
         init_parameters(self, init=self.init, dim=self.dim, num_layers=len(self.blocks))
@@ -256,6 +237,25 @@ class VideoDiT(nn.Module):
             return "matrix" if name.startswith("blocks.") else "embedding"
 
         return {name: role(name, parameter) for name, parameter in self.named_parameters()}
+
+    @torch.no_grad()
+    def with_attention(self, attention: Callable[..., AttentionMethod]) -> VideoDiT:
+        """This network with other methods in its layers; all other parameters are shared, not copied.
+
+        A method's own parameters are where its constructor puts them.
+
+        Args:
+            attention: as for the constructor.
+        """
+        model, blocks = _shallow_copy(self), []
+        for layer_idx, block in enumerate(self.blocks):
+            # a comparison must not move the caller's random state
+            with torch.random.fork_rng(devices=[]):
+                made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
+            made = made.to(self.proj_out.weight).train(self.training)
+            blocks.append(_shallow_copy(cast(TransformerBlock, block)).replace_method(made))
+        model.blocks = nn.ModuleList(blocks).train(self.training)
+        return model
 
     @property
     def activation_checkpointing(self) -> bool:

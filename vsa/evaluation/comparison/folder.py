@@ -323,11 +323,13 @@ def _print(rows: Sequence[Row], denoised: Sequence[Denoised]) -> None:
     tables = {
         f"attention methods: {group}": result_table(some) for group, some in groups(rows).items() if not _is_part(group)
     }
+    console = Console()
     if denoised:
         tables["denoising runs against dense attention"] = denoising_table(denoised)
     for title, table in tables.items():
-        # a name is never cut, and what does not fit in 80 columns stands in the page
-        shown = [place for place, (heading, _) in enumerate(table.headings) if heading not in ("L2 error", "attention")]
+        # what does not fit beside the others stands in the page
+        narrow = ("L2 error", "speed-up", "attention") if console.width < 110 and len(table.headings) > 8 else ()
+        shown = [place for place, (heading, _) in enumerate(table.headings) if heading not in narrow]
         printed = Printed(title=escape(title), box=SIMPLE, pad_edge=False)
         for place in shown:
             named = {"overflow": "fold", "min_width": 20} if place == 0 else {"no_wrap": True, "justify": "right"}
@@ -335,7 +337,7 @@ def _print(rows: Sequence[Row], denoised: Sequence[Denoised]) -> None:
         for row in table.rows:
             cells = [f"{row[place].text} {row[place].sub}" if place == 0 else row[place].text for place in shown]
             printed.add_row(*map(escape, cells))
-        Console().print(printed)
+        console.print(printed)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
