@@ -332,7 +332,7 @@ def _print(rows: Sequence[Row], denoised: Sequence[Denoised]) -> None:
         shown = [place for place, (heading, _) in enumerate(table.headings) if heading not in narrow]
         printed = Printed(title=escape(title), box=SIMPLE, pad_edge=False)
         for place in shown:
-            named = {"overflow": "fold", "min_width": 20} if place == 0 else {"no_wrap": True, "justify": "right"}
+            named = {"overflow": "fold", "min_width": 18} if place == 0 else {"no_wrap": True, "justify": "right"}
             printed.add_column(table.headings[place][0], **named)
         for row in table.rows:
             cells = [f"{row[place].text} {row[place].sub}" if place == 0 else row[place].text for place in shown]
