@@ -41,6 +41,12 @@ def compare_attention(
     guidance: Annotated[
         float | None, option("of the denoising (as the run samples)", panel=MODEL, real=(-100, 100))
     ] = None,
+    flow_shift: Annotated[
+        float | None, option("of the denoising (as the run samples)", "--shift", panel=MODEL, real=(1e-3, 1e3))
+    ] = None,
+    latents: Annotated[
+        tuple[int, int, int], option("of a clip, for a dense export", panel=MODEL, whole=(1, 4096), metavar="T H W")
+    ] = (21, 60, 104),
     weights: Annotated[opt.Group | None, option("averaged or trained", panel=MODEL)] = None,
     pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=MODEL)] = None,
     heads: Annotated[int, option("attention heads", panel=DRAWN, whole=(1, 1024))] = 4,

@@ -14,8 +14,12 @@ from PIL import Image
 from plotly.offline import get_plotlyjs
 
 from tests.commands import run_command
+from tests.data.tiny_wan import save_pipeline
+from tests.evaluation.inspection.test_export import make
 from tests.sweeps.reports.test_report import Page
 from tests.tiny_runs import command_line  # noqa: F401
+from vsa.attention.full import FullAttention
+from vsa.checkpoints.wan import export_pretrained
 from vsa.cli.compare_attention import compare_attention
 from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
@@ -184,3 +188,26 @@ def test_files_of_others_are_not_replaced(tmp_path: Path, command_line):  # noqa
     status, _, err = command_line("compare-attention", *words)
     assert (status, err.count("\n")) == (1, 1)
     assert "comparison.json is not from `vsa compare-attention`: choose another folder with --out" in err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures")
+def test_a_dense_export_through_a_pipeline(tmp_path: Path, videos: Path):
+    """Methods without training on pretrained weights: nothing of the export says which grid, or how to sample."""
+    pipeline = save_pipeline(tmp_path / "pipeline")
+    dense = export_pretrained(make(FullAttention), tmp_path / "dense", sparse=None)
+    words = ["--run", dense, "--pipeline", pipeline, "--latents", "2", "6", "10", "--tile", "1", "2", "2"]
+    words += ["--clips", videos / "clip-1.mp4", "--timesteps", "500", "--method", "video_sparse topk=12"]
+    words += ["--method", "video_sparse topk=3", "--prompt", "a circle", "--steps", "2", "--repeats", "1"]
+    words += ["--out", tmp_path / "out", "--device", "cpu"]
+    with pytest.raises(ValueError, match="is a dense export, which does not say how it is sampled: give --shift"):
+        run_command(compare_attention, *words)
+    run_command(compare_attention, *words, "--shift", "3")
+    record = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    full, every, few = (record["rows"][i] for i in range(3))
+    assert [row["method"] for row in record["rows"]] == ["full", "video_sparse topk=12", "video_sparse topk=3"] * 2
+    assert (every["tiles"], every["density"], few["density"]) == (12, 1, pytest.approx(0.25, abs=0.1))
+    assert full["error_l1"] < every["error_l1"] + 1e-6 < few["error_l1"]
+    assert record["sampling"]["flow_shift"] == 3
+    psnr = [float(row["psnr"]) for row in record["denoising"][1:]]
+    assert psnr[0] > psnr[1]

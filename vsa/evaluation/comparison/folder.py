@@ -43,7 +43,7 @@ from vsa.pages.charts import Chart, draw_panel, write_csv
 from vsa.pages.page import Section, Table, figure_html, page, section_html
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
-from vsa.sampling.pipeline import LoadedRun, settings_dict
+from vsa.sampling.pipeline import LoadedRun, SampleSettings
 
 PAGE, DATA, RECORD = "comparison.html", "comparison", "comparison.json"
 TIMESTEPS = (900.0, 500.0, 100.0)
@@ -73,6 +73,8 @@ def compare_attention(
     prompts: Sequence[str] = (),
     steps: int | None = None,
     guidance: float | None = None,
+    flow_shift: float | None = None,
+    latents: Grid = (21, 60, 104),
     queries: int = 256,
     repeats: int = 5,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -101,6 +103,8 @@ def compare_attention(
         prompts: captions of clips to denoise with each method.
         steps: of the denoising; None: as the run samples.
         guidance: of the denoising; None: as the run samples.
+        flow_shift: of the denoising; None: as the run samples. A dense export does not say.
+        latents: latent frames, rows, columns of a clip for a dense export; 81 frames of 480 x 832 pixels for Wan2.1.
         queries: query tokens that recall and error are measured with.
         repeats: timed calls of each method.
         dtype: of q, k, v; None: bfloat16 on a GPU, float32 on a CPU.
@@ -130,7 +134,9 @@ def compare_attention(
     refuse_others(out)
     tensors, loaded = None, None
     if run is not None:
-        loaded = open_inspected(run, pipeline=pipeline, weights=weights, device=device)
+        loaded = open_inspected(run, pipeline=pipeline, weights=weights, device=device, dense_latents=latents)
+        if prompts and flow_shift is None and not is_run(run) and _is_dense(loaded):
+            raise ValueError(f"{run} is a dense export, which does not say how it is sampled: give --shift")
         tile = tile or loaded.model.layout_for(loaded.settings().latent_shape).tile_thw
     tile = tile or (4, 4, 4)
     asked = parse_methods(methods or usual_methods(sparsities or SPARSITIES, tile), tile_thw=tile)
@@ -165,7 +171,9 @@ def compare_attention(
     denoised: list[Denoised] = []
     sampling: Mapping[str, Any] = {}
     if loaded is not None and prompts:
-        denoised, sampling = _denoise(loaded, prompts, asked, steps=steps, guidance=guidance, seed=seed)
+        denoised, sampling = _denoise(
+            loaded, prompts, asked, steps=steps, guidance=guidance, flow_shift=flow_shift, seed=seed
+        )
     facts = _facts(tensors, loaded, device, kind, queries, repeats, prompts, sampling)
     record = {"made_by": "vsa compare-attention", "facts": facts, "tile_thw": [*tile], "seed": seed}
     record |= {"sampling": dict(sampling), "methods": [_plain(asdict(method)) for method in asked]}
@@ -193,7 +201,7 @@ def _capture(
             raise ValueError(f"--clips {clips} holds no videos")
     opened = [open_clip(run, name) for name in names[:most]]
     own = None
-    if is_run(run.source) and not isinstance(run.model.blocks[0].method, FullAttention):
+    if is_run(run.source) and not _is_dense(run):
         own = resolve_checkpoint(run.source).state["config"]["attention"]
     with progress_bar("capturing", len(opened) * len(timesteps), transient=True) as advance:
         return capture_clips(
@@ -202,21 +210,17 @@ def _capture(
 
 
 def _denoise(
-    run: LoadedRun,
-    prompts: Sequence[str],
-    methods: Sequence[Method],
-    *,
-    steps: int | None,
-    guidance: float | None,
-    seed: int,
-) -> tuple[list[Denoised], Mapping[str, Any]]:
-    settings = run.settings(steps=steps, guidance=guidance, seed=seed)
-    if not isinstance(run.model.blocks[0].method, FullAttention):
+    run: LoadedRun, prompts: Sequence[str], methods: Sequence[Method], settings: SampleSettings
+) -> list[Denoised]:
+    if not _is_dense(run):
         # its config is not needed: the model is at hand
         methods = [*methods, Method(label=AS_TRAINED, family=AS_TRAINED, config={}, trained=True)]
     with progress_bar("denoising", len(prompts) * settings.steps * len(methods), transient=True) as advance:
-        rows = compare_denoising(run, prompts, methods, settings, progress=advance)
-    return rows, settings_dict(settings, run)
+        return compare_denoising(run, prompts, methods, settings, progress=advance)
+
+
+def _is_dense(run: LoadedRun) -> bool:
+    return isinstance(run.model.blocks[0].method, FullAttention)
 
 
 def refuse_others(folder: Path) -> None:
