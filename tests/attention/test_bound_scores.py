@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from vsa_kernels import BlockIndex
 
 from tests.attention.oracle import cube_ids
 from vsa.attention.context import AttnContext
@@ -22,7 +23,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 
 def selected(score, layout, q, k, topk, **options):
     method = StagedAttention(**SIZES, stages="f", tile_thw=layout.tile_thw, score=score, **options)
-    return method.selection(q, k, layout, topk).to_dense(layout.kv_blocks.num)
+    lists = {}
+    ctx = AttnContext(layout=layout, topk=topk, recorder=lambda _, tensors: lists.update(tensors))
+    method.attend(q, k, k, ctx)
+    index = BlockIndex(kv_indices=lists["kv_indices"], kv_num_blocks=lists["kv_num_blocks"])
+    return index.to_dense(layout.kv_blocks.num)
 
 
 @pytest.mark.parametrize("grid", [(2, 4, 4), (3, 3, 5)], ids=str)

@@ -211,15 +211,6 @@ class StagedAttention(AttentionMethod):
             ctx.record(self.layer_idx, index, q=q, k=k, fine=parts["fine"], **seen)
         return parts
 
-    def selection(self, q: Tensor, k: Tensor, layout: TileLayout, topk: int) -> BlockIndex:
-        """Kv tiles that each query tile selects, from tile-major q, k `[B, L, H, D]`."""
-        logits = None
-        if self.pool is not None:
-            pooled = (self.pool[name](x, layout).transpose(1, 2) for name, x in zip("qk", (q, k), strict=True))
-            logits = _logits(*pooled)
-        window = self._window(layout) if self.has_window else None
-        return self._select(self._scores(q, k, logits, layout), topk, window)
-
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         out, window = parts["fine"], parts.get("window")
         if window is not None and "window" not in extra:

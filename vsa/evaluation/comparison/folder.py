@@ -43,7 +43,7 @@ from vsa.pages.charts import Chart, draw_panel, write_csv
 from vsa.pages.page import Section, Table, figure_html, page, section_html
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
-from vsa.sampling.pipeline import LoadedRun, SampleSettings
+from vsa.sampling.pipeline import LoadedRun, SampleSettings, settings_dict
 
 PAGE, DATA, RECORD = "comparison.html", "comparison", "comparison.json"
 TIMESTEPS = (900.0, 500.0, 100.0)
@@ -171,9 +171,8 @@ def compare_attention(
     denoised: list[Denoised] = []
     sampling: Mapping[str, Any] = {}
     if loaded is not None and prompts:
-        denoised, sampling = _denoise(
-            loaded, prompts, asked, steps=steps, guidance=guidance, flow_shift=flow_shift, seed=seed
-        )
+        settings = loaded.settings(steps=steps, guidance=guidance, flow_shift=flow_shift, seed=seed)
+        denoised, sampling = _denoise(loaded, prompts, asked, settings), settings_dict(settings, loaded)
     facts = _facts(tensors, loaded, device, kind, queries, repeats, prompts, sampling)
     record = {"made_by": "vsa compare-attention", "facts": facts, "tile_thw": [*tile], "seed": seed}
     record |= {"sampling": dict(sampling), "methods": [_plain(asdict(method)) for method in asked]}
