@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from plotly.offline import get_plotlyjs
 
@@ -19,6 +20,7 @@ from tests.evaluation.inspection.test_export import make
 from tests.sweeps.reports.test_report import Page
 from tests.tiny_runs import command_line  # noqa: F401
 from vsa.attention.full import FullAttention
+from vsa.attention.pooled_tail import PooledTail
 from vsa.checkpoints.wan import export_pretrained
 from vsa.cli.compare_attention import compare_attention
 from vsa.data.toy_videos import render_clip
@@ -211,3 +213,45 @@ def test_a_dense_export_through_a_pipeline(tmp_path: Path, videos: Path):
     assert record["sampling"]["flow_shift"] == 3
     psnr = [float(row["psnr"]) for row in record["denoising"][1:]]
     assert psnr[0] > psnr[1]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_method_that_does_not_fit_into_memory_is_left_out_and_told(tmp_path: Path, monkeypatch, capsys):
+    attend = PooledTail.attend
+
+    def too_large(self, q, k, v, ctx):
+        # of noise, which comes after the fields
+        if float(q.std()) < 1.05:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return attend(self, q, k, v, ctx)
+
+    monkeypatch.setattr(PooledTail, "attend", too_large)
+    words = [
+        "--synthetic",
+        "2",
+        "4",
+        "4",
+        "--heads",
+        "1",
+        "--head-dim",
+        "16",
+        "--tile",
+        "1",
+        "2",
+        "2",
+        "--repeats",
+        "1",
+    ]
+    run_command(compare_attention, *words, *options("pooled_tail topk=2", "video_sparse topk=2"), "--out", tmp_path)
+    line = "pooled_tail topk=2 is left out on 1 of 2 captures: it did not fit into memory"
+    assert line in capsys.readouterr().out
+    assert line in Page((tmp_path / "comparison.html").read_text(encoding="utf-8")).texts
+    rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
+    assert [(row["capture"], row["method"]) for row in rows] == [
+        *(("fields", name) for name in ("full", "pooled_tail topk=2", "video_sparse topk=2")),
+        *(("noise", name) for name in ("full", "video_sparse topk=2")),
+    ]
+    # any other error of a method is an error
+    monkeypatch.setattr(PooledTail, "attend", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        run_command(compare_attention, *words, *options("pooled_tail topk=2"), "--out", tmp_path)

@@ -111,13 +111,13 @@ def of_lists(index: BlockIndex, layout: TileLayout) -> Computed:
 
 
 def _codes(index: BlockIndex, num_kv: int, *, full: int, none: int) -> Tensor:
-    """int64 `[B|1, H|1, Nq, Nkv]`: the fine mask of a pair of tiles, `full` or `none`."""
+    """int32 `[B|1, H|1, Nq, Nkv]`: the fine mask of a pair of tiles, `full` or `none`."""
     place = torch.arange(index.kv_indices.shape[-1], device=index.kv_indices.device)
     counts = index.kv_num_blocks[..., None]
     # entries past the count are never read: send them to a spare column
     columns = torch.where(place < counts, index.kv_indices, num_kv).long()
-    values = torch.full_like(columns, full)
+    values = torch.full_like(columns, full, dtype=torch.int32)
     if index.mask_ids is not None and index.kv_num_full_blocks is not None:
-        values = torch.where(place < index.kv_num_full_blocks[..., None], values, index.mask_ids.long())
-    codes = torch.full((*columns.shape[:-1], num_kv + 1), none, dtype=torch.int64, device=columns.device)
+        values = torch.where(place < index.kv_num_full_blocks[..., None], values, index.mask_ids)
+    codes = torch.full((*columns.shape[:-1], num_kv + 1), none, dtype=torch.int32, device=columns.device)
     return codes.scatter_(-1, columns, values)[..., :num_kv]

@@ -179,7 +179,9 @@ def compare_attention(
     record |= {"rows": [_plain(asdict(row)) for row in rows], "denoising": [_plain(asdict(row)) for row in denoised]}
     write_whole(out / RECORD, json.dumps(record, indent=1, allow_nan=False) + "\n")
     _print(rows, denoised)
-    return _write(out, rows, denoised, facts)
+    missing = _left_out([method.label for method in asked], rows)
+    print(*missing, sep="\n", end="\n" if missing else "")
+    return _write(out, rows, denoised, facts, [*CAREFUL, *missing])
 
 
 def _capture(
@@ -266,7 +268,24 @@ def _facts(
     return facts
 
 
-def _write(out: Path, rows: Sequence[Row], denoised: Sequence[Denoised], facts: Mapping[str, str]) -> Path:
+def _left_out(asked: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """What is said of methods that are missing on some captures."""
+    counts = {label: sum(row.method == label for row in rows) for label in asked}
+    most = max(counts.values(), default=0)
+    return [
+        f"{label} is left out on {most - count} of {most} captures: it did not fit into memory"
+        for label, count in counts.items()
+        if count < most
+    ]
+
+
+def _write(
+    out: Path,
+    rows: Sequence[Row],
+    denoised: Sequence[Denoised],
+    facts: Mapping[str, str],
+    careful: Sequence[str],
+) -> Path:
     folder = out / DATA
     charts: list[Chart] = []
     first: list[str] = []
@@ -305,7 +324,7 @@ def _write(out: Path, rows: Sequence[Row], denoised: Sequence[Denoised], facts: 
     text = page(
         title="Attention methods compared",
         facts=facts,
-        careful=CAREFUL,
+        careful=careful,
         body=[*figures[:1], *first, *figures[1:], *last],
         charts=charts,
         footer=f"Every number in {RECORD}, every figure as CSV and PNG: {DATA}/",

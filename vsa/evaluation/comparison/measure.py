@@ -19,6 +19,7 @@ from vsa.attention.context import AttnContext
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.scores import per_head
 from vsa.attention.stats import CHUNK_LOGITS, sample_tokens
+from vsa.errors import is_out_of_memory
 from vsa.evaluation.comparison.captures import Capture
 from vsa.evaluation.comparison.computed import LISTS, Computed, computed_pairs, index_of
 from vsa.evaluation.comparison.methods import Method
@@ -82,7 +83,7 @@ def measure(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> list[Row]:
-    """A row for each method; the first one is dense attention, whose errors are what the dtype costs.
+    """A row for each method that fits into memory; the first is dense attention, whose errors are what the dtype costs.
 
     Recall and errors are against exact attention of the same (rounded) q, k and v in fp32, for some query tokens.
 
@@ -103,7 +104,13 @@ def measure(
     q, k, v = (x.to(device, dtype) for x in (capture.q, capture.k, capture.v))
     permuted: dict[int, tuple[Tensor, ...]] = {}
     with fast_dense(device):
-        prepared = [_Prepared(method, capture, (q, k, v), permuted) for method in methods]
+        prepared = []
+        for method in methods:
+            try:
+                prepared.append(_Prepared(method, capture, (q, k, v), permuted))
+            except (RuntimeError, MemoryError) as error:
+                if not (prepared and is_out_of_memory(error)):
+                    raise
         # with lists known a layer's attention is timed by itself
         calls = [call for one in prepared for call in (one, one.attention) if call is not None]
         taken = iter(interleaved_ms(calls, repeats, device))
