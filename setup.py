@@ -10,6 +10,6 @@ setup(
         "vsa.configs": ["**/*.yaml"],
         "vsa_kernels": ["*.json"],
         "vsa.evaluation.inspection": ["*.html"],
-        "vsa.sweeps.reports": ["page.*"],
+        "vsa.pages": ["page.*"],
     },
 )

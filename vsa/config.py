@@ -12,9 +12,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from hydra.errors import InstantiationException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
@@ -215,6 +217,38 @@ def check_settings(cfg: DictConfig) -> None:
                     check.node(f"{name}.{key}", settings, raw[name][key])
     if problems := check.problems():
         raise ValueError("; ".join(problems))
+
+
+def attention_config(name: str, settings: Sequence[str] = (), *, tile_thw: Sequence[int] = (4, 4, 4)) -> dict[str, Any]:
+    """The node of an attention method in a config, gates as for weights that begin as a dense model's (`start=dense`).
+
+    Args:
+        name: of a file in `configs/attention`.
+        settings: `key=value` of the method, as a command line has them, with or without `attention.` before the key.
+        tile_thw: tokens of a tile, for methods that do not say otherwise.
+
+    Raises:
+        ValueError: no such method, or settings that it does not have or cannot take.
+    """
+    files = {path.stem: path for path in sorted((config_folder() / "attention").glob("*.yaml"))}
+    if name not in files:
+        raise ValueError(f"attention={name}: unknown method, expected one of {', '.join(files)}")
+    start = OmegaConf.load(config_folder() / "start" / "dense.yaml")
+    whole = OmegaConf.create({"tile_thw": [*tile_thw], "start": start, "attention": OmegaConf.load(files[name])})
+    for text in settings:
+        try:
+            override = OverridesParser.create().parse_override(text)
+            key = override.get_key_element().removeprefix("attention.")
+            OmegaConf.update(whole, f"attention.{key}", override.value(), force_add=True)
+        except (HydraException, OmegaConfBaseException):
+            raise ValueError(f"{text}: expected a setting of attention={name}, key=value") from None
+    node: Any = OmegaConf.to_container(whole.attention, resolve=True)
+    check_targets({"attention": node})
+    check = _SettingsCheck()
+    check.node("attention", node, OmegaConf.to_container(whole.attention, resolve=False))
+    if problems := check.problems():
+        raise ValueError("; ".join(problems))
+    return node
 
 
 class _SettingsCheck:

@@ -36,6 +36,8 @@ TILES = {
     },
     "mass": {"tile_thw": (2, 2, 4), "score": "mass"},
     "mass 64x16": {"tile_thw": (2, 4, 4), "kv_tile_thw": (1, 4, 2), "score": "mass"},
+    "oracle": {"tile_thw": (2, 2, 4), "score": "oracle"},
+    "oracle 64x16": {"tile_thw": (2, 4, 4), "kv_tile_thw": (1, 4, 2), "score": "oracle"},
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
@@ -52,6 +54,9 @@ def scores_of(q, k, members, *, score, pooled_map, score_members):
     scale = q.shape[-1] ** -0.5
     means = lambda x, rows: torch.stack([x[:, :, row].mean(2) for row in rows], 2)  # noqa: E731
     fine_q, fine_kv = members["q"], members["kv"]
+    if score == "oracle":
+        weights = (q @ k.transpose(-1, -2) * scale).softmax(-1)
+        return means(weights @ fine_kv.double().T, fine_q)
     if score == "mass":
         logits = q @ means(k, fine_kv).transpose(-1, -2) * scale + fine_kv.sum(1).log()
         return means(logits.softmax(-1), fine_q)
@@ -141,7 +146,8 @@ def test_tiles_of_several_sizes_are_a_dense_mask(name, grid):
     assert layout.num_blocks == len(members["q"])
     if grid == (4, 8, 8):
         coarse = len(members["pool_q"]) * len(members["pool_kv"])
-        scored = {"mass": math.prod(grid) * len(members["kv"])}.get(options.get("score"), 0)
+        tokens = math.prod(grid)
+        scored = {"mass": tokens * len(members["kv"]), "oracle": tokens**2}.get(options.get("score"), 0)
         scored = len(how["score_members"]) ** 2 if "score_members" in how else scored
         assert method.pairs(layout, topk) == coarse + scored / 2 + int(mask[0, 0].sum())
 

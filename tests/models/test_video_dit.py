@@ -484,3 +484,30 @@ def test_bad_inputs_are_named():
             model(*args, **kwargs)
     with pytest.raises(ValueError, match=r"divisible by the patch \(1, 2, 2\), got \(4, 8, 12\)"):
         model.layout_for(LATENT[1:])
+
+
+def test_another_attention_with_the_same_weights():
+    model = make_model(SPARSE).eval()
+    inputs, before = make_inputs(), model.state_dict(keep_vars=True)
+    own, state = model(*inputs, topk=3), torch.get_rng_state()
+    dense = model.with_attention(FullAttention)
+    sparse = model.with_attention(partial(VideoSparseAttention, tile_thw=(2, 2, 2), fine_gate=False))
+    assert torch.equal(torch.get_rng_state(), state)
+    # the other parameters are the same objects, gates are those of the new method alone
+    for other, gates in ((dense, 0), (sparse, 2)):
+        names = {name for name, _ in other.named_parameters()}
+        assert {name for name in before if "gate" not in name} == {name for name in names if "gate" not in name}
+        assert all(p is before[name] for name, p in other.named_parameters() if "gate" not in name)
+        assert len([name for name in names if "gate" in name]) == 3 * gates
+        assert not any(module.training for module in other.modules())
+    # dense attention, in a model that was built with it
+    alone = make_model(FullAttention).eval()
+    alone.load_state_dict({name: p for name, p in before.items() if "gate" not in name})
+    assert torch.equal(dense(*inputs), alone(*inputs))
+    # at their start gates change nothing: with all tiles it is dense attention, with fewer it is not
+    torch.testing.assert_close(sparse(*inputs), dense(*inputs))
+    assert not torch.allclose(sparse(*inputs, topk=3), dense(*inputs), atol=1e-3)
+    # nothing happened to the model itself
+    assert torch.equal(model(*inputs, topk=3), own)
+    assert not torch.allclose(own, dense(*inputs), atol=1e-3)
+    assert model.state_dict(keep_vars=True).keys() == before.keys()

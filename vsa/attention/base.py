@@ -63,6 +63,11 @@ class AttentionMethod(nn.Module):
         """`combine(attend(...))`; a method may override it with a fused op that equals the split path."""
         return self.combine(self.attend(q, k, v, ctx), extra, ctx)
 
+    def sees(self, tokens: Tensor, layout: TileLayout) -> Tensor | None:
+        """bool `[n, L]`, which keys some query tokens (int64 `[n]`, the layout's order) attend to, where groups of
+        tokens and no lists of tiles say so; None: what the method records says it."""
+        return None
+
     def pairs(self, layout: TileLayout, topk: int) -> float:
         """Executed query-key pairs of one row and one head (FLOPs = 4 * D * pairs forward)."""
         raise NotImplementedError

@@ -81,6 +81,12 @@ class GroupedAttention(AttentionMethod):
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]
 
+    def sees(self, tokens: Tensor, layout: TileLayout) -> Tensor:
+        groups = self._groups(layout)
+        sizes = torch.tensor([size for count, size in groups.classes for _ in range(count)], device=tokens.device)
+        group = torch.arange(len(sizes), device=tokens.device).repeat_interleave(sizes)[groups.inverse]
+        return group[tokens, None] == group
+
     def pairs(self, layout: TileLayout, topk: int) -> float:
         return float(sum(count * size**2 for count, size in self._groups(layout).classes))
 

@@ -7,15 +7,21 @@ With mean queries qm and keys km of tiles, n_j tokens of kv tile j, s = 1/sqrt(D
                    s qm_u km_w + ln n_w
     mass           mean over tokens a of i of  softmax_j(s q_a km_j + ln n_j)
 
-The last two estimate the share of its attention that a query tile has in a kv tile, one from smaller tiles, one from
-every query. For full tiles subblock_lse ranks as the router of VSA2 (arXiv 2609.32882) and of DFSAttn, which average or
-sum the softmax over the cells of a tile; the logarithms of sizes, which ragged tiles need, are ours.
+    oracle         mean over tokens a of i of  sum over tokens b of j of  softmax_b(s q_a k_b)
+    random         numbers in [0, 1) that know nothing of q and k
+
+subblock_lse and mass estimate the share of its attention that a query tile has in a kv tile, one from smaller tiles,
+one from every query; oracle is that share, for the price of dense attention, and no other selection of as many tiles a
+row holds more of it. random is the floor to that ceiling. For full tiles subblock_lse ranks as the router of VSA2
+(arXiv 2609.32882) and of DFSAttn, which average or sum the softmax over the cells of a tile; the logarithms of sizes,
+which ragged tiles need, are ours.
 
 B batch, L tokens, Nq / Nkv query / kv tiles, H / Hkv heads, D head dim.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -23,10 +29,13 @@ from torch import Tensor
 from vsa_kernels import block_mean_pool
 from vsa_kernels.block_index import Blocks, by_block
 
+from vsa.attention import stats
 from vsa.attention.layout import TileLayout
 from vsa.attention.tiling import Grid
 
 Score = Literal["mean", "subblock_lse", "mass"]
+BoundScore = Literal["oracle", "random"]
+"""What any other score lies between."""
 
 
 def mean_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
@@ -49,6 +58,27 @@ def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid) -> 
 def mass_scores(tail: Tensor, layout: TileLayout) -> Tensor:
     """`mass` of the logits `[B, H, L, Nkv]` of `tile_logits`, `[B, H, Nq, Nkv]`."""
     return block_mean_pool(tail.detach().softmax(-1).transpose(1, 2), layout.blocks).transpose(1, 2)
+
+
+def oracle_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
+    """`oracle`, fp32 `[B, H, Nq, Nkv]`, exact; computes dense attention, the rows of some tiles at a time."""
+    sizes, start, rows = layout.blocks.sizes.tolist(), 0, []
+    for some in (sizes[i : i + 16] for i in range(0, len(sizes), 16)):
+        tokens = torch.arange(start, start + sum(some), device=q.device)
+        mass = stats.tile_mass(q.detach(), k.detach(), tokens, layout.kv_blocks)
+        rows += [tile.mean(2) for tile in mass.split(some, dim=2)]
+        start += sum(some)
+    return torch.stack(rows, dim=2)
+
+
+def random_scores(q: Tensor, layout: TileLayout, seed: int) -> Tensor:
+    """`random`, fp32 `[B, H, Nq, Nkv]`, the same on every device; samples and heads differ."""
+    shape = (q.shape[0], q.shape[2], layout.num_blocks, layout.kv_blocks.num)
+    # splitmix64 of the entry's number (Steele et al., 2014); int64 wraps around, and its shifts keep the sign
+    x = (torch.arange(math.prod(shape), device=q.device) + (seed << 40)) * -0x61C8864680B583EB
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return ((x ^ (x >> 31 & (1 << 33) - 1)) >> 40 & (1 << 24) - 1).float().view(shape) / (1 << 24)
 
 
 def map_scores(logits: Tensor, layout: TileLayout, q_pool: Grid, kv_pool: Grid, pooled_map: str) -> Tensor:

@@ -33,11 +33,22 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.attention.pooling import ConvSharing, Pooling, make_pools, pool_modules
-from vsa.attention.scores import Score, map_scores, mass_scores, per_head, subblock_scores, tile_logits, tiles_inside
+from vsa.attention.scores import (
+    BoundScore,
+    Score,
+    map_scores,
+    mass_scores,
+    oracle_scores,
+    per_head,
+    random_scores,
+    subblock_scores,
+    tile_logits,
+    tiles_inside,
+)
 from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
 from vsa.attention.window import Edge, Window, tile_window
-from vsa.settings import AtLeastOne, checked
+from vsa.settings import AtLeastOne, Count, checked
 
 Stages = Literal["l", "f", "c_l", "c_f", "c_f_l", "c_f_l_e", "c_fl"]
 Tile = tuple[AtLeastOne, AtLeastOne, AtLeastOne]
@@ -55,7 +66,8 @@ class StagedAttention(AttentionMethod):
         pooled_map: what is averaged where tiles of the coarse stage are smaller: probabilities (its softmax) or logits.
             The paper says "predicted attention map".
         score: mean, subblock_lse or mass, what ranks the tiles, see `vsa.attention.scores`; the coarse output is always
-            that of the means.
+            that of the means. For comparisons: oracle (the exact mass, which costs dense attention) and random.
+        score_seed: of random; layers differ by themselves.
         score_thw: tokens of a sub-block of subblock_lse; divides both tiles.
         partition: cube or hilbert_run, see `TileLayout`; a window and conv pooling need cubes.
         block_order: nested or raster, see `TileLayout`.
@@ -90,7 +102,8 @@ class StagedAttention(AttentionMethod):
         kv_tile_thw: Tile | None = None,
         pool_thw: Tile | None = None,
         pooled_map: Literal["probabilities", "logits"] = "probabilities",
-        score: Score = "mean",
+        score: Score | BoundScore = "mean",
+        score_seed: Count = 0,
         score_thw: Tile = (2, 2, 2),
         partition: Partition = "cube",
         block_order: BlockOrder = "nested",
@@ -111,7 +124,7 @@ class StagedAttention(AttentionMethod):
         self.kv_tile_thw: Grid = self.tile_thw if kv_tile_thw is None else _grid(kv_tile_thw)
         self.q_pool = self.tile_thw if pool_thw is None else _grid(pool_thw)
         self.kv_pool = self.kv_tile_thw if pool_thw is None else _grid(pool_thw)
-        self.pooled_map, self.score = pooled_map, score
+        self.pooled_map, self.score, self.score_seed = pooled_map, score, score_seed
         self.partition: Partition = partition
         self.block_order: BlockOrder = block_order
         self.window_thw: Grid = _grid(window_thw)
@@ -198,15 +211,6 @@ class StagedAttention(AttentionMethod):
             ctx.record(self.layer_idx, index, q=q, k=k, fine=parts["fine"], **seen)
         return parts
 
-    def selection(self, q: Tensor, k: Tensor, layout: TileLayout, topk: int) -> BlockIndex:
-        """Kv tiles that each query tile selects, from tile-major q, k `[B, L, H, D]`."""
-        logits = None
-        if self.pool is not None:
-            pooled = (self.pool[name](x, layout).transpose(1, 2) for name, x in zip("qk", (q, k), strict=True))
-            logits = _logits(*pooled)
-        window = self._window(layout) if self.has_window else None
-        return self._select(self._scores(q, k, logits, layout), topk, window)
-
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         out, window = parts["fine"], parts.get("window")
         if window is not None and "window" not in extra:
@@ -238,6 +242,8 @@ class StagedAttention(AttentionMethod):
             total += tokens * layout.kv_blocks.num / 2
         if self.score_thw is not None:
             total += layout.tiles[self.score_thw].num ** 2 / 2
+        if self.score == "oracle":
+            total += tokens**2 / 2
         kept, tiles = self._topk(topk, window), layout.kv_blocks.num
         listed = float(tokens * min(kept, tiles))
         if window is not None and self.stages == "c_f_l_e":
@@ -253,6 +259,10 @@ class StagedAttention(AttentionMethod):
             return mass_scores(tile_logits(q.detach(), k.detach(), layout.kv_blocks), layout)
         if self.score_thw is not None:
             return subblock_scores(q, k, layout, self.score_thw)
+        if self.score == "oracle":
+            return oracle_scores(q, k, layout)
+        if self.score == "random":
+            return random_scores(q, layout, self.score_seed * 1009 + self.layer_idx)
         assert logits is not None
         return map_scores(logits, layout, self.q_pool, self.kv_pool, self.pooled_map)
 
@@ -261,6 +271,8 @@ class StagedAttention(AttentionMethod):
         same = (self.q_pool, self.kv_pool) == (layout.tile_thw, layout.kv_tile_thw)
         if scores is None:
             return logits if same else None
+        if self.score == "random":
+            return None
         shares = self.score != "mean" or not (same or self.pooled_map == "logits")
         return scores.log() if shares else scores
 

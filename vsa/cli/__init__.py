@@ -19,6 +19,7 @@ COMMANDS = {
     "sample": "vsa.cli.sample:sample",
     "evaluate": "vsa.cli.evaluate:evaluate",
     "inspect": "vsa.cli.inspect:inspect",
+    "compare-attention": "vsa.cli.compare_attention:compare_attention",
     "convert": "vsa.cli.convert:convert",
     "merge": "vsa.cli.merge:merge",
     "verify-export": "vsa.cli.verify_export:verify_export",

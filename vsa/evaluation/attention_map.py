@@ -77,7 +77,7 @@ def denoise_once(
     *,
     sigma: float,
     topk: int | tuple[int, ...],
-    recorder: Recorder,
+    recorder: Recorder | None = None,
     seed: int = 0,
 ) -> None:
     """One forward on `latents` with the noise of a seed at one level; arguments as for `record_attention`."""

@@ -138,13 +138,23 @@ class TransformerBlock(nn.Module):
         self.ffn = FeedForward(dim, ffn_dim)
         self.norm3 = LayerNormFp32(dim, eps, elementwise_affine=False)
         self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
+        self._register(method)
+        self.activation_checkpointing = False
+        # an unbound function, so that a deep copy of the block never runs the original's weights
+        self.run: Callable[..., Tensor] = TransformerBlock.body
+
+    def replace_method(self, method: AttentionMethod) -> TransformerBlock:
+        """Attend with another method, whose extra modules take the place of the former one's; returns the block."""
+        for name in self.method.extra_modules():
+            del self._modules[name]
+        self._register(method)
+        return self
+
+    def _register(self, method: AttentionMethod) -> None:
         for name, module in method.extra_modules().items():
             self.register_module(name, module)
         # not a submodule: its parameters are registered once, under the block's own prefix
         object.__setattr__(self, "method", method)
-        self.activation_checkpointing = False
-        # an unbound function, so that a deep copy of the block never runs the original's weights
-        self.run: Callable[..., Tensor] = TransformerBlock.body
 
     def forward(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
         """Hidden states `[B, L, C]` after the block.

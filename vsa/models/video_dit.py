@@ -5,9 +5,10 @@ B batch, C T H W latent channels, frames, rows, columns, L video tokens, S text 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from vsa.models.rope import axis_dims, rope_tables, sincos_table
 from vsa.settings import AtLeastOne, Positive, checked
 
 Role = Literal["matrix", "vector", "embedding", "gate", "head"]
+Module = TypeVar("Module", bound=nn.Module)
 TopK = int | Sequence[int] | None
 
 RECOMPILE_LIMIT = 64
@@ -241,6 +243,25 @@ class VideoDiT(nn.Module):
 
         return {name: role(name, parameter) for name, parameter in self.named_parameters()}
 
+    @torch.no_grad()
+    def with_attention(self, attention: Callable[..., AttentionMethod]) -> VideoDiT:
+        """This network with other methods in its layers; all other parameters are shared, not copied.
+
+        A method's own parameters are where its constructor puts them.
+
+        Args:
+            attention: as for the constructor.
+        """
+        model, blocks = _shallow_copy(self), []
+        for layer_idx, block in enumerate(self.blocks):
+            # a comparison must not move the caller's random state
+            with torch.random.fork_rng(devices=[]):
+                made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
+            made = made.to(self.proj_out.weight).train(self.training)
+            blocks.append(_shallow_copy(cast(TransformerBlock, block)).replace_method(made))
+        model.blocks = nn.ModuleList(blocks).train(self.training)
+        return model
+
     @property
     def activation_checkpointing(self) -> bool:
         """Whether each block keeps only its input and recomputes the rest in the backward."""
@@ -338,3 +359,10 @@ class VideoDiT(nn.Module):
         if (image_embeds is None) != (self.image_dim is None):
             given = None if image_embeds is None else list(image_embeds.shape)
             raise ValueError(f"image_embeds must be given with image_dim only: {self.image_dim}, got {given}")
+
+
+def _shallow_copy(module: Module) -> Module:
+    """A module of its own whose parameters and submodules are those of another one."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied

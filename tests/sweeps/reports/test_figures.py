@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.sweeps.reports.fake_runs import write_run
-from vsa.sweeps.reports.charts import Chart, Heat, Panel, Series, draw_panel, plotly_panel, write_csv
+from vsa.pages.charts import Chart, Heat, Panel, Series, draw_panel, plotly_panel, write_csv
 from vsa.sweeps.reports.figures import charts, sequence_length
 from vsa.sweeps.reports.header import not_shown
 from vsa.sweeps.reports.runs import find_runs

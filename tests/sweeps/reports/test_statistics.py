@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vsa.evaluation.figures import running_mean
+from vsa.pages.charts import thinned
 from vsa.sweeps.reports.statistics import (
     band,
     fit_power_law,
@@ -18,7 +19,6 @@ from vsa.sweeps.reports.statistics import (
     pareto_front,
     t_p_value,
     t_quantile,
-    thinned,
 )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vsa.attention.sparsity import ConstantSparsity
+from vsa.attention.tiling import Grid
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sparse_config import ExportedSparsity
 from vsa.checkpoints.weight_source import Group, is_run, open_network
@@ -42,15 +44,22 @@ class Clip:
 
 
 def open_inspected(
-    checkpoint: str, *, pipeline: str | None = None, weights: Group | None = None, device: str = "cpu"
+    checkpoint: str,
+    *,
+    pipeline: str | None = None,
+    weights: Group | None = None,
+    device: str = "cpu",
+    dense_latents: Grid | None = None,
 ) -> LoadedRun:
-    """The model of a run, or of a sparse export with the VAE and the text encoder of a Wan pipeline.
+    """The model of a run, or of an export with the VAE and the text encoder of a Wan pipeline.
 
     Args:
         checkpoint: run folder, checkpoint folder, or a sparse export: folder or hub id.
         pipeline: folder or hub id whose VAE and text encoder an export is used with; None: the export's own folder.
         weights: of a run, "ema" or "model"; None: the averaged ones where there are any.
         device: where the model goes.
+        dense_latents: latent frames, rows and columns of a clip for a dense export, which says nothing of its grids;
+            None: dense exports are refused.
 
     Raises:
         ValueError: a pipeline for a run, no such weights, a dense export, or a model with image conditions.
@@ -60,7 +69,7 @@ def open_inspected(
             raise ValueError(f"--pipeline {pipeline} is for exports, {checkpoint} is a run with a codec of its own")
         run = load_run(checkpoint, weights=weights, device=device)
     else:
-        run = _open_export(checkpoint, pipeline or checkpoint, weights, device)
+        run = _open_export(checkpoint, pipeline or checkpoint, weights, device, dense_latents)
     model = run.model
     if model.image_dim is not None or model.in_channels != run.codec.channels:
         raise ValueError(
@@ -70,12 +79,14 @@ def open_inspected(
     return run
 
 
-def _open_export(checkpoint: str, pipeline: str, weights: Group | None, device: str) -> LoadedRun:
+def _open_export(
+    checkpoint: str, pipeline: str, weights: Group | None, device: str, dense_latents: Grid | None
+) -> LoadedRun:
     if weights is not None:
         raise ValueError(f"--weights {weights} is for runs, and {checkpoint} is none")
     model, source = open_network(checkpoint, device=device)
     sparse = source.sparse
-    if sparse is None:
+    if sparse is None and dense_latents is None:
         raise ValueError(f"{checkpoint} is a dense model: it selects no tiles")
     try:
         codec = WanVAE(pipeline)
@@ -86,23 +97,26 @@ def _open_export(checkpoint: str, pipeline: str, weights: Group | None, device: 
             f"(an export of other latents becomes a run with `vsa convert --like`): {error}"
         ) from None
     assert codec.statistics is not None
-    shapes = tuple(
-        (codec.channels, *(n * p for n, p in zip(grid, model.patch_size, strict=True))) for grid in sparse.grids
-    )
+    if sparse is None:
+        assert dense_latents is not None
+        shapes: tuple[tuple[int, ...], ...] = ((codec.channels, *dense_latents),)
+    else:
+        sizes = ((n * p for n, p in zip(grid, model.patch_size, strict=True)) for grid in sparse.grids)
+        shapes = tuple((codec.channels, *size) for size in sizes)
     return LoadedRun(
         model=model.eval().requires_grad_(False),
         codec=codec,
         text_encoder=text_encoder,
         latent_mean=codec.statistics[0],
         latent_std=codec.statistics[1],
-        sparsity=ExportedSparsity(sparse),
-        flow_shift=FlowShift(kind="constant", value=sparse.flow_shift or 1.0),
+        sparsity=ConstantSparsity(sparsity=0.0) if sparse is None else ExportedSparsity(sparse),
+        flow_shift=FlowShift(kind="constant", value=(sparse and sparse.flow_shift) or 1.0),
         latent_shapes=shapes,
         step=0,
         source=checkpoint,
         weights="model",
         text_padding="zeros",
-        step_list=sparse.step_list,
+        step_list=None if sparse is None else sparse.step_list,
     )
 
 

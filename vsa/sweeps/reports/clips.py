@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
+from vsa.pages.page import data_uri
 from vsa.sweeps.reports.runs import Run
 from vsa.sweeps.reports.variants import Variant
 
@@ -76,6 +77,23 @@ def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
     return {}
 
 
-def data_uri(path: Path, kind: str) -> str:
-    """A file as an address that holds it."""
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+def clips_html(clips: ClipTable) -> str:
+    """The section of the clips, empty without any."""
+    if not clips.rows:
+        return ""
+    head = "".join(f'<th>{escape(name)}<span class="sub">{escape(said)}</span></th>' for name, said in clips.headings)
+    rows = "".join(
+        f"<tr><td>{escape(prompt)}</td>{''.join(_clip(path, prompt) for path in paths)}</tr>"
+        for prompt, paths in clips.rows.items()
+    )
+    left = f" {clips.left_out} more prompts did not fit into the page (--clips-mb)." if clips.left_out else ""
+    return (
+        '<section class="clips"><h2>Sampled clips</h2>'
+        f'<p class="note">The newest clips of the first run of each variant.{left}</p>'
+        f'<div class="scroll"><table><thead><tr><th>prompt</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        "</section>"
+    )
+
+
+def _clip(path: Path | None, prompt: str) -> str:
+    return "<td></td>" if path is None else f'<td><img src="{data_uri(path, "image/gif")}" alt="{escape(prompt)}"></td>'

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vsa.evaluation.figures import running_mean
-from vsa.sweeps.reports.charts import Chart, Heat, Panel, Series
+from vsa.pages.charts import Chart, Heat, Panel, Series
 from vsa.sweeps.reports.runs import Curve, Run
 from vsa.sweeps.reports.statistics import PowerLaw, band, fit_power_law, pareto_front
 from vsa.sweeps.reports.variants import Variant, final_loss

@@ -14,12 +14,12 @@ from rich.table import Table as Printed
 from vsa.errors import refuse_unwritable
 from vsa.evaluation.figures import health_curves, loss_curve
 from vsa.files import write_whole
+from vsa.pages.charts import draw_panel, write_csv
+from vsa.pages.page import Section, figure_html, list_html, page, section_html
 from vsa.sweeps.reports import tables
-from vsa.sweeps.reports.charts import draw_panel, write_csv
-from vsa.sweeps.reports.clips import clip_table
+from vsa.sweeps.reports.clips import clip_table, clips_html
 from vsa.sweeps.reports.figures import charts
 from vsa.sweeps.reports.header import differences, facts, not_shown
-from vsa.sweeps.reports.page import Section, page
 from vsa.sweeps.reports.runs import Missing, Run, find_runs
 from vsa.sweeps.reports.variants import Variant, compared, group, reference
 
@@ -68,21 +68,26 @@ def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *,
         drawn.append((chart, pictures[0]))
     write_csv(folder / "variants.csv", *tables.variant_rows(variants))
     write_csv(folder / "runs.csv", tables.RUN_COLUMNS, tables.run_rows(variants))
+    results = Section(
+        title="Results",
+        note=_results_note(variants),
+        table=tables.variant_table(variants),
+        data=f"{DATA}/variants.csv",
+    )
+    missed = list_html(not_shown(variants, [chart.key for chart, _ in drawn]), "missing")
     text = page(
         title=f"Runs in {root.name}",
         facts=facts(root, runs, variants, missing),
         careful=differences(runs, missing),
-        results=Section(
-            title="Results",
-            note=_results_note(variants),
-            table=tables.variant_table(variants),
-            data=f"{DATA}/variants.csv",
-        ),
-        charts=drawn,
-        clips=clip_table(variants, most_bytes=clips_mb * MEGABYTE),
-        sections=_sections(variants, missing, folder),
-        not_shown=not_shown(variants, [chart.key for chart, _ in drawn]),
-        data=DATA,
+        body=[
+            section_html(results),
+            *(figure_html(chart, picture, DATA) for chart, picture in drawn),
+            clips_html(clip_table(variants, most_bytes=clips_mb * MEGABYTE)),
+            *(section_html(section) for section in _sections(variants, missing, folder)),
+            f"<section><h2>Not shown</h2>{missed}</section>" if missed else "",
+        ],
+        charts=[chart for chart, _ in drawn],
+        footer=f"Every figure as CSV and PNG: {DATA}/",
     )
     write_whole(out / PAGE, text)
     return out / PAGE

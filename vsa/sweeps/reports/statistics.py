@@ -45,11 +45,6 @@ def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
     return Band(steps=steps, mean=mean, low=low, high=high)
 
 
-def thinned(count: int, most: int) -> np.ndarray:
-    """Indices of at most `most` of `count` points, evenly spread, the first and the last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)) if count else np.array([], int)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """Mean of paired differences.

@@ -3,44 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from vsa.pages.page import Cell, Table
 from vsa.sweeps.reports.runs import Missing, Run
 from vsa.sweeps.reports.variants import Variant, reference, shown
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """Text of a cell.
-
-    Args:
-        text: what it says.
-        sub: smaller, below it.
-        colour: number of the colour of a dot before it.
-        long: whether it is a sentence.
-    """
-
-    text: str
-    sub: str = ""
-    colour: int | None = None
-    long: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table of the page.
-
-    Args:
-        headings: texts with what explains them, "" for nothing.
-        rows: cells.
-        marked: numbers of the rows that stand out.
-    """
-
-    headings: Sequence[tuple[str, str]]
-    rows: Sequence[Sequence[Cell]]
-    marked: Sequence[int] = ()
 
 
 def variant_table(variants: Sequence[Variant]) -> Table:

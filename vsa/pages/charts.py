@@ -1,4 +1,4 @@
-"""A figure of a report, described once: as rows for CSV, as PNG, and as traces for plotly."""
+"""A figure of a page, described once: as rows for CSV, as PNG, and as traces for plotly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 from vsa.files import atomic_file
 from vsa.plotting import fit_text, save_figure, set_title
-from vsa.sweeps.reports.statistics import thinned
 
 COLOURS = (
     "#3b7dd8",
@@ -29,6 +28,8 @@ COLOURS = (
     "#9a5b3c",
     "#d6453d",
     "#708090",
+    "#5460c8",
+    "#7f9a2d",
 )
 """Of variants, readable on white and on black."""
 
@@ -47,6 +48,7 @@ class Series:
         colour: number of its colour.
         points: points in place of a line.
         dashed: whether the line is.
+        labels: what each point is called where a reader points at it; empty: the name says it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Series:
     colour: int = 0
     points: bool = False
     dashed: bool = False
+    labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,11 @@ class Chart:
     columns: Sequence[str]
     rows: Iterable[Sequence[Any]]
     switches: Sequence[str] = field(default=())
+
+
+def thinned(count: int, most: int) -> np.ndarray:
+    """Indices of at most `most` of `count` points, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)) if count else np.array([], int)
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
@@ -221,7 +229,9 @@ def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]
     line = {"color": colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
     main = common | {"y": _numbers(series.y[picked]), "mode": "lines", "line": line}
     if not series.points and len(picked) <= 20:
-        main |= {"mode": "lines+markers", "marker": {"size": 5, "color": colour}}
+        main |= {"mode": "lines+markers", "marker": {"size": 8 if series.labels else 5, "color": colour}}
+    if series.labels:
+        main |= {"text": [_plain(series.labels[i]) for i in picked.tolist()], "hovertemplate": "%{text}<br>%{x}, %{y}"}
     if series.low is None or series.high is None:
         bands = []
     elif series.points:

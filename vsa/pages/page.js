@@ -1,4 +1,5 @@
-// Draws the charts of the page from the data beside them; the pictures they replace stay where this does not run.
+// Draws the charts of the page from the data beside them, and lets its tables be sorted; where this does not run,
+// pictures stand in place of the charts.
 "use strict";
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const narrow = window.matchMedia("(max-width: 560px)");
@@ -95,4 +96,43 @@ function draw(chart) {
   narrow.addEventListener("change", render);
 }
 
+// A click on a heading sorts the rows by that column, a second one the other way round; what is empty comes last.
+function sortable(table) {
+  const body = table.tBodies[0];
+  const headings = [...table.tHead.rows[0].cells];
+  const scales = { k: 1e3, M: 1e6, B: 1e9 };
+  const valueOf = (row, column) => {
+    // without what stands smaller below it
+    const node = [...row.cells[column].childNodes].find((each) => each.nodeType === Node.TEXT_NODE);
+    const text = node ? node.textContent.trim() : "";
+    const value = text === "inf" ? Infinity : parseFloat(text) * (scales[text.slice(-1)] || 1);
+    return { text, value };
+  };
+  headings.forEach((heading, column) => {
+    heading.tabIndex = 0;
+    const sort = () => {
+      const up = heading.getAttribute("aria-sort") !== "ascending";
+      const rows = [...body.rows].map((row) => ({ row, ...valueOf(row, column) }));
+      const numbers = rows.some((each) => !Number.isNaN(each.value)) && column > 0;
+      const empty = (each) => (numbers ? Number.isNaN(each.value) : each.text === "");
+      rows.sort((a, b) => {
+        if (empty(a) || empty(b)) return empty(a) - empty(b);
+        const order = numbers ? (a.value === b.value ? 0 : a.value - b.value) : a.text.localeCompare(b.text);
+        return up ? order : -order;
+      });
+      headings.forEach((each) => each.removeAttribute("aria-sort"));
+      heading.setAttribute("aria-sort", up ? "ascending" : "descending");
+      body.append(...rows.map((each) => each.row));
+    };
+    heading.onclick = sort;
+    heading.onkeydown = (event) => {
+      if (event.key === "Enter" || event.key === " ") {
+        event.preventDefault();
+        sort();
+      }
+    };
+  });
+}
+
 charts.forEach(draw);
+document.querySelectorAll("section:not(.clips) table").forEach(sortable);

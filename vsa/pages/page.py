@@ -1,7 +1,7 @@
-"""The page of a report: one file that needs no other and loads nothing.
+"""A page in one file: what it needs is inside, and it loads nothing.
 
-Whatever a run says (names, captions, reasons) is text of strangers: it goes through `html.escape`, or into JSON without
-a `<`. The page's own policy lets a browser run its two scripts and nothing else, and fetch nothing at all.
+Whatever a run or a file says (names, captions, reasons) is text of strangers: it goes through `html.escape`, or into
+JSON without a `<`. The page's own policy lets a browser run its two scripts and nothing else, and fetch nothing at all.
 """
 
 from __future__ import annotations
@@ -14,13 +14,43 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from vsa.sweeps.reports.charts import COLOURS, Chart, plotly_panel
-from vsa.sweeps.reports.clips import ClipTable, data_uri
-from vsa.sweeps.reports.tables import Cell, Table
+from vsa.pages.charts import COLOURS, Chart, plotly_panel
 
 HERE = Path(__file__).parent
 POINTS = 6_000
 """Points of all curves of a panel together; a curve has at most 300, and at least 20."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Text of a cell.
+
+    Args:
+        text: what it says.
+        sub: smaller, below it.
+        colour: number of the colour of a dot before it.
+        long: whether it is a sentence.
+    """
+
+    text: str
+    sub: str = ""
+    colour: int | None = None
+    long: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of the page; a click on a heading sorts it.
+
+    Args:
+        headings: texts with what explains them, "" for nothing.
+        rows: cells.
+        marked: numbers of the rows that stand out.
+    """
+
+    headings: Sequence[tuple[str, str]]
+    rows: Sequence[Sequence[Cell]]
+    marked: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,44 +75,33 @@ def page(
     title: str,
     facts: Mapping[str, str],
     careful: Sequence[str],
-    results: Section,
-    charts: Sequence[tuple[Chart, Path]],
-    clips: ClipTable,
-    sections: Sequence[Section],
-    not_shown: Sequence[str],
-    data: str,
+    body: Sequence[str],
+    charts: Sequence[Chart],
+    footer: str,
 ) -> str:
     """The whole page as HTML.
 
     Args:
         title: of the page.
         facts: what the header says.
-        careful: what speaks against comparing the runs.
-        results: the table of the variants.
-        charts: with the picture of each that stands there without JavaScript.
-        clips: beside each other.
-        sections: further tables.
-        not_shown: what is missing for figures.
-        data: folder of the CSVs and PNGs, as the page calls it.
+        careful: what to know before reading on.
+        body: parts in HTML, from `section_html`, `figure_html` and the like; empty ones are left out.
+        charts: those that have a figure in the body.
+        footer: one line at the end.
     """
     from plotly.offline import get_plotlyjs
 
     scripts = [get_plotlyjs().replace("\r", ""), (HERE / "page.js").read_text(encoding="utf-8")]
     rules = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     policy = f"default-src 'none'; script-src {rules}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
-    body = [
+    parts = [
         f"<header><h1>{escape(title)}</h1>",
         "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items()) + "</dl>",
-        _list(careful, "careful"),
+        list_html(careful, "careful"),
         "</header>",
-        _section(results),
-        *(_figure(chart, picture, data) for chart, picture in charts),
-        _clips(clips),
-        *(_section(section) for section in sections),
+        *body,
+        f"<footer>{escape(footer)}</footer>",
     ]
-    if not_shown:
-        body.append(f"<section><h2>Not shown</h2>{_list(not_shown, 'missing')}</section>")
-    body.append(f"<footer>Every figure as CSV and PNG: {escape(data)}/</footer>")
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -90,8 +109,8 @@ def page(
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             f"<title>{escape(title)}</title>",
             f"<style>\n{(HERE / 'page.css').read_text(encoding='utf-8')}</style>\n</head>\n<body>",
-            *(part for part in body if part),
-            f'<script type="application/json" id="charts">{_chart_data([chart for chart, _ in charts])}</script>',
+            *(part for part in parts if part),
+            f'<script type="application/json" id="charts">{_chart_data(charts)}</script>',
             *(f"<script>{script}</script>" for script in scripts),
             "</body>\n</html>\n",
         ]
@@ -110,7 +129,14 @@ def _chart_data(charts: Sequence[Chart]) -> str:
     return json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _figure(chart: Chart, picture: Path, data: str) -> str:
+def figure_html(chart: Chart, picture: Path, data: str) -> str:
+    """A chart with its title, and the picture that stands there without JavaScript.
+
+    Args:
+        chart: what is drawn.
+        picture: PNG of it.
+        data: folder of its CSV, as the page calls it.
+    """
     source = data_uri(picture, "image/png")
     links = f'<a href="{escape(data)}/{chart.key}.csv">{chart.key}.csv</a>'
     return (
@@ -120,7 +146,8 @@ def _figure(chart: Chart, picture: Path, data: str) -> str:
     )
 
 
-def _section(section: Section) -> str:
+def section_html(section: Section) -> str:
+    """A heading, a note and a table."""
     link = f' Data: <a href="{escape(section.data)}">{escape(Path(section.data).name)}</a>' if section.data else ""
     note = f'<p class="note">{escape(section.note)}{link}</p>' if section.note or link else ""
     return f"<section><h2>{escape(section.title)}</h2>{note}{table_html(section.table)}</section>"
@@ -158,26 +185,11 @@ def _cell(cell: Cell, kind: str) -> str:
     return f'<td class="{"long" if cell.long else kind}">{dot}{escape(cell.text)}{sub}</td>'
 
 
-def _list(items: Sequence[str], kind: str) -> str:
+def list_html(items: Sequence[str], kind: str) -> str:
+    """A list of sentences of a kind that the style sheet knows; nothing without items."""
     return f'<ul class="{kind}">{"".join(f"<li>{escape(item)}</li>" for item in items)}</ul>' if items else ""
 
 
-def _clips(clips: ClipTable) -> str:
-    if not clips.rows:
-        return ""
-    head = "".join(f'<th>{escape(name)}<span class="sub">{escape(said)}</span></th>' for name, said in clips.headings)
-    rows = "".join(
-        f"<tr><td>{escape(prompt)}</td>{''.join(_clip(path, prompt) for path in paths)}</tr>"
-        for prompt, paths in clips.rows.items()
-    )
-    left = f" {clips.left_out} more prompts did not fit into the page (--clips-mb)." if clips.left_out else ""
-    return (
-        '<section class="clips"><h2>Sampled clips</h2>'
-        f'<p class="note">The newest clips of the first run of each variant.{left}</p>'
-        f'<div class="scroll"><table><thead><tr><th>prompt</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        "</section>"
-    )
-
-
-def _clip(path: Path | None, prompt: str) -> str:
-    return "<td></td>" if path is None else f'<td><img src="{data_uri(path, "image/gif")}" alt="{escape(prompt)}"></td>'
+def data_uri(path: Path, kind: str) -> str:
+    """A file as an address that holds it."""
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"

@@ -1,0 +1,62 @@
+"""Whole denoising runs against the dense one: the same weights, prompts and noise."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from vsa.attention.full import FullAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.evaluation.comparison.denoise import compare_denoising
+from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_methods
+from vsa.evaluation.video_metrics import psnr, ssim
+from vsa.sampling.pipeline import generate, load_run
+
+PROMPTS = ("a red circle", "a blue square moving up")
+
+
+def test_methods_are_put_into_the_same_weights(tiny_run_dir: Path):
+    run = load_run(tiny_run_dir, device="cpu")
+    settings = run.settings(steps=2, seed=5, batch_size=1)
+    names = ["video_sparse topk=8", "video_sparse topk=2", "staged stages=f score=random topk=1", "spatial_full"]
+    own = Method(label=AS_TRAINED, family=AS_TRAINED, config={}, trained=True)
+    done: list[int] = []
+    methods = [*parse_methods(names, tile_thw=(2, 2, 2)), own]
+    before = {name: p.clone() for name, p in run.model.named_parameters()}
+    rows = compare_denoising(run, PROMPTS, methods, settings, progress=done.append)
+    assert sum(done) == len(methods) * len(PROMPTS) * settings.steps
+    assert [row.method for row in rows] == ["full", *names, AS_TRAINED]
+    full, every, few, random, spatial, trained = rows
+    assert (full.psnr, full.ssim, full.density) == (None, None, 1)
+    # all tiles are dense attention, up to rounding of pixels
+    assert every.psnr is not None
+    assert every.psnr > 60
+    assert (every.ssim, every.density) == (pytest.approx(1, abs=1e-3), 1)
+    assert few.psnr is not None
+    assert random.psnr is not None
+    assert every.psnr - 10 > few.psnr > 5
+    assert [row.density for row in (few, random, spatial, trained)] == pytest.approx([1 / 4, 1 / 8, 1 / 4, 1 / 4])
+    assert all(row.seconds > 0 for row in rows)
+    # by the pipeline itself: dense, training-free with gates at their start, and the run as it is
+    model = run.model
+    factories = {
+        "full": FullAttention,
+        "few": partial(VideoSparseAttention, tile_thw=(2, 2, 2), fine_gate=False),
+    }
+    clips = {}
+    for name, factory in factories.items():
+        other = load_run(tiny_run_dir, device="cpu").model.with_attention(factory)
+        object.__setattr__(run, "model", other)
+        clips[name] = generate(run, PROMPTS, settings)
+    object.__setattr__(run, "model", model)
+    clips["own"] = generate(run, PROMPTS, settings)
+    for row, name in ((few, "few"), (trained, "own")):
+        assert row.psnr == pytest.approx(psnr(clips[name], clips["full"]))
+        values = [ssim(a, b) for a, b in zip(clips[name], clips["full"], strict=True)]
+        assert row.ssim == pytest.approx(sum(values) / 2)
+    assert few.psnr != trained.psnr
+    # the run's own weights are what they were
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())

@@ -1,0 +1,257 @@
+"""`vsa compare-attention` from a command line: what it writes, that the page loads nothing, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from plotly.offline import get_plotlyjs
+
+from tests.commands import run_command
+from tests.data.tiny_wan import save_pipeline
+from tests.evaluation.inspection.test_export import make
+from tests.sweeps.reports.test_report import Page
+from tests.tiny_runs import command_line  # noqa: F401
+from vsa.attention.full import FullAttention
+from vsa.attention.pooled_tail import PooledTail
+from vsa.checkpoints.wan import export_pretrained
+from vsa.cli.compare_attention import compare_attention
+from vsa.data.toy_videos import render_clip
+from vsa.data.video_files import write_video
+from vsa.evaluation.comparison import folder
+from vsa.evaluation.comparison.measure import Row
+from vsa.pages.charts import draw_panel
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+METHODS = ("video_sparse topk=2", "video_sparse topk=4", "staged stages=f score=oracle topk=2", "strided_window")
+EVIL = "<script>alert(1)</script><img src=http://evil.example/x>"
+
+
+def options(*methods: str) -> list[str]:
+    return [word for method in methods for word in ("--method", method)]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    clips = tmp_path / "videos"
+    clips.mkdir()
+    for i in range(3):
+        write_video(clips / f"clip-{i}.mp4", render_clip(0, i, size=(16, 64, 64))[0])
+        (clips / f"clip-{i}.txt").write_text(f"a circle {EVIL}\n")
+    return clips
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path: Path, capsys):
+    where = ["--run", tiny_run_dir, "--clips", videos, "--layers", "0,1", "--timesteps", "900,200", "--device", "cpu"]
+    # the name of a file is text of strangers too
+    (videos / "clip-0.mp4").rename(videos / "a<i>&.mp4")
+    (videos / "clip-0.txt").rename(videos / "a<i>&.txt")
+    few = ["--most-clips", "2", "--repeats", "1", "--queries", "16", "--save", tmp_path / "q.safetensors"]
+    run_command(compare_attention, *where, *few, *options(*METHODS), "--prompt", EVIL, "--steps", "1")
+    shown = capsys.readouterr().out
+    out = tiny_run_dir / "comparison"
+    record = json.loads((out / "comparison.json").read_text())
+    names = ["full", *METHODS, "as trained"]
+    assert record["made_by"] == "vsa compare-attention"
+    assert record["tile_thw"] == [2, 2, 2]
+    assert len(record["rows"]) == 2 * 2 * 2 * len(names)
+    assert [row["method"] for row in record["rows"][: len(names)]] == names
+    assert {(row["capture"], row["layer"], row["timestep"]) for row in record["rows"]} == {
+        (name, layer, timestep) for name in ("a<i>&.mp4", "clip-1.mp4") for layer in (0, 1) for timestep in (900, 200)
+    }
+    assert [row["method"] for row in record["denoising"]] == names
+    assert record["sampling"]["steps"] == 1
+    # every number of the JSON is in the CSV, every mean in the page and in the terminal
+    rows = read(out / "comparison" / "rows.csv")
+    assert list(rows[0]) == list(Row.__dataclass_fields__)
+    for row, told in zip(rows, record["rows"], strict=True):
+        assert {name: "" if value is None else str(value) for name, value in told.items()} == row
+    means = {(row["captures"], row["method"]): row for row in read(out / "comparison" / "means.csv")}
+    assert {group for group, _ in means} == {"all", "layer 0", "layer 1", "timestep 900", "timestep 200"}
+    page = Page((out / "comparison.html").read_text(encoding="utf-8"))
+    words = " ".join(shown.split())
+    for name in names:
+        own = [row for row in record["rows"] if row["method"] == name]
+        for group, some in (("all", own), ("layer 1", [row for row in own if row["layer"] == 1])):
+            mean = sum(row["error_l1"] for row in some) / len(some)
+            assert float(means[group, name]["error_l1"]) == pytest.approx(mean)
+        error = f"{float(means['all', name]['error_l1']):.3g}"
+        assert error in page.texts
+        assert error in words
+    densities = {name: float(means["all", name]["density"]) for name in names}
+    assert densities == pytest.approx(dict(zip(names, (1, 0.25, 0.5, 0.25, 0.75, 0.25), strict=True)))
+    for title in ("Results: all", "Error against density and speed", "By layer and timestep", "Denoising runs"):
+        assert title in page.texts
+    for row in record["denoising"][1:]:
+        assert f"{float(row['psnr']):.3g}" in page.texts
+    # the file of captures gives the same numbers elsewhere
+    again = ["--captures", tmp_path / "q.safetensors", "--out", tmp_path / "again", "--tile", "2", "2", "2"]
+    run_command(compare_attention, *again, "--repeats", "1", "--queries", "16", *options(*METHODS), "--device", "cpu")
+    other = json.loads((tmp_path / "again" / "comparison.json").read_text())
+    keys = ("method", "capture", "layer", "timestep", "topk", "density", "recall", "error_l1", "error_l2")
+    ours, theirs = ([[row[key] for key in keys] for row in one["rows"]] for one in (record, other))
+    assert ours == theirs
+    assert other["denoising"] == []
+    shutil.rmtree(out)
+
+
+def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch, capsys, no_pictures):
+    # one picture stands for all
+    touch = folder.draw_panel
+    draws = {"error-density-fields.png": draw_panel}
+    monkeypatch.setattr(
+        folder, "draw_panel", lambda panel, path, *, title: draws.get(path.name, touch)(panel, path, title=title)
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    draw = ["--synthetic", "2", "6", "6", "--heads", "2", "--head-dim", "8", "--tile", "1", "2", "2", "--device", "cpu"]
+    run_command(compare_attention, *draw, *options(*METHODS[:3]), "--repeats", "1", "--out", tmp_path)
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown[:-1])) <= 80
+    assert [line.split()[-2:] for line in shown if line.split()[:1] == ["method"]] == [["ms", "prediction"]] * 2
+    # a method's settings and budget, whatever the width
+    assert len([line for line in shown if "score=oracle" in line or "2 of 18" in line]) >= 2
+    data = tmp_path / "comparison"
+    assert np.asarray(Image.open(data / "error-density-fields.png").convert("L")).std() > 5
+    names = {path.name for path in data.iterdir()}
+    assert names >= {"rows.csv", "means.csv", "error.csv", "recall.csv", "error-density-fields.png", "recall-noise.png"}
+    text = (tmp_path / "comparison.html").read_text(encoding="utf-8")
+    page = Page(text)
+    # means of fields and of noise together would mean nothing
+    assert "Results: fields" in page.texts
+    assert "Results: noise" in page.texts
+    assert "Results: all" not in page.texts
+    charts = {chart["key"]: chart for chart in json.loads(next(s for s in page.scripts if s.startswith("[")))}
+    panel = next(panel for panel in charts["error"]["panels"] if panel["key"] == ["density", "fields"])
+    curves = {trace["label"]: trace for trace in panel["traces"]}
+    rows = {row["method"]: row for row in json.loads((tmp_path / "comparison.json").read_text())["rows"][:4]}
+    assert set(curves) == {"full", "video_sparse", "staged stages=f score=oracle"}
+    assert curves["video_sparse"]["text"] == ["video_sparse topk=2", "video_sparse topk=4"]
+    for name, x, y in zip(*(curves["video_sparse"][key] for key in ("text", "x", "y")), strict=True):
+        assert (x, y) == pytest.approx((rows[name]["density"], rows[name]["error_l1"]), rel=1e-4)
+    for tag, attrs in page.elements:
+        for name in ("src", "href", "srcset", "data", "action", "poster"):
+            assert not re.match(r"\s*(\w+:)?//", attrs.get(name) or ""), (tag, name)
+        assert tag not in ("link", "iframe", "object", "embed", "base")
+    ours = text.replace(get_plotlyjs().replace("\r", ""), "")
+    assert len(ours) < len(text)
+    assert not re.search(r"\bfetch\(|XMLHttpRequest|\bimport\b\s*[\"'({*]|@import|url\(|WebSocket|sendBeacon", ours)
+    policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
+    assert str(policy).startswith("default-src 'none';")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give one of --run, --captures, --synthetic, got none"),
+        (("--synthetic", "2", "2", "2", "--captures", "x"), "got --captures, --synthetic"),
+        (("--run", "RUN"), "RUN needs --clips to capture q, k, v of, or --prompt to denoise, or both"),
+        (("--synthetic", "2", "2", "2", "--prompt", "x"), "--clips and --prompt need a model: give --run"),
+        (("--synthetic", "2", "2", "2", "--method", "vsa"), "method 'vsa': attention=vsa: unknown method"),
+        (("--synthetic", "2", "2", "2", "--sparsity", "0.5,x"), "--sparsity: expected float values"),
+        (("--synthetic", "2", "2", "2", "--sparsity", "1.5"), "sparsity=1.5: expected a share"),
+        (("--synthetic", "2", "2", "2", "--head-dim", "7"), "attention_head_dim must be even"),
+        (("--captures", "gone.safetensors"), "no such file of captures: gone.safetensors"),
+        (("--run", "RUN", "--clips", "gone.mp4"), "no such video: gone.mp4"),
+        (("--run", "RUN", "--clips", "EMPTY"), "holds no videos"),
+        (("--run", "RUN", "--clips", "EMPTY/a.mp4", "--layers", "0,2"), "has layers 0 to 1, got 2"),
+        (("--run", "RUN", "--clips", "EMPTY/a.mp4", "--timesteps", "1001"), "between 0 and 1000, got 1001"),
+        (("--synthetic", "2", "2", "2", "--method", "video_sparse topk=9"), "topk 9 is above the 1 tiles of"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, tiny_run_dir, tmp_path, command_line):  # noqa: F811
+    (tmp_path / "empty").mkdir()
+    places = {"RUN": str(tiny_run_dir), "EMPTY": str(tmp_path / "empty")}
+    words = [re.sub("RUN|EMPTY", lambda found: places[found[0]], word) for word in words]
+    words += ["--out", str(tmp_path / "out"), "--device", "cpu"]
+    status, _, err = command_line("compare-attention", *words)
+    assert status == 1
+    assert err.count("\n") == 1
+    assert re.sub("RUN", str(tiny_run_dir), message) in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_others_are_not_replaced(tmp_path: Path, command_line):  # noqa: F811
+    (tmp_path / "comparison.json").write_text("{}")
+    words = ["--synthetic", "2", "2", "2", "--out", str(tmp_path), "--device", "cpu"]
+    status, _, err = command_line("compare-attention", *words)
+    assert (status, err.count("\n")) == (1, 1)
+    assert "comparison.json is not from `vsa compare-attention`: choose another folder with --out" in err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures")
+def test_a_dense_export_through_a_pipeline(tmp_path: Path, videos: Path):
+    """Methods without training on pretrained weights: nothing of the export says which grid, or how to sample."""
+    pipeline = save_pipeline(tmp_path / "pipeline")
+    dense = export_pretrained(make(FullAttention), tmp_path / "dense", sparse=None)
+    words = ["--run", dense, "--pipeline", pipeline, "--latents", "2", "6", "10", "--tile", "1", "2", "2"]
+    words += ["--clips", videos / "clip-1.mp4", "--timesteps", "500", "--method", "video_sparse topk=12"]
+    words += ["--method", "video_sparse topk=3", "--prompt", "a circle", "--steps", "2", "--repeats", "1"]
+    words += ["--out", tmp_path / "out", "--device", "cpu"]
+    with pytest.raises(ValueError, match="is a dense export, which does not say how it is sampled: give --shift"):
+        run_command(compare_attention, *words)
+    run_command(compare_attention, *words, "--shift", "3")
+    record = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    full, every, few = (record["rows"][i] for i in range(3))
+    assert [row["method"] for row in record["rows"]] == ["full", "video_sparse topk=12", "video_sparse topk=3"] * 2
+    assert (every["tiles"], every["density"], few["density"]) == (12, 1, pytest.approx(0.25, abs=0.1))
+    assert full["error_l1"] < every["error_l1"] + 1e-6 < few["error_l1"]
+    assert record["sampling"]["flow_shift"] == 3
+    psnr = [float(row["psnr"]) for row in record["denoising"][1:]]
+    assert psnr[0] > psnr[1]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_method_that_does_not_fit_into_memory_is_left_out_and_told(tmp_path: Path, monkeypatch, capsys):
+    attend = PooledTail.attend
+
+    def too_large(self, q, k, v, ctx):
+        # of noise, which comes after the fields
+        if float(q.std()) < 1.05:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return attend(self, q, k, v, ctx)
+
+    monkeypatch.setattr(PooledTail, "attend", too_large)
+    words = [
+        "--synthetic",
+        "2",
+        "4",
+        "4",
+        "--heads",
+        "1",
+        "--head-dim",
+        "16",
+        "--tile",
+        "1",
+        "2",
+        "2",
+        "--repeats",
+        "1",
+    ]
+    run_command(compare_attention, *words, *options("pooled_tail topk=2", "video_sparse topk=2"), "--out", tmp_path)
+    line = "pooled_tail topk=2 is left out on 1 of 2 captures: it did not fit into memory"
+    assert line in capsys.readouterr().out
+    assert line in Page((tmp_path / "comparison.html").read_text(encoding="utf-8")).texts
+    rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
+    assert [(row["capture"], row["method"]) for row in rows] == [
+        *(("fields", name) for name in ("full", "pooled_tail topk=2", "video_sparse topk=2")),
+        *(("noise", name) for name in ("full", "video_sparse topk=2")),
+    ]
+    # any other error of a method is an error
+    monkeypatch.setattr(PooledTail, "attend", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        run_command(compare_attention, *words, *options("pooled_tail topk=2"), "--out", tmp_path)

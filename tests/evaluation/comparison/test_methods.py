@@ -1,0 +1,83 @@
+"""Methods by name, budget and settings, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from vsa.attention.layout import Segment
+from vsa.attention.staged import StagedAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.config import config_folder
+from vsa.evaluation.comparison.methods import parse_method, parse_methods, usual_methods
+
+LAYER = {"dim": 24, "num_heads": 2, "head_dim": 12, "layer_idx": 3}
+
+pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
+
+
+def test_a_method_is_built_as_its_config_says():
+    method = parse_method("video_sparse  topk=3", tile_thw=(2, 2, 2))
+    assert (method.label, method.family, method.topk, method.sparsity) == (
+        "video_sparse topk=3",
+        "video_sparse",
+        3,
+        None,
+    )
+    made = method.make(**LAYER)
+    assert isinstance(made, VideoSparseAttention)
+    assert (made.tile_thw, made.layer_idx, made.to_gate_fine) == ((2, 2, 2), 3, None)
+    layout = made.layout([Segment((4, 4, 4))])
+    assert method.kept(layout) == 3
+    words = "staged stages=f sparsity=0.75 attention.tile_thw=[2,4,4] score=subblock_lse score_thw=[1,2,2]"
+    method = parse_method(words)
+    assert method.label == words
+    assert method.family == "staged stages=f attention.tile_thw=[2,4,4] score=subblock_lse score_thw=[1,2,2]"
+    made = method.make(**LAYER)
+    assert isinstance(made, StagedAttention)
+    assert (made.tile_thw, made.score_thw, made.score) == ((2, 4, 4), (1, 2, 2), "subblock_lse")
+    # gates at the dense start
+    assert method.kept(made.layout([Segment((4, 8, 8))])) == 2
+    assert set(made.extra_modules()) == set()
+    # methods without a budget keep what there is
+    assert parse_method("full").kept(parse_method("full").make(**LAYER).layout([Segment((4, 4, 4))])) == 1
+
+
+@pytest.mark.parametrize("tile", [(4, 4, 4), (1, 2, 2), (1, 1, 3)], ids=str)
+def test_the_usual_methods_are_every_kind(tile):
+    methods = parse_methods(usual_methods(tile_thw=tile), tile_thw=tile)
+    assert methods[0].label == "full"
+    names = {method.label.partition(" ")[0] for method in methods}
+    assert names >= {"full", "video_sparse", "staged", "pooled_tail", "strided_window", "compressed_kv"}
+    assert ("neighborhood" in names) == (config_folder() / "attention" / "neighborhood.yaml").is_file()
+    budgets = {method.sparsity for method in methods if method.family == "staged stages=f score=oracle"}
+    assert budgets == {0.5, 0.75, 0.875}
+
+
+def test_dense_attention_is_always_first_and_nothing_twice():
+    names = [m.label for m in parse_methods(["video_sparse topk=1", "full", "video_sparse   topk=1"])]
+    assert names == ["full", "video_sparse topk=1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "method '': attention=: unknown method, expected one of compressed_kv, full"),
+        ("vsa topk=1", "unknown method, expected one of"),
+        ("video_sparse", "method 'video_sparse': it selects tiles, give topk=K or sparsity=SHARE"),
+        ("video_sparse topk=1 sparsity=0.5", "give topk=K or sparsity=SHARE, one of them"),
+        ("video_sparse topk=0", "topk=0: expected a whole number of at least 1"),
+        ("video_sparse topk=1.5", "topk=1.5: expected a whole number"),
+        ("video_sparse sparsity=1", "sparsity=1: expected a share from 0 to below 1"),
+        ("video_sparse sparsity=nan", "sparsity=nan: expected a share"),
+        ("full topk=3", "full selects no tiles, so topk has no meaning"),
+        ("staged topk=2 stages=x", "attention.stages=x: expected"),
+        ("video_sparse topk=2 tile=3", "attention.tile=3: unknown setting, did you mean"),
+        ("video_sparse topk=2 tile_thw=[0,1,1]", r"tile_thw=\[0,1,1\]: expected"),
+        ("video_sparse topk=2 word", "word: expected a setting of attention=video_sparse, key=value"),
+        ("staged topk=2 score=subblock_lse score_thw=[3,2,2]", "score_thw.* must divide"),
+        ("full _target_=os.system", "attention._target_=os.system is not allowed"),
+    ],
+)
+def test_bad_input(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_method(text)

@@ -1,0 +1,60 @@
+"""The page that reports are written with: its tables can be sorted in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vsa.pages.charts import Panel, Series, plotly_panel
+from vsa.pages.page import Cell, Section, Table, page, section_html
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ROWS = [
+    ("b", "10.5%", "9"),
+    ("a", "9.25%", ""),
+    ("d", "inf", "1.5k"),
+    ("c", "-", "2M"),
+]
+
+
+def test_points_are_called_by_their_labels():
+    series = Series(name="m", x=np.array([0.1, 0.5]), y=np.array([1.0, 2.0]), labels=["m <a>", "m & b"])
+    (trace,) = plotly_panel(Panel(x_label="x", y_label="y", series=[series]), 10)["traces"]
+    # plotly draws tags and entities
+    assert trace["text"] == ["m &lt;a&gt;", "m &amp; b"]
+    assert "%{text}" in trace["hovertemplate"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_a_click_on_a_heading_sorts_the_table(tmp_path: Path):
+    cells = [[Cell(text=name), Cell(text=value, sub="77"), Cell(text=size)] for name, value, size in ROWS]
+    table = Table(headings=[("name", ""), ("value", ""), ("size", "")], rows=cells)
+    section = section_html(Section(title="t", note="", table=table))
+    text = page(title="t", facts={}, careful=[], body=[section], charts=[], footer="")
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    # what is clicked stands outside of the page: its own policy runs no other script
+    (tmp_path / "frame.html").write_text(
+        '<iframe src="page.html" style="width:900px;height:500px"></iframe><pre></pre><script>'
+        "onload = () => setTimeout(() => {"
+        "const inside = document.querySelector('iframe').contentDocument, found = [];"
+        "const names = () => [...inside.querySelectorAll('tbody tr')].map(row => row.cells[0].textContent).join('');"
+        "for (const column of [1, 1, 2, 2, 0, 0]) {"
+        "inside.querySelectorAll('th')[column].click(); found.push(names());}"
+        "document.querySelector('pre').textContent = JSON.stringify(found);}, 3000)</script>"
+    )
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    command += ["--disable-background-networking", "--proxy-server=127.0.0.1:9", "--allow-file-access-from-files"]
+    command += [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=8000", "--dump-dom"]
+    command += [(tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said = re.search(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
+    assert said, done.stderr[-2000:]
+    # what is no number comes last both ways; thousands and millions count as such; what stands below counts nothing
+    assert json.loads(said[1]) == ["abdc", "dbac", "bdca", "cdba", "abcd", "dcba"]

@@ -1,0 +1,77 @@
+"""Arguments of `vsa compare-attention`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from vsa.cli import options as opt
+from vsa.cli.options import MANY, option
+from vsa.cli.values import numbers
+
+MODEL, DRAWN, MEASURED = "Of a model (--run)", "Drawn (--synthetic)", "What is measured"
+
+
+def compare_attention(
+    run: Annotated[str | None, option("run folder, checkpoint or export, with --clips, --prompt or both")] = None,
+    captures: Annotated[Path | None, option("file of captures that --save wrote")] = None,
+    synthetic: Annotated[
+        tuple[int, int, int] | None, option("draw fields over such a token grid", whole=(1, 4096), metavar="T H W")
+    ] = None,
+    method: Annotated[
+        list[str] | None, option('"NAME topk=K key=value", NAME of configs/attention; may be repeated (all)')
+    ] = None,
+    sparsity: Annotated[str | None, option("of all, without --method (0.5,0.75,0.875)", metavar="S,...")] = None,
+    tile: Annotated[
+        tuple[int, int, int] | None, option("tokens per tile (the model's, 4 4 4)", whole=(1, 64), metavar="T H W")
+    ] = None,
+    out: Annotated[Path | None, option("folder to write to (comparison, in a run's folder)")] = None,
+    device: opt.Device = None,
+    seed: Annotated[int, option("of fields, noise and sampled queries", whole=(0, MANY))] = 0,
+    clips: Annotated[str | None, option("folder of videos, a video, or a sample's id", panel=MODEL)] = None,
+    most_clips: Annotated[int, option("videos of a folder that are used", panel=MODEL, whole=(1, MANY))] = 2,
+    layers: Annotated[str | None, option("(first, middle, last)", panel=MODEL, metavar="N,...")] = None,
+    timesteps: Annotated[str | None, option("1000 is noise (900,500,100)", panel=MODEL, metavar="T,...")] = None,
+    save: Annotated[Path | None, option("safetensors file for q, k, v, to compare elsewhere", panel=MODEL)] = None,
+    prompt: Annotated[list[str] | None, option("denoise it with every method; may be repeated", panel=MODEL)] = None,
+    prompts: Annotated[Path | None, option("text file with one caption per line, or .jsonl", panel=MODEL)] = None,
+    steps: Annotated[
+        int | None, option("of the denoising (as the run samples)", panel=MODEL, whole=(1, 10_000))
+    ] = None,
+    guidance: Annotated[
+        float | None, option("of the denoising (as the run samples)", panel=MODEL, real=(-100, 100))
+    ] = None,
+    flow_shift: Annotated[
+        float | None, option("of the denoising (as the run samples)", "--shift", panel=MODEL, real=(1e-3, 1e3))
+    ] = None,
+    latents: Annotated[
+        tuple[int, int, int], option("of a clip, for a dense export", panel=MODEL, whole=(1, 4096), metavar="T H W")
+    ] = (21, 60, 104),
+    weights: Annotated[opt.Group | None, option("averaged or trained", panel=MODEL)] = None,
+    pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=MODEL)] = None,
+    heads: Annotated[int, option("attention heads", panel=DRAWN, whole=(1, 1024))] = 4,
+    head_dim: Annotated[int, option("channels of a head", panel=DRAWN, whole=(6, 1024))] = 64,
+    queries: Annotated[int, option("query tokens for recall and error", panel=MEASURED, whole=(1, MANY))] = 256,
+    repeats: Annotated[int, option("timed calls of each method", panel=MEASURED, whole=(1, 10_000))] = 5,
+    dtype: Annotated[opt.Precision | None, option("of q, k, v (GPU bfloat16, CPU float32)", panel=MEASURED)] = None,
+) -> None:
+    """Compare attention methods: density, recall, error and time on the same q, k, v, PSNR and SSIM of denoising runs.
+
+    Queries, keys and values come from a model that looks at clips, from a file, or are drawn: fields with the locality
+    of video, and noise. Oracle tiles are the ceiling of any selection of tiles, random ones the floor. Written are
+    comparison.html (one file, works without a network), PNGs, CSVs and comparison.json.
+
+    \b
+    vsa compare-attention --synthetic 8 16 16
+    vsa compare-attention --run outputs/quickstart/default --clips VIDEOS --prompt "a red circle" --save Q.safetensors
+    vsa compare-attention --captures Q.safetensors --method "video_sparse topk=8" --method "pooled_tail topk=8"
+    """
+    given = locals()
+    from vsa.data.prompts import read_prompts
+    from vsa.evaluation.comparison.folder import compare_attention
+
+    given["methods"] = given.pop("method") or ()
+    given["prompts"] = [*(given.pop("prompt") or []), *(read_prompts(prompts) if prompts else [])]
+    given["sparsities"] = numbers("--sparsity", given.pop("sparsity"), float)
+    given |= {"layers": numbers("--layers", layers, int), "timesteps": numbers("--timesteps", timesteps, float)}
+    print(f"page, pictures and tables: {compare_attention(**given)}")

@@ -1,0 +1,208 @@
+"""Queries, keys and values to compare methods on: captured from a model, or read from a file.
+
+B batch, L tokens in raster order, H / Hkv query / kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.tiling import Grid
+from vsa.evaluation.attention_map import denoise_once
+from vsa.evaluation.inspection.clip import Clip
+from vsa.files import atomic_file
+from vsa.sampling.pipeline import LoadedRun, encode_prompts
+
+FORMAT = "vsa-captures-1"
+MEANING = (
+    "N.q, N.k, N.v [B, L, H, D] of capture N: queries, keys and values of one self-attention after qk-norm and RoPE, "
+    "tokens in raster order of grid_thw (time, height, width); logits are q k^T / sqrt(D). N.extra.NAME [B, L, H, D]: "
+    "gates of the model's own method"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """q, k and v of one layer in one forward pass.
+
+    Args:
+        name: of the clip, or of what was drawn.
+        grid_thw: token grid.
+        q: `[B, L, H, D]`, after qk-norm and RoPE.
+        k: `[B, L, Hkv, D]`.
+        v: `[B, L, Hkv, D]`.
+        layer: number of the layer.
+        timestep: in [0, 1000]; None where there is none.
+        extra: what the model's own method makes of the hidden states, `[B, L, H, D]` each.
+        topk: tiles that the model's own method keeps here.
+    """
+
+    name: str
+    grid_thw: Grid
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layer: int = 0
+    timestep: float | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    topk: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it is from, for a reader."""
+        at = "" if self.timestep is None else f", layer {self.layer}, timestep {self.timestep:g}"
+        return f"{self.name}{at}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captures:
+    """What methods are compared on.
+
+    Args:
+        items: at least one.
+        source: where they are from, for a reader.
+        attention: config of the model's own method, where it is known and not dense.
+    """
+
+    items: Sequence[Capture]
+    source: str
+    attention: Mapping[str, Any] | None = None
+
+
+@torch.no_grad()
+def capture_clips(
+    run: LoadedRun,
+    clips: Sequence[Clip],
+    *,
+    layers: Sequence[int],
+    timesteps: Sequence[float],
+    seed: int = 0,
+    attention: Mapping[str, Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Captures:
+    """What layers of a model see of clips at noise levels, with the model's own attention at its trained top-k.
+
+    Args:
+        run: model, codec and text encoder.
+        clips: from `open_clip`.
+        layers: numbers.
+        timesteps: in [0, 1000].
+        seed: of the noise.
+        attention: config of the model's own method.
+        progress: called with 1 after each forward.
+    """
+    found: list[Capture] = []
+    for clip in clips:
+        text, mask = encode_prompts(run.text_encoder, [clip.caption], run.device, run.text_padding)
+        latents = run.statistics.normalise(clip.latents[None])
+        topk = run.settings(latent_shape=tuple(clip.latents.shape)).topk
+        for timestep in timesteps:
+
+            def keep(layer: int, ctx: AttnContext, q, k, v, extra, name=clip.name, timestep=timestep) -> None:
+                if layer not in layers:
+                    return
+                raster = [ctx.layout.unpermute(x).cpu() for x in (q, k, v, *extra.values())]
+                found.append(
+                    Capture(
+                        name=name,
+                        grid_thw=ctx.layout.only_video("a capture").grid_thw,
+                        **dict(zip("qkv", raster[:3], strict=True)),
+                        layer=layer,
+                        timestep=timestep,
+                        extra=dict(zip(extra, raster[3:], strict=True)),
+                        topk=ctx.topk if isinstance(ctx.topk, int) else None,
+                    )
+                )
+
+            model = run.model.with_attention(lambda layer_idx, keep=keep, **_: _Watched(run, layer_idx, keep))
+            denoise_once(model, latents, text, mask, sigma=timestep / 1000, topk=topk, seed=seed)
+            if progress is not None:
+                progress(1)
+    return Captures(items=found, source=run.source, attention=attention)
+
+
+class _Watched(AttentionMethod):
+    """A layer's method with everything that goes into it shown to `keep(layer, ctx, q, k, v, extra)`."""
+
+    def __init__(self, run: LoadedRun, layer_idx: int, keep: Callable[..., None]):
+        method: Any = run.model.blocks[layer_idx].method
+        super().__init__(dim=method.dim, num_heads=method.num_heads, head_dim=method.head_dim, layer_idx=layer_idx)
+        self.method, self.keep, self.selects = method, keep, method.selects
+
+    def extra_modules(self) -> dict[str, torch.nn.Module]:
+        return self.method.extra_modules()
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        return self.method.layout(segments, device)
+
+    def project(self, x: Tensor) -> dict[str, Tensor]:
+        return self.method.project(x)
+
+    def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        self.keep(self.layer_idx, ctx, q, k, v, extra)
+        return self.method.attend_combine(q, k, v, extra, ctx)
+
+
+def save_captures(captures: Captures, path: Path) -> Path:
+    """Write captures to a safetensors file that says in its metadata what they are; see `MEANING`."""
+    tensors, listed = {}, []
+    for i, item in enumerate(captures.items):
+        named = {"q": item.q, "k": item.k, "v": item.v, **{f"extra.{name}": x for name, x in item.extra.items()}}
+        tensors |= {f"{i}.{name}": x.contiguous() for name, x in named.items()}
+        names = ("name", "grid_thw", "layer", "timestep", "topk")
+        listed.append({name: getattr(item, name) for name in names})
+    facts = {"source": captures.source, "attention": captures.attention, "captures": listed}
+    with atomic_file(path) as temporary:
+        save_file(tensors, temporary, metadata={"format": FORMAT, "meaning": MEANING, "captures": json.dumps(facts)})
+    return path
+
+
+def load_captures(path: Path) -> Captures:
+    """Read what `save_captures` wrote, or what follows its format.
+
+    Raises:
+        ValueError: no such file, another format, or tensors that do not fit their grid.
+    """
+    if not path.is_file():
+        raise ValueError(f"no such file of captures: {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"{path} holds no captures: metadata format is {metadata.get('format')}, not {FORMAT}")
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            facts = json.loads(metadata["captures"])
+            items = [_item(tensors, i, listed) for i, listed in enumerate(facts["captures"])]
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no complete file of captures: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+    if not items:
+        raise ValueError(f"{path} holds no captures")
+    return Captures(items=items, source=facts["source"], attention=facts["attention"])
+
+
+def _item(tensors: Mapping[str, Tensor], i: int, listed: Mapping[str, Any]) -> Capture:
+    t, h, w = listed["grid_thw"]
+    q, k, v = (tensors[f"{i}.{name}"] for name in "qkv")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or x.shape[1] != t * h * w:
+            raise ValueError(
+                f"{i}.{name} must be [B, L, H, D] with the {t * h * w} tokens of {t, h, w}, got {list(x.shape)}"
+            )
+    prefix = f"{i}.extra."
+    extra = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+    values = {name: listed[name] for name in ("name", "layer", "timestep", "topk")}
+    return Capture(grid_thw=(t, h, w), q=q, k=k, v=v, extra=extra, **values)

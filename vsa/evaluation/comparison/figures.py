@@ -1,0 +1,227 @@
+"""Charts and tables of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+
+from vsa.evaluation.comparison.denoise import Denoised
+from vsa.evaluation.comparison.measure import Row
+from vsa.evaluation.comparison.methods import AS_TRAINED
+from vsa.pages.charts import Chart, Panel, Series
+from vsa.pages.page import Cell, Table
+
+MEANT = ("density", "visited", "recall", "error_l1", "error_l2", "ms", "attention_ms", "prediction_ms", "speedup")
+"""Numbers of a row that have a mean over captures."""
+
+HEADINGS = [
+    ("method", "name of its config, budget and settings"),
+    ("kept", "kv tiles of a query tile, of how many"),
+    ("density", "computed token pairs over all pairs; below: pairs in visited tiles, where fine masks make them more"),
+    ("recall", "share of the exact attention mass on the computed pairs"),
+    ("L1 error", "sum |out - exact| / sum |exact|"),
+    ("L2 error", "the same with squares, under a root"),
+    ("speed-up", "over dense attention, timed in turns with it"),
+    ("ms", "median time of a layer: prediction and attention, no projections, no permutation"),
+    ("attention", "ms of attention to the listed tiles alone"),
+    ("prediction", "ms of the rest: pooling, scores, selection, lists; coarse outputs, pooled tails, gates"),
+]
+
+
+def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows that belong together: all, each layer and each timestep of a model; each kind of drawn tensors by itself."""
+    if any(row.timestep is None for row in rows):
+        return {name: [row for row in rows if row.capture == name] for name in dict.fromkeys(r.capture for r in rows)}
+    found = {"all": [*rows]}
+    for text, key in (("layer {}", "layer"), ("timestep {:g}", "timestep")):
+        values = list(dict.fromkeys(getattr(row, key) for row in rows))
+        if len(values) > 1:
+            found |= {text.format(value): [row for row in rows if getattr(row, key) == value] for value in values}
+    return found
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    """One row a method with the means over the captures, in the order of the methods."""
+    found = []
+    for name in dict.fromkeys(row.method for row in rows):
+        some = [row for row in rows if row.method == name]
+        values = {key: [v for row in some if (v := getattr(row, key)) is not None] for key in MEANT}
+        found.append(replace(some[0], **{key: fmean(v) if v else None for key, v in values.items()}))
+    return found
+
+
+def error_chart(rows: Sequence[Row]) -> Chart:
+    """Error over what it costs."""
+    panels: dict[tuple[str, ...], Panel] = {}
+    colours = families(rows)
+    for group, some in groups(rows).items():
+        for over, label, log, value in (
+            ("density", "density: computed token pairs", False, lambda row: row.density),
+            ("time", "milliseconds of a layer", True, lambda row: row.ms),
+            ("speed-up", "speed-up over dense attention", False, lambda row: row.speedup),
+        ):
+            panels[over, group] = _panel(
+                means(some), colours, value, lambda row: row.error_l1, x=label, y="relative L1 error", x_log=log
+            )
+    return Chart(
+        key="error",
+        title="Error against density and speed",
+        note="A line joins the budgets of a method; lower is better. Oracle tiles are the best that any selection of "
+        "as many whole tiles can hold, random tiles the floor; what joins the softmax beside the tiles can be better.",
+        panels=panels,
+        switches=("over", "captures"),
+        columns=("captures", "method", "density", "ms", "speedup", "error_l1"),
+        rows=[
+            (group, row.method, row.density, row.ms, row.speedup, row.error_l1)
+            for group, some in groups(rows).items()
+            for row in means(some)
+        ],
+    )
+
+
+def recall_chart(rows: Sequence[Row]) -> Chart:
+    """Recall over density."""
+    colours, panels = families(rows), {}
+    for group, some in groups(rows).items():
+        known = [row for row in means(some) if row.recall is not None]
+        panels[(group,)] = _panel(
+            known,
+            colours,
+            lambda row: row.density,
+            lambda row: row.recall,
+            x="density: computed token pairs",
+            y="recall of the attention mass",
+        )
+    return Chart(
+        key="recall",
+        title="Recall of the attention mass",
+        note="Share of dense attention's exact softmax weights that lies on the computed pairs; higher is better.",
+        panels=panels,
+        switches=("captures",),
+        columns=("captures", "method", "density", "recall"),
+        rows=[
+            (group, row.method, row.density, row.recall) for group, some in groups(rows).items() for row in means(some)
+        ],
+    )
+
+
+def denoising_chart(rows: Sequence[Denoised]) -> Chart:
+    """PSNR and SSIM over what a run costs."""
+    colours, panels = families(rows), {}
+    compared = [row for row in rows if row.psnr is not None]
+    for what, y, quality in (
+        ("PSNR", "PSNR against dense, dB", lambda row: row.psnr),
+        ("SSIM", "SSIM against dense", lambda row: row.ssim),
+    ):
+        for over, x, cost in (
+            ("density", "density: computed token pairs", lambda row: row.density),
+            ("time", "seconds of sampling", lambda row: row.seconds),
+        ):
+            panels[what, over] = _panel(compared, colours, cost, quality, x=x, y=y)
+    return Chart(
+        key="denoising",
+        title="Whole denoising runs",
+        note="Clips of the same weights, prompts and noise against those of dense attention; higher is better.",
+        panels=panels,
+        switches=("measure", "over"),
+        columns=("method", "density", "psnr", "ssim", "seconds"),
+        rows=[(row.method, row.density, row.psnr, row.ssim, row.seconds) for row in rows],
+    )
+
+
+def families(rows: Sequence[Row] | Sequence[Denoised]) -> dict[str, int]:
+    """A colour for every method, the same in all figures."""
+    return {family: place for place, family in enumerate(dict.fromkeys(row.family for row in rows))}
+
+
+def _panel(
+    rows: Sequence,
+    colours: Mapping[str, int],
+    x_of: Callable,
+    y_of: Callable,
+    *,
+    x: str,
+    y: str,
+    x_log: bool = False,
+) -> Panel:
+    series = []
+    for family, colour in colours.items():
+        some = sorted((row for row in rows if row.family == family), key=x_of)
+        if some:
+            x_values, y_values = (np.array([float(value(row)) for row in some]) for value in (x_of, y_of))
+            labels = [row.method for row in some]
+            series.append(Series(name=family, x=x_values, y=y_values, colour=colour, labels=labels))
+    return Panel(x_label=x, y_label=y, series=series, x_log=x_log)
+
+
+def result_table(rows: Sequence[Row]) -> Table:
+    """The means of each method."""
+    colours = families(rows)
+    cells = []
+    for row in means(rows):
+        visited = "" if f"{row.visited:.3f}" == f"{row.density:.3f}" else f"visited {row.visited:.1%}"
+        texts = [share(row.recall), number(row.error_l1), number(row.error_l2), f"{row.speedup:.2f}"]
+        texts += [number(row.ms), number(row.attention_ms), number(row.prediction_ms)]
+        kept = Cell(text="" if row.topk is None else f"{row.topk} of {row.tiles}")
+        head = [_named(row, colours), kept, Cell(text=share(row.density), sub=visited)]
+        cells.append([*head, *map(_cell, texts)])
+    return Table(headings=HEADINGS, rows=cells, marked=[0])
+
+
+def place_table(rows: Sequence[Row]) -> Table | None:
+    """Error of each method by layer and timestep, recall below it; None where there is one place."""
+    places = list(dict.fromkeys((row.layer, row.timestep) for row in rows if row.timestep is not None))
+    if len(places) < 2:
+        return None
+    colours, cells = families(rows), []
+    for name in dict.fromkeys(row.method for row in rows):
+        own = [row for row in rows if row.method == name]
+        line = [Cell(text=name, colour=colours[own[0].family], long=True)]
+        for place in places:
+            (mean,) = means([row for row in own if (row.layer, row.timestep) == place])
+            line.append(Cell(text=number(mean.error_l1), sub="" if mean.recall is None else share(mean.recall)))
+        cells.append(line)
+    named = [(f"layer {layer}, {timestep:g}", "L1 error; below: recall") for layer, timestep in places]
+    return Table(headings=[("method", ""), *named], rows=cells, marked=[0])
+
+
+def denoising_table(rows: Sequence[Denoised]) -> Table:
+    """Each method in whole denoising runs."""
+    colours = families(rows)
+    headings = [
+        ("method", ""),
+        ("density", "computed token pairs over all pairs, mean over the layers of a forward at half noise"),
+        ("PSNR", "of all pixels against dense attention, dB"),
+        ("SSIM", "against dense attention, mean over the clips"),
+        ("seconds", "of sampling, without text encoder and codec"),
+        ("speed-up", "over dense attention, each measured once"),
+    ]
+    cells = []
+    for row in rows:
+        texts = [share(row.density), number(row.psnr), number(row.ssim), number(row.seconds)]
+        texts.append(f"{rows[0].seconds / row.seconds:.2f}")
+        cells.append([Cell(text=row.method, colour=colours[row.family], long=True), *map(_cell, texts)])
+    return Table(headings=headings, rows=cells, marked=[0])
+
+
+def _named(row: Row, colours: Mapping[str, int]) -> Cell:
+    """A method's name with its settings below."""
+    name, _, settings = (row.family, "", "") if row.family == AS_TRAINED else row.family.partition(" ")
+    return Cell(text=name, sub=settings, colour=colours[row.family])
+
+
+def _cell(text: str) -> Cell:
+    return Cell(text=text)
+
+
+def number(value: float | None) -> str:
+    """Three digits, "-" for none."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def share(value: float | None) -> str:
+    """A share in percent, "-" for none."""
+    return "-" if value is None else f"{value:.1%}"

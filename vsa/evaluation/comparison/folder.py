@@ -1,0 +1,370 @@
+"""`vsa compare-attention`: methods on captured, drawn or given tensors and in denoising runs; a table and a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Printed
+
+from vsa.attention.full import FullAttention
+from vsa.attention.tiling import Grid
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.checkpoints.weight_source import Group, is_run
+from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from vsa.errors import refuse_unwritable, usable_device
+from vsa.evaluation.comparison.captures import Captures, capture_clips, load_captures, save_captures
+from vsa.evaluation.comparison.denoise import Denoised, compare_denoising
+from vsa.evaluation.comparison.figures import (
+    denoising_chart,
+    denoising_table,
+    error_chart,
+    groups,
+    means,
+    place_table,
+    recall_chart,
+    result_table,
+)
+from vsa.evaluation.comparison.measure import Row, measure
+from vsa.evaluation.comparison.methods import AS_TRAINED, SPARSITIES, Method, parse_methods, usual_methods
+from vsa.evaluation.comparison.synthetic import draw_captures
+from vsa.evaluation.inspection.clip import open_clip, open_inspected
+from vsa.files import write_whole
+from vsa.pages.charts import Chart, draw_panel, write_csv
+from vsa.pages.page import Section, Table, figure_html, page, section_html
+from vsa.progress import progress_bar
+from vsa.sampling.clip_folder import samples_folder
+from vsa.sampling.pipeline import LoadedRun, SampleSettings, settings_dict
+
+PAGE, DATA, RECORD = "comparison.html", "comparison", "comparison.json"
+TIMESTEPS = (900.0, 500.0, 100.0)
+CAREFUL = (
+    "Methods are training-free: gates are at their dense start (coarse 0, fine 1), where VSA's coarse output, which is "
+    "no approximation of dense attention, does not count. What training makes of a method is another question.",
+    f'"{AS_TRAINED}" is the model\'s own method with its gates and top-k: its error says how far it has moved away '
+    "from dense attention, not how well it does.",
+)
+
+
+def compare_attention(
+    methods: Sequence[str] = (),
+    *,
+    out: Path | None = None,
+    run: str | None = None,
+    clips: str | None = None,
+    captures: Path | None = None,
+    synthetic: Grid | None = None,
+    heads: int = 4,
+    head_dim: int = 64,
+    tile: Grid | None = None,
+    sparsities: Sequence[float] | None = None,
+    layers: Sequence[int] | None = None,
+    timesteps: Sequence[float] | None = None,
+    most_clips: int = 2,
+    prompts: Sequence[str] = (),
+    steps: int | None = None,
+    guidance: float | None = None,
+    flow_shift: float | None = None,
+    latents: Grid = (21, 60, 104),
+    queries: int = 256,
+    repeats: int = 5,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    weights: Group | None = None,
+    pipeline: str | None = None,
+    save: Path | None = None,
+) -> Path:
+    """Compare attention methods; print a table and write a page, PNGs, CSVs and a JSON.
+
+    Args:
+        methods: see `parse_method`; empty: `usual_methods`. Dense attention is always the first.
+        out: folder to write to; None: `comparison`, in the run's folder where there is one.
+        run: a run, checkpoint or export whose q, k, v are captured (with `clips`) and that denoises (with `prompts`).
+        clips: folder of videos, a video, or the id of a sample; see `open_clip`.
+        captures: file of `save_captures`.
+        synthetic: token grid of drawn fields.
+        heads: of drawn fields.
+        head_dim: of drawn fields.
+        tile: tokens of a tile of methods that do not say otherwise; None: the model's, or (4, 4, 4).
+        sparsities: of the usual methods.
+        layers: to capture; None: the first, one in the middle and the last.
+        timesteps: to capture at, in [0, 1000]; None: 900, 500, 100.
+        most_clips: videos of a folder that are used.
+        prompts: captions of clips to denoise with each method.
+        steps: of the denoising; None: as the run samples.
+        guidance: of the denoising; None: as the run samples.
+        flow_shift: of the denoising; None: as the run samples. A dense export does not say.
+        latents: latent frames, rows, columns of a clip for a dense export; 81 frames of 480 x 832 pixels for Wan2.1.
+        queries: query tokens that recall and error are measured with.
+        repeats: timed calls of each method.
+        dtype: of q, k, v; None: bfloat16 on a GPU, float32 on a CPU.
+        device: None takes a GPU when there is one.
+        seed: of everything random.
+        weights: of a run.
+        pipeline: Wan pipeline with the VAE and the text encoder of an export.
+        save: safetensors file to write the captures to.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: one line that names what cannot be compared, or a file of others in the folder.
+    """
+    sources = {"--run": run, "--captures": captures, "--synthetic": synthetic}
+    if len(given := [name for name, value in sources.items() if value is not None]) != 1:
+        raise ValueError(f"give one of {', '.join(sources)}, got {', '.join(given) or 'none'}")
+    if run is not None and clips is None and not prompts:
+        raise ValueError(f"--run {run} needs --clips to capture q, k, v of, or --prompt to denoise, or both")
+    if run is None and (clips is not None or prompts):
+        raise ValueError("--clips and --prompt need a model: give --run")
+    device = usable_device(device)
+    if out is None:
+        out = Path(DATA) if run is None or not is_run(run) else samples_folder(run).with_name(DATA)
+    refuse_unwritable(out)
+    refuse_others(out)
+    tensors, loaded = None, None
+    if run is not None:
+        loaded = open_inspected(run, pipeline=pipeline, weights=weights, device=device, dense_latents=latents)
+        if prompts and flow_shift is None and not is_run(run) and _is_dense(loaded):
+            raise ValueError(f"{run} is a dense export, which does not say how it is sampled: give --shift")
+        tile = tile or loaded.model.layout_for(loaded.settings().latent_shape).tile_thw
+    tile = tile or (4, 4, 4)
+    asked = parse_methods(methods or usual_methods(sparsities or SPARSITIES, tile), tile_thw=tile)
+    if loaded is not None and clips is not None:
+        tensors = _capture(loaded, clips, layers, timesteps or TIMESTEPS, most_clips, seed)
+    elif captures is not None:
+        tensors = load_captures(captures)
+    elif synthetic is not None:
+        tensors = draw_captures(synthetic, heads=heads, head_dim=head_dim, seed=seed, device=device)
+    kind = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
+    rows: list[Row] = []
+    if tensors is not None:
+        if save is not None:
+            save_captures(tensors, save)
+        if tensors.attention is not None:
+            own = Method(label=AS_TRAINED, family=AS_TRAINED, config=tensors.attention, trained=True)
+            asked_here = [*asked, own]
+        else:
+            asked_here = asked
+        with progress_bar("comparing", len(tensors.items) * len(asked_here), transient=True) as advance:
+            for item in tensors.items:
+                rows += measure(
+                    item,
+                    asked_here,
+                    device=device,
+                    dtype=getattr(torch, kind),
+                    queries=queries,
+                    repeats=repeats,
+                    seed=seed,
+                    progress=advance,
+                )
+    denoised: list[Denoised] = []
+    sampling: Mapping[str, Any] = {}
+    if loaded is not None and prompts:
+        settings = loaded.settings(steps=steps, guidance=guidance, flow_shift=flow_shift, seed=seed)
+        denoised, sampling = _denoise(loaded, prompts, asked, settings), settings_dict(settings, loaded)
+    facts = _facts(tensors, loaded, device, kind, queries, repeats, prompts, sampling)
+    record = {"made_by": "vsa compare-attention", "facts": facts, "tile_thw": [*tile], "seed": seed}
+    record |= {"sampling": dict(sampling), "methods": [_plain(asdict(method)) for method in asked]}
+    record |= {"rows": [_plain(asdict(row)) for row in rows], "denoising": [_plain(asdict(row)) for row in denoised]}
+    write_whole(out / RECORD, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    _print(rows, denoised)
+    missing = _left_out([method.label for method in asked], rows)
+    print(*missing, sep="\n", end="\n" if missing else "")
+    return _write(out, rows, denoised, facts, [*CAREFUL, *missing])
+
+
+def _capture(
+    run: LoadedRun, clips: str, layers: Sequence[int] | None, timesteps: Sequence[float], most: int, seed: int
+) -> Captures:
+    """q, k and v of clips."""
+    count = len(run.model.blocks)
+    chosen = tuple(dict.fromkeys((0, count // 2, count - 1))) if layers is None else tuple(sorted(set(layers)))
+    if bad := [n for n in chosen if not 0 <= n < count]:
+        raise ValueError(f"--layers: {run.source} has layers 0 to {count - 1}, got {', '.join(map(str, bad))}")
+    if bad := [t for t in timesteps if not 0 <= t <= 1000]:
+        raise ValueError(f"--timesteps lie between 0 and 1000, got {', '.join(f'{t:g}' for t in bad)}")
+    names = [clips]
+    if Path(clips).is_dir():
+        suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
+        names = [str(path) for path in sorted(Path(clips).iterdir()) if path.suffix.lower() in suffixes]
+        if not names:
+            raise ValueError(f"--clips {clips} holds no videos")
+    opened = [open_clip(run, name) for name in names[:most]]
+    own = None
+    if is_run(run.source) and not _is_dense(run):
+        own = resolve_checkpoint(run.source).state["config"]["attention"]
+    with progress_bar("capturing", len(opened) * len(timesteps), transient=True) as advance:
+        return capture_clips(
+            run, opened, layers=chosen, timesteps=timesteps, seed=seed, attention=own, progress=advance
+        )
+
+
+def _denoise(
+    run: LoadedRun, prompts: Sequence[str], methods: Sequence[Method], settings: SampleSettings
+) -> list[Denoised]:
+    if not _is_dense(run):
+        # its config is not needed: the model is at hand
+        methods = [*methods, Method(label=AS_TRAINED, family=AS_TRAINED, config={}, trained=True)]
+    with progress_bar("denoising", len(prompts) * settings.steps * len(methods), transient=True) as advance:
+        return compare_denoising(run, prompts, methods, settings, progress=advance)
+
+
+def _is_dense(run: LoadedRun) -> bool:
+    return isinstance(run.model.blocks[0].method, FullAttention)
+
+
+def refuse_others(folder: Path) -> None:
+    """Raise ValueError when files would be replaced that no earlier comparison wrote."""
+    there = [name for name in (PAGE, DATA, RECORD) if (folder / name).exists()]
+    try:
+        ours = json.loads((folder / RECORD).read_text(encoding="utf-8")).get("made_by") == "vsa compare-attention"
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if there and not ours:
+        raise ValueError(f"{folder / there[0]} is not from `vsa compare-attention`: choose another folder with --out")
+
+
+def _facts(
+    tensors: Captures | None,
+    run: LoadedRun | None,
+    device: str,
+    dtype: str,
+    queries: int,
+    repeats: int,
+    prompts: Sequence[str],
+    sampling: Mapping[str, Any],
+) -> dict[str, str]:
+    """What the header says."""
+    cuda = torch.device(device).type == "cuda"
+    cpu = f"CPU ({platform.machine()}), threads: {torch.get_num_threads()}"
+    machine = torch.cuda.get_device_name(device) if cuda else cpu
+    facts = {"machine": f"{machine}, torch {torch.__version__}"}
+    if tensors is not None:
+        first = tensors.items[0]
+        batch, tokens, heads, dim = first.q.shape
+        grid = "x".join(map(str, first.grid_thw))
+        facts["q, k, v"] = f"{tensors.source}: {'; '.join(dict.fromkeys(item.name for item in tensors.items))}"
+        facts["shape"] = f"{grid} = {tokens:,} tokens, {heads} heads x {dim}, batch {batch}, {dtype}"
+        facts["measured"] = (
+            f"recall and errors on {min(queries, tokens)} of {tokens:,} query tokens against exact fp32 attention; "
+            f"times are medians of up to {repeats} calls in turns"
+        )
+    if run is not None and prompts:
+        facts["denoising"] = (
+            f"{run.source} ({run.weights}), prompts: {len(prompts)}, steps: {sampling['steps']}, guidance "
+            f"{sampling['guidance']:g}, seed {sampling['seed']}"
+        )
+    return facts
+
+
+def _left_out(asked: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """What is said of methods that are missing on some captures."""
+    counts = {label: sum(row.method == label for row in rows) for label in asked}
+    most = max(counts.values(), default=0)
+    return [
+        f"{label} is left out on {most - count} of {most} captures: it did not fit into memory"
+        for label, count in counts.items()
+        if count < most
+    ]
+
+
+def _write(
+    out: Path,
+    rows: Sequence[Row],
+    denoised: Sequence[Denoised],
+    facts: Mapping[str, str],
+    careful: Sequence[str],
+) -> Path:
+    folder = out / DATA
+    charts: list[Chart] = []
+    first: list[str] = []
+    last: list[str] = []
+    if rows:
+        charts += [error_chart(rows), recall_chart(rows)]
+        names = [field.name for field in fields(Row)]
+        write_csv(folder / "rows.csv", names, [[getattr(row, name) for name in names] for row in rows])
+        summary = [(group, row) for group, some in groups(rows).items() for row in means(some)]
+        left_out = ("capture", "layer", "timestep")
+        kept = [name for name in names if name not in left_out]
+        lines = [[group, *(getattr(row, name) for name in kept)] for group, row in summary]
+        write_csv(folder / "means.csv", ["captures", *kept], lines)
+        # layers and timesteps have a table of their own
+        for group, some in groups(rows).items():
+            if not _is_part(group):
+                count = len({(row.capture, row.layer, row.timestep) for row in some})
+                note = f"Means of {count} captures." if count > 1 else ""
+                first.append(_section(f"Results: {group}", note, result_table(some), "means.csv"))
+        if (places := place_table(rows)) is not None:
+            note = "L1 error by layer and timestep, recall below it."
+            last.append(_section("By layer and timestep", note, places, "rows.csv"))
+    if denoised:
+        charts.append(denoising_chart(denoised))
+        note = "The same prompts and noise with each method in place of the model's attention."
+        last.insert(0, _section("Denoising runs", note, denoising_table(denoised), "denoising.csv"))
+    figures = []
+    for chart in charts:
+        write_csv(folder / f"{chart.key}.csv", chart.columns, chart.rows)
+        pictures = [
+            draw_panel(panel, folder / f"{'-'.join((chart.key, *key)).replace(' ', '_')}.png", title=chart.title)
+            for key, panel in chart.panels.items()
+            if not _is_part(key[-1])
+        ]
+        figures.append(figure_html(chart, pictures[0], DATA))
+    text = page(
+        title="Attention methods compared",
+        facts=facts,
+        careful=careful,
+        body=[*figures[:1], *first, *figures[1:], *last],
+        charts=charts,
+        footer=f"Every number in {RECORD}, every figure as CSV and PNG: {DATA}/",
+    )
+    write_whole(out / PAGE, text)
+    return out / PAGE
+
+
+def _is_part(group: str) -> bool:
+    return group.startswith(("layer ", "timestep "))
+
+
+def _section(title: str, note: str, table: Table, data: str) -> str:
+    return section_html(Section(title=title, note=note, table=table, data=f"{DATA}/{data}"))
+
+
+def _print(rows: Sequence[Row], denoised: Sequence[Denoised]) -> None:
+    tables = {
+        f"attention methods: {group}": result_table(some) for group, some in groups(rows).items() if not _is_part(group)
+    }
+    console = Console()
+    if denoised:
+        tables["denoising runs against dense attention"] = denoising_table(denoised)
+    for title, table in tables.items():
+        # what does not fit beside the others stands in the page
+        narrow = ("L2 error", "speed-up", "attention") if console.width < 110 and len(table.headings) > 8 else ()
+        shown = [place for place, (heading, _) in enumerate(table.headings) if heading not in narrow]
+        printed = Printed(title=escape(title), box=SIMPLE, pad_edge=False)
+        for place in shown:
+            named = {"overflow": "fold", "min_width": 18} if place == 0 else {"no_wrap": True, "justify": "right"}
+            printed.add_column(table.headings[place][0], **named)
+        for row in table.rows:
+            cells = [f"{row[place].text} {row[place].sub}" if place == 0 else row[place].text for place in shown]
+            printed.add_row(*map(escape, cells))
+        console.print(printed)
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for JSON, which has no infinity."""
+    return {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }

@@ -1,0 +1,234 @@
+"""What methods compute, miss and cost on one capture.
+
+B batch, L tokens, H heads, D head dim, n sampled query tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from vsa_kernels import block_sparse_attn
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.scores import per_head
+from vsa.attention.stats import CHUNK_LOGITS, sample_tokens
+from vsa.errors import is_out_of_memory
+from vsa.evaluation.comparison.captures import Capture
+from vsa.evaluation.comparison.computed import LISTS, Computed, computed_pairs, index_of
+from vsa.evaluation.comparison.methods import Method
+from vsa.evaluation.comparison.timing import fast_dense, interleaved_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A method on a capture.
+
+    Args:
+        method: its label.
+        family: the label without the budget.
+        capture: name of the capture.
+        layer: number of the layer.
+        timestep: of the denoising, None where there is none.
+        topk: kv tiles per query tile, None for methods that select none.
+        tiles: kv tiles of the grid, None for methods that select none.
+        density: computed token pairs over all pairs.
+        visited: token pairs in visited tiles over all pairs.
+        recall: share of the exact softmax mass on the computed pairs, the mean over sampled queries, heads and
+            samples; None of methods that attend to no tokens.
+        error_l1: sum |out - exact| / sum |exact| over the outputs of the sampled queries.
+        error_l2: the same with squares, under a root.
+        ms: median time of the layer: prediction and attention, without the projections and without any permutation.
+        attention_ms: of attention to the listed tiles alone.
+        prediction_ms: of the rest: pooling, scores, selection, lists; coarse outputs, pooled tails and gates too. Never
+            below 0: the two are parts of one call, timed apart.
+        speedup: time of dense attention in the same rounds over `ms`.
+        repeats: timed calls.
+    """
+
+    method: str
+    family: str
+    capture: str
+    layer: int
+    timestep: float | None
+    topk: int | None
+    tiles: int | None
+    density: float
+    visited: float
+    recall: float | None
+    error_l1: float
+    error_l2: float
+    ms: float
+    attention_ms: float
+    prediction_ms: float
+    speedup: float
+    repeats: int
+
+
+@torch.no_grad()
+def measure(
+    capture: Capture,
+    methods: Sequence[Method],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    queries: int | None = 256,
+    repeats: int = 5,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> list[Row]:
+    """A row for each method that fits into memory; the first is dense attention, whose errors are what the dtype costs.
+
+    Recall and errors are against exact attention of the same (rounded) q, k and v in fp32, for some query tokens.
+
+    Args:
+        capture: q, k, v.
+        methods: dense attention first.
+        device: where to compute.
+        dtype: of q, k, v.
+        queries: sampled query tokens, None for all.
+        repeats: timed calls of each method.
+        seed: of the choice of queries.
+        progress: called with 1 for every method.
+
+    Raises:
+        ValueError: a top-k above the number of tiles.
+    """
+    device = torch.device(device)
+    q, k, v = (x.to(device, dtype) for x in (capture.q, capture.k, capture.v))
+    permuted: dict[int, tuple[Tensor, ...]] = {}
+    with fast_dense(device):
+        prepared = []
+        for method in methods:
+            try:
+                prepared.append(_Prepared(method, capture, (q, k, v), permuted))
+            except (RuntimeError, MemoryError) as error:
+                if not (prepared and is_out_of_memory(error)):
+                    raise
+        # with lists known a layer's attention is timed by itself
+        calls = [call for one in prepared for call in (one, one.attention) if call is not None]
+        taken = iter(interleaved_ms(calls, repeats, device))
+        times = [(next(taken), None if one.attention is None else next(taken)) for one in prepared]
+        sampled = sample_tokens(q.shape[1], queries, seed=seed).to(device)
+        found = _accuracy(prepared, (q, k, v), sampled, progress)
+    dense_ms = statistics.median(times[0][0])
+    rows = []
+    for one, (whole, alone), (recall, l1, l2) in zip(prepared, times, found, strict=True):
+        ms = statistics.median(whole)
+        attention = ms if alone is None else statistics.median(alone)
+        rest = 0.0 if alone is None else statistics.median(a - b for a, b in zip(whole, alone, strict=False))
+        selects = one.method.selects
+        rows.append(
+            Row(
+                method=one.asked.label,
+                family=one.asked.family,
+                capture=capture.name,
+                layer=capture.layer,
+                timestep=capture.timestep,
+                topk=one.ctx.kept(one.q) if selects else None,
+                tiles=one.layout.num_video_tiles if selects else None,
+                density=one.computed.density,
+                visited=one.computed.visited,
+                recall=recall,
+                error_l1=l1,
+                error_l2=l2,
+                ms=ms,
+                attention_ms=attention,
+                prediction_ms=max(rest, 0.0),
+                speedup=dense_ms / ms,
+                repeats=len(whole),
+            )
+        )
+    return rows
+
+
+class _Prepared:
+    """A method at a capture, ready to be called; what it computes is known from a first call."""
+
+    def __init__(
+        self,
+        asked: Method,
+        capture: Capture,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        permuted: dict[int, tuple[Tensor, ...]],
+    ):
+        q = qkv[0]
+        batch, length, heads, dim = q.shape
+        self.asked = asked
+        with torch.random.fork_rng(devices=[]):
+            made = asked.make(dim=heads * dim, num_heads=heads, head_dim=dim, layer_idx=capture.layer)
+        self.method: AttentionMethod = made.to(q.device, q.dtype).eval()
+        self.layout: TileLayout = self.method.layout([Segment(capture.grid_thw)], q.device)
+        # most methods share a layout, and then the tokens in its order
+        self.q, self.k, self.v = permuted.setdefault(
+            id(self.layout), tuple(self.layout.permute(x).contiguous() for x in qkv)
+        )
+        if asked.trained:
+            self.extra = {name: self.layout.permute(x.to(q)) for name, x in capture.extra.items()}
+        else:
+            # gates at their start are the same for any hidden states
+            self.extra = self.method.project(q.new_zeros(batch, length, heads * dim))
+        topk = capture.topk if asked.trained and capture.topk is not None else asked.kept(self.layout)
+        self.ctx = AttnContext(layout=self.layout, topk=topk, layer_idx=capture.layer)
+        recorded: dict[str, Tensor] = {}
+
+        def record(_: int, tensors: dict[str, Tensor]) -> None:
+            recorded.update({name: tensors[name] for name in LISTS if name in tensors})
+
+        recording = AttnContext(layout=self.layout, topk=topk, layer_idx=capture.layer, recorder=record)
+        self.method.attend_combine(self.q, self.k, self.v, self.extra, recording)
+        self.computed: Computed = computed_pairs(self.method, self.layout, recorded)
+        self.index = index_of(recorded) if recorded else None
+        self.attention = None if self.index is None else self._attention
+
+    def __call__(self) -> Tensor:
+        return self.method.attend_combine(self.q, self.k, self.v, self.extra, self.ctx)
+
+    def _attention(self) -> Tensor:
+        assert self.index is not None
+        q_blocks, kv_blocks = self.layout.blocks, self.layout.kv_blocks
+        return block_sparse_attn(self.q, self.k, self.v, self.index, q_blocks=q_blocks, kv_blocks=kv_blocks)[0]
+
+
+def _accuracy(
+    prepared: Sequence[_Prepared],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sampled: Tensor,
+    progress: Callable[[int], None] | None,
+) -> list[tuple[float | None, float, float]]:
+    """Recall and errors of each method."""
+    chunks = list(_exact(qkv, sampled))
+    batch, _, heads, _ = qkv[0].shape
+    found = []
+    for one in prepared:
+        out, sums = one().float(), torch.zeros(5, dtype=torch.float64, device=sampled.device)
+        for tokens, weights, exact in chunks:
+            # the same tokens in the method's order
+            own = one.layout.inverse[tokens]
+            missed = out[:, own] - exact
+            held = weights if one.computed.rows is None else weights * one.computed.rows(own)[..., one.layout.inverse]
+            parts = (missed.abs(), exact.abs(), missed.square(), exact.square(), held)
+            sums += torch.stack([x.sum(dtype=torch.float64) for x in parts])
+        l1, size_l1, l2, size_l2, held = sums.tolist()
+        recall = None if one.computed.rows is None else held / (batch * heads * len(sampled))
+        found.append((recall, l1 / size_l1, math.sqrt(l2 / size_l2)))
+        if progress is not None:
+            progress(1)
+    return found
+
+
+def _exact(qkv: tuple[Tensor, Tensor, Tensor], sampled: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens `[n]`, their attention weights `[B, H, n, L]` and outputs `[B, n, H, D]`, exact in fp32, in parts."""
+    q, k, v = qkv
+    batch, length, heads, dim = q.shape
+    keys, values = (per_head(x.float().transpose(1, 2), heads) for x in (k, v))
+    for tokens in sampled.split(max(1, CHUNK_LOGITS // (batch * heads * length))):
+        queries = q[:, tokens].float().transpose(1, 2) * dim**-0.5
+        weights = (queries @ keys.transpose(-1, -2)).softmax(-1)
+        yield tokens, weights, (weights @ values).transpose(1, 2)

@@ -1,0 +1,131 @@
+"""Which attention methods are compared: named as in configs, each with its budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.layout import TileLayout
+from vsa.attention.sparsity import resolve_topk
+from vsa.attention.tiling import Grid
+from vsa.config import attention_config, build, config_folder, shown
+from vsa.settings import AtLeastOne, ShareBelowOne, fits
+
+BUDGETS = {"topk": AtLeastOne, "sparsity": ShareBelowOne}
+SPARSITIES = (0.5, 0.75, 0.875)
+AS_TRAINED = "as trained"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A setting of an attention method.
+
+    Args:
+        label: as the user wrote it.
+        family: the same without its budget.
+        config: node of the config; `_partial_`.
+        topk: kv tiles per query tile; None: `sparsity` says it, or the method has none.
+        sparsity: share of kv tiles skipped.
+        trained: with the gates of the captured model and its own top-k; otherwise training-free, gates at their start.
+    """
+
+    label: str
+    family: str
+    config: Mapping[str, Any]
+    topk: int | None = None
+    sparsity: float | None = None
+    trained: bool = field(default=False)
+
+    def make(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int) -> AttentionMethod:
+        """The method of a layer; a factory for `VideoDiT`."""
+        return build(self.config)(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
+
+    def kept(self, layout: TileLayout) -> int:
+        """Tiles that a query tile keeps in a layout; all of them for methods without a budget.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        tiles = layout.num_video_tiles
+        if self.sparsity is not None:
+            return resolve_topk(self.sparsity, tiles)
+        if self.topk is not None and self.topk > tiles:
+            raise ValueError(
+                f"{self.label}: topk {self.topk} is above the {tiles} tiles of {layout.segments[0].grid_thw}"
+            )
+        return self.topk or tiles
+
+
+def parse_method(text: str, *, tile_thw: Grid = (4, 4, 4)) -> Method:
+    """A method from its name, budget and settings: `video_sparse topk=32`, `staged stages=f score=mass sparsity=0.9`.
+
+    Args:
+        text: words with spaces between them; `topk` or `sparsity` is the budget, other keys are the method's.
+        tile_thw: tokens of a tile, for methods that do not say otherwise.
+
+    Raises:
+        ValueError: unknown names, impossible values, a budget missing or not expected.
+    """
+    name, *words = text.split() or [""]
+    budget: dict[str, Any] = {}
+    settings = []
+    for word in words:
+        key, _, value = word.removeprefix("attention.").partition("=")
+        if key in BUDGETS:
+            budget[key] = _budget(text, key, value)
+        else:
+            settings.append(word)
+    try:
+        config = attention_config(name, settings, tile_thw=tile_thw)
+        # what only a constructor refuses is told now, and not after the first methods were measured
+        selects = build(config)(dim=24, num_heads=1, head_dim=24, layer_idx=0).selects
+    except ValueError as error:
+        raise ValueError(f"method {text!r}: {error}") from None
+    if selects and len(budget) != 1:
+        raise ValueError(f"method {text!r}: it selects tiles, give topk=K or sparsity=SHARE, one of them")
+    if budget and not selects:
+        raise ValueError(f"method {text!r}: {name} selects no tiles, so {next(iter(budget))} has no meaning")
+    return Method(label=" ".join([name, *words]), family=" ".join([name, *settings]), config=config, **budget)
+
+
+def _budget(text: str, key: str, value: str) -> int | float:
+    try:
+        number = int(value) if key == "topk" else float(value)
+    except ValueError:
+        number = None
+    if not fits(number, BUDGETS[key]):
+        expected = "a whole number of at least 1" if key == "topk" else "a share from 0 to below 1"
+        raise ValueError(f"method {text!r}: {key}={shown(value)}: expected {expected}")
+    assert number is not None
+    return number
+
+
+def usual_methods(sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4, 4, 4)) -> list[str]:
+    """What is compared when nothing is named: every method that exists, with oracle and random tiles around them.
+
+    Args:
+        sparsities: of the methods that select tiles.
+        tile_thw: of the comparison; sub-blocks halve it.
+    """
+    half = tuple(n // 2 if n % 2 == 0 else n for n in tile_thw)
+    scores = ["oracle", "mass", "random"]
+    # sub-blocks of one token are the oracle
+    if half != tuple(tile_thw) and math.prod(half) > 1:
+        scores.insert(1, f"subblock_lse score_thw=[{','.join(map(str, half))}]")
+    ranked = ["video_sparse", *(f"staged stages=f score={score}" for score in scores), "pooled_tail"]
+    fixed = ["neighborhood", "strided_window", "spatial_temporal", "compressed_kv"]
+    there = [name for name in fixed if (config_folder() / "attention" / f"{name}.yaml").is_file()]
+    return ["full", *there, *(f"{name} sparsity={sparsity:g}" for name in ranked for sparsity in sparsities)]
+
+
+def parse_methods(texts: Sequence[str], *, tile_thw: Grid = (4, 4, 4)) -> list[Method]:
+    """Methods in their order, dense attention before them, each once.
+
+    Raises:
+        ValueError: see `parse_method`.
+    """
+    unique = dict.fromkeys(" ".join(text.split()) for text in ["full", *texts])
+    return [parse_method(text, tile_thw=tile_thw) for text in unique]

@@ -1,0 +1,69 @@
+"""Time of calls that take turns, so that a busy or a warm machine is the same to all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+LONG_SECONDS = 2.0
+"""A call whose first run takes longer is timed by one more run alone."""
+# larger than any L2 cache
+_FLUSH_BYTES = 256 << 20
+
+
+def interleaved_ms(
+    calls: Sequence[Callable[[], Any]], repeats: int, device: torch.device, *, done: Callable[[], Any] = lambda: None
+) -> list[list[float]]:
+    """Milliseconds of each run of each call: by events with cold caches on a GPU, by wall clock on a CPU.
+
+    Args:
+        calls: to be timed, one after the other in every round; each runs once before.
+        repeats: rounds.
+        device: where they run.
+        done: called after each run.
+    """
+    cuda = device.type == "cuda"
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if cuda else None
+    first = []
+    for call in calls:
+        begin = time.perf_counter()
+        call()
+        if cuda:
+            torch.cuda.synchronize(device)
+        first.append(time.perf_counter() - begin)
+        done()
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(repeats):
+        for call, seconds, taken in zip(calls, first, times, strict=True):
+            if turn and seconds > LONG_SECONDS:
+                continue
+            taken.append(_cpu_ms(call) if flush is None else _gpu_ms(call, flush))
+            done()
+    return times
+
+
+def _cpu_ms(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _gpu_ms(call: Callable[[], Any], flush: torch.Tensor) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def fast_dense(device: torch.device) -> AbstractContextManager[Any]:
+    """Where dense attention is cuDNN's on a GPU, or the next best that it has."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True) if device.type == "cuda" else nullcontext()
