@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.attention.neighborhood_oracle import grid_mask
+from tests.attention.neighborhood.oracle import grid_mask
 from tests.integrations.oracle import masked_attention
 from tests.integrations.tiny import GRID, TILE, TILES, Case, difference
 from vsa.attention.neighborhood.method import NeighborhoodAttention

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.attention.neighborhood_oracle import grid_mask
+from tests.attention.neighborhood.oracle import grid_mask
 from vsa.attention.full import FullAttention
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail

@@ -12,7 +12,7 @@ import torch
 from vsa_kernels.block_sparse.checks import check_mask, check_mask_values
 from vsa_kernels.block_sparse.mask import BlockMask
 
-from tests.attention.neighborhood_oracle import axis_mask, grid_mask
+from tests.attention.neighborhood.oracle import axis_mask, grid_mask
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.neighborhood.axis import AXES, AxisWindow, axis_rules
 from vsa.attention.neighborhood.mask import axis_tiles, choose_tile, executed_pairs, neighborhood_index

@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
-from tests.attention.test_neighborhood import method_of, run, segments_of
-from tests.attention.test_neighborhood_mask import Setting, draw
+from tests.attention.neighborhood.test_neighborhood import method_of, run, segments_of
+from tests.attention.neighborhood.test_neighborhood_mask import Setting, draw
 from vsa.attention.neighborhood.axis import AxisWindow
 
 pytestmark = [

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from tests.attention.neighborhood_oracle import grid_mask, masked_attention
-from tests.attention.test_neighborhood_mask import Setting, draw
+from tests.attention.neighborhood.oracle import grid_mask, masked_attention
+from tests.attention.neighborhood.test_neighborhood_mask import Setting, draw
 from vsa.attention import stats
 from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
