@@ -88,7 +88,8 @@ class PooledTail(AttentionMethod):
         return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        layout, topk = ctx.layout, ctx.kept(q)
+        layout = ctx.layout
+        ctx.kept(q)
         layout.only_video("attention with a pooled tail")
         blocks = layout.blocks
         tail = tile_logits(q, k, blocks, self.order)
@@ -98,7 +99,7 @@ class PooledTail(AttentionMethod):
             scores = subblock_scores(q, k, layout, self.score_thw)
         else:
             scores = mean_scores(q, k, layout)
-        index = select_blocks(scores, topk)
+        index = ctx.select(lambda kept: select_blocks(scores, kept))
         fine, lse = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)
         selected = index.to_dense(blocks.num).repeat_interleave(blocks.sizes, dim=2, output_size=layout.num_tokens)
         tail = tail.masked_fill(selected, float("-inf"))

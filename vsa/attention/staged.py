@@ -31,10 +31,11 @@ from vsa_kernels.coarse_fine import combine
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
+from vsa.attention.dense import dense_attn
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.attention.pooling import ConvSharing, Pooling, make_pools, pool_modules
 from vsa.attention.scores import Score, map_scores, mass_scores, per_head, subblock_scores, tile_logits, tiles_inside
-from vsa.attention.selection import select_blocks
+from vsa.attention.selection import SampleTopk, select_blocks
 from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
 from vsa.attention.window import Edge, Window, tile_window
 from vsa.settings import AtLeastOne, checked
@@ -182,14 +183,18 @@ class StagedAttention(AttentionMethod):
                 parts["coarse"] = coarse.transpose(1, 2).to(q.dtype)
         if self.selects:
             scores = self._scores(q, k, logits, layout)
-            index = self._select(scores, ctx.kept(q), window)
+            ctx.kept(q)
+            ranked = scores
+            index = ctx.select(lambda kept: self._select(ranked, kept, window))
             parts["fine"] = self._fine(q, k, v, layout, index)
-        if window is not None and self.stages != "c_fl":
+        if ctx.dense and not self.selects:
+            parts["fine"] = dense_attn(q, k, v)
+        elif window is not None and self.stages != "c_fl":
             name, local = "window" if self.selects else "fine", BlockIndex.from_dense(window.tiles[None, None])
             parts[name] = self._fine(q, k, v, layout, local)
             index = local if index is None else index
-        if ctx.recorder is not None:
-            assert index is not None
+        # a dense layer of stages that select nothing has no lists to show
+        if ctx.recorder is not None and index is not None:
             coarse = parts.get("coarse")
             if coarse is not None:
                 # per token: tiles of the coarse stage may have another size
@@ -218,6 +223,10 @@ class StagedAttention(AttentionMethod):
             out = combine(out, parts["coarse"], extra["compress"], None, ctx.layout.tiles[self.q_pool])
         return out
 
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        """Every tile in place of the window, with the coarse output and the gates there are."""
+        return self.combine(self.attend(q, k, v, ctx), extra, ctx)
+
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         gates = {f"gate_{name}": gate for name, gate in extra.items()}
         return super().attend_combine(q, k, v, extra, ctx.also_recording(gates))
@@ -238,7 +247,7 @@ class StagedAttention(AttentionMethod):
             total += tokens * layout.kv_blocks.num / 2
         if self.score_thw is not None:
             total += layout.tiles[self.score_thw].num ** 2 / 2
-        kept, tiles = self._topk(topk, window), layout.kv_blocks.num
+        kept, tiles = max(1, topk - self._fewer(window)), layout.kv_blocks.num
         listed = float(tokens * min(kept, tiles))
         if window is not None and self.stages == "c_f_l_e":
             listed = float(sizes @ (tiles - window.tiles.sum(1)).clamp(max=kept).double())
@@ -264,8 +273,9 @@ class StagedAttention(AttentionMethod):
         shares = self.score != "mean" or not (same or self.pooled_map == "logits")
         return scores.log() if shares else scores
 
-    def _select(self, scores: Tensor, topk: int, window: Window | None) -> BlockIndex:
-        topk = self._topk(topk, window)
+    def _select(self, scores: Tensor, topk: int | SampleTopk, window: Window | None) -> BlockIndex:
+        if (fewer := self._fewer(window)) > 0:
+            topk = topk.less(fewer) if isinstance(topk, SampleTopk) else max(1, topk - fewer)
         if window is not None and self.stages == "c_f_l_e":
             return select_blocks(scores, topk, candidates=~window.tiles)
         if window is not None and self.stages == "c_fl":
@@ -274,9 +284,10 @@ class StagedAttention(AttentionMethod):
             return select_blocks(scores, topk, first=first, union=union)
         return select_blocks(scores, topk)
 
-    def _topk(self, topk: int, window: Window | None) -> int:
+    def _fewer(self, window: Window | None) -> int:
+        """Tiles by which a window inside the budget lowers the top-k."""
         lowered = self.window_budget == "within" and self.stages in ("c_f_l", "c_f_l_e")
-        return max(1, topk - window.largest) if lowered and window is not None else topk
+        return window.largest if lowered and window is not None else 0
 
     def _fine(self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, index: BlockIndex) -> Tensor:
         q_blocks, kv_blocks = layout.blocks, layout.kv_blocks
