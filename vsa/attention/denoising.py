@@ -10,8 +10,9 @@ B samples.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ class DenoisingPlan:
                 if not start < stop:
                     raise ValueError(f"{name} needs start < stop, got {start} and {stop}")
         ordered = sorted((start, stop) for start, stop, _ in self.ranges)
-        for (_, stop), (start, _) in zip(ordered, ordered[1:], strict=False):
+        for (_, stop), (start, _) in pairwise(ordered):
             if start < stop:
                 raise ValueError(f"topk_ranges and sparsity_ranges must not overlap, two of them hold at {start}")
         if not isinstance(self.refresh, int):
@@ -152,6 +153,10 @@ class DenoisingPlan:
             ranges=tuple((start, stop, row(budget)) for start, stop, budget in self.ranges),
             steps=tuple((step, row(budget)) for step, budget in self.steps),
         )
+
+    def without_budgets(self) -> DenoisingPlan:
+        """The plan with one budget from the first step to the last."""
+        return replace(self, topk_ranges=(), sparsity_ranges=(), step_topk=(), step_sparsity=())
 
     def changes(self) -> dict[str, Any]:
         """Its options that have not their default, as plain values for a record."""
@@ -293,6 +298,6 @@ class Denoising:
 
 
 def _refuse_unordered(name: str, steps: Sequence[int]) -> None:
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         if before >= after:
             raise ValueError(f"{name} must have ascending steps, got {before} before {after}")

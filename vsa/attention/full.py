@@ -17,6 +17,7 @@ from vsa.attention.layout import Segment, TileLayout
 
 __all__ = ["FullAttention", "dense_attn", "dense_attn_per_sample"]
 
+
 class FullAttention(AttentionMethod):
     """Dense attention in raster order; `topk` is ignored."""
 

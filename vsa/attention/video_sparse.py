@@ -125,8 +125,8 @@ class VideoSparseAttention(AttentionMethod):
             fine = dense_attn_per_sample(q, k, v, layout)
         else:
             # scores, not probabilities: the same order without ties where the softmax underflows
-            masks = {"candidates": layout.candidates, "always": layout.always}
-            index = ctx.select(lambda kept: select_blocks(scores, kept, **masks))
+            masks = (layout.candidates, layout.always)
+            index = ctx.select(lambda kept: select_blocks(scores, kept, candidates=masks[0], always=masks[1]))
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
             fine = layout.merge(fine, _text_attn(q, k, v, layout))
         if ctx.recorder is not None:

@@ -22,6 +22,20 @@ def numbers(option: str, text: str | None, kind: type[Number]) -> list[Number] |
         raise ValueError(f"{option}: expected {kind.__name__} values with commas between them, got {text}") from None
 
 
+def rows(option: str, text: str, *kinds: type[int] | type[float]) -> list[tuple[float, ...]]:
+    """Rows of numbers given as one value, `0:0.5:8,0.5:1:4`, with one number of each kind in a row.
+
+    Raises:
+        ValueError: names the option with what was given.
+    """
+    try:
+        parts = [row.split(":") for row in text.split(",")]
+        return [tuple(kind(part) for kind, part in zip(kinds, row, strict=True)) for row in parts]
+    except ValueError:
+        shape = ":".join({int: "int", float: "float"}[kind] for kind in kinds)
+        raise ValueError(f"{option}: expected {shape} values with commas between them, got {text}") from None
+
+
 def made_of(kind: Callable[..., Made], options: Mapping[str, Any]) -> Made:
     """A dataclass of the options that have the names of its fields; what is left out has its default."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ class Throughput(L.Callback):
             return
         model, shape = pl_module.model, tuple(batch.latents.shape[1:])
         step = trainer.global_step
-        topk = pl_module.topk_after(shape, step)
+        topk = pl_module.expected_topk(shape, step)
         layout = model.layout_for(shape)
         flops = pl_module.step_flops(batch, step - 1)
         self._steps += 1
@@ -101,11 +101,11 @@ class Throughput(L.Callback):
         self._restart(pl_module.status)
 
 
-def sparsity_metrics(topk: int | Sequence[int], num_tiles: int) -> dict[str, float]:
+def sparsity_metrics(topk: float | Sequence[float], num_tiles: int) -> dict[str, float]:
     """What a log line says about sparsity.
 
     Args:
-        topk: tiles per query tile, of all layers or of each.
+        topk: tiles per query tile, of all layers or of each; with ranges of progress the mean over samples.
         num_tiles: video tiles of a sample.
     """
     mean = mean_topk(topk, num_tiles)
@@ -115,6 +115,6 @@ def sparsity_metrics(topk: int | Sequence[int], num_tiles: int) -> dict[str, flo
         "sparsity/tile_pairs": mean * num_tiles,
         "sparsity/effective": 1 - mean / num_tiles,
     }
-    if not isinstance(topk, int) and len(set(topk)) > 1:
+    if not isinstance(topk, int | float) and len(set(topk)) > 1:
         metrics |= {f"sparsity/topk_layer_{layer}": float(k) for layer, k in enumerate(topk)}
     return metrics
