@@ -83,6 +83,11 @@ class AttnContext:
         return self.denoising is not None and self.denoising.cache is not None and self.selection is None
 
     @property
+    def ranks(self) -> bool:
+        """Whether scores of the tiles are looked at: to select, or by the recorder."""
+        return self.selection is None or self.recorder is not None
+
+    @property
     def plain_topk(self) -> bool:
         """Whether the selection is nothing but the best `topk` tiles of every row, kept nowhere."""
         shared = self.denoising is not None and self.denoising.leaders is not None

@@ -181,20 +181,22 @@ class StagedAttention(AttentionMethod):
             coarse, logits = _coarse(*pooled)
             if self.has_coarse:
                 parts["coarse"] = coarse.transpose(1, 2).to(q.dtype)
-        if self.selects:
-            scores = self._scores(q, k, logits, layout)
+        if ctx.dense:
+            parts["fine"] = dense_attn(q, k, v)
+            # all tiles hold the window; only one with a gate of its own says something else
+            window = window if "window" in self._gate_starts else None
+            index = BlockIndex.from_dense(q.new_ones(1, 1, layout.blocks.num, layout.kv_blocks.num, dtype=torch.bool))
+        elif self.selects:
             ctx.kept(q)
-            ranked = scores
+            scores = ranked = self._scores(q, k, logits, layout) if ctx.ranks else None
             index = ctx.select(lambda kept: self._select(ranked, kept, window))
             parts["fine"] = self._fine(q, k, v, layout, index)
-        if ctx.dense and not self.selects:
-            parts["fine"] = dense_attn(q, k, v)
-        elif window is not None and self.stages != "c_fl":
+        if window is not None and self.stages != "c_fl":
             name, local = "window" if self.selects else "fine", BlockIndex.from_dense(window.tiles[None, None])
             parts[name] = self._fine(q, k, v, layout, local)
             index = local if index is None else index
-        # a dense layer of stages that select nothing has no lists to show
-        if ctx.recorder is not None and index is not None:
+        if ctx.recorder is not None:
+            assert index is not None
             coarse = parts.get("coarse")
             if coarse is not None:
                 # per token: tiles of the coarse stage may have another size
@@ -273,7 +275,8 @@ class StagedAttention(AttentionMethod):
         shares = self.score != "mean" or not (same or self.pooled_map == "logits")
         return scores.log() if shares else scores
 
-    def _select(self, scores: Tensor, topk: int | SampleTopk, window: Window | None) -> BlockIndex:
+    def _select(self, scores: Tensor | None, topk: int | SampleTopk, window: Window | None) -> BlockIndex:
+        assert scores is not None
         if (fewer := self._fewer(window)) > 0:
             topk = topk.less(fewer) if isinstance(topk, SampleTopk) else max(1, topk - fewer)
         if window is not None and self.stages == "c_f_l_e":
