@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
-from vsa.cli.values import numbers, refuse_options, rows
+from vsa.cli.values import PLAN, plan_options, refuse_options
 
 RUN, PIPELINE, DENOISING = "Of a run", "Of a pipeline", "Over the denoising"
 
@@ -85,7 +85,7 @@ def sample(
     other, owner = (PIPELINE, "--pipeline") if pipeline is None else (RUN, "a run folder")
     refuse_options(sample, given, other, owner)
     captions = all_prompts(given.pop("prompt", []), given.pop("prompts", None))
-    if plan := _plan(**{name: given.pop(name, None) for name in PLAN}):
+    if plan := plan_options({name: given.pop(name) for name in PLAN if name in given}):
         given["denoising"] = plan
     if attention:
         from vsa.evaluation.attention_map import draw_attention
@@ -93,27 +93,3 @@ def sample(
         given["attention"] = draw_attention
     folder = (sample_run if pipeline is None else sample_pipeline)(prompts=captions, **given)
     print(f"{len(captions)} clips, contact sheet and samples.json in {folder}")
-
-
-ROWS = {
-    "topk_ranges": (float, float, int),
-    "sparsity_ranges": (float, float, float),
-    "step_topk": (int, int),
-    "step_sparsity": (int, float),
-}
-PLAN = ("dense_layers", "dense_steps", *ROWS, "refresh", "shared_cache")
-
-
-def _plan(**options: Any) -> dict[str, Any]:
-    """Options of a `DenoisingPlan` as it takes them; those that are left out are the run's or the pipeline's own."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if "dense_layers" in given:
-        given["dense_layers"] = numbers("--dense-layers", given["dense_layers"], int)
-    for name in given.keys() & ROWS.keys():
-        given[name] = rows(f"--{name.replace('_', '-')}", given[name], *ROWS[name])
-    if "refresh" in given:
-        by_step = ":" in given["refresh"]
-        given["refresh"] = (
-            rows("--refresh", given["refresh"], int, int) if by_step else rows("--refresh", given["refresh"], int)[0][0]
-        )
-    return given
