@@ -279,6 +279,18 @@ def test_lists_of_samples_with_a_topk_of_their_own(data):
         assert (scores[b].masked_fill(kept, -math.inf).amax(-1) < least).all()
 
 
+@given(st.integers(0, 1000), st.sampled_from(["masks", "first", "union", "none"]))
+def test_lists_of_samples_with_masks(seed, kind):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(3, 2, 5, 9, generator=generator)
+    candidates, other = (torch.rand(5, 9, generator=generator) < share for share in (0.7, 0.2))
+    masks = {"masks": {"candidates": candidates, "always": other}, "none": {}}.get(kind, {kind: other})
+    counts = torch.randint(1, 10, (3,), generator=generator, dtype=torch.int32)
+    found = select_blocks(scores, SampleTopk(counts, int(counts.max())), **masks).to_dense(9)
+    alone = [select_blocks(scores[b : b + 1], int(counts[b]), **masks).to_dense(9) for b in range(3)]
+    assert torch.equal(found, torch.cat(alone))
+
+
 @pytest.mark.parametrize("name", SELECTING)
 def test_samples_of_a_batch_are_what_they_are_alone(name):
     method, layout, extra = made(SELECTING[name])
