@@ -43,11 +43,12 @@ def problem(seed: int, at: torch.device) -> str:
     heads = group * kv_heads
     case = make_case(
         *sizes, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, density=0.4, index_batch=1,
-        index_heads=1, kv_valid=True, dtype=dtype, device=at, seed=seed,
+        index_heads=1, fine=True, kv_valid=True, dtype=dtype, device=at, seed=seed,
     )  # fmt: skip
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
     gate_coarse, gate_fine = (torch.randn_like(q, requires_grad=True) for _ in range(2))
-    q_blocks, kv_blocks, listed = case.q_blocks, case.kv_blocks, case.index
+    q_blocks, kv_blocks, masked = case.q_blocks, case.kv_blocks, case.index
+    listed = BlockIndex(kv_indices=masked.kv_indices, kv_num_blocks=masked.kv_num_blocks)
     sides: dict[str, Any] = {**case.blocks, "backend": "triton"}
     topk = rng.randint(1, kv_blocks.num)
     gate = rng.choice([None, gate_fine])
@@ -64,6 +65,7 @@ def problem(seed: int, at: torch.device) -> str:
         select_topk(scores, rows, candidates=marks[0], always=marks[1], backend="triton"),
         # broadcast over batch and heads, some empty, with spare entries out of range
         listed,
+        masked,
         # every other entry of wider tensors
         BlockIndex(
             kv_indices=listed.kv_indices.repeat_interleave(2, -1)[..., ::2],

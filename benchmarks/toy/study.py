@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
 from vsa.files import atomic_file
+from vsa.sweeps.job_queue import Job, Slot, run_jobs
 
 ROOT = Path(__file__).parents[2]
+GRACE_SECONDS = 60
+"""Time for runs to save themselves after a signal."""
+
 Run = tuple[int, Sequence[str]]
 """Steps and settings of a training."""
 
@@ -47,24 +49,41 @@ def run_folder(out: Path, seed: int, name: str) -> Path:
     return out / f"seed-{seed}" / name.replace(" ", "-")
 
 
-def train(run: Path, steps: int, *overrides: str) -> None:
-    """One training run in a process of its own; a finished one of as many steps is kept.
+def train(runs: Mapping[Path, Run], jobs: int) -> None:
+    """Train runs in processes of their own; finished ones of as many steps are kept.
+
+    Args:
+        runs: by folder, in the order in which they start.
+        jobs: trainings at a time.
 
     Raises:
-        ValueError: it failed; names the log.
+        ValueError: one failed, the others have ended; names the log.
+        SystemExit: a signal ended them.
     """
-    if (run / "checkpoints").is_dir() and latest_checkpoint(run / "checkpoints").step == steps:
-        return
-    run.mkdir(parents=True, exist_ok=True)
-    own = (f"trainer.max_steps={steps}", "overwrite=true", f"run_dir={run}", "callbacks.samples=null")
+    queue = [_job(folder, *run) for folder, run in runs.items() if not _is_finished(folder, run[0])]
+
+    def tell(job: Job) -> None:
+        if job.status == "finished":
+            print(f"finished {job.name}", flush=True)
+
+    slots = [Slot(f"job {i}") for i in range(jobs)]
+    number = run_jobs(queue, slots, changed=tell, tick=lambda: None, grace=GRACE_SECONDS)
+    if number is not None:
+        raise SystemExit(128 + number)
+    for job in queue:
+        if job.status == "failed":
+            raise ValueError(f"training {job.name} failed ({job.reason}), see {job.log}")
+
+
+def _is_finished(folder: Path, steps: int) -> bool:
+    return (folder / "checkpoints").is_dir() and latest_checkpoint(folder / "checkpoints").step == steps
+
+
+def _job(folder: Path, steps: int, overrides: Sequence[str]) -> Job:
+    own = (f"trainer.max_steps={steps}", "overwrite=true", f"run_dir={folder}", "callbacks.samples=null")
     quiet = ("callbacks.progress=null", "trainer.enable_progress_bar=false")
-    log = run.parent / f"{run.name}.log"
-    with open(log, "w") as file:
-        command = [sys.executable, "train.py", *overrides, *own, *quiet]
-        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise ValueError(f"training {run} ended with status {done.returncode}, see {log}")
-    print(f"finished {run}", flush=True)
+    command = [sys.executable, str(ROOT / "train.py"), *overrides, *own, *quiet]
+    return Job(str(folder), command, folder.parent / f"{folder.name}.log")
 
 
 def train_all(
@@ -74,7 +93,7 @@ def train_all(
     arms: Mapping[str, Run],
     then: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Train the base model and the arms of all seeds, `args.jobs` runs at a time.
+    """Train the base models of all seeds, then the arms of all seeds, `args.jobs` runs at a time.
 
     Args:
         args: parsed options of `study_parser`.
@@ -82,21 +101,22 @@ def train_all(
         base_steps: of their training.
         arms: by name.
         then: called with the folder of a seed when its runs are finished.
+
+    Raises:
+        ValueError: a training failed; names the log.
+        SystemExit: a signal ended them.
     """
-
-    def seed_runs(seed: int) -> None:
+    bases: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
+    for seed in args.seeds:
         start, common = run_folder(args.out, seed, base), (f"seed={seed}", *args.overrides)
-        workers.submit(train, start, base_steps, "experiment=quickstart", "attention=full", *common).result()
-        waiting = [
-            workers.submit(train, run_folder(args.out, seed, arm), steps, *own, f"init_from={start}", *common)
-            for arm, (steps, own) in arms.items()
-        ]
-        for job in waiting:
-            job.result()
-        then(start.parent)
-
-    with ThreadPoolExecutor(args.jobs) as workers, ThreadPoolExecutor(len(args.seeds)) as by_seed:
-        list(by_seed.map(seed_runs, args.seeds))
+        bases[start] = (base_steps, ("experiment=quickstart", "attention=full", *common))
+        for arm, (steps, own) in arms.items():
+            runs[run_folder(args.out, seed, arm)] = (steps, (*own, f"init_from={start}", *common))
+    train(bases, args.jobs)
+    train(runs, args.jobs)
+    for seed in args.seeds:
+        then(run_folder(args.out, seed, base).parent)
 
 
 def write_json(path: Path, record: Any) -> None:

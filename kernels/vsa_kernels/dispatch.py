@@ -22,9 +22,7 @@ def check_backend_name(name: str | None) -> None:
         raise ValueError(f"backend must be one of {', '.join(BLOCK_SPARSE_BACKENDS)} or None (automatic), got {name!r}")
 
 
-def resolve_backend(
-    name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int, *, fine_mask: bool = False
-) -> str:
+def resolve_backend(name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The backend of one call.
 
     None picks `triton` where it can run and `gather` elsewhere. A named backend never falls back to another one.
@@ -34,7 +32,6 @@ def resolve_backend(
         device: where q, k and v live.
         dtype: of q, k and v.
         head_dim: D.
-        fine_mask: the index carries token masks.
 
     Raises:
         ValueError: `name` is no known backend, or it cannot run this problem.
@@ -42,7 +39,7 @@ def resolve_backend(
     check_backend_name(name)
     if name in ("reference", "gather"):
         return name
-    refusal = _triton_refusal(device, dtype, head_dim, fine_mask)
+    refusal = _triton_refusal(device, dtype, head_dim)
     if name is None:
         # the interpreter is for tests that ask for it
         return "triton" if refusal is None and device.type == "cuda" else "gather"
@@ -58,13 +55,11 @@ def resolve_plain(name: str | None, device: torch.device, dtype: torch.dtype, he
     return "triton" if resolve_backend(name, device, dtype, head_dim) == "triton" else "reference"
 
 
-def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, fine_mask: bool) -> str | None:
+def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"takes bfloat16, float16 and float32, got {dtype}"
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"takes a head dim of at most {MAX_HEAD_DIM}, got {head_dim}"
-    if fine_mask:
-        return "takes no fine masks (mask_bits), use backend gather"
     if not _can_launch(device):
         return f"needs a CUDA device of capability 8.0 or newer, or the environment TRITON_INTERPRET=1, got {device}"
     return None

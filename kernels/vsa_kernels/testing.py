@@ -70,7 +70,7 @@ def make_case(
         density: probability that a block is listed.
         index_batch: batch dim of the index, 1 or `batch` (default).
         index_heads: head dim of the index, 1 or `heads` (default).
-        fine: give about half of the listed blocks a random token mask.
+        fine: give about half of the listed blocks one of the token masks of `fine_masks`.
         kv_valid: shorten the kv blocks of each sample at random.
     """
     g = torch.Generator().manual_seed(seed)
@@ -97,7 +97,7 @@ def index_of(listed: Tensor, masked: Tensor | None, block_q: int, block_kv: int,
 
     Args:
         listed: blocks each row lists.
-        masked: listed blocks that carry a random token mask; None for an index without fine masks.
+        masked: listed blocks that carry one of the masks of `fine_masks`; None for an index without any.
         block_q: tokens of the largest query block.
         block_kv: tokens of the largest kv block.
         g: source of the masks.
@@ -109,7 +109,7 @@ def index_of(listed: Tensor, masked: Tensor | None, block_q: int, block_kv: int,
             chosen = listed[row].nonzero().squeeze(-1)
             indices[row][: len(chosen)] = chosen.int()
         return plain
-    bits = torch.rand(5, block_q, block_kv, generator=g) < 0.6
+    bits = fine_masks(block_q, block_kv, g)
     for row in _rows(listed):
         full, part = ((listed[row] & ~masked[row]).nonzero().squeeze(-1), masked[row].nonzero().squeeze(-1))
         both = torch.cat([full, part]).int()
@@ -117,6 +117,18 @@ def index_of(listed: Tensor, masked: Tensor | None, block_q: int, block_kv: int,
         ids[row][len(full) : len(both)] = torch.randint(0, len(bits), (len(part),), generator=g).int()
     num_full = (listed & ~masked).sum(-1, dtype=torch.int32)
     return replace(plain, kv_num_full_blocks=num_full, mask_ids=ids, mask_bits=bits)
+
+
+def fine_masks(block_q: int, block_kv: int, g: torch.Generator) -> Tensor:
+    """Token masks bool `[6, block_q, block_kv]`: random, a band, without some rows or columns, empty."""
+    bits = torch.rand(6, block_q, block_kv, generator=g) < 0.6
+    # keys near the query, as windows leave them
+    place_q, place_kv = torch.arange(block_q) / block_q, torch.arange(block_kv) / block_kv
+    bits[1] = (place_q[:, None] - place_kv).abs() < 0.3
+    bits[2, ::3] = False
+    bits[3, :, ::3] = False
+    bits[4] = False
+    return bits
 
 
 def expand_mask(case: Case) -> Tensor:

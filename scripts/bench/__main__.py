@@ -5,6 +5,7 @@
 
 fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
+neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
 vsa     the whole operator
 layer   a DiT layer, dense against sparse
 step    a training step of a whole DiT
@@ -33,6 +34,7 @@ from vsa.files import atomic_file
 from vsa.machine import machine, versions
 
 from .cases import CASES, NETWORK_CASES, measure_shape
+from .neighborhood import grid_of, window_shapes
 from .peers import PEERS
 from .problems import LISTS, choose_shapes
 from .timing import Setup
@@ -51,8 +53,12 @@ def table(report: dict[str, Any]) -> str:
         "shape": lambda r: r["name"],
         "B x H x L x D": lambda r: " x ".join(str(r[name]) for name in _SIZE),
         "block": lambda r: r["block"] if r.get("q_block", r["block"]) == r["block"] else f"{r['q_block']}x{r['block']}",
-        "sparsity": lambda r: "-" if r["op"].startswith(("dense", "free", "text", "VAE")) else f"{r['sparsity']:.1%}",
+        "sparsity": lambda r: (
+            "-" if r["op"].startswith(("dense", "free", "text", "VAE", "permutation")) else f"{r['sparsity']:.1%}"
+        ),
         "lists": lambda r: r.get("lists"),
+        "window": lambda r: r.get("window"),
+        "stride": lambda r: r.get("stride") or "-",
         "dtype": lambda r: r["dtype"],
         "op": lambda r: r["op"],
         "pass": lambda r: r["pass"],
@@ -64,6 +70,7 @@ def table(report: dict[str, Any]) -> str:
         "peak extra MiB": lambda r: _fixed(r.get("peak_extra_mib"), 0),
         "peak MiB": lambda r: _fixed(r.get("peak_mib"), 0),
         "speed against dense": lambda r: _fixed(r.get("speedup"), 2, "x"),
+        "share of the FLOP bound": lambda r: _percent(r.get("share_of_bound")),
     }
     cells = {name: [show(r) for r in rows] for name, show in columns.items()}
     # a column that says nothing about any row
@@ -86,6 +93,10 @@ def _digits(ms: float) -> str:
 
 def _fixed(value: float | None, digits: int, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _tflops_digits(rows: list[dict[str, Any]]) -> int:
@@ -126,8 +137,11 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         modes=tuple(getattr(args, "modes", None) or (("eager", "compiled") if device.type == "cuda" else ("eager",))),
     )
     usual = CASES[args.case].gpu_shapes if device.type == "cuda" and not args.all else None
-    shapes = choose_shapes(args.shapes or usual, args.all, device)
-    if args.case != "fine" and args.shapes is None:
+    if args.case == "neighborhood":
+        shapes = window_shapes(args, device)
+    else:
+        shapes = choose_shapes(args.shapes or usual, args.all, device)
+    if args.case not in ("fine", "neighborhood") and args.shapes is None:
         shapes = [shape for shape in shapes if shape.group == 1]
     report: dict[str, Any] = {
         "case": args.case,
@@ -181,7 +195,14 @@ def main(argv: list[str]) -> None:
                 "--modes", nargs="+", choices=["eager", "compiled"],
                 help="of the networks' blocks (default eager; on cuda both)",
             )  # fmt: skip
-        if name not in NETWORK_CASES:
+        if name == "neighborhood":
+            sub.add_argument("--window", type=grid_of, metavar="TxHxW", help="keys of a query (default by shape)")
+            sub.add_argument("--strides", type=grid_of, nargs="+", metavar="TxHxW", help="default by shape")
+            sub.add_argument(
+                "--q-tile", type=grid_of, metavar="TxHxW", help="tokens of a query tile (default by shape)"
+            )
+            sub.add_argument("--kv-tile", type=grid_of, metavar="TxHxW", help="of a kv tile; one divides the other")
+        elif name not in NETWORK_CASES:
             sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
         sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; by time on cuda)")
         sub.add_argument(

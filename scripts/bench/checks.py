@@ -36,10 +36,9 @@ def check(backend: str, dtype: torch.dtype, device: torch.device) -> str:
     Raises:
         ValueError: an error above its budget, or a damaged input that the budget does not notice.
     """
-    # fine masks are for the eager backends alone
     case = make_case(
         [5, 9, 3, 10], [7, 2, 11, 1, 6], batch=2, heads=4, kv_heads=2, head_dim=32,
-        fine=backend != "triton", kv_valid=True, dtype=dtype, device=device,
+        fine=True, kv_valid=True, dtype=dtype, device=device,
     )  # fmt: skip
     exact, plain = define(case), run(case, "reference")
     compare(f"backend {backend}", run(case, backend), run(replace(case, scale=1.0), backend), plain, exact)
@@ -128,7 +127,12 @@ def _separated(blocks: Blocks, topk: int, dtype: torch.dtype, device: torch.devi
     raise AssertionError("no seed separates the scores")
 
 
-def _refuse_far(what: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+def refuse_far(what: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a result in `dtype` that is further from fp64 than rounding explains.
+
+    Raises:
+        ValueError: it is.
+    """
     error = float((got.double() - want).norm() / want.norm())
     # rounding of the result and, in half precision, of the probabilities; sums of thousands of terms in fp32
     if not error <= torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 100):
@@ -177,7 +181,7 @@ def check_forward(case: Case, out: Tensor, what: str) -> None:
         spot = Spot(case=case, b=b, h=h)
         rows, columns, p, _ = spot.block(n)
         want = p @ spot.take(case.v, columns)
-        _refuse_far(f"{what}: query block {n}", spot.take(out, rows), want, out.dtype)
+        refuse_far(f"{what}: query block {n}", spot.take(out, rows), want, out.dtype)
 
 
 def check_measured(case: Case, backend: str) -> None:
@@ -206,7 +210,7 @@ def check_measured(case: Case, backend: str) -> None:
             want_k = want_k + ds[:, seen].T @ spot.take(case.q, rows)
     found |= {f"dk of kv block {j}": (spot.take(dk, own), want_k), f"dv of kv block {j}": (spot.take(dv, own), want_v)}
     for name, (got, want) in found.items():
-        _refuse_far(f"backend {backend}: {name}", got, want, q.dtype)
+        refuse_far(f"backend {backend}: {name}", got, want, q.dtype)
 
 
 def check_measured_operator(p: Problem, got: CoarseFineOutput, what: str) -> None:
@@ -235,7 +239,7 @@ def check_measured_operator(p: Problem, got: CoarseFineOutput, what: str) -> Non
         coarse = torch.softmax(scores, 0) @ v_mean
         gates = [spot.take(x, rows) for x in (p.gate_coarse, p.gate_fine)]
         want = gates[0] * coarse + gates[1] * spot.take(got.fine, rows)
-        _refuse_far(f"{what}: the output of query block {n}", spot.take(got.out, rows), want, got.out.dtype)
+        refuse_far(f"{what}: the output of query block {n}", spot.take(got.out, rows), want, got.out.dtype)
 
 
 def _means(x: Tensor, blocks: Blocks) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from vsa_kernels.block_index import token_places
+from vsa_kernels.testing import Case
 
 from .checks import check_forward
 from .problems import Problem, listed_pairs
@@ -27,9 +28,9 @@ _FLEX_BLOCK = 128
 _FASTVIDEO = ("fastvideo-tk", "fastvideo-triton")
 
 
-def _dense(p: Problem, name: str) -> Op:
+def _dense(case: Case, name: str) -> Op:
     """Dense SDPA: cuDNN or FlashAttention-2 by name, else torch's choice."""
-    q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (p.case.q, p.case.k, p.case.v))
+    q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     batch, tokens, heads, head_dim = q.shape
     pairs = batch * heads * tokens**2
 
@@ -38,7 +39,13 @@ def _dense(p: Problem, name: str) -> Op:
             qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
             return F.scaled_dot_product_attention(qh, kh, vh).transpose(1, 2)
 
-    return Op(name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=head_dim, pairs=pairs, executed=pairs)
+    return Op(name=name, call=call, inputs=leaves, dout=case.dout, head_dim=head_dim, pairs=pairs, executed=pairs)
+
+
+def dense_ops(case: Case, names: tuple[str, ...] = (*_DENSE, "dense")) -> dict[str, Callable[[], Op]]:
+    """What makes the dense ops on a problem's device, by name: those of `_DENSE` on a GPU, else torch's choice."""
+    here = _DENSE if case.q.is_cuda else ("dense",)
+    return {name: partial(_dense, case, name) for name in here if name in names}
 
 
 def flex_lists(p: Problem) -> tuple[Tensor, Tensor]:
@@ -152,7 +159,7 @@ def add_peers(ops: list[Op], skipped: Skipped, p: Problem, peers: list[str], who
     """The peers that fit a problem and are installed."""
     cuda = p.device.type == "cuda"
     known: dict[str, dict[str, Callable[[], Op]]] = {
-        "dense": {name: partial(_dense, p, name) for name in (_DENSE if cuda else ("dense",))},
+        "dense": dense_ops(p.case),
         "flex": {f"flex-{_FLEX_BLOCK}": partial(_flex, p)} if cuda and not whole else {},
         "fastvideo": {},
     }

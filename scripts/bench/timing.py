@@ -30,7 +30,17 @@ _AHEAD_CYCLES = 8_000_000
 _KINDS = {
     "attention": (
         *("fmha", "flash", "sdpa", "_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkv_kernel"),
-        *("_pool", "_scores", "_topk", "_combine", "_mark_kernel", "_count_kernel", "_list_kernel", "_pad_kernel"),
+        *(
+            "_pool",
+            "_scores",
+            "_topk",
+            "_combine",
+            "_mark_kernel",
+            "_count_kernel",
+            "_list_kernel",
+            "_pad_kernel",
+            "_pack_kernel",
+        ),
     ),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
     "optimizer": ("multi_tensor_apply", "adam"),

@@ -8,6 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from vsa.attention.full import FullAttention
+from vsa.attention.layout import Segment
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.settings import arguments_of
@@ -35,3 +36,30 @@ def test_constant_sparsity_config():
     config.topk = 8
     with pytest.raises(InstantiationException, match=r"got topk=8 and sparsity=0\.875"):
         instantiate(config)
+
+
+def test_the_shipped_neighborhood_fits_every_grid():
+    factory = instantiate(OmegaConf.load(CONFIGS / "attention" / "neighborhood.yaml"))
+    method = factory(dim=8, num_heads=2, head_dim=4)
+    assert not method.selects
+    assert list(method.parameters()) == []
+    for rule in method.rules:
+        for size in range(1, 300):
+            axis = rule.at(size)
+            assert 1 <= axis.stride <= axis.window <= size
+            assert axis.window % axis.stride == 0
+    # toy, world, the papers' and Wan's at 480p and 720p
+    shapes = {
+        (4, 8, 8): ((2, 4, 2), (1, 1, 1)),
+        (16, 32, 32): ((9, 15, 9), (3, 5, 3)),
+        (30, 48, 80): ((18, 24, 24), (6, 8, 8)),
+        (21, 30, 52): ((12, 15, 15), (4, 5, 5)),
+        (21, 45, 80): ((12, 24, 24), (4, 8, 8)),
+        (1, 1, 1): ((1, 1, 1), (1, 1, 1)),
+    }
+    for grid, expected in shapes.items():
+        axes = [rule.at(size) for rule, size in zip(method.rules, grid, strict=True)]
+        assert (tuple(a.window for a in axes), tuple(a.stride for a in axes)) == expected
+        layout = method.layout([Segment(grid)], "meta")
+        density = method.pairs(layout, 1) / layout.num_tokens**2
+        assert density < 0.3 or layout.num_tokens < 300, (grid, layout.tile_thw, density)

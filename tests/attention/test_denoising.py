@@ -23,6 +23,7 @@ from vsa.attention.denoising import Denoising, DenoisingPlan, DenoisingTopk, pro
 from vsa.attention.full import FullAttention
 from vsa.attention.grouped import GroupedAttention
 from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.selection import SampleTopk, select_blocks
 from vsa.attention.sparsity import ConstantSparsity, SparsitySchedule, TokenBudgetSparsity, expected_topk
@@ -48,6 +49,7 @@ STATIC: dict[str, Callable[..., AttentionMethod]] = {
     "full": FullAttention,
     "groups": partial(GroupedAttention, groups=[(1, "all", "all")]),
     "pooled keys": CompressedKV,
+    "neighborhood": partial(NeighborhoodAttention, window_thw=(1, 3, 3), tile_thw=TILE),
     "window": partial(StagedAttention, tile_thw=TILE, stages="l", window_thw=(1, 2, 1)),
     "coarse and window": partial(StagedAttention, tile_thw=TILE, stages="c_l", window_thw=(1, 2, 1)),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from PIL import Image
 
-from benchmarks.toy import distill
+from benchmarks.toy import distill, study
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.config import build, config_folder
 from vsa.data.toy_videos import evaluation_prompts, render_clip, score_clip
 from vsa.evaluation.latent_distance import latent_distance
 from vsa.sampling.pipeline import generate, load_run
+from vsa.sweeps.job_queue import Job, Slot
 
 # the fewest that 16 channels take
 CLIPS = 132
@@ -178,18 +178,17 @@ def test_runs_are_trained_once_in_order_and_merged(write_tiny_run, tmp_path: Pat
     out = tmp_path / "out"
     folder = out / "seed-4"
     commands: list[list[str]] = []
-    really = subprocess.run
 
-    def fake(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """In place of training: a tiny run after 7 steps; merging is real."""
-        if command[0] == "git":
-            return really(command, **options)
-        commands.append(command[1:])
-        run = Path(next(word for word in command if word.startswith("run_dir=")).partition("=")[2])
-        distilled = "experiment=distill_toy" in command
-        attention = "full" if "attention=full" in command else "video_sparse"
-        write_tiny_run(run, attention=attention, step_list=STEP_LIST if distilled else None)
-        return subprocess.CompletedProcess(command, 0)
+    def fake(jobs: list[Job], slots: list[Slot], *, changed: Callable[[Job], None], **_: Any) -> None:
+        """In place of training: tiny runs after 7 steps; merging is real."""
+        assert len(slots) == 3
+        for job in jobs:
+            commands.append(list(job.command[1:]))
+            distilled = "experiment=distill_toy" in job.command
+            attention = "full" if "attention=full" in job.command else "video_sparse"
+            write_tiny_run(Path(job.name), attention=attention, step_list=STEP_LIST if distilled else None)
+            job.status = "finished"
+            changed(job)
 
     def measured(rows: dict[str, Any], prompts: list[str], *_: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """In place of sampling, which other tests look at."""
@@ -198,12 +197,12 @@ def test_runs_are_trained_once_in_order_and_merged(write_tiny_run, tmp_path: Pat
         record = {name: {"colour": 1.0, "direction": 0.5, "distance": 1.0, "settings": {}} for name in names}
         return record, {name: torch.zeros(len(prompts), 8, 8, 3, dtype=torch.uint8) for name in names}
 
-    monkeypatch.setattr(subprocess, "run", fake)
+    monkeypatch.setattr(study, "run_jobs", fake)
     monkeypatch.setattr(distill, "evaluate", measured)
     arguments = [str(out), "--seeds", "4", *COMMON, "--jobs", "3", "data.root=ELSEWHERE"]
     steps = ["--teacher-steps", "7", "--distill-steps", "7", "--adapt-steps", "7"]
     distill.main([*arguments, *steps])
-    assert [command[0] for command in commands] == ["train.py"] * 4
+    assert [Path(command[0]).name for command in commands] == ["train.py"] * 4
     assert {"experiment=quickstart", "attention=full", "seed=4", "data.root=ELSEWHERE"} <= set(commands[0])
     trained = {Path(word[8:]).name: command for command in commands for word in command if word.startswith("run_dir=")}
     assert next(iter(trained)) == "teacher"
@@ -278,16 +277,16 @@ def test_bad_input_is_one_line(write_seed, tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("nothing may be started")
 
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", started)
+        patch.setattr(study, "run_jobs", started)
         with pytest.raises(ValueError, match="needs at least 132 clips, got 3"):
             distill.main([str(tmp_path / "new"), "--clips", "3"])
     assert not (tmp_path / "new").exists()
 
-    class Failed:
-        returncode = 1
+    def failed(jobs: list[Job], slots: list[Slot], **_: Any) -> None:
+        jobs[0].status, jobs[0].reason = "failed", "no data"
 
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: Failed())
-    with pytest.raises(ValueError, match=r"seed-7/teacher ended with status 1, see .*teacher\.log"):
+    monkeypatch.setattr(study, "run_jobs", failed)
+    with pytest.raises(ValueError, match=r"seed-7/teacher failed \(no data\), see .*teacher\.log"):
         distill.main([str(tmp_path), "--seeds", "7"])
     with pytest.raises(ValueError, match=r"no such folder: .*seed-0/adapted"):
         distill.merge(tmp_path / "seed-0")

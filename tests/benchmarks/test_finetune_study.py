@@ -44,6 +44,7 @@ def test_finetune_toy_ends_at_the_exact_count_and_the_loss_falls(training):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_script_compares_the_arms_and_keeps_finished_runs(
     training, tmp_path: Path, tiny_overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
@@ -80,7 +81,7 @@ def test_the_script_compares_the_arms_and_keeps_finished_runs(
         raise AssertionError("a finished run was trained again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(study.subprocess, "run", refuse)
+        patch.setattr(study, "_job", refuse)
         finetune.main(command)
         assert json.loads((out / "compare.json").read_text()) == found
         # control: one of other steps is no finished one
@@ -94,9 +95,10 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(ValueError, match="must be at least 1"):
             finetune.main([str(tmp_path), option, "0"])
 
-    class Failed:
-        returncode = 1
-
-    monkeypatch.setattr(study.subprocess, "run", lambda *_, **__: Failed())
-    with pytest.raises(ValueError, match=r"seed-0/pretrained ended with status 1, see .*pretrained\.log"):
-        finetune.main([str(tmp_path / "out"), "--seeds", "0"])
+    # one that fails does not stop the others, and the first of them is named
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    (tmp_path / "train.py").write_text("import sys; open(sys.argv[1], 'w'); sys.exit('error: it is broken')")
+    runs = {tmp_path / name: (1, [str(tmp_path / f"{name}-began")]) for name in "ab"}
+    with pytest.raises(ValueError, match=r"training \S*/a failed \(it is broken\), see \S*/a\.log"):
+        study.train(runs, 1)
+    assert (tmp_path / "b-began").exists()

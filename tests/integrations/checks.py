@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Literal
 
+import pytest
 import torch
+import torch.nn.functional as F
 
+from tests.attention.neighborhood_oracle import grid_mask
 from tests.integrations.oracle import masked_attention
 from tests.integrations.tiny import GRID, TILE, TILES, Case, difference
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.integrations.diffusers import apply, remove
 
 TOPK = 3
@@ -75,6 +81,40 @@ def check_remove_is_exact(case: Case) -> None:
     assert torch.equal(case.run(), expected)
     assert not model._forward_pre_hooks
     assert not hasattr(model, "_applied_attention")
+
+
+@torch.no_grad()
+def check_a_window(case: Case, side: Literal["first", "last"] = "last") -> None:
+    """Neighborhood attention is the model with a mask over tokens, and text in the same softmax."""
+    window, stride = (2, 4, 3), (1, 2, 1)
+    method = partial(NeighborhoodAttention, window_thw=window, stride_thw=stride, tile_thw=TILE)
+    mask = torch.ones(2 * (case.text + math.prod(GRID),), dtype=torch.bool)
+    first = case.text if side == "first" else 0
+    inside = slice(first, first + math.prod(GRID))
+    mask[inside, inside] = grid_mask(GRID, window, stride)
+    plain, calls = F.scaled_dot_product_attention, []
+
+    def masked(query, key, value, attn_mask=None, **options):
+        if query.shape[2] == key.shape[2] == len(mask):
+            calls.append(attn_mask)
+            attn_mask = mask
+        return plain(query, key, value, attn_mask=attn_mask, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", masked)
+        expected = case.run()
+    assert len(calls) == 2
+    dense = case.run()
+    apply(case.model, method)
+    assert difference(case.run(), expected) < 1e-5
+    # control: the window matters
+    assert difference(expected, dense) > 1e-2
+    remove(case.model)
+    for budget in ({"topk": 2}, {"sparsity": 0.5}):
+        with pytest.raises(ValueError, match="NeighborhoodAttention selects no tiles, got topk="):
+            apply(case.model, method, **budget)
+    assert not hasattr(case.model, "_applied_attention")
+    assert torch.equal(case.run(), dense)
 
 
 def check_gates_train(case: Case) -> None:

@@ -144,5 +144,8 @@ def test_a_plan_is_said_once_and_fits():
     case = tiny.wan()
     with pytest.raises(ValueError, match="dense_steps=2, and denoising has dense_steps=1: say it once"):
         apply(case.model, topk=3, dense_steps=2, denoising=DenoisingPlan(dense_steps=1))
+    with pytest.raises(ValueError, match=r"denoising has refresh=2, but FullAttention selects no tiles"):
+        apply(case.model, "full", denoising=DenoisingPlan(refresh=2))
+    assert applied_attention(case.model) is None
     with pytest.raises(ValueError, match="dense layer 2 is not one of the 2 layers"):
         apply(case.model, topk=3, denoising=DenoisingPlan(dense_layers=[2]))

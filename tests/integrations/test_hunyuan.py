@@ -52,6 +52,10 @@ def test_padding_may_hold_anything():
     assert tiny.difference(case.run(encoder_hidden_states=other), expected) < 1e-5
 
 
+def test_a_window_is_the_model_under_a_mask():
+    checks.check_a_window(tiny.hunyuan(lengths=(6, 6)))
+
+
 def test_remove_is_exact():
     checks.check_remove_is_exact(tiny.hunyuan((4, 6)))
 

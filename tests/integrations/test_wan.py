@@ -34,6 +34,10 @@ def test_sparse_equals_the_model_under_a_tile_mask(kind):
     checks.check_sparse_equals_masked_model(tiny.wan(**KINDS[kind]))
 
 
+def test_a_window_is_the_model_under_a_mask():
+    checks.check_a_window(tiny.wan())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_remove_is_exact(kind):
     checks.check_remove_is_exact(tiny.wan(**KINDS[kind]))

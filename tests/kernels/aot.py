@@ -167,6 +167,7 @@ class Problem:
     blocks: tuple[int, int] = (64, 64)
     even: bool = True
     valid: bool = False
+    masked: bool = False
     group: int = 1
     batch: int = 2
     heads: int = 4
@@ -175,6 +176,7 @@ class Problem:
     def __str__(self) -> str:
         marks = "" if self.even else " ragged"
         marks += " valid" if self.valid else ""
+        marks += " masked" if self.masked else ""
         marks += f" group {self.group}" if self.group > 1 else ""
         return f"{self.dtype} {self.head_dim} {self.blocks[0]}x{self.blocks[1]}{marks}"
 
@@ -200,6 +202,10 @@ class Problem:
             max_blocks=topk,
             min_blocks=topk,
         )
+        if self.masked:
+            bits = torch.empty(5, q.max_size, kv.max_size, dtype=torch.bool)
+            counts, ids = torch.empty_like(index.kv_num_blocks), torch.empty_like(index.kv_indices)
+            index = replace(index, kv_num_full_blocks=counts, mask_ids=ids, mask_bits=bits)
         valid = torch.empty(self.batch, self.num, dtype=torch.int32) if self.valid else None
         return BlockMask(index=index, q_blocks=q, kv_blocks=kv, kv_valid=valid)
 
@@ -327,20 +333,25 @@ def plan(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
     tuned = Problem()
     problems: dict[Problem, tuple[Callable[[Problem], None], ...]] = {}
     if name == "quick":
-        problems = {tuned: STAGES, replace(tuned, even=False, group=2): BY_SHAPE}
+        ragged = replace(tuned, even=False, group=2)
+        problems = {tuned: STAGES, ragged: BY_SHAPE}
+        problems |= {replace(p, masked=True): (fine,) for p in (tuned, ragged)}
     elif name == "tuned":
         for dim, blocks in ((d, b) for d in (64, 128) for b in ((64, 64), (128, 64))):
             for even in (True, False):
-                problems[replace(tuned, head_dim=dim, blocks=blocks, even=even)] = STAGES
+                sized = replace(tuned, head_dim=dim, blocks=blocks, even=even)
+                problems |= {sized: STAGES, replace(sized, masked=True): (fine,)}
     elif name == "dims":
         problems = {replace(tuned, head_dim=dim): STAGES for dim in DIMS}
+        problems |= {replace(tuned, head_dim=dim, masked=True): (fine,) for dim in DIMS}
     elif name in ("fp16", "fp32"):
         for dim in (16, 64, 80, 128, 256):
             problems[replace(tuned, dtype=name, head_dim=dim, even=False)] = STAGES
     elif name == "shapes":
         for blocks in SHAPES:
             problems[replace(tuned, blocks=blocks)] = BY_SHAPE
-            problems[replace(tuned, blocks=blocks, even=False, valid=True, group=2)] = BY_SHAPE
+            ragged = replace(tuned, blocks=blocks, even=False, valid=True, group=2)
+            problems |= {ragged: BY_SHAPE, replace(ragged, masked=True): (fine,)}
     else:
         raise SystemExit(f"no plan is called {name!r}")
     for problem, stages in problems.items():

@@ -455,9 +455,8 @@ def test_a_named_backend_is_never_replaced():
         (lambda c: c, "needs a CUDA device of capability 8.0 or newer"),
         (lambda c: c.to(torch.float64), "takes bfloat16, float16 and float32, got torch.float64"),
         (lambda c: make_case([2], [2], head_dim=257), "head dim of at most 256, got 257"),
-        (lambda c: make_case([2], [2], fine=True), "takes no fine masks"),
     ],
-    ids=["device", "dtype", "head_dim", "fine"],
+    ids=["device", "dtype", "head_dim"],
 )
 def test_triton_says_why_it_cannot_run(change, reason, monkeypatch):
     monkeypatch.setattr("vsa_kernels.dispatch._can_launch", lambda device: False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from vsa_kernels import BlockIndex, Blocks, block_sparse_attn, coarse_fine_attn, select_topk
+from vsa_kernels.testing import make_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,13 +71,15 @@ def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [*(x.clone().requires_grad_() for x in inputs), dout.clone()]
 
 
-@pytest.mark.parametrize("name", ["operator", "fine"])
+@pytest.mark.parametrize("name", ["operator", "fine", "masked"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("layout", SIZES)
 def test_replays_equal_eager_calls(layout, head_dim, name):
     sizes = SIZES[layout]
     blocks = Blocks.from_sizes(sizes, "cuda")
     index = select_topk(torch.randn(1, HEADS, len(sizes), len(sizes), device="cuda"), 2)
+    if name == "masked":
+        index = make_case(sizes, sizes, heads=HEADS, kv_heads=HEADS, density=0.8, fine=True, device="cuda").index
     step = operator(blocks) if name == "operator" else fine(blocks, index)
     static = leaves_of(values(sizes, head_dim, 0))
     # the first calls of a kernel load its code, which a capture forbids

@@ -81,6 +81,7 @@ def unsuitable() -> dict[str, Case]:
         "query tiles": make_case([96, 96], sizes, **half),
         "kv tiles": make_case(sizes, [128, 128], **half),
         "valid": make_case(sizes, sizes, **half, kv_valid=True),
+        "fine masks": make_case(sizes, sizes, **half, fine=True),
         "parts of a wider head": replace(case, q=wide[..., :64]),
         "heads outermost": replace(case, k=case.k.transpose(1, 2).contiguous().transpose(1, 2)),
         "alignment": replace(case, v=padded.flatten()[1 : case.v.numel() + 1].view(case.v.shape)),
@@ -245,6 +246,31 @@ def test_both_kernels_agree_within_rounding(dtype, head_dim, launch):
     eps = torch.finfo(dtype).eps
     assert error.max() <= eps * size.max()
     assert error.mean() <= eps / 4 * size.mean()
+
+
+@on_hopper
+@pytest.mark.parametrize("slots", [(1, 1), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("q_size", [128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_warpgroups_on_one_list_change_no_bit(head_dim, q_size, slots, launch):
+    """`hopper_fwd_wide` with 8 warps: each row is multiplied and added up as with 4."""
+    from vsa_kernels.block_sparse import hopper_fwd
+
+    case = make_case(
+        [q_size] * 4, [64] * 9, batch=2, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
+    )
+    results = []
+    for warps in (4, 8):
+        options = {"K_SLOTS": slots[0], "V_SLOTS": slots[1], "num_warps": warps, "maxnreg": 128}
+        with mock.patch.object(hopper_fwd, "config", return_value=options):
+            for topk in (1, 2, 3, 8):
+                problem = listing(case, topk, empty=(2,))
+                results.append(run(problem, "triton"))
+                assert_right(problem, results[-1], f"{warps} warps, {topk} blocks")
+    for narrow, wide in zip(results[:4], results[4:], strict=True):
+        assert torch.equal(narrow["out"], wide["out"])
+        assert torch.equal(narrow["lse"], wide["lse"])
+    assert launch.call_count == 8
 
 
 @on_hopper

@@ -34,6 +34,7 @@ class Key:
     blocks: tuple[int, int]
     even: bool
     valid: bool
+    fine: bool
     group: int
     permuted: bool
 
@@ -52,6 +53,7 @@ def _keys(seed: int, device: torch.device) -> list[Key]:
             blocks=shapes[i % len(shapes)],
             even=rng.random() < 0.5 and all(size % 16 == 0 for size in shapes[i % len(shapes)]),
             valid=rng.random() < 0.3,
+            fine=rng.random() < 0.4,
             group=rng.choice([1, 1, 2, 3]),
             permuted=rng.random() < 0.4,
         )
@@ -92,6 +94,7 @@ def _problem(seed: int, key: Key, device: torch.device) -> tuple[Case, Case]:
         density=rng.choice([0.0, 0.2, 0.5, 0.5, 1.0]),
         index_batch=rng.choice([1, batch]),
         index_heads=rng.choice([1, heads]),
+        fine=key.fine,
         kv_valid=key.valid,
         dtype=key.dtype,
         device=device,
@@ -107,13 +110,19 @@ def _problem(seed: int, key: Key, device: torch.device) -> tuple[Case, Case]:
 
 def _odd_rows(rng: random.Random, index: BlockIndex) -> BlockIndex:
     # a row without blocks, and two rows with one list
-    counts, indices = index.kv_num_blocks.clone(), index.kv_indices.clone()
-    a, b, c = (rng.randrange(counts.shape[2]) for _ in range(3))
+    by_row = {
+        name: getattr(index, name).clone()
+        for name in ("kv_indices", "kv_num_blocks", "kv_num_full_blocks", "mask_ids")
+        if getattr(index, name) is not None
+    }
+    a, b, c = (rng.randrange(index.kv_num_blocks.shape[2]) for _ in range(3))
     if rng.random() < 0.3:
-        counts[:, :, a] = 0
+        for name in {"kv_num_blocks", "kv_num_full_blocks"} & by_row.keys():
+            by_row[name][:, :, a] = 0
     if rng.random() < 0.3:
-        counts[:, :, b], indices[:, :, b] = counts[:, :, c].clone(), indices[:, :, c].clone()
-    return replace(index, kv_num_blocks=counts, kv_indices=indices)
+        for x in by_row.values():
+            x[:, :, b] = x[:, :, c].clone()
+    return replace(index, **by_row)
 
 
 def _strided(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
@@ -230,12 +239,6 @@ def test_backward_repeats_bit_for_bit(triton_device):
         same &= torch.stack([(a == b).all() for a, b in zip(again, first, strict=True)]).all()
     assert not any(x.isnan().any() for x in first)
     assert same
-
-
-def test_fine_masks_are_refused(triton_device):
-    case = make_case([16, 16], [16, 16], fine=True, density=1.0, device=triton_device)
-    with pytest.raises(ValueError, match="mask"):
-        run(case, "triton")
 
 
 def test_logits_of_ten_thousand(triton_device):

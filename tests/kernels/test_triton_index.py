@@ -30,11 +30,12 @@ def poisoned_outputs():
     torch.use_deterministic_algorithms(False)
 
 
-def transpose(lists, counts, num_kv, device):
+def transpose(lists, counts, num_kv, device, **masked):
     # triton is imported by those tests only that run
     from vsa_kernels.block_sparse import triton_index
 
-    return triton_index.transpose(lists.to(device), counts.to(device), num_kv)
+    masked = {name: x.to(device) for name, x in masked.items()}
+    return triton_index.transpose(lists.to(device), counts.to(device), num_kv, **masked)
 
 
 def lists_of(mask, spare=0, shuffled=False):
@@ -78,6 +79,31 @@ def test_any_mask(triton_device, batch, heads, num_q, num_kv, density, spare, sh
 test_further_masks = pytest.mark.slow(
     settings(fuzz, max_examples=15)(given(*ANY_MASK)(test_any_mask.hypothesis.inner_test))
 )
+
+
+@fuzz
+@given(*ANY_MASK)
+def test_the_masked_part_with_its_ids(triton_device, batch, heads, num_q, num_kv, density, spare, shuffled, seed):
+    torch.manual_seed(seed)
+    mask = torch.rand(batch, heads, num_q, num_kv) < density
+    lists, counts = lists_of(mask, spare + 1, shuffled)
+    first = (torch.rand(counts.shape) * (counts + 1)).int()
+    ids = torch.full_like(lists, POISON)
+    want = torch.full((batch, heads, num_kv, num_q), -1, dtype=torch.int32)
+    for row in torch.cartesian_prod(*(torch.arange(n) for n in mask.shape[:3])).view(-1, 3).tolist():
+        b, h, n = row
+        full, listed = int(first[b, h, n]), int(counts[b, h, n])
+        ids[b, h, n, full:listed] = torch.randint(0, 1 << 20, (listed - full,), dtype=torch.int32)
+        mask[b, h, n, lists[b, h, n, :full].long()] = False
+        want[b, h, lists[b, h, n, full:listed].long(), n] = ids[b, h, n, full:listed]
+    index = transpose(lists, counts, num_kv, triton_device, first=first, mask_ids=ids)
+    assert_transposed(index, mask)
+    assert index.mask_ids.shape == index.rows.shape
+    for b in range(batch):
+        for h in range(heads):
+            # column after column, each in the order of its rows
+            wanted = want[b, h][mask[b, h].T]
+            assert torch.equal(index.mask_ids[b, h, : len(wanted)].cpu(), wanted)
 
 
 @pytest.mark.parametrize(("num_q", "num_kv"), [(32, 32), (33, 300), (257, 31), further(130, 260)])

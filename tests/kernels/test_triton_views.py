@@ -20,6 +20,8 @@ from vsa_kernels.pooling.op import block_mean_pool_bwd, block_mean_pool_fwd
 from vsa_kernels.selection.op import select_topk_op
 from vsa_kernels.testing import Case, make_case, run
 
+from tests.kernels.interpreted import further
+
 KINDS = ("strided", "sliced", "transposed", "reversed")
 
 
@@ -64,13 +66,13 @@ def call(case: Case, flat: list[Any], backend: str) -> tuple[Tensor, ...]:
     return out, lse, *block_sparse_bwd(case.dout, case.dlse, out, lse, *args)
 
 
-@pytest.mark.parametrize("backend", ["triton", "gather"])
-def test_block_sparse(backend, triton_device):
-    case = problem(triton_device, fine=backend == "gather")
+@pytest.mark.parametrize(("backend", "fine"), [("triton", False), further("triton", True), ("gather", True)])
+def test_block_sparse(backend, fine, triton_device):
+    case = problem(triton_device, fine=fine)
     mask = BlockMask(index=case.index, q_blocks=case.q_blocks, kv_blocks=case.kv_blocks, kv_valid=case.kv_valid)
     flat = list(mask.flatten())
     # lists, counts, both offsets, validity; fine masks are three more
-    assert sum(isinstance(x, Tensor) for x in flat) == (5 if backend == "triton" else 8)
+    assert sum(isinstance(x, Tensor) for x in flat) == (8 if fine else 5)
     want = call(case, flat, backend)
     for kind in KINDS:
         got = call(case, [view(x, kind) for x in flat], backend)

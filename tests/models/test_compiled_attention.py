@@ -9,6 +9,7 @@ import torch
 
 from vsa.attention.compressed_kv import CompressedKV
 from vsa.attention.grouped import GroupedAttention
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.staged import StagedAttention
 from vsa.models.video_dit import VideoDiT
@@ -26,8 +27,15 @@ METHODS = {
     "second order": partial(PooledTail, tile_thw=(2, 2, 2), score="mass", order=2),
     "groups": partial(GroupedAttention, groups=[(1, "all", "all"), ("all", 1, 1)]),
     "pooled keys": CompressedKV,
+    # shares and tokens, a fine mask and none, 30 tokens in tiles of 64 and of 8
+    "windows": partial(NeighborhoodAttention, window_thw=(1.0, 0.6, 3), causal_thw=(True, False, False)),
+    "strided windows": partial(
+        NeighborhoodAttention, window_thw=(2, 4, 2), stride_thw=(2, 2, 2), tile_thw=(2, 2, 2), kv_tile_thw=(1, 2, 2)
+    ),
+    "whole windows": partial(NeighborhoodAttention, window_thw=(1.0, 1.0, 1.0)),
 }
 QUICK = ("excluded window", "groups")
+UNSELECTIVE = ("groups", "pooled keys", "windows", "strided windows", "whole windows")
 
 
 @pytest.mark.filterwarnings("ignore:tiles .* are .* full")
@@ -54,5 +62,5 @@ def test_compiled_blocks_equal_eager_ones(name):
     for ours, theirs in zip(losses(), eager, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.allclose(a, b, atol=1e-6, rtol=1e-4)
-    if name not in ("groups", "pooled keys"):
+    if name not in UNSELECTIVE:
         assert not all(torch.equal(a, b) for a, b in zip(*eager, strict=True))

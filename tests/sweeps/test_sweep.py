@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -25,8 +26,11 @@ import vsa.cli
 import vsa.sweeps.job_queue as queue_module
 import vsa.sweeps.sweeper as sweeper_module
 from tests.tiny_runs import TINY_OVERRIDES
+from vsa.config import Sweep
 from vsa.sweeps.job_queue import Job
 from vsa.sweeps.lifeline import end_with_parent
+from vsa.sweeps.points import Point
+from vsa.sweeps.sweeper import PointSweeper
 
 ROOT = Path(__file__).parents[2]
 # `attention` of the sweep: a whole node cannot be overridden with a key of another method
@@ -260,6 +264,48 @@ variants:
 """
 
 
+class Looking:
+    """Stands for the terminal's table."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def add(self, jobs: Any) -> None: ...
+
+    def changed(self, job: Any) -> None: ...
+
+
+def test_seeds_train_at_the_rate_of_the_lowest_loss_the_first_seed_of_every_point_first(tmp_path, monkeypatch):
+    losses = {"a-lr0.05": 3.0, "a-lr0.1": 1.0, "a-lr0.2": 2.0, "b-lr0.05": 1.0, "b-lr0.1": 2.0, "b-lr0.2": math.nan}
+    losses |= {f"c-lr{rate}": math.inf for rate in (0.05, 0.1, 0.2)}
+    queued: list[Point] = []
+    sweep = Sweep(name="mine", lr=3, seeds=[4, 7])
+    run = sweeper_module.SweepRun(PointSweeper(), sweep, tmp_path, [], seed=0, overwrite=False)
+    points, watch = [Point(name, ()) for name in "abc"], Looking()
+    monkeypatch.setattr(run, "_check", lambda points: ({point.name: 0.1 for point in points}, []))
+    monkeypatch.setattr(run, "_queue", lambda points, where, watch: queued.extend(points))
+    monkeypatch.setattr(run._record, "finished", lambda point: point.name != "b-lr0.2")
+    monkeypatch.setattr(sweeper_module, "final_loss", lambda folder: losses[folder.name])
+    run.train(points, [], watch)
+    assert {point.name for point in queued[:9]} == set(losses)
+    assert {point.overrides[-2:] for point in queued[9:]} == {
+        (f"optim.lr={rate}", f"seed={seed}") for rate in (0.1, 0.05) for seed in (4, 7)
+    }
+    assert [point.name for point in queued[9:]] == ["a-seed4", "b-seed4", "a-seed7", "b-seed7"]
+    assert [point.overrides[-2] for point in queued[9:]] == ["optim.lr=0.1", "optim.lr=0.05"] * 2
+    assert watch.said == [
+        "a: optim.lr=0.1 is the best of 3 (loss 1)",
+        "b: optim.lr=0.05 is the best of 2 (loss 1)",
+    ]
+    kept = record(tmp_path)
+    assert {name: (point["status"], point["reason"]) for name, point in kept.items()} == {
+        f"c-seed{seed}": ("failed", "none of its learning rates has a loss") for seed in (4, 7)
+    }
+
+
 @pytest.mark.slow
 def test_every_point_is_trained_at_the_best_of_its_learning_rates(command_line, forked, tmp_path):
     words = [*own_sweep(tmp_path, RATES), *TINY, "trainer.max_steps=6", f"output_dir={tmp_path}", "sweep.lr_factor=50"]
@@ -319,3 +365,23 @@ def test_the_stages_of_the_quickstart_at_equal_flops(tmp_path):
         for r in spent.values()
     ]
     assert totals == pytest.approx([3e9] * 8, rel=0.05)
+
+
+WINDOWS = """
+axes:
+  attention.stride_thw: [[1, 2, 2], [1, 1, 9]]
+"""
+
+
+@pytest.mark.slow
+def test_a_stride_that_does_not_fit_is_refused_at_its_point(command_line, forked, tmp_path):
+    words = [*own_sweep(tmp_path, WINDOWS), *TINY, "trainer.max_steps=2", f"output_dir={tmp_path / 'out'}"]
+    words += ["attention=neighborhood", "attention.window_thw=[2,4,4]", "attention.tile_thw=[1,2,2]"]
+    words += ["sweep.cores=1", "sweep.control=false"]
+    assert command_line("sweep", "mine", *words)[0] == 0
+    points = record(tmp_path / "out" / "pretrain" / "mine")
+    assert {name: point["status"] for name, point in points.items()} == {
+        "stride_thw1x2x2": "finished",
+        "stride_thw1x1x9": "refused",
+    }
+    assert points["stride_thw1x1x9"]["reason"].startswith("stride of width must be at most its window 4, got 9")

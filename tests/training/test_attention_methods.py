@@ -23,6 +23,7 @@ METHODS = [
     ("attention=spatial_temporal", "~attention.tile_thw"),
     ("attention=spatial_full", "~attention.tile_thw"),
     ("attention=strided_window", "~attention.tile_thw"),
+    ("attention=neighborhood", "attention.tile_thw=[2,2,2]"),
     ("attention=pooled_tail", "attention.order=2", "attention.score=mass"),
     ("attention=staged", "attention.stages=l"),
     ("attention=staged", "attention.stages=c_f_l", "attention.window_thw=[1,1,3]"),
@@ -106,3 +107,43 @@ def test_an_export_without_its_attention_says_so(training, tmp_path):
     training("attention=pooled_tail", "trainer.max_steps=1")
     told = convert(open_weights(training.folder()), tmp_path / "out", Conversion(golden=False))
     assert f"no file of {tmp_path / 'out'} says that the weights were trained with PooledTail" in told[-1]
+
+
+WINDOWS = ("attention=neighborhood", "attention.window_thw=[2,3,1.0]", "attention.tile_thw=[1,2,2]")
+
+
+def test_windows_start_from_dense_weights_and_have_no_topk(training):
+    training("attention=full", "~attention.tile_thw", "run=dense", "trainer.max_steps=1")
+    finetune = ("task=finetune", "task.latent_scale=shared", f"init_from={training.folder('dense')}", *WINDOWS)
+    # a schedule that no number of tiles could hold is of another method
+    training(*finetune, "sparsity.sparsity=null", "sparsity.topk=99", "trainer.max_steps=2")
+    assert set(training.last().tensors("model")) == set(training.last("dense").tensors("model"))
+    # 2 x 4 x 4 tokens in 8 tiles, each sees both frames and the two tiles of its row or all of them
+    rows = training.metrics()
+    run = load_run(training.folder(), device="cpu")
+    method, layout = run.model.blocks[0].method, run.model.layout_for((16, 2, 8, 8))
+    density = method.pairs(layout, 1) / 32**2
+    for row in rows.values():
+        assert float(row["sparsity/density"]) == pytest.approx(density)
+        assert float(row["sparsity/topk"]) == pytest.approx(8 * density)
+    assert run.settings().topk == run.settings(at="dense").topk == 8
+    assert generate(run, ["a red circle"], run.settings(steps=1)).isfinite().all()
+    for name, value in {"topk": 2, "sparsity": 0.5}.items():
+        with pytest.raises(ValueError, match=f"^{name} {value} has no meaning for NeighborhoodAttention: it selects"):
+            run.settings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("attention.window_thw=[9,1,1]", "window of time must be at most its 2 tokens, got 9"),
+        ("attention.stride_thw=[1,1,5]", "stride of width must be at most its window 4, got 5"),
+        ("attention.dilation_thw=[1,2,1]", r"dilation 2 of height does not fit: window 3 \* 2 is above its 4 tokens"),
+        ("attention.window_thw=[0.5,0.5,1.5]", r"attention.window_thw=\[0\.5,0\.5,1\.5\]: expected"),
+        ("attention.topk=3", "attention.topk=3: unknown setting"),
+    ],
+)
+def test_windows_that_do_not_fit_the_data_are_refused(training, override, message):
+    with pytest.raises(ValueError, match=message):
+        training(*WINDOWS, override)
+    assert not training.folder().exists()

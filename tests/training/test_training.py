@@ -87,6 +87,9 @@ def test_ranks_do_not_change_the_step(training):
     assert len(by_sample["one"]) == 8
     # samples that fill up a batch meet another noise
     assert len({row["sample"] for row in by_sample["one"]}) < len({row["noise_level"] for row in by_sample["one"]}) == 8
+    assert all(0 < float(row["noise_level"]) < 1 for row in by_sample["one"])
+    mean = sum(float(row["loss"]) for row in by_sample["one"]) / 8
+    assert mean == pytest.approx(float(one[2]["val/loss"]), rel=1e-5)
     for one_row, row in zip(by_sample["one"], by_sample["ranks"], strict=True):
         assert float(row.pop("loss")) == pytest.approx(float(one_row.pop("loss")), rel=1e-4)
         assert row == one_row

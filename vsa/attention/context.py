@@ -127,7 +127,7 @@ class AttnContext:
 
         Args:
             layer_idx: the layer's number.
-            index: which kv tiles each query tile attends to token by token.
+            index: which kv tiles each query tile attends to token by token, in some of them by a fine mask.
             **tensors: references, not copies, what is None left out. q, k `[B, L, H, D]`; scores `[B, H, Nq, Nkv]`
                 logits the tiles were ranked by; fine `[B, L, H, D]` output of the selected tiles; coarse output
                 `[B, N, H, D]` per tile or `[B, L, H, D]` per token, or tail `[B, L, H, D]`, the output of all other
@@ -136,7 +136,8 @@ class AttnContext:
         if self.recorder is None:
             return
         recorded = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-        lists = {"kv_indices": index.kv_indices, "kv_num_blocks": index.kv_num_blocks}
+        names = ("kv_indices", "kv_num_blocks", "kv_num_full_blocks", "mask_ids", "mask_bits")
+        lists = {name: x for name in names if (x := getattr(index, name)) is not None}
         self.recorder(layer_idx, recorded | lists)
 
 

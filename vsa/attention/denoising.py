@@ -154,6 +154,12 @@ class DenoisingPlan:
             steps=tuple((step, row(budget)) for step, budget in self.steps),
         )
 
+    def refuse_without_selection(self, method: str) -> None:
+        """Raise ValueError when there is an option that a method which selects no tiles has no use for."""
+        for name, value in self.changes().items():
+            if name not in ("dense_steps", "dense_layers"):
+                raise ValueError(f"denoising has {name}={value}, but {method} selects no tiles")
+
     def without_budgets(self) -> DenoisingPlan:
         """The plan with one budget from the first step to the last."""
         return replace(self, topk_ranges=(), sparsity_ranges=(), step_topk=(), step_sparsity=())

@@ -35,3 +35,9 @@ def dense_attn_per_sample(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -
         return dense_attn(q, k, v)
     parts = [dense_attn(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in layout.sample_spans]
     return torch.cat(parts, dim=1)
+
+
+def text_attn(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> list[Tensor]:
+    """Dense attention of each text or cond segment of a tile-major row to its sample."""
+    spans = [(start, stop, *layout.sample_spans[sample]) for start, stop, sample in layout.text_spans]
+    return [dense_attn(q[:, a:b], k[:, first:last], v[:, first:last]) for a, b, first, last in spans]

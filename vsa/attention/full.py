@@ -12,10 +12,10 @@ from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
-from vsa.attention.dense import dense_attn, dense_attn_per_sample
+from vsa.attention.dense import dense_attn, dense_attn_per_sample, text_attn
 from vsa.attention.layout import Segment, TileLayout
 
-__all__ = ["FullAttention", "dense_attn", "dense_attn_per_sample"]
+__all__ = ["FullAttention", "dense_attn", "dense_attn_per_sample", "text_attn"]
 
 
 class FullAttention(AttentionMethod):

@@ -1,18 +1,20 @@
 """How good a selection is, and what the coarse stage adds: numbers from one forward of a sparse layer.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv tiles. Tensors are tile-major with RoPE
-and qk-norm applied, as a method hands them to a recorder. Every tile may select every tile.
+and qk-norm applied, as a method hands them to a recorder. Every tile may select every tile. Masses, lists and overlaps
+count whole tiles; `density` and `visible_recall` count what a fine mask leaves of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from vsa_kernels import Blocks
+from vsa_kernels import BlockIndex, Blocks
 
 CHUNK_LOGITS = 1 << 25
 """Logits held at a time by `tile_mass`: 128 MiB of fp32."""
@@ -54,19 +56,21 @@ def tile_mass(q: Tensor, k: Tensor, tokens: Tensor, kv_blocks: Blocks, scale: fl
     Returns:
         fp32 `[B, H, n, Nkv]`, rows sum to 1.
     """
+    return torch.cat([_sum_tiles(weights, kv_blocks) for _, weights in _weights(q, k, tokens, scale)], dim=2)
+
+
+def _weights(q: Tensor, k: Tensor, tokens: Tensor, scale: float | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some of the tokens at a time, and their dense attention `[B, H, n, S]`."""
     batch, _, heads, dim = q.shape
     factor: float = dim**-0.5 if scale is None else scale
     # [B, Hkv, D, S]
     keys = k.float().permute(0, 2, 3, 1).contiguous()
     groups = (heads // k.shape[2], -1)
     rows = max(1, CHUNK_LOGITS // (batch * heads * k.shape[1]))
-    parts = []
     for some in tokens.to(q.device).split(rows):
         # [B, Hkv, heads of a group * n, D]
         queries = (q[:, some].float() * factor).unflatten(2, groups[::-1]).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        weights = (queries @ keys).softmax(-1).unflatten(2, groups).flatten(1, 2)
-        parts.append(_sum_tiles(weights, kv_blocks))
-    return torch.cat(parts, dim=2)
+        yield some, (queries @ keys).softmax(-1).unflatten(2, groups).flatten(1, 2)
 
 
 def _sum_tiles(x: Tensor, blocks: Blocks) -> Tensor:
@@ -92,6 +96,72 @@ def selection_recall(mass: Tensor, selected: Tensor, tokens: Tensor, q_blocks: B
     tile = torch.bucketize(tokens.to(q_blocks.offsets.device), q_blocks.offsets[1:].long(), right=True)
     rows = selected[:, :, tile]
     return Recall((mass * rows).sum(-1).mean(-1), rows.float().mean((-2, -1)).expand(mass.shape[:2]))
+
+
+def density(index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
+    """Share of the query-key pairs that attend, what fine masks hide not counted, fp64 `[B|1, H|1]`.
+
+    Args:
+        index: kv tiles of each query tile.
+        q_blocks: the query tiles.
+        kv_blocks: the kv tiles.
+    """
+    slot = torch.arange(index.kv_indices.shape[-1], device=index.kv_indices.device)
+    listed = slot < index.kv_num_blocks[..., None]
+    q_sizes, kv_sizes = q_blocks.sizes.double(), kv_blocks.sizes.double()
+    # entries past the count may hold anything
+    pairs = q_sizes[:, None] * kv_sizes[torch.where(listed, index.kv_indices, 0).long()]
+    if index.mask_bits is not None:
+        assert index.mask_ids is not None
+        assert index.kv_num_full_blocks is not None
+        masked = listed & (slot >= index.kv_num_full_blocks[..., None])
+        ids = torch.where(masked, index.mask_ids, 0).long()
+        pairs = torch.where(masked, index.mask_bits.sum((1, 2)).double()[ids], pairs)
+    return (pairs * listed).sum((-2, -1)) / (q_sizes.sum() * kv_sizes.sum())
+
+
+def visible_recall(
+    q: Tensor, k: Tensor, index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks: Blocks
+) -> Recall:
+    """`selection_recall` of an index with fine masks: the mass on the keys that a query attends to.
+
+    Args:
+        q: `[B, L, H, D]`.
+        k: `[B, S, Hkv, D]`.
+        index: with fine masks.
+        tokens: int64 `[n]` query tokens to look at.
+        q_blocks: the query tiles.
+        kv_blocks: the kv tiles.
+    """
+    selected, visible = [], []
+    for some, weights in _weights(q, k, tokens, None):
+        # [B|1, H|1, n, S]
+        seen = _visible(index, some, q_blocks, kv_blocks)
+        selected.append((weights * seen).sum(-1))
+        visible.append(seen.float().mean(-1))
+    random = torch.cat(visible, dim=2).mean(-1).expand(q.shape[0], q.shape[2])
+    return Recall(torch.cat(selected, dim=2).mean(-1), random)
+
+
+def _visible(index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
+    """Bool `[B|1, H|1, n, S]`, keys that some query tokens attend to."""
+    assert index.mask_bits is not None
+    assert index.mask_ids is not None
+    assert index.kv_num_full_blocks is not None
+    row = torch.bucketize(tokens, q_blocks.offsets[1:].long(), right=True)
+    place = tokens - q_blocks.offsets[row]
+    slot = torch.arange(index.kv_indices.shape[-1], device=tokens.device)
+    # [B|1, H|1, n, K, block_kv]
+    bits = index.mask_bits[index.mask_ids[:, :, row].long(), place[:, None]]
+    bits = bits | (slot < index.kv_num_full_blocks[:, :, row, None])[..., None]
+    within = torch.arange(kv_blocks.max_size, device=tokens.device)
+    tile = torch.where(slot < index.kv_num_blocks[:, :, row, None], index.kv_indices[:, :, row], 0).long()
+    bits = bits & (within < kv_blocks.sizes[tile][..., None]) & (slot < index.kv_num_blocks[:, :, row, None])[..., None]
+    # what is no key goes to a spare column
+    num_keys = int(kv_blocks.offsets[-1])
+    key = torch.where(bits, kv_blocks.offsets[tile][..., None] + within, num_keys).long().flatten(3)
+    seen = torch.zeros(*key.shape[:3], num_keys + 1, dtype=torch.bool, device=tokens.device)
+    return seen.scatter_(-1, key, True)[..., :-1]
 
 
 def selection_overlap(a: Tensor, b: Tensor) -> Tensor:

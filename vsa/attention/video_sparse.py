@@ -26,7 +26,7 @@ from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, combine
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
-from vsa.attention.full import dense_attn, dense_attn_per_sample
+from vsa.attention.full import dense_attn_per_sample, text_attn
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.attention.selection import select_blocks
 from vsa.settings import AtLeastOne, checked
@@ -128,7 +128,7 @@ class VideoSparseAttention(AttentionMethod):
             masks = (layout.candidates, layout.always)
             index = ctx.select(lambda kept: select_blocks(scores, kept, candidates=masks[0], always=masks[1]))
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
-            fine = layout.merge(fine, _text_attn(q, k, v, layout))
+            fine = layout.merge(fine, text_attn(q, k, v, layout))
         if ctx.recorder is not None:
             index = _all_tiles(layout) if index is None else index
             ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, coarse=coarse, scores=scores)
@@ -163,7 +163,7 @@ class VideoSparseAttention(AttentionMethod):
             always=layout.always,
             backend=self.backend,
         ).out
-        texts = _text_attn(q, k, v, layout)
+        texts = text_attn(q, k, v, layout)
         if gate_fine is not None:
             spans = layout.text_spans
             texts = [text * gate_fine[:, a:b] for text, (a, b, _) in zip(texts, spans, strict=True)]
@@ -178,12 +178,6 @@ class VideoSparseAttention(AttentionMethod):
             kept = video * min(topk, tiles) / tiles if tiles else 0.0
             total += video * (kept + text) + text * (video + text)
         return total
-
-
-def _text_attn(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> list[Tensor]:
-    """Dense attention of each text or cond segment to its sample."""
-    spans = [(start, stop, *layout.sample_spans[sample]) for start, stop, sample in layout.text_spans]
-    return [dense_attn(q[:, a:b], k[:, first:last], v[:, first:last]) for a, b, first, last in spans]
 
 
 def _all_tiles(layout: TileLayout) -> BlockIndex:

@@ -27,6 +27,7 @@ COMMANDS = {
     "check-data": "vsa.cli.check_data:check_data",
     "config": "vsa.cli.config:config",
     "tiles": "vsa.cli.tiles:tiles",
+    "simulate": "vsa.cli.simulate:simulate",
     "info": "vsa.cli.info:info",
 }
 """Commands in the order of the help, each with the function that defines its arguments."""

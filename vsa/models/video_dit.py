@@ -220,6 +220,11 @@ class VideoDiT(nn.Module):
         segments = (Segment(grid_thw=self.grid(latent_shape)),)
         return self._block(0).method.layout(segments, device)
 
+    @property
+    def selects(self) -> bool:
+        """Whether query tiles select kv tiles, so that a top-k has a meaning."""
+        return self._block(0).method.selects
+
     def reset_parameters(self) -> None:
         """Initialise every parameter, also after `to_empty` of a model built on the meta device."""
         init_parameters(self, init=self.init, dim=self.dim, num_layers=len(self.blocks))

@@ -121,6 +121,13 @@ class LoadedRun:
         if len(shape) != 4:
             raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {shape}")
         num_tiles = self.model.layout_for(shape).num_video_tiles
+        if not self.model.selects:
+            for name, value in {"topk": topk, "sparsity": sparsity}.items():
+                if value is not None:
+                    method: Any = self.model.blocks[0].method
+                    raise ValueError(f"{name} {value} has no meaning for {type(method).__name__}: it selects no tiles")
+            DenoisingPlan(**(denoising or {})).refuse_without_selection(type(self.model.blocks[0].method).__name__)
+            topk = num_tiles
         if topk is not None and sparsity is not None:
             raise ValueError(f"give topk or sparsity, not both: got topk={topk} and sparsity={sparsity}")
         if topk is not None and (topk if isinstance(topk, int) else max(topk)) > num_tiles:

@@ -65,7 +65,7 @@ def block_sparse_attn(
     mask = BlockMask(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=kv_valid)
     check_mask(q, mask)
     refuse_forward_mode(q, k, v)
-    chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1], fine_mask=index.mask_bits is not None)
+    chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
     if check_values:
         check_mask_values(mask, q.shape[1], k.shape[1])
     factor = q.shape[-1] ** -0.5 if scale is None else scale

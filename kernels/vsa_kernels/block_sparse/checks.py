@@ -44,7 +44,7 @@ def check_mask(q: Tensor, mask: BlockMask) -> None:
             f"got {list(full.shape)} and {list(ids.shape)}"
         )
     tile = (mask.q_blocks.max_size, mask.kv_blocks.max_size)
-    if bits.dtype != torch.bool or tuple(bits.shape[1:]) != tile:
+    if bits.dtype != torch.bool or tuple(bits.shape[1:]) != tile or not bits.shape[0]:
         raise ValueError(f"mask_bits must be bool [M, {tile[0]}, {tile[1]}], got {bits.dtype} {list(bits.shape)}")
     check_device("mask_bits", bits, "q", q)
 

@@ -2,7 +2,8 @@
 
 The same mathematics as `triton_fwd`. One warpgroup per 64 queries loads a kv block, multiplies, and loads the next one
 into the slot that became free; its waits are hidden by the other programs of the multiprocessor, so what counts is that
-four fit: registers and shared memory are spent on nothing else.
+four fit: registers and shared memory are spent on nothing else. Query blocks of a multiple of 128 rows have a
+configuration of their own (`hopper_fwd_wide`): with 8 warps two warpgroups share each kv block that is loaded.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv blocks, Kmax list capacity.
 """
@@ -27,7 +28,7 @@ from vsa_kernels.launch import config, launch
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-# rows of every tile: those of the matrix instruction
+# rows of a kv tile, and of each warpgroup's queries: those of the matrix instruction
 ROWS = gl.constexpr(64)
 # a row of 64 or 128 half-precision numbers fills the widest swizzle
 SHARED_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -43,7 +44,7 @@ def _first_row(p_list, i, listed, first):
 
 @gluon.jit
 def _scale_rows(x, factor, LAYOUT: gl.constexpr):
-    """x `[ROWS, D]` with its rows multiplied by factor `[ROWS]`, which every thread already holds for its rows."""
+    """x `[Q_ROWS, D]` with its rows multiplied by factor `[Q_ROWS]`, which every thread already holds for its rows."""
     return x * gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
 
 
@@ -51,19 +52,22 @@ def _scale_rows(x, factor, LAYOUT: gl.constexpr):
 def _hopper_fwd_kernel(
     q, k, v, out, lse, kv_indices, kv_num_blocks, scale,
     idx_b, idx_h, idx_n, num_b, num_h, H, num_q, num_kv,
-    GROUP: gl.constexpr, D: gl.constexpr, Q_PARTS: gl.constexpr, K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, Q_PARTS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q.dtype
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    Q_ROWS: gl.constexpr = WARPGROUPS * ROWS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, ROWS, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * WARPGROUPS, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    # [ROWS, 4]: a row's sum in four parts, each with the thread that holds a quarter of the row in S_LAYOUT
+    # [Q_ROWS, 4]: a row's sum in four parts, each with the thread that holds a quarter of the row in S_LAYOUT
+    WARP_ROWS: gl.constexpr = [[16, 0], [32, 0]] if WARPGROUPS == 1 else [[16, 0], [32, 0], [64, 0]]
     SUM_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], WARP_ROWS, [], [Q_ROWS, 4]
     )
     # 16 bytes per thread
-    IO_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    IO_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4 * WARPGROUPS, 1], [1, 0])
 
     # query tiles of one head run side by side and share its keys and values in L2
     tiles = num_q * Q_PARTS
@@ -72,7 +76,7 @@ def _hopper_fwd_kernel(
     p_list = kv_indices + i_b.to(gl.int64) * idx_b + i_h.to(gl.int64) * idx_h + i_n.to(gl.int64) * idx_n
     col, first = i_h // GROUP * D, i_b * num_kv
 
-    q_smem = gl.allocate_shared_memory(DTYPE, [ROWS, D], q.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_ROWS, D], q.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [K_SLOTS, ROWS, D], k.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [V_SLOTS, ROWS, D], v.layout)
     q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -86,7 +90,7 @@ def _hopper_fwd_kernel(
 
     # a copy may complete before the next instruction: its barrier expects it first
     mbarrier.expect(q_bar, q.block_type.nbytes)
-    tma.async_copy_global_to_shared(q, [(i_b * tiles + i_tile) * ROWS, i_h * D], q_bar, q_smem)
+    tma.async_copy_global_to_shared(q, [(i_b * tiles + i_tile) * Q_ROWS, i_h * D], q_bar, q_smem)
     listed = gl.load(kv_num_blocks + i_b.to(gl.int64) * num_b + i_h.to(gl.int64) * num_h + i_n)
     for i in gl.static_range(K_SLOTS):
         row = _first_row(p_list, i, listed, first)
@@ -100,11 +104,11 @@ def _hopper_fwd_kernel(
     k_row = _first_row(p_list, K_SLOTS, listed, first)
     v_row = _first_row(p_list, V_SLOTS, listed, first)
 
-    # [ROWS, D]
-    b_acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-    b_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
-    b_sums = gl.zeros([ROWS, 4], gl.float32, SUM_LAYOUT)
-    b_zero = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
+    # [Q_ROWS, D]
+    b_acc = gl.zeros([Q_ROWS, D], gl.float32, O_LAYOUT)
+    b_max = gl.full([Q_ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
+    b_sums = gl.zeros([Q_ROWS, 4], gl.float32, SUM_LAYOUT)
+    b_zero = gl.zeros([Q_ROWS, ROWS], gl.float32, S_LAYOUT)
     factor = scale * LOG2E
     mbarrier.wait(q_bar, 0)
     # the barriers that the compiler adds then fall together with those of the loop
@@ -112,7 +116,7 @@ def _hopper_fwd_kernel(
     for j in range(listed):
         k_slot, v_slot = j % K_SLOTS, j % V_SLOTS
         mbarrier.wait(k_bars.index(k_slot), (j // K_SLOTS) & 1)
-        # [ROWS, ROWS]
+        # [Q_ROWS, ROWS]
         b_s = warpgroup_mma(q_smem, k_smem.index(k_slot).permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         b_new = gl.maximum(b_max, gl.max(b_s, 1) * factor)
@@ -120,7 +124,7 @@ def _hopper_fwd_kernel(
         b_rescale = gl.exp2(b_max - b_new)
         b_max = b_new
         # each thread adds up its own columns; the parts of a row meet once, after the loop
-        b_part = gl.sum(gl.sum(gl.reshape(b_p, [ROWS, ROWS // 8, 4, 2]), 3), 1)
+        b_part = gl.sum(gl.sum(gl.reshape(b_p, [Q_ROWS, ROWS // 8, 4, 2]), 3), 1)
         b_part = gl.convert_layout(b_part, SUM_LAYOUT, assert_trivial=True)
         b_sums = _scale_rows(b_sums, b_rescale, SUM_LAYOUT) + b_part
         b_acc = _scale_rows(b_acc, b_rescale, O_LAYOUT)
@@ -143,15 +147,15 @@ def _hopper_fwd_kernel(
     b_sum = gl.convert_layout(gl.sum(b_sums, 1), ROW_LAYOUT, assert_trivial=True)
     b_out = _scale_rows(b_acc, 1.0 / gl.where(b_sum == 0, 1.0, b_sum), O_LAYOUT)
     at = i_bh.to(gl.int64) * tiles + i_tile
-    gl.store(lse + at * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT), b_max * LN2 + gl.log(b_sum))
+    gl.store(lse + at * Q_ROWS + gl.arange(0, Q_ROWS, layout=ROW_LAYOUT), b_max * LN2 + gl.log(b_sum))
     # through the shared memory of q, for whole lines of stores; every warp is past its last product
     cta_barrier()
     q_smem.store(b_out.to(DTYPE))
     cta_barrier()
     b_out = q_smem.load(IO_LAYOUT)
-    o_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, IO_LAYOUT))
+    o_r = gl.arange(0, Q_ROWS, layout=gl.SliceLayout(1, IO_LAYOUT))
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, IO_LAYOUT))
-    p_out = out + ((i_b.to(gl.int64) * tiles + i_tile) * ROWS * H + i_h) * D
+    p_out = out + ((i_b.to(gl.int64) * tiles + i_tile) * Q_ROWS * H + i_h) * D
     gl.store(p_out + o_r[:, None] * (H * D) + o_d[None, :], b_out)
 
 
@@ -161,17 +165,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> t
     out = q.new_empty((B, L, H, D))
     lse = q.new_empty((B, H, L), dtype=torch.float32)
     lists, list_at = lists_of(mask)
-    num_q, parts = mask.q_blocks.num, mask.q_blocks.max_size // ROWS.value
+    num_q, size = mask.q_blocks.num, mask.q_blocks.max_size
+    options = config("hopper_fwd" if size % (2 * ROWS.value) else "hopper_fwd_wide", D, q.dtype, q.device)
+    warpgroups = options["num_warps"] // 4
+    parts = size // (warpgroups * ROWS.value)
     launch(
         _hopper_fwd_kernel, (num_q * parts * B * H,),
-        _described(q), _described(k), _described(v), out, lse, *lists, scale,
+        _described(q, warpgroups), _described(k), _described(v), out, lse, *lists, scale,
         *list_at, H, num_q, mask.kv_blocks.num,
-        GROUP=H // k.shape[2], D=D, Q_PARTS=parts, **config("hopper_fwd", D, q.dtype, q.device),
+        GROUP=H // k.shape[2], D=D, Q_PARTS=parts, WARPGROUPS=warpgroups, **options,
     )  # fmt: skip
     return out, lse
 
 
-def _described(x: Tensor) -> TensorDescriptor:
+def _described(x: Tensor, tiles: int = 1) -> TensorDescriptor:
     # B * L cannot pass 32 bits: that many rows fit no Hopper chip
     B, L, H, D = x.shape
-    return TensorDescriptor(x, [B * L, H * D], [x.stride(1), 1], [ROWS.value, D], SHARED_LAYOUT)
+    return TensorDescriptor(x, [B * L, H * D], [x.stride(1), 1], [tiles * ROWS.value, D], SHARED_LAYOUT)

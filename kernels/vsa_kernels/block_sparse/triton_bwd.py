@@ -1,9 +1,9 @@
 """Backward kernels of block-sparse attention, split so that no two programs write one gradient: no atomics, and
 every repeat gives the same bits.
 
-`_dq_kernel` walks the forward's lists, `_dkv_kernel` the transposed ones; both recompute the logits exactly as the
-forward did. With p = exp(s - lse) and delta = rowsum(dout * out) - dlse: dv = p^T dout, ds = p * (dout v^T - delta),
-dq = scale * ds k, dk = scale * ds^T q.
+`_dq_kernel` walks the forward's lists, `_dkv_kernel` the transposed ones, each first the full entries and then the
+masked ones; both recompute the logits exactly as the forward did. With p = exp(s - lse) and
+delta = rowsum(dout * out) - dlse: dv = p^T dout, ds = p * (dout v^T - delta), dq = scale * ds k, dk = scale * ds^T q.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, N blocks.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.triton_index import transpose
+from vsa_kernels.block_sparse.triton_masks import fine_of, hide, load_words, pack_words
 from vsa_kernels.block_sparse.triton_tiles import (
     LOG2E,
     Plan,
@@ -55,16 +56,20 @@ def _share(share, i_b, i_n, i_h, N, H, whole, D: tl.constexpr, BLOCK_D: tl.const
     return tl.load(share + at + o_d, mask=o_d < D, other=0.0) / whole
 
 
-@triton.jit(do_not_specialize=["idx_b", "idx_h", "idx_n", "num_b", "num_h", "L", "S", "H", "num_q", "num_kv"])
+@triton.jit(do_not_specialize=[
+    "idx_b", "idx_h", "idx_n", "num_b", "num_h", "full_b", "full_h", "ids_b", "ids_h", "ids_n",
+    "L", "S", "H", "num_q", "num_kv",
+])  # fmt: skip
 def _dq_kernel(
     q, k, v, dout, lse, delta, dq, q_share,
-    kv_indices, kv_num_blocks, q_offsets, kv_offsets, kv_valid, scale,
+    kv_indices, kv_num_blocks, kv_num_full_blocks, mask_ids, mask_words, q_offsets, kv_offsets, kv_valid, scale,
     q_b, q_l, q_h, k_b, k_l, k_h, v_b, v_l, v_h, do_b, do_l, do_h, dq_b, dq_l, idx_b, idx_h, idx_n, num_b, num_h,
-    L, S, H, num_q, num_kv,
+    full_b, full_h, ids_b, ids_h, ids_n, word_m, word_c, L, S, H, num_q, num_kv,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr, Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr,
     BLOCK_N: tl.constexpr, KV_PARTS: tl.constexpr, KV_SIZE: tl.constexpr, EVEN_KV: tl.constexpr,
-    LISTED: tl.constexpr, HAS_VALID: tl.constexpr, SHARED: tl.constexpr, DESC: tl.constexpr, PRECISION: tl.constexpr,
+    LISTED: tl.constexpr, FINE: tl.constexpr, HAS_VALID: tl.constexpr, SHARED: tl.constexpr, DESC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_bh = tl.program_id(0) % (num_q * Q_PARTS), tl.program_id(0) // (num_q * Q_PARTS)
     i_b, i_h = i_bh // H, i_bh % H
@@ -77,6 +82,11 @@ def _dq_kernel(
     else:
         p_list = kv_indices
         listed = num_kv
+    if FINE:
+        p_ids = mask_ids + i_b.to(tl.int64) * ids_b + i_h.to(tl.int64) * ids_h + i_n.to(tl.int64) * ids_n
+        full = tl.load(kv_num_full_blocks + i_b.to(tl.int64) * full_b + i_h.to(tl.int64) * full_h + i_n)
+    else:
+        full = listed
     # [BLOCK_M, BLOCK_D]
     b_q = load_tile(q, i_b, i_h, q_start, q_size, q_b, q_l, q_h, D, BLOCK_M, BLOCK_D, EVEN_Q)
     b_do = load_tile(dout, i_b, i_h, q_start, q_size, do_b, do_l, do_h, D, BLOCK_M, BLOCK_D, EVEN_Q)
@@ -84,32 +94,40 @@ def _dq_kernel(
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     factor = scale * LOG2E
     o_n = tl.arange(0, BLOCK_N)
-    for j in range(listed * KV_PARTS):
-        i_kp = j % KV_PARTS
-        i_kv = tl.load(p_list + j // KV_PARTS) if LISTED else j // KV_PARTS
-        if DESC and EVEN_KV:
-            kv_start, kv_size = 0, BLOCK_N
-        else:
-            kv_start, kv_size, _ = span(kv_offsets, i_kv, i_kp, S, KV_SIZE, BLOCK_N, KV_SIZE > 0)
-        if HAS_VALID:
-            kv_size = tl.minimum(kv_size, tl.load(kv_valid + i_b.to(tl.int64) * num_kv + i_kv) - i_kp * BLOCK_N)
-        # [BLOCK_N, BLOCK_D]
-        b_k = load_listed(
-            k, i_b, i_hk, i_kv, i_kp, num_kv, kv_start, kv_size, k_b, k_l, k_h,
-            D, BLOCK_N, BLOCK_D, KV_PARTS, EVEN_KV, DESC,
-        )  # fmt: skip
-        b_v = load_listed(
-            v, i_b, i_hk, i_kv, i_kp, num_kv, kv_start, kv_size, v_b, v_l, v_h,
-            D, BLOCK_N, BLOCK_D, KV_PARTS, EVEN_KV, DESC,
-        )  # fmt: skip
-        # [BLOCK_M, BLOCK_N]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        if not EVEN_KV and kv_size < BLOCK_N:
-            b_s = tl.where(o_n[None, :] < kv_size, b_s, -float("inf"))
-        b_p = tl.math.exp2(b_s * factor - b_lse[:, None])
-        b_ds = b_p * (b_dp - b_delta[:, None])
-        b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    for MASKED in tl.static_range(0, 2 if FINE else 1):
+        for j in range((full if MASKED else 0) * KV_PARTS, (listed if MASKED else full) * KV_PARTS):
+            i_kp = j % KV_PARTS
+            i_kv = tl.load(p_list + j // KV_PARTS) if LISTED else j // KV_PARTS
+            if DESC and EVEN_KV:
+                kv_start, kv_size = 0, BLOCK_N
+            else:
+                kv_start, kv_size, _ = span(kv_offsets, i_kv, i_kp, S, KV_SIZE, BLOCK_N, KV_SIZE > 0)
+            if HAS_VALID:
+                kv_size = tl.minimum(kv_size, tl.load(kv_valid + i_b.to(tl.int64) * num_kv + i_kv) - i_kp * BLOCK_N)
+            if MASKED:
+                b_words = load_words(
+                    mask_words, tl.load(p_ids + j // KV_PARTS), i_part * BLOCK_M, q_size, i_kp * BLOCK_N,
+                    word_m, word_c, BLOCK_M, EVEN_Q,
+                )  # fmt: skip
+            # [BLOCK_N, BLOCK_D]
+            b_k = load_listed(
+                k, i_b, i_hk, i_kv, i_kp, num_kv, kv_start, kv_size, k_b, k_l, k_h,
+                D, BLOCK_N, BLOCK_D, KV_PARTS, EVEN_KV, DESC,
+            )  # fmt: skip
+            b_v = load_listed(
+                v, i_b, i_hk, i_kv, i_kp, num_kv, kv_start, kv_size, v_b, v_l, v_h,
+                D, BLOCK_N, BLOCK_D, KV_PARTS, EVEN_KV, DESC,
+            )  # fmt: skip
+            # [BLOCK_M, BLOCK_N]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+            if not EVEN_KV and kv_size < BLOCK_N:
+                b_s = tl.where(o_n[None, :] < kv_size, b_s, -float("inf"))
+            if MASKED:
+                b_s = hide(b_s, b_words, i_kp * BLOCK_N, BLOCK_N)
+            b_p = tl.math.exp2(b_s * factor - b_lse[:, None])
+            b_ds = b_p * (b_dp - b_delta[:, None])
+            b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     b_dq *= scale
     if SHARED:
         b_dq += _share(q_share, i_b, i_n, i_h, num_q, H, whole, D, BLOCK_D)[None, :]
@@ -119,14 +137,14 @@ def _dq_kernel(
 @triton.jit(do_not_specialize=["row_b", "row_h", "at_b", "at_h", "L", "S", "H", "num_q", "num_kv"])
 def _dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, k_share, v_share,
-    rows, row_offsets, q_offsets, kv_offsets, kv_valid, scale,
+    rows, row_offsets, fine_rows, fine_offsets, fine_ids, mask_words, q_offsets, kv_offsets, kv_valid, scale,
     q_b, q_l, q_h, k_b, k_l, k_h, v_b, v_l, v_h, do_b, do_l, do_h, dk_b, dk_l, row_b, row_h, at_b, at_h,
-    L, S, H, num_q, num_kv,
+    word_m, word_c, L, S, H, num_q, num_kv,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, Q_PARTS: tl.constexpr, Q_SIZE: tl.constexpr, EVEN_Q: tl.constexpr,
     BLOCK_N: tl.constexpr, KV_PARTS: tl.constexpr, KV_SIZE: tl.constexpr, EVEN_KV: tl.constexpr,
-    LISTED: tl.constexpr, HAS_VALID: tl.constexpr, SHARED: tl.constexpr, DESC: tl.constexpr, PRECISION: tl.constexpr,
-    DP_FIRST: tl.constexpr,
+    LISTED: tl.constexpr, FINE: tl.constexpr, HAS_VALID: tl.constexpr, SHARED: tl.constexpr, DESC: tl.constexpr,
+    PRECISION: tl.constexpr, DP_FIRST: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_bh = tl.program_id(0) % (num_kv * KV_PARTS), tl.program_id(0) // (num_kv * KV_PARTS)
     Hkv = H // GROUP
@@ -145,39 +163,49 @@ def _dkv_kernel(
     factor = scale * LOG2E
     for g in range(GROUP):
         i_h = i_hk * GROUP + g
-        if LISTED:
-            p_at = row_offsets + i_b.to(tl.int64) * at_b + i_h.to(tl.int64) * at_h + i_n
-            first = tl.load(p_at)
-            listed = tl.load(p_at + 1) - first
-            p_rows = rows + i_b.to(tl.int64) * row_b + i_h.to(tl.int64) * row_h + first
-        else:
-            p_rows = rows
-            listed = num_q
-        for j in range(listed * Q_PARTS):
-            i_qp = j % Q_PARTS
-            i_q = tl.load(p_rows + j // Q_PARTS) if LISTED else j // Q_PARTS
-            q_start, q_size, _ = span(q_offsets, i_q, i_qp, L, Q_SIZE, BLOCK_M, Q_SIZE > 0)
-            # [BLOCK_M, BLOCK_D]
-            b_q = load_listed(
-                q, i_b, i_h, i_q, i_qp, num_q, q_start, q_size, q_b, q_l, q_h,
-                D, BLOCK_M, BLOCK_D, Q_PARTS, EVEN_Q, DESC,
-            )  # fmt: skip
-            b_do = load_listed(
-                dout, i_b, i_h, i_q, i_qp, num_q, q_start, q_size, do_b, do_l, do_h,
-                D, BLOCK_M, BLOCK_D, Q_PARTS, EVEN_Q, DESC,
-            )  # fmt: skip
-            b_lse, b_delta = _load_stats(lse, delta, i_b * H + i_h, L, q_start, q_size, BLOCK_M, EVEN_Q)
-            # [BLOCK_N, BLOCK_M]
-            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-            # both logit products first: faster where registers allow
-            if DP_FIRST:
-                b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-            b_p = tl.math.exp2(b_s * factor - b_lse[None, :])
-            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-            if not DP_FIRST:
-                b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-            b_ds = b_p * (b_dp - b_delta[None, :])
-            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+        for MASKED in tl.static_range(0, 2 if FINE else 1):
+            if LISTED:
+                p_at = fine_offsets if MASKED else row_offsets
+                p_at += i_b.to(tl.int64) * at_b + i_h.to(tl.int64) * at_h + i_n
+                first = tl.load(p_at)
+                listed = tl.load(p_at + 1) - first
+                at = i_b.to(tl.int64) * row_b + i_h.to(tl.int64) * row_h + first
+                p_rows = (fine_rows if MASKED else rows) + at
+            else:
+                p_rows = rows
+                listed = num_q
+            for j in range(listed * Q_PARTS):
+                i_qp = j % Q_PARTS
+                i_q = tl.load(p_rows + j // Q_PARTS) if LISTED else j // Q_PARTS
+                q_start, q_size, _ = span(q_offsets, i_q, i_qp, L, Q_SIZE, BLOCK_M, Q_SIZE > 0)
+                if MASKED:
+                    b_words = load_words(
+                        mask_words, tl.load(fine_ids + at + j // Q_PARTS), i_part * BLOCK_N, kv_seen, i_qp * BLOCK_M,
+                        word_m, word_c, BLOCK_N, EVEN_KV,
+                    )  # fmt: skip
+                # [BLOCK_M, BLOCK_D]
+                b_q = load_listed(
+                    q, i_b, i_h, i_q, i_qp, num_q, q_start, q_size, q_b, q_l, q_h,
+                    D, BLOCK_M, BLOCK_D, Q_PARTS, EVEN_Q, DESC,
+                )  # fmt: skip
+                b_do = load_listed(
+                    dout, i_b, i_h, i_q, i_qp, num_q, q_start, q_size, do_b, do_l, do_h,
+                    D, BLOCK_M, BLOCK_D, Q_PARTS, EVEN_Q, DESC,
+                )  # fmt: skip
+                b_lse, b_delta = _load_stats(lse, delta, i_b * H + i_h, L, q_start, q_size, BLOCK_M, EVEN_Q)
+                # [BLOCK_N, BLOCK_M]
+                b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+                if MASKED:
+                    b_s = hide(b_s, b_words, i_qp * BLOCK_M, BLOCK_M)
+                # both logit products first: faster where registers allow
+                if DP_FIRST:
+                    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                b_p = tl.math.exp2(b_s * factor - b_lse[None, :])
+                b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+                if not DP_FIRST:
+                    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                b_ds = b_p * (b_dp - b_delta[None, :])
+                b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     b_dk *= scale
     if HAS_VALID:
         m_seen = tl.arange(0, BLOCK_N)[:, None] < kv_seen
@@ -280,12 +308,12 @@ def _run_dq(
 ) -> Tensor:  # fmt: skip
     B, L, H, D = q.shape
     dq = q.new_empty((B, L, H, D))
-    (lists, list_at), blocks = lists_of(mask), offsets_of(mask)
+    (lists, list_at), (fine, fine_at), blocks = lists_of(mask), fine_of(mask), offsets_of(mask)
     kv = described((k, v), plan.kv, *blocks[1:]) if plan.describe else None
     launch(
         _dq_kernel, (plan.q.num * plan.q.parts * B * H,),
-        q, *(kv or (k, v)), dout, lse, delta, dq, share, *lists, *blocks, scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:2], *list_at,
+        q, *(kv or (k, v)), dout, lse, delta, dq, share, *lists, *fine, *blocks, scale,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:2], *list_at, *fine_at,
         L, k.shape[1], H, plan.q.num, plan.kv.num,
         SHARED=share is not None, DESC=kv is not None, **plan.constants,
     )  # fmt: skip
@@ -299,16 +327,24 @@ def _run_dkv(
     B, S, Hkv, D = k.shape
     dk, dv = k.new_empty((B, S, Hkv, D)), v.new_empty((B, S, Hkv, D))
     lists, list_at, blocks = (None, None), (0, 0, 0, 0), offsets_of(mask)
+    fine, word_at = (None, None, None, None), (0, 0)
     if mask is not None:
-        index = transpose(mask.index.kv_indices, mask.index.kv_num_blocks, plan.kv.num)
-        lists = (index.rows, index.row_offsets)
+        index = mask.index
+        full = index.kv_num_blocks if index.kv_num_full_blocks is None else index.kv_num_full_blocks
+        columns = transpose(index.kv_indices, full, plan.kv.num)
+        lists = (columns.rows, columns.row_offsets)
         list_at = tuple(x.stride(d) if x.shape[d] > 1 else 0 for x in lists for d in (0, 1))
+        if index.mask_bits is not None:
+            # of the same shapes as the full entries'
+            masked = transpose(index.kv_indices, index.kv_num_blocks, plan.kv.num, first=full, mask_ids=index.mask_ids)
+            words = pack_words(index.mask_bits.transpose(1, 2))
+            fine, word_at = (masked.rows, masked.row_offsets, masked.mask_ids, words), words.stride()[:2]
     qo = described((q, dout), plan.q, blocks[0]) if plan.describe else None
     in_q, in_do = qo or (q, dout)
     launch(
         _dkv_kernel, (plan.kv.num * plan.kv.parts * B * Hkv,),
-        in_q, k, v, in_do, lse, delta, dk, dv, *shares, *lists, *blocks, scale,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:2], *list_at,
+        in_q, k, v, in_do, lse, delta, dk, dv, *shares, *lists, *fine, *blocks, scale,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:2], *list_at, *word_at,
         q.shape[1], S, q.shape[2], plan.q.num, plan.kv.num,
         SHARED=shares[0] is not None, DESC=qo is not None, **plan.constants,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 Three launches, no atomics, no waiting for the device. `_mark` sets one bit per listed (row, column) in a word per
 32 rows and column; `_count` adds up a column's bits; `_list` writes the rows of every column where the counts say.
+Mask ids travel through a table of all pairs, where each entry has a place of its own.
 
 Nq / Nkv query / kv blocks, G groups of 32 rows.
 """
@@ -31,10 +32,12 @@ class TransposedIndex(NamedTuple):
     Args:
         row_offsets: int32 `[B|1, H|1, Nkv + 1]`, kv block n has `rows[row_offsets[n] : row_offsets[n + 1]]`.
         rows: int32 `[B|1, H|1, Nq * Kmax]` query blocks, ascending for each kv block; the rest is undefined.
+        mask_ids: int32 like `rows`, the mask id of each entry; None where none were given.
     """
 
     row_offsets: Tensor
     rows: Tensor
+    mask_ids: Tensor | None
 
 
 @triton.jit
@@ -47,8 +50,8 @@ def _ones(x):
 
 @triton.jit(do_not_specialize=["capacity"])
 def _mark_kernel(
-    kv_indices, kv_num_blocks, marks, capacity, num_q, num_kv, num_groups,
-    BLOCK_K: tl.constexpr, BLOCK_SUM: tl.constexpr,
+    kv_indices, kv_num_blocks, first, mask_ids, marks, table, capacity, num_q, num_kv, num_groups,
+    FINE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SUM: tl.constexpr,
 ):  # fmt: skip
     i_g = tl.program_id(0) % num_groups
     i_bh = (tl.program_id(0) // num_groups).to(tl.int64)
@@ -65,15 +68,24 @@ def _mark_kernel(
         o_q = i_g * 32 + o_byte * 8 + r
         row = i_bh * num_q + o_q
         counts = tl.load(kv_num_blocks + row, mask=o_q < num_q, other=0)
+        p_slot = row * capacity
+        if FINE:
+            b_first = tl.load(first + row, mask=o_q < num_q, other=0)
+            counts -= b_first
+            p_slot += b_first
         # also orders the zeros above before the first step
         tl.debug_barrier()
         for k in range(0, tl.max(counts, 0), BLOCK_K):
             # [4, BLOCK_K]
             m_k = (k + o_k)[None, :] < counts[:, None]
-            column = tl.load(kv_indices + row[:, None] * capacity + (k + o_k)[None, :], mask=m_k, other=0)
+            o_slot = p_slot[:, None] + (k + o_k)[None, :]
+            column = tl.load(kv_indices + o_slot, mask=m_k, other=0)
             p_byte = p_marks + column * 4 + o_byte[:, None]
             b_marks = tl.load(p_byte, mask=m_k, other=0)
             tl.store(p_byte, (b_marks | (1 << r)).to(tl.uint8), mask=m_k)
+            if FINE:
+                b_ids = tl.load(mask_ids + o_slot, mask=m_k, other=0)
+                tl.store(table + row[:, None] * num_kv + column, b_ids, mask=m_k)
 
 
 @triton.jit
@@ -94,8 +106,8 @@ def _count_kernel(marks, counts, num_kv, num_groups, BLOCK_G: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["capacity"])
 def _list_kernel(
-    marks, counts, row_offsets, rows, capacity, num_q, num_kv, num_groups,
-    BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr,
+    marks, counts, table, row_offsets, rows, ids, capacity, num_q, num_kv, num_groups,
+    FINE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SUM: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_kv, BLOCK_N)
     i_bh = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -114,7 +126,7 @@ def _list_kernel(
     tl.store(p_offsets + o_n + 1, stop, mask=m_n)
     tl.store(p_offsets + o_n, stop - b_counts, mask=m_n & (o_n == 0))
 
-    p_place = rows + i_bh * num_q * capacity + (stop - b_counts)
+    place = i_bh * num_q * capacity + (stop - b_counts)
     p_marks = marks + i_bh * num_groups * num_kv + o_n
     words = tl.load(p_marks, mask=m_n, other=0).to(tl.uint32, bitcast=True)
     for g in range(num_groups):
@@ -127,66 +139,56 @@ def _list_kernel(
             # the exponent of a power of two is its bit
             bit = ((words ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             some = words != 0
-            tl.store(p_place, g * 32 + bit, mask=some)
-            p_place += some.to(tl.int32)
+            tl.store(rows + place, g * 32 + bit, mask=some)
+            if FINE:
+                b_ids = tl.load(table + (i_bh * num_q + g * 32 + bit) * num_kv + o_n, mask=some, other=0)
+                tl.store(ids + place, b_ids, mask=some)
+            place += some.to(tl.int32)
             words = rest
         words = ahead
 
 
-def transpose(kv_indices: Tensor, kv_num_blocks: Tensor, num_kv_blocks: int) -> TransposedIndex:
+def transpose(
+    kv_indices: Tensor,
+    kv_num_blocks: Tensor,
+    num_kv_blocks: int,
+    *,
+    first: Tensor | None = None,
+    mask_ids: Tensor | None = None,
+) -> TransposedIndex:
     """The query blocks of each kv block.
 
     Args:
         kv_indices: int32 `[B|1, H|1, Nq, Kmax]`, distinct in a row; entries past the count are not read.
         kv_num_blocks: int32 `[B|1, H|1, Nq]`.
         num_kv_blocks: Nkv.
+        first: int32 like `kv_num_blocks`, entries before it are left out; with `mask_ids`, or neither.
+        mask_ids: int32 like `kv_indices`, goes with its entries.
     """
-    kv_indices, kv_num_blocks = kv_indices.contiguous(), kv_num_blocks.contiguous()
-    B, H, Nq, capacity = kv_indices.shape
-    groups = triton.cdiv(Nq, 32)
-    marks = kv_indices.new_empty((B, H, groups, num_kv_blocks))
-    counts = kv_indices.new_empty((B, H, num_kv_blocks))
-    row_offsets = kv_indices.new_empty((B, H, num_kv_blocks + 1))
-    rows = kv_indices.new_empty((B, H, Nq * capacity))
-    tiles = triton.cdiv(num_kv_blocks, _BLOCK_N)
+    lists, counts = kv_indices.contiguous(), kv_num_blocks.contiguous()
+    first, mask_ids = (None if x is None else x.contiguous() for x in (first, mask_ids))
+    B, H, Nq, capacity = lists.shape
+    groups, tiles = triton.cdiv(Nq, 32), triton.cdiv(num_kv_blocks, _BLOCK_N)
+    marks = lists.new_empty((B, H, groups, num_kv_blocks))
+    column_counts = lists.new_empty((B, H, num_kv_blocks))
+    row_offsets = lists.new_empty((B, H, num_kv_blocks + 1))
+    rows = lists.new_empty((B, H, Nq * capacity))
+    table = ids = None
+    if mask_ids is not None:
+        table, ids = lists.new_empty((B, H, Nq, num_kv_blocks)), torch.empty_like(rows)
+    sizes = (Nq, num_kv_blocks, groups)
     launch(
-        _mark_kernel,
-        (B * H * groups,),
-        kv_indices,
-        kv_num_blocks,
-        marks.view(torch.uint8),
-        capacity,
-        Nq,
-        num_kv_blocks,
-        groups,
-        BLOCK_K=_BLOCK_K,
-        BLOCK_SUM=_BLOCK_SUM,
-        num_warps=1,
-    )
+        _mark_kernel, (B * H * groups,),
+        lists, counts, first, mask_ids, marks.view(torch.uint8), table, capacity, *sizes,
+        FINE=ids is not None, BLOCK_K=_BLOCK_K, BLOCK_SUM=_BLOCK_SUM, num_warps=1,
+    )  # fmt: skip
     launch(
-        _count_kernel,
-        (B * H * tiles,),
-        marks,
-        counts,
-        num_kv_blocks,
-        groups,
-        BLOCK_G=_BLOCK_G,
-        BLOCK_N=_BLOCK_N,
-        num_warps=1,
-    )
+        _count_kernel, (B * H * tiles,),
+        marks, column_counts, num_kv_blocks, groups, BLOCK_G=_BLOCK_G, BLOCK_N=_BLOCK_N, num_warps=1,
+    )  # fmt: skip
     launch(
-        _list_kernel,
-        (B * H * tiles,),
-        marks,
-        counts,
-        row_offsets,
-        rows,
-        capacity,
-        Nq,
-        num_kv_blocks,
-        groups,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_SUM=_BLOCK_SUM,
-        num_warps=1,
-    )
-    return TransposedIndex(row_offsets=row_offsets, rows=rows)
+        _list_kernel, (B * H * tiles,),
+        marks, column_counts, table, row_offsets, rows, ids, capacity, *sizes,
+        FINE=ids is not None, BLOCK_N=_BLOCK_N, BLOCK_SUM=_BLOCK_SUM, num_warps=1,
+    )  # fmt: skip
+    return TransposedIndex(row_offsets=row_offsets, rows=rows, mask_ids=ids)

@@ -143,10 +143,10 @@ class Plan(NamedTuple):
             mask: selected blocks.
             half: fp32 inputs are means of half-precision tokens, so tf32 products are accurate enough.
         """
-        blocks: tuple[Any, ...] = (None, None, False)
+        blocks: tuple[Any, ...] = (None, None, False, False)
         if mask is not None:
             q_blocks, kv_blocks = ((x.num, x.max_size, x.min_size) for x in (mask.q_blocks, mask.kv_blocks))
-            blocks = (q_blocks, kv_blocks, mask.kv_valid is not None)
+            blocks = (q_blocks, kv_blocks, mask.kv_valid is not None, mask.index.mask_bits is not None)
         _, L, H, D = q.shape
         return _plan(kernel, q.device, q.dtype, L, k.shape[1], H // k.shape[2], D, *blocks, half)
 
@@ -154,7 +154,8 @@ class Plan(NamedTuple):
 @functools.cache
 def _plan(
     kernel: str, device: torch.device, dtype: torch.dtype, L: int, S: int, group: int, D: int,
-    q_blocks: tuple[int, int, int] | None, kv_blocks: tuple[int, int, int] | None, has_valid: bool, half: bool,
+    q_blocks: tuple[int, int, int] | None, kv_blocks: tuple[int, int, int] | None, has_valid: bool, fine: bool,
+    half: bool,
 ) -> Plan:  # fmt: skip
     options = config(kernel, D, dtype, device)
     q_tiles = Tiles.of(q_blocks, L, options.pop("BLOCK_M"))
@@ -164,7 +165,8 @@ def _plan(
         "GROUP": group, "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)),
         "BLOCK_M": q_tiles.block, "Q_PARTS": q_tiles.parts, "Q_SIZE": q_tiles.size, "EVEN_Q": q_tiles.even,
         "BLOCK_N": kv_tiles.block, "KV_PARTS": kv_tiles.parts, "KV_SIZE": kv_tiles.size,
-        "EVEN_KV": kv_tiles.even and not has_valid, "LISTED": q_blocks is not None, "HAS_VALID": has_valid,
+        "EVEN_KV": kv_tiles.even and not has_valid,
+        "LISTED": q_blocks is not None, "FINE": fine, "HAS_VALID": has_valid,
         "PRECISION": "tf32" if half and dtype == torch.float32 else "ieee",
         **options,
     }  # fmt: skip

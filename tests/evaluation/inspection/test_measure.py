@@ -9,7 +9,9 @@ from functools import partial
 import pytest
 import torch
 
+from tests.attention.neighborhood_oracle import grid_mask
 from vsa.attention.full import FullAttention
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
 from vsa.attention.staged import StagedAttention
 from vsa.attention.video_sparse import VideoSparseAttention
@@ -150,6 +152,25 @@ def test_selections_and_true_attention_are_those_of_dense_softmax(name):
     assert inspection.coarse.isnan().all() == (name == "window")
     # control: another timestep selects and attends otherwise
     assert not torch.allclose(inspection.mass[0], inspection.mass[1], atol=1e-3)
+
+
+def test_recall_of_windows_counts_the_tokens_that_are_seen():
+    model = make_model(partial(NeighborhoodAttention, window_thw=(2, 2, 3), tile_thw=TILE))
+    inspection = look(model, timesteps=(400,))
+    order = inspection.layout.order
+    mask = grid_mask(GRID, (2, 2, 3), (1, 1, 1))[order][:, order]
+    for layer, found in recorded(model, 400).items():
+        for head in (0, 1):
+            q, k = found["q"][0, :, head].double(), found["k"][0, :, head].double()
+            dense = (q @ k.T / 12**0.5).softmax(-1)
+            recall = (dense * mask).sum(1).mean().item()
+            assert float(inspection.table("recall")[0, layer, head]) == pytest.approx(recall, abs=1e-5)
+            assert float(inspection.table("recall_random")[0, layer, head]) == pytest.approx(12 / 45, abs=1e-6)
+            # control: whole tiles hold more
+            tiles = inspection.selected[0, layer, head].double()
+            sizes = inspection.layout.blocks.sizes.long()
+            whole = (dense * tiles.repeat_interleave(sizes, 0).repeat_interleave(sizes, 1)).sum(1).mean().item()
+            assert whole > recall + 0.05
 
 
 def test_neighbours_are_the_tiles_that_stand_together_in_space():

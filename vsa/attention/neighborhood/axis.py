@@ -5,19 +5,26 @@ n tokens of an axis, w window, s stride, d dilation.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+AXES = ("time", "height", "width")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisWindow:
     """Which keys each query sees along one axis.
 
-    Dilation splits the axis by residue: tokens x with the same x % d form a group, in which token x has the place x // d,
-    and only tokens of one group see each other. Inside a group, `stride` neighbours share the window of their leader.
+    Dilation splits the axis by residue: tokens x with the same x % d form a group, in which token x has the place
+    x // d, and only tokens of one group see each other. Inside a group, `stride` neighbours share the window of their
+    leader.
 
         not causal: the leader is the centre of the stride's run (the right one of two), its window has w // 2 keys
             before it and w - 1 - w // 2 behind it, and is pushed inside at both ends: always exactly w keys.
@@ -83,3 +90,72 @@ class AxisWindow:
         key = torch.arange(self.size, device="cpu")
         place, residue = key // self.dilation, key % self.dilation
         return (residue[:, None] == residue) & (place >= first[:, None]) & (place < stop[:, None])
+
+
+Extent = int | float
+"""Tokens of an axis, or a float above 0 and at most 1: a share of them."""
+
+
+class AxisRule(NamedTuple):
+    """The settings of one axis before its length is known.
+
+    A share counts the m = n // d tokens that dilation leaves of n, to whole ones (a half up), at least 1. A window that
+    is a share below 1 is the multiple of the stride nearest to it, at least one stride and at most m; with a stride
+    above m it stays what it is, and the stride is refused.
+
+    Window and stride are pairs of `tokens` or `share` and its value: rules are keys, and 1 token equals the share 1.0.
+    """
+
+    name: str
+    window: tuple[str, Extent]
+    stride: tuple[str, Extent]
+    dilation: int
+    causal: bool
+
+    def at(self, size: int) -> AxisWindow:
+        """The window on an axis of `size` tokens.
+
+        Raises:
+            ValueError: see `AxisWindow`.
+        """
+        places = max(size // self.dilation, 1)
+        stride = _nearest(_tokens(self.stride, places))
+        wanted = _tokens(self.window, places)
+        window = _nearest(wanted)
+        if self.window[0] == "share" and wanted < places and stride <= places:
+            window = stride * min(_nearest(wanted / stride), places // stride)
+        return AxisWindow(
+            size=size, window=window, stride=stride, dilation=self.dilation, causal=self.causal, name=self.name
+        )
+
+
+def axis_rules(
+    window_thw: Sequence[Extent], stride_thw: Sequence[Extent], dilation_thw: Sequence[int], causal_thw: Sequence[bool]
+) -> tuple[AxisRule, AxisRule, AxisRule]:
+    """Rules of time, height and width.
+
+    Raises:
+        ValueError: a stride above the window, both tokens or both shares.
+    """
+    rules = []
+    for name, window, stride, dilation, causal in zip(
+        AXES, window_thw, stride_thw, dilation_thw, causal_thw, strict=True
+    ):
+        if type(window) is type(stride) and stride > window:
+            raise ValueError(f"stride of {name} must be at most its window {window}, got {stride}")
+        rules.append(AxisRule(name, _extent(window), _extent(stride), dilation, causal))
+    return rules[0], rules[1], rules[2]
+
+
+def _extent(value: Extent) -> tuple[str, Extent]:
+    return ("share" if isinstance(value, float) else "tokens", value)
+
+
+def _tokens(extent: tuple[str, Extent], places: int) -> Fraction:
+    # the decimal number as it is written: 0.15 of 30 is 4.5
+    kind, value = extent
+    return Fraction(str(value)) * (places if kind == "share" else 1)
+
+
+def _nearest(value: Fraction) -> int:
+    return max(1, math.floor(value + Fraction(1, 2)))

@@ -51,9 +51,19 @@ HEAD_METRICS = {
 """What is measured of every head, with its meaning."""
 
 
+LISTS = ("kv_indices", "kv_num_blocks", "kv_num_full_blocks", "mask_ids")
+"""Recorded tensors with one list for each query tile, by head."""
+
+
 def index_of(tensors: Mapping[str, Tensor]) -> BlockIndex:
-    """The recorded lists."""
-    return BlockIndex(kv_indices=tensors["kv_indices"], kv_num_blocks=tensors["kv_num_blocks"])
+    """The recorded lists, with their fine masks if they have any."""
+    return BlockIndex(
+        kv_indices=tensors["kv_indices"],
+        kv_num_blocks=tensors["kv_num_blocks"],
+        kv_num_full_blocks=tensors.get("kv_num_full_blocks"),
+        mask_ids=tensors.get("mask_ids"),
+        mask_bits=tensors.get("mask_bits"),
+    )
 
 
 def selected_tiles(tensors: Mapping[str, Tensor], layout: TileLayout) -> Tensor:
@@ -85,11 +95,13 @@ def layer_metrics(
         tokens: int64 query tokens whose recall is measured.
         previous: selection of the layer at the noise level before; None leaves `overlap_steps` NaN.
     """
-    q, k = tensors["q"], tensors["k"]
+    q, k, index = tensors["q"], tensors["k"], index_of(tensors)
     selected = selected_tiles(tensors, layout)
-    recall = stats.selection_recall(
-        stats.tile_mass(q, k, tokens, layout.kv_blocks), selected, tokens.to(q.device), layout.blocks
-    )
+    if index.mask_bits is None:
+        mass = stats.tile_mass(q, k, tokens, layout.kv_blocks)
+        recall = stats.selection_recall(mass, selected, tokens.to(q.device), layout.blocks)
+    else:
+        recall = stats.visible_recall(q, k, index, tokens, layout.blocks, layout.kv_blocks)
     missing = q.new_tensor(math.nan)
     metrics = dict.fromkeys((*METRICS, "gate_fine_rms"), missing) | {
         "recall": recall.selected.mean(),
@@ -133,7 +145,9 @@ def one_head(tensors: Mapping[str, Tensor], head: int) -> dict[str, Tensor]:
     heads = tensors["q"].shape[2]
 
     def part(name: str, tensor: Tensor) -> Tensor:
-        dim = 1 if name in ("scores", "kv_indices", "kv_num_blocks") else 2
+        if name == "mask_bits":
+            return tensor
+        dim = 1 if name in ("scores", *LISTS) else 2
         # keys may be shared by groups of heads
         place = head * tensor.shape[dim] // heads
         return tensor.narrow(dim, place, 1)

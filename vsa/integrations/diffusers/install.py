@@ -165,7 +165,7 @@ def apply(
         method: "video_sparse", "full", or a factory called with dim, num_heads, head_dim and layer_idx.
         sparsity: share of video tiles skipped per query tile, in [0, 1).
         topk: video tiles kept per query tile, one number or one per layer. Exactly one of the two is given, but for
-            "full", which takes neither.
+            "full" and other methods that select no tiles, which take neither.
         dense_layers: layers that keep all tiles; single blocks of HunyuanVideo count on from its double blocks.
         dense_steps: the first denoising steps of a clip keep all tiles, see `Applied`.
         denoising: what else changes during a denoising: budgets by progress or step, how long selections are kept, and
@@ -193,14 +193,33 @@ def apply(
             raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")
         if not callable(method) and method != "full":
             raise ValueError(f"method must be video_sparse, full or a factory, got {method!r}")
-        factory, sparsity = (method, sparsity) if callable(method) else (FullAttention, 0)
-    said = {name: value for name, value in (("dense_layers", dense_layers), ("dense_steps", dense_steps)) if value}
+        factory = method if callable(method) else FullAttention
+    asked = sparsity is not None or topk is not None
+    if not asked and method != "video_sparse":
+        # of methods that select nothing
+        sparsity = 0
+    own = {name: value for name, value in (("dense_layers", dense_layers), ("dense_steps", dense_steps)) if value}
     plan = DenoisingPlan() if denoising is None else denoising
-    for name, value in said.items():
+    for name, value in own.items():
         if getattr(plan, name):
             raise ValueError(f"{name}={value}, and denoising has {name}={getattr(plan, name)}: say it once")
-    budget = fixed_budget(sparsity, topk, replace(plan, **said), len(family.blocks(transformer)))
-    return install(transformer, family, factory, budget, backend)
+    budget = fixed_budget(sparsity, topk, replace(plan, **own), len(family.blocks(transformer)))
+    applied = install(transformer, family, factory, budget, backend)
+    selects = any(layer.selects for layer in applied.methods)
+    try:
+        if not selects:
+            plan.refuse_without_selection(type(applied.methods[0]).__name__)
+    except ValueError:
+        remove(transformer)
+        raise
+    if asked != selects and method != "full":
+        remove(transformer)
+        name = type(applied.methods[0]).__name__
+        said = f"got topk={topk} and sparsity={sparsity if asked else None}"
+        raise ValueError(
+            f"{name} selects no tiles, {said}" if asked else f"{name}: give exactly one of topk and sparsity, {said}"
+        )
+    return applied
 
 
 def applied_attention(transformer: Any) -> Applied | None:

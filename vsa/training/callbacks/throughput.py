@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from vsa.attention.layout import TileLayout
 from vsa.attention.sparsity import mean_topk
 from vsa.data.batch import VideoBatch
 from vsa.training.modules.base import DiffusionModule
@@ -91,7 +92,7 @@ class Throughput(L.Callback):
             "throughput/tflops_executed": self._executed / seconds / 1e12,
             "throughput/tflops_dense_equivalent": self._dense / seconds / 1e12,
             "throughput/flops_total": pl_module.status.flops_total,
-            **sparsity_metrics(topk, tiles),
+            **sparsity_metrics(topk if model.selects else tiles * computed_share(model, layout), tiles),
         }
         peak = peak_tflops(pl_module.device)
         if peak is not None:
@@ -101,14 +102,21 @@ class Throughput(L.Callback):
         self._restart(pl_module.status)
 
 
+def computed_share(model: Any, layout: TileLayout) -> float:
+    """Pairs that the attention of a model without a top-k computes, as a share of those of dense attention."""
+    pairs = [block.method.pairs(layout, layout.num_video_tiles) for block in model.blocks]
+    return sum(pairs) / (len(pairs) * layout.num_tokens**2)
+
+
 def sparsity_metrics(topk: float | Sequence[float], num_tiles: int) -> dict[str, float]:
     """What a log line says about sparsity.
 
     Args:
-        topk: tiles per query tile, of all layers or of each; with ranges of progress the mean over samples.
+        topk: tiles per query tile, of all layers or of each; with ranges of progress, and where nothing is selected, a
+            mean.
         num_tiles: video tiles of a sample.
     """
-    mean = mean_topk(topk, num_tiles)
+    mean = topk if isinstance(topk, float) else mean_topk(topk, num_tiles)
     metrics = {
         "sparsity/topk": mean,
         "sparsity/density": mean / num_tiles,

@@ -177,12 +177,13 @@ class DiffusionModule(L.LightningModule):
         # a top-k that no bucket can hold is a mistake; smaller buckets clamp
         tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
         method: Any = model.blocks[0].method
-        if tiles == 1 and method.selects:
+        if tiles == 1 and model.selects:
             raise ValueError(
                 f"attention.tile_thw={list(method.tile_thw)} makes one tile of the largest latents, "
                 f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
             )
-        self.sparsity.check(tiles, len(model.blocks))
+        # tiles of attention that selects none of them are no top-k's business
+        self.sparsity.check(tiles if model.selects else 1, len(model.blocks))
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -280,14 +281,14 @@ class DiffusionModule(L.LightningModule):
 
     def topk(self, latent_shape: Sequence[int], step: int) -> Topk:
         """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`: of all layers, of
-        each, or what they are during a denoising."""
+        each, or what they are during a denoising; all tiles where nothing is selected."""
         tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
-        return self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks))
+        return tiles if not self.model.selects else self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks))
 
     def topk_after(self, latent_shape: Sequence[int], steps: int, at: SparsityPoint = "current") -> Topk:
         """Video kv tiles per query tile at which the weights after `steps` optimizer steps are looked at."""
         tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
-        return self.sparsity.topk_after(steps, tiles, len(self.model.blocks), at)
+        return tiles if not self.model.selects else self.sparsity.topk_after(steps, tiles, len(self.model.blocks), at)
 
     def expected_topk(self, latent_shape: Sequence[int], steps: int) -> float | tuple[float, ...]:
         """`topk_after` in the mean over training samples, of all layers or of each."""

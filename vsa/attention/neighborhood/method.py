@@ -1,0 +1,143 @@
+"""Neighborhood attention as a layer's self-attention.
+
+    window_thw       stride_thw    dilation_thw
+    all of an axis   -             1              that axis restricts nothing; all three: dense attention
+    w                1             1              neighborhood attention, a window of its own for each query
+    w                w             1              blocked attention, also called window attention
+    k * t, k odd     t             1              sliding tile attention with tiles of t and windows of k tiles
+    w                1             d              dilated: every d-th token
+
+B batch, L tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, block_sparse_attn
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.full import dense_attn_per_sample, text_attn
+from vsa.attention.layout import BlockOrder, Segment, TileLayout
+from vsa.attention.neighborhood.axis import AxisRule, axis_rules
+from vsa.attention.neighborhood.mask import Axes, choose_tile, executed_pairs, neighborhood_index, only_clip
+from vsa.settings import AtLeastOne, PositiveShare, checked
+
+Extent = AtLeastOne | PositiveShare
+Rules = tuple[AxisRule, AxisRule, AxisRule]
+
+
+@checked
+class NeighborhoodAttention(AttentionMethod):
+    """Every token attends to a window of tokens around it; no parameters and no `topk`.
+
+    Windows slide over the grid and are pushed inside at its ends, so that every query has a whole window; `AxisWindow`
+    has the rule of an axis, `AxisRule` that of shares. Text and cond tokens of a row are seen by every token of its
+    video in the same softmax and see all tokens themselves.
+
+    Args:
+        window_thw: keys along time, height, width that a query sees: tokens (an integer), or a share of the grid (a
+            number above 0 and at most 1, written with a point: 1 is one token, 1.0 the whole axis).
+        stride_thw: neighbouring queries that share a window, as tokens or shares in the same way. Where the sides of a
+            tile divide it and windows begin and end between tiles, nothing is computed in vain or needs a fine mask.
+        dilation_thw: distance of neighbouring keys.
+        causal_thw: no query sees a later key along this axis.
+        tile_thw: tokens per tile of queries; null: of the tiles of 64 tokens the one that visits the fewest, by grid.
+        kv_tile_thw: of keys and values; null: `tile_thw`. One of the two divides the other; for rows of one video.
+        block_order: nested or raster, see `TileLayout`.
+        backend: of `block_sparse_attn`; null picks by device.
+        **layer: see `AttentionMethod`.
+
+    Raises:
+        ValueError: a stride above its window, a kv tile without a tile; on a grid: a window above it, a dilation that
+            does not fit, each with its axis.
+
+    Source: Hassani et al., "Generalized Neighborhood Attention" (arXiv 2504.16922).
+    """
+
+    def __init__(
+        self,
+        *,
+        window_thw: tuple[Extent, Extent, Extent],
+        stride_thw: tuple[Extent, Extent, Extent] = (1, 1, 1),
+        dilation_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] = (1, 1, 1),
+        causal_thw: tuple[bool, bool, bool] = (False, False, False),
+        tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] | None = None,
+        kv_tile_thw: tuple[AtLeastOne, AtLeastOne, AtLeastOne] | None = None,
+        block_order: BlockOrder = "nested",
+        backend: Literal["reference", "gather", "triton"] | None = None,
+        **layer: Any,
+    ):
+        super().__init__(**layer)
+        if tile_thw is None and kv_tile_thw is not None:
+            raise ValueError(f"kv_tile_thw={list(kv_tile_thw)} needs a tile_thw, got null")
+        self.window_thw, self.stride_thw = tuple(window_thw), tuple(stride_thw)
+        self.dilation_thw, self.causal_thw = tuple(dilation_thw), tuple(causal_thw)
+        self.rules: Rules = axis_rules(window_thw, stride_thw, dilation_thw, causal_thw)
+        self.tile_thw = None if tile_thw is None else tuple(tile_thw)
+        self.kv_tile_thw = None if kv_tile_thw is None else tuple(kv_tile_thw)
+        self.block_order: BlockOrder = block_order
+        self.backend = backend
+
+    def extra_repr(self) -> str:
+        return f"window_thw={self.window_thw}, stride_thw={self.stride_thw}, tile_thw={self.tile_thw}"
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        axes = _axes(segments, self.rules)
+        # dense attention needs no tiles
+        tile = None if is_whole(axes) else self.tile_thw or choose_tile(axes)
+        layout = TileLayout.build(
+            segments,
+            tile_thw=tile,
+            kv_tile_thw=None if tile is None else self.kv_tile_thw,
+            block_order=self.block_order,
+            device=device,
+        )
+        if layout.device.type != "meta":
+            layout.derive(window_index, self.rules)
+        return layout
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        layout = ctx.layout
+        index = layout.derive(window_index, self.rules)
+        if index is None:
+            return {"out": dense_attn_per_sample(q, k, v, layout)}
+        q_blocks, kv_blocks, video = layout.video_blocks, layout.kv_blocks, layout.take_video(q)
+        video = block_sparse_attn(video, k, v, index, q_blocks=q_blocks, kv_blocks=kv_blocks, backend=self.backend)[0]
+        out = layout.merge(video, text_attn(q, k, v, layout))
+        ctx.record(self.layer_idx, index, q=q, k=k, fine=out)
+        return {"out": out}
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        return parts["out"]
+
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        """Pairs that are computed: all of every tile that is visited, also those that a fine mask hides."""
+        axes = _axes(layout.segments, self.rules)
+        if is_whole(axes):
+            return float(layout.num_tokens**2)
+        assert layout.tile_thw is not None
+        assert layout.kv_tile_thw is not None
+        text = sum(stop - start for start, stop, _ in layout.text_spans)
+        video = layout.num_tokens - text
+        return executed_pairs(axes, layout.tile_thw, layout.kv_tile_thw) + video * text + text * layout.num_tokens
+
+
+def is_whole(axes: Axes) -> bool:
+    """Whether every query sees every key."""
+    return all(axis.is_whole for axis in axes)
+
+
+def window_index(layout: TileLayout, rules: Rules) -> BlockIndex | None:
+    """Tiles that each query tile sees, None where it sees all; for `TileLayout.derive`."""
+    axes = _axes(layout.segments, rules)
+    return None if is_whole(axes) else neighborhood_index(layout, axes)
+
+
+def _axes(segments: Sequence[Segment], rules: Rules) -> Axes:
+    t, h, w = (rule.at(size) for rule, size in zip(rules, only_clip(segments)[0].grid_thw, strict=True))
+    return t, h, w

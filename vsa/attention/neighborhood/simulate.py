@@ -1,0 +1,300 @@
+"""What a window costs and saves on a kernel that works on tiles: an analytical simulator, without a device.
+
+A kernel computes a kv tile for a query tile as soon as one query of it sees one key of the other. The slowest query
+tile decides, so the speed-up over dense attention is the number of kv tiles there are over those that it visits.
+
+n tokens of an axis, w window, s stride.
+
+Source: Hassani et al., "Generalized Neighborhood Attention" (arXiv 2504.16922), section 4 ("NATTENSim").
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from decimal import ROUND_HALF_UP, Decimal
+from functools import cache
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from vsa.attention.neighborhood.axis import AxisWindow
+from vsa.attention.neighborhood.visits import Tiling, Visits, count_visits
+from vsa.attention.tiling import count_tiles
+
+MAX_TOKENS = 10_000_000
+NAMES = {1: ("length",), 2: ("height", "width"), 3: ("time", "height", "width")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What one setting visits.
+
+    Args:
+        stride: s of each axis.
+        worst_tiles: kv tiles that the query tile with the most of them visits.
+        mean_tiles: the same in the mean over the query tiles: what a kernel with balanced work pays.
+        total_tiles: kv tiles there are; dense attention visits all of them.
+        flop_speedup: query-key pairs of dense attention over visible ones; no tiling can be above it on an even grid.
+        perfect: perfectly block-sparse: in every visited kv tile every query of the tile sees every key, so that a
+            kernel needs no mask. Where the tiles divide the grid and no axis is causal, `speedup` is `flop_speedup`
+            then, and only then.
+    """
+
+    stride: tuple[int, ...]
+    worst_tiles: int
+    mean_tiles: float
+    total_tiles: int
+    flop_speedup: float
+    perfect: bool
+
+    @property
+    def speedup(self) -> float:
+        """Over dense attention, of a kernel that is as slow as its worst query tile."""
+        return self.total_tiles / self.worst_tiles
+
+    @property
+    def mean_speedup(self) -> float:
+        """Over dense attention, of a kernel that spreads the work of the query tiles evenly."""
+        return self.total_tiles / self.mean_tiles
+
+
+def simulate(
+    grid: Sequence[int],
+    window: Sequence[int],
+    *,
+    q_tile: Sequence[int],
+    kv_tile: Sequence[int],
+    stride: Sequence[int] | None = None,
+    dilation: Sequence[int] | None = None,
+    causal: Sequence[bool] | None = None,
+    tiling: Tiling = "static",
+    one_d: bool = False,
+) -> Simulation:
+    """Count the kv tiles that query tiles visit. All sequences have one value an axis, of 1, 2 or 3 axes.
+
+    Args:
+        grid: n, tokens.
+        window: w, tokens.
+        q_tile: tokens of a query tile; tiles at the far edge are short where it does not divide the grid.
+        kv_tile: tokens of a kv tile.
+        stride: s; None: 1.
+        dilation: None: 1.
+        causal: None: no axis is.
+        tiling: static or dynamic kv tiles.
+        one_d: tiles are runs of the flattened grid with as many tokens as `q_tile` and `kv_tile` have.
+
+    Raises:
+        ValueError: a number of values that is not that of the grid's axes, a tile below 1, and whatever `AxisWindow`
+            refuses, with the axis and the value.
+    """
+    axes = _axes(grid, window, stride, dilation, causal)
+    return _Lattice([[axis] for axis in axes], q_tile, kv_tile, tiling, one_d).setting((0,) * len(axes))
+
+
+def sweep_strides(
+    grid: Sequence[int],
+    window: Sequence[int],
+    *,
+    q_tile: Sequence[int],
+    kv_tile: Sequence[int],
+    dilation: Sequence[int] | None = None,
+    causal: Sequence[bool] | None = None,
+    tiling: Tiling = "static",
+    one_d: bool = False,
+) -> list[Simulation]:
+    """The strides worth a look, among all from 1 to the window: slowest and finest first.
+
+    A stride is left out when a smaller or equal one along every axis, which is nearer to a window of each query's own,
+    is at least as fast.
+
+    Args, Raises: see `simulate`. It takes seconds; with `one_d` over several axes of 100,000 tokens minutes, and with
+        dynamic tiles beside it more than an hour.
+    """
+    axes = _axes(grid, window, None, dilation, causal)
+    # where every key is seen a stride changes nothing
+    most = [1 if axis.is_whole else axis.window for axis in axes]
+    choices = [[replace(axis, stride=s) for s in range(1, m + 1)] for axis, m in zip(axes, most, strict=True)]
+    lattice = _Lattice(choices, q_tile, kv_tile, tiling, one_d)
+    kept = [lattice.setting(tuple(place)) for place in _undominated(lattice.worst).nonzero().tolist()]
+    return sorted(kept, key=lambda setting: (-setting.worst_tiles, setting.stride))
+
+
+def end_to_end(
+    speedup: float, *, attention_share: float, steps: int = 1, dense_steps: int = 0, rounded: bool = False
+) -> float:
+    """Bound on the speed-up of a whole sampling run, where all but attention takes as long as before.
+
+        1 / (1 - f * (1 - n0 / steps) * (1 - 1 / S))
+
+    Args:
+        speedup: S of the attention.
+        attention_share: f, share of the dense run's time that this attention takes.
+        steps: of the sampler.
+        dense_steps: n0, steps at the start that keep dense attention.
+        rounded: round S half up to two decimals, then to one, as the paper's tables do.
+
+    Raises:
+        ValueError: a share outside [0, 1], dense steps outside 0..steps, no step, or a speed-up of 0 or less.
+    """
+    if not 0 <= attention_share <= 1:
+        raise ValueError(f"attention_share must be in [0, 1], got {attention_share}")
+    if steps < 1 or not 0 <= dense_steps <= steps:
+        raise ValueError(f"dense_steps must be in 0..steps, and steps at least 1, got {dense_steps} of {steps}")
+    if not 0 < speedup < math.inf:
+        raise ValueError(f"speedup must be a number above 0, got {speedup}")
+    if rounded:
+        for digits in ("0.01", "0.1"):
+            speedup = float(Decimal(str(speedup)).quantize(Decimal(digits), ROUND_HALF_UP))
+    return 1 / (1 - attention_share * (1 - dense_steps / steps) * (1 - 1 / speedup))
+
+
+def best_tile(
+    grid: Sequence[int],
+    window: Sequence[int],
+    *,
+    stride: Sequence[int] | None = None,
+    dilation: Sequence[int] | None = None,
+    causal: Sequence[bool] | None = None,
+    q_tokens: int = 64,
+    kv_tokens: int = 64,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The query tile and the kv tile with which a kernel computes the fewest pairs, static kv tiles.
+
+    A kernel pays all its slots for a short tile, so what counts is the number of visited pairs of tiles: the kv slots
+    that the mean query tile visits times the query tiles there are. Among equals visited tiles with the fewest tokens
+    are taken, of which fewer are masked, then the nearest to a cube.
+
+    Args:
+        grid, window, stride, dilation, causal: see `simulate`.
+        q_tokens: slots of a query tile, a multiple of `kv_tokens`. The query tile is so many kv tiles side by side.
+        kv_tokens: slots of a kv tile.
+
+    Returns:
+        sides of the query tile and of the kv tile; none of the kv tile is longer than its axis.
+
+    Raises:
+        ValueError: q_tokens that is no multiple of kv_tokens, and what `simulate` refuses.
+    """
+    if min(q_tokens, kv_tokens) < 1 or q_tokens % kv_tokens:
+        raise ValueError(f"q_tokens must be a multiple of kv_tokens, got {q_tokens} and {kv_tokens}")
+    axes = _axes(grid, window, stride, dilation, causal)
+
+    @cache
+    def visits(i: int, q_side: int, kv_side: int) -> Visits:
+        return count_visits([[axes[i]]], q_side, kv_side)[0]
+
+    def cost(tiles: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple:
+        by_axis = [visits(i, q_side, kv_side) for i, (q_side, kv_side) in enumerate(zip(*tiles, strict=True))]
+        return math.prod(v.summed for v in by_axis), math.prod(v.computed for v in by_axis), sum(tiles[0]), tiles
+
+    copies = list(_cuboids([q_tokens] * len(axes), q_tokens // kv_tokens))
+    candidates = [
+        (tuple(side * n for side, n in zip(kv_tile, copy, strict=True)), kv_tile)
+        for kv_tile in _cuboids([axis.size for axis in axes], kv_tokens)
+        for copy in copies
+        if math.prod(copy) == q_tokens // kv_tokens
+    ]
+    return min(candidates, key=cost)
+
+
+def _cuboids(most: Sequence[int], volume: int) -> Iterator[tuple[int, ...]]:
+    """Cuboids of at most `volume` tokens with sides up to `most`, but for those of which a whole copy could be added at
+    the last side: a tile that is made of others is never the worse one."""
+    *outer, last = most
+    for sides in itertools.product(*(range(1, min(n, volume) + 1) for n in outer)):
+        room = volume // math.prod(sides)
+        for side in range(min(room // 2 + 1, last), min(room, last) + 1):
+            yield (*sides, side)
+
+
+def _axes(
+    grid: Sequence[int],
+    window: Sequence[int],
+    stride: Sequence[int] | None,
+    dilation: Sequence[int] | None,
+    causal: Sequence[bool] | None,
+) -> list[AxisWindow]:
+    if len(grid) not in NAMES:
+        raise ValueError(f"grid must have 1, 2 or 3 axes, got {list(grid)}")
+    if math.prod(grid) > MAX_TOKENS:
+        raise ValueError(f"grid must have at most {MAX_TOKENS:,} tokens, got {list(grid)}")
+    stride, dilation = stride or [1] * len(grid), dilation or [1] * len(grid)
+    causal = causal or [False] * len(grid)
+    for option, values in (("window", window), ("stride", stride), ("dilation", dilation), ("causal", causal)):
+        _refuse_other_length(option, values, len(grid))
+    return [
+        AxisWindow(size=n, window=w, stride=s, dilation=d, causal=c, name=name)
+        for name, n, w, s, d, c in zip(NAMES[len(grid)], grid, window, stride, dilation, causal, strict=True)
+    ]
+
+
+def _refuse_other_length(option: str, values: Sequence[int], axes: int) -> None:
+    if len(values) != axes:
+        raise ValueError(f"{option} must have a value for each of the {axes} axes of the grid, got {list(values)}")
+
+
+class _Lattice:
+    """Every combination of the choices of each axis: `worst`, `summed` and `computed` have a dimension an axis."""
+
+    def __init__(
+        self,
+        choices: Sequence[Sequence[AxisWindow]],
+        q_tile: Sequence[int],
+        kv_tile: Sequence[int],
+        tiling: Tiling,
+        one_d: bool,
+    ):
+        if tiling not in get_args(Tiling):
+            raise ValueError(f"tiling must be one of {', '.join(get_args(Tiling))}, got {tiling!r}")
+        for option, tile in (("q_tile", q_tile), ("kv_tile", kv_tile)):
+            _refuse_other_length(option, tile, len(choices))
+            for (axis, *_), side in zip(choices, tile, strict=True):
+                if side < 1:
+                    raise ValueError(f"{option} of {axis.name} must be at least 1, got {side}")
+        self.choices = choices
+        sizes = [axes[0].size for axes in choices]
+        # parts whose counts multiply: a tile with sides is visited where it is along every axis
+        parts = [[axes] for axes in choices]
+        if one_d:
+            sizes, q_tile, kv_tile, parts = [math.prod(sizes)], [math.prod(q_tile)], [math.prod(kv_tile)], [choices]
+        self.num_q_tiles, self.num_kv_tiles = (count_tiles(sizes, tile) for tile in (q_tile, kv_tile))
+        visits = [count_visits(part, q, kv, tiling) for part, q, kv in zip(parts, q_tile, kv_tile, strict=True)]
+
+        def joined(values: Iterator[list[int]]) -> Tensor:
+            product = torch.ones(1, dtype=torch.int64, device="cpu")
+            for part in values:
+                product = (product[:, None] * torch.tensor(part, device="cpu")).flatten()
+            return product.view([len(axes) for axes in choices])
+
+        self.worst = joined([v.worst for v in part] for part in visits)
+        self.summed = joined([v.summed for v in part] for part in visits)
+        self.computed = joined([v.computed for v in part] for part in visits)
+
+    def setting(self, place: tuple[int, ...]) -> Simulation:
+        """The combination at one place."""
+        axes = [choices[i] for choices, i in zip(self.choices, place, strict=True)]
+        visible = math.prod(int((stop - first).sum()) for first, stop in (axis.span for axis in axes))
+        return Simulation(
+            stride=tuple(axis.stride for axis in axes),
+            worst_tiles=int(self.worst[place]),
+            mean_tiles=int(self.summed[place]) / self.num_q_tiles,
+            total_tiles=self.num_kv_tiles,
+            flop_speedup=math.prod(axis.size**2 for axis in axes) / visible,
+            perfect=int(self.computed[place]) == visible,
+        )
+
+
+def _undominated(cost: Tensor) -> Tensor:
+    """bool, True where every other place that is at most as far along each dimension costs more."""
+    least = cost
+    for dim in range(cost.ndim):
+        least = least.cummin(dim).values
+    kept = torch.ones_like(cost, dtype=torch.bool)
+    for dim, size in enumerate(cost.shape):
+        # all those places lie at or before a neighbour one step back
+        kept.narrow(dim, 1, size - 1).logical_and_(cost.narrow(dim, 1, size - 1) < least.narrow(dim, 0, size - 1))
+    return kept

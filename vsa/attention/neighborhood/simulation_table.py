@@ -1,0 +1,100 @@
+"""What `vsa simulate` prints: settings of neighborhood attention with what they visit and save, a row each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from vsa.attention.neighborhood.simulate import best_tile, end_to_end, simulate, sweep_strides
+from vsa.attention.neighborhood.visits import Tiling
+
+
+def print_simulation(
+    grid: Sequence[int],
+    window: Sequence[int],
+    *,
+    stride: Sequence[int] | None = None,
+    sweep: bool = False,
+    dilation: Sequence[int] | None = None,
+    causal: Sequence[bool] | None = None,
+    q_tile: Sequence[int] | None = None,
+    kv_tile: Sequence[int] | None = None,
+    tiling: Tiling = "static",
+    one_d: bool = False,
+    attention_share: float | None = None,
+    steps: int | None = None,
+    dense_steps: int | None = None,
+    rounded: bool = False,
+) -> None:
+    """Simulate one stride, or all of them, and print a table.
+
+    Args:
+        grid, window, stride, dilation, causal, tiling, one_d: see `simulate`.
+        sweep: the strides of `sweep_strides` in place of one.
+        q_tile, kv_tile: left out, the other one; without both the `best_tile` of 64 tokens.
+        attention_share, steps, dense_steps, rounded: see `end_to_end`; without a share there is no such column.
+
+    Raises:
+        ValueError: options that exclude or need each other, and what the functions above refuse.
+    """
+    if sweep and stride is not None:
+        raise ValueError(f"a sweep tries every stride: leave out --stride {' '.join(map(str, stride))} or --sweep")
+    if attention_share is None and (steps, dense_steps, rounded) != (None, None, False):
+        raise ValueError("--steps, --dense-steps and --paper-rounding need an --attention-share")
+    kv_tile = kv_tile or q_tile or best_tile(grid, window, stride=stride, dilation=dilation, causal=causal)[1]
+    q_tile = q_tile or kv_tile
+    if sweep:
+        settings = sweep_strides(
+            grid, window, q_tile=q_tile, kv_tile=kv_tile, dilation=dilation, causal=causal, tiling=tiling, one_d=one_d
+        )
+    else:
+        settings = [
+            simulate(
+                grid,
+                window,
+                q_tile=q_tile,
+                kv_tile=kv_tile,
+                stride=stride,
+                dilation=dilation,
+                causal=causal,
+                tiling=tiling,
+                one_d=one_d,
+            )
+        ]
+    table = Table()
+    headings = ["stride", "worst tile", "mean tile", "all", "speed-up", "mean speed-up", "by FLOPs", "mask"]
+    for heading in headings + ["end to end"] * (attention_share is not None):
+        table.add_column(heading, justify="right")
+    for row in settings:
+        bound = []
+        if attention_share is not None:
+            counts = {"steps": steps, "dense_steps": dense_steps}
+            counts = {name: count for name, count in counts.items() if count is not None}
+            whole = end_to_end(row.speedup, attention_share=attention_share, rounded=rounded, **counts)
+            bound = [f"{whole:.2f}x"]
+        table.add_row(
+            _sides(row.stride),
+            str(row.worst_tiles),
+            f"{row.mean_tiles:.1f}",
+            str(row.total_tiles),
+            f"{row.speedup:.2f}x",
+            f"{row.mean_speedup:.2f}x",
+            f"{row.flop_speedup:.2f}x",
+            "none" if row.perfect else "some",
+            *bound,
+        )
+    cut = "runs of {} query and {} kv tokens" if one_d else "query tile {}, kv tile {}"
+    shapes = (math.prod(q_tile), math.prod(kv_tile)) if one_d else (_sides(q_tile), _sides(kv_tile))
+    print(
+        f"{_sides(grid)} = {math.prod(grid)} tokens, window {_sides(window)}, {cut.format(*shapes)}, {tiling} kv tiles"
+    )
+    Console().print(table)
+    if sweep:
+        print(f"{len(settings)} of {math.prod(window)} strides: the others are coarser than one of these and no faster")
+
+
+def _sides(values: Sequence[int]) -> str:
+    return "x".join(map(str, values))
