@@ -173,8 +173,8 @@ def test_gates_without_their_file_are_refused(tmp_path):
         open_weights(tmp_path / "out").load(ours(SPARSE), "required")
     with pytest.raises(ValueError, match=r"sparse_attention\.json is missing"):
         open_network(tmp_path / "out")
-    path.write_text(text.replace('"schema_version": 1', '"schema_version": 2'))
-    with pytest.raises(ValueError, match=r"sparse_attention\.json: schema_version is 2, this version reads 1"):
+    path.write_text(text.replace('"schema_version": 1', '"schema_version": 3'))
+    with pytest.raises(ValueError, match=r"sparse_attention\.json: schema_version is 3, this version reads 1 and 2"):
         open_network(tmp_path / "out")
 
 

@@ -112,3 +112,30 @@ def test_steps_of_a_distilled_run_cannot_be_changed(write_tiny_run, tmp_path: Pa
     with pytest.raises(ValueError, match=message):
         vsa_command("sample", run, "--prompt", "x", "--out", tmp_path / "out", "--device", "cpu", *arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_sample_follows_a_plan_of_the_command_line(tiny_run_dir: Path, tmp_path: Path):
+    common = [str(tiny_run_dir), "--device", "cpu", "--prompt", "a red circle", "--steps", "4", "--shift", "1"]
+    plans = {
+        "kept": ["--refresh", "0:2,2:1", "--shared-cache", "--guidance", "2"],
+        "ranges": ["--topk-ranges", "0:0.5:8,0.75:1:1", "--dense-layers", "1"],
+        "steps": ["--step-sparsity", "1:0.5", "--step-topk", "3:1", "--sparsity", "0.25"],
+    }
+    records = {}
+    for name, options in plans.items():
+        vsa_command("sample", *common, *options, "--out", str(tmp_path / name))
+        records[name] = json.loads((tmp_path / name / "samples.json").read_text())
+    assert records["kept"]["denoising"] == {"refresh": [[0, 2], [2, 1]], "shared_cache": True}
+    # 2 of 8 tiles; the mean of two layers, one of them dense
+    assert records["ranges"]["topk_by_step"] == [8, 8, 5, 4.5]
+    assert records["steps"]["topk_by_step"] == [6, 4, 4, 1]
+    assert records["steps"]["sparsity"] == 1 - 15 / 32
+    for name, message in (
+        (("--refresh", "a"), "--refresh: expected int values with commas between them, got a"),
+        (("--topk-ranges", "0:8"), "--topk-ranges: expected float:float:int values with commas between them, got 0:8"),
+        (("--topk-ranges", "0.5:0.5:8"), "topk_ranges needs start < stop, got 0.5 and 0.5"),
+        (("--dense-layers", "7"), r"denoising\.dense_layers has layer 7, but the model's layers are 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vsa_command("sample", *common, *name, "--out", str(tmp_path / "refused"))
+    assert not (tmp_path / "refused").exists()

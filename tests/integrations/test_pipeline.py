@@ -109,13 +109,13 @@ def test_pipeline_equals_the_pipeline_under_a_tile_mask(folder):
 
 @torch.no_grad()
 def test_dense_steps_of_a_pipeline_start_over_with_every_call(folder):
-    pipe = open_pipeline(folder, topk=3, tile_thw=TILE, dense_steps=1)
+    pipe = open_pipeline(folder, topk=3, tile_thw=TILE, denoising={"dense_steps": 1})
     once = latents(pipe)
     assert torch.equal(latents(pipe), once)
     dense_pipe, sparse_pipe = open_pipeline(folder), open_pipeline(folder, topk=3, tile_thw=TILE)
     assert tiny.difference(once, latents(dense_pipe)) > 1e-4
     assert tiny.difference(once, latents(sparse_pipe)) > 1e-4
-    both = open_pipeline(folder, topk=3, tile_thw=TILE, dense_steps=2)
+    both = open_pipeline(folder, topk=3, tile_thw=TILE, denoising={"dense_steps": 2})
     assert tiny.difference(latents(both), latents(dense_pipe)) < 1e-5
 
 

@@ -244,7 +244,7 @@ def test_bfloat16():
         (dict(topk=0), "topk=0: expected an integer of at least 1, or null, got 0"),
         (dict(topk=(3, 2, 1)), "topk has 3 entries for 2 layers"),
         (dict(topk=2, dense_layers=(2,)), "dense layer 2 is not one of the 2 layers"),
-        (dict(topk=2, dense_steps=-1), "dense_steps must be at least 0, got -1"),
+        (dict(topk=2, dense_steps=-1), "dense_steps=-1: expected an integer of at least 0, got -1"),
         (dict(method="sparge", topk=2), "method must be video_sparse, full or a factory, got 'sparge'"),
         (dict(method="full", topk=2), "full attention keeps all tiles, got sparsity=None and topk=2"),
         (dict(method="full", tile_thw=(4, 4, 4)), r"tile_thw=\(4, 4, 4\) is an option of video_sparse, not of full"),

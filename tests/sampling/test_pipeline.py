@@ -196,7 +196,9 @@ class Oracle(nn.Module):
         texts = encode_prompts(run.text_encoder, list(targets), "cpu")[0]
         self.targets = list(zip(texts, targets.values(), strict=True))
 
-    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor, *, topk: int) -> Tensor:
+    def forward(
+        self, x: Tensor, timestep: Tensor, text: Tensor, mask: Tensor, *, topk: int, denoising: object
+    ) -> Tensor:
         wanted = torch.stack([next(t for e, t in self.targets if torch.equal(e, row)) for row in text])
         return (x - wanted) / (timestep / 1000).view(-1, 1, 1, 1, 1)
 

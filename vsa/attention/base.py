@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from vsa.attention.context import AttnContext
+from vsa.attention.dense import dense_attn_per_sample
 from vsa.attention.layout import Segment, TileLayout
 
 
@@ -50,6 +51,20 @@ class AttentionMethod(nn.Module):
     def project(self, x: Tensor) -> dict[str, Tensor]:
         """Per-token tensors from the block's normalised, modulated hidden states x `[B, L, C]`."""
         return {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        """Output `[B, L, H, D]` of the layer: what callers outside of a method ask for.
+
+        In a dense layer of a denoising (`AttnContext.dense`) a method that selects keeps all tiles, with the gates it
+        has, and every other one gives way to dense attention.
+        """
+        if ctx.dense and not self.selects:
+            return self.attend_dense(q, k, v, extra, ctx)
+        return self.attend_combine(q, k, v, extra, ctx)
+
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        """What stands in for a method that selects nothing in a dense layer: dense attention inside each sample."""
+        return dense_attn_per_sample(q, k, v, ctx.layout)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         """Parts of the output from q, k, v `[B, L, H, D]` (RoPE and qk-norm applied)."""

@@ -8,43 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
+from vsa.attention.dense import dense_attn, dense_attn_per_sample, text_attn
 from vsa.attention.layout import Segment, TileLayout
 
-
-def dense_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Softmax attention over all keys, `softmax(q k^T / sqrt(D)) v`.
-
-    Args:
-        q: `[B, L, H, D]` queries.
-        k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
-        v: `[B, S, Hkv, D]` values.
-        mask: bool `[B, 1, 1, S]`, keys that are seen; None: all.
-
-    Returns:
-        `[B, L, H, D]`.
-    """
-    grouped = q.shape[2] != k.shape[2]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
-
-
-def dense_attn_per_sample(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> Tensor:
-    """Dense attention inside each sample of a row; q, k, v and the result `[B, L, H, D]`."""
-    if len(layout.sample_spans) == 1:
-        return dense_attn(q, k, v)
-    parts = [dense_attn(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in layout.sample_spans]
-    return torch.cat(parts, dim=1)
-
-
-def text_attn(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> list[Tensor]:
-    """Dense attention of each text or cond segment of a tile-major row to its sample."""
-    spans = [(start, stop, *layout.sample_spans[sample]) for start, stop, sample in layout.text_spans]
-    return [dense_attn(q[:, a:b], k[:, first:last], v[:, first:last]) for a, b, first, last in spans]
+__all__ = ["FullAttention", "dense_attn", "dense_attn_per_sample", "text_attn"]
 
 
 class FullAttention(AttentionMethod):

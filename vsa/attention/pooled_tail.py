@@ -88,28 +88,31 @@ class PooledTail(AttentionMethod):
         return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        layout, topk = ctx.layout, ctx.kept(q)
+        layout = ctx.layout
+        ctx.kept(q)
         layout.only_video("attention with a pooled tail")
         blocks = layout.blocks
         tail = tile_logits(q, k, blocks, self.order)
-        if self.score == "mass":
-            scores = mass_scores(tail, layout)
-        elif self.score == "subblock_lse":
-            scores = subblock_scores(q, k, layout, self.score_thw)
-        else:
-            scores = mean_scores(q, k, layout)
-        index = select_blocks(scores, topk)
+        index = ctx.select(lambda kept: select_blocks(self._scores(q, k, tail, layout), kept))
         fine, lse = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)
         selected = index.to_dense(blocks.num).repeat_interleave(blocks.sizes, dim=2, output_size=layout.num_tokens)
-        tail = tail.masked_fill(selected, float("-inf"))
-        total = torch.cat((lse[..., None], tail), dim=-1).logsumexp(-1, keepdim=True)
+        others = tail.masked_fill(selected, float("-inf"))
+        total = torch.cat((lse[..., None], others), dim=-1).logsumexp(-1, keepdim=True)
         v_mean = per_head(block_mean_pool(v, blocks).transpose(1, 2), q.shape[2])
-        rest = ((tail - total).exp() @ v_mean).transpose(1, 2).to(fine.dtype)
+        rest = ((others - total).exp() @ v_mean).transpose(1, 2).to(fine.dtype)
         fine = fine * (lse[..., None] - total).exp().transpose(1, 2).to(fine.dtype)
         if ctx.recorder is not None:
+            scores = self._scores(q, k, tail, layout)
             logits = scores * q.shape[-1] ** -0.5 if self.score == "mean" else scores.log()
             ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, tail=rest, scores=logits)
         return {"out": fine + rest}
+
+    def _scores(self, q: Tensor, k: Tensor, tail: Tensor, layout: TileLayout) -> Tensor:
+        if self.score == "mass":
+            return mass_scores(tail, layout)
+        if self.score == "subblock_lse":
+            return subblock_scores(q, k, layout, self.score_thw)
+        return mean_scores(q, k, layout)
 
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]

@@ -9,13 +9,14 @@ B batch, H heads, Nq / Nkv query / kv blocks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, select_topk
 from vsa_kernels.selection import order_keys
+from vsa_kernels.selection.api import list_capacity
 
 from vsa.settings import AtLeastOne, PositiveShare, checked
 
@@ -62,9 +63,25 @@ class RowRule:
 _TOPK = RowRule(topk=1)
 
 
+class SampleTopk(NamedTuple):
+    """A top-k of its own for every sample of a batch.
+
+    Args:
+        counts: int32 `[B]`, at least 1.
+        largest: the most of them, which the host knows.
+    """
+
+    counts: Tensor
+    largest: int
+
+    def less(self, tiles: int) -> SampleTopk:
+        """So many tiles fewer, at least 1."""
+        return SampleTopk((self.counts - tiles).clamp(min=1), max(1, self.largest - tiles))
+
+
 def select_blocks(
     scores: Tensor,
-    rule: RowRule | int,
+    rule: RowRule | SampleTopk | int,
     *,
     candidates: Tensor | None = None,
     always: Tensor | None = None,
@@ -80,7 +97,7 @@ def select_blocks(
 
     Args:
         scores: `[B, H, Nq, Nkv]` any float dtype; logits, or shares of at least 0 for a rule over the head.
-        rule: how many are kept; a number is a top-k.
+        rule: how many are kept; a number is a top-k, and so are those of `SampleTopk`, each of its sample.
         candidates: bool `[Nq, Nkv]`, blocks that may compete; None: all. A row without any lists what the masks below
             give it.
         always: bool `[Nq, Nkv]`, blocks listed whatever their score; they do not compete (text).
@@ -96,8 +113,10 @@ def select_blocks(
     budget for the rows of a head).
     """
     # a compiled block cannot make a rule of its own
-    topk, rule = (rule, _TOPK) if isinstance(rule, int) else (rule.topk, rule)
+    topk, rule = (rule.topk, rule) if isinstance(rule, RowRule) else (rule, _TOPK)
     if first is None and union is None and rule.is_topk:
+        if isinstance(topk, SampleTopk):
+            return _topk_per_sample(scores, topk, candidates, always, backend)
         return select_topk(scores, topk or 1, candidates=candidates, always=always, backend=backend)
     _check_masks(scores, candidates=candidates, always=always, first=first, union=union)
     compete = torch.ones_like(scores[0, 0], dtype=torch.bool) if candidates is None else candidates
@@ -115,7 +134,27 @@ def select_blocks(
     return BlockIndex.from_dense(kept)
 
 
-def _by_rule(scores: Tensor, keys: Tensor, compete: Tensor, first: Tensor, rule: RowRule, topk: int | None) -> Tensor:
+def _topk_per_sample(
+    scores: Tensor, topk: SampleTopk, candidates: Tensor | None, always: Tensor | None, backend: str | None
+) -> BlockIndex:
+    """The rows of all samples as rows of one, each with the top-k of its sample."""
+    batch, _, num_q, num_kv = scores.shape
+    rows = scores.transpose(0, 1).flatten(1, 2)[None]
+    counts = topk.counts.repeat_interleave(num_q, output_size=batch * num_q)
+    masks = {"candidates": candidates, "always": always}
+    masks = {name: None if mask is None else mask.repeat(batch, 1) for name, mask in masks.items()}
+    index = select_topk(rows, counts, **masks, backend=backend)
+    # lists are as long as the host knows that they may be
+    most = min(topk.largest, num_kv) if always is None else None
+    capacity = num_kv if most is None else list_capacity(most, num_kv)
+    indices = index.kv_indices[0, ..., :capacity].unflatten(1, (batch, num_q)).transpose(0, 1).contiguous()
+    listed = index.kv_num_blocks[0].unflatten(1, (batch, num_q)).transpose(0, 1).contiguous()
+    return replace(index, kv_indices=indices, kv_num_blocks=listed, max_blocks=most, min_blocks=None)
+
+
+def _by_rule(
+    scores: Tensor, keys: Tensor, compete: Tensor, first: Tensor, rule: RowRule, topk: SampleTopk | int | None
+) -> Tensor:
     """Bool `[B, H, Nq, Nkv]`, entries that the rule keeps."""
     # a head's rows are one long row
     groups = {"row": scores.shape[2], "head": 1}[rule.over]
@@ -132,8 +171,13 @@ def _by_rule(scores: Tensor, keys: Tensor, compete: Tensor, first: Tensor, rule:
         ranking = ranking.gather(-1, torch.sort(behind, dim=-1, stable=True).indices)
         slots = torch.zeros_like(kept)
         if topk is not None:
-            counts = allowed.sum(-1).clamp(max=topk * rows_in_group)
-            slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts[:, None])
+            counts = allowed.sum(-1)[:, None]
+            if isinstance(topk, SampleTopk):
+                # [B, 1, groups, 1]
+                counts = counts.minimum(topk.counts.view(-1, 1, 1, 1) * rows_in_group)
+            else:
+                counts = counts.clamp(max=topk * rows_in_group)
+            slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts)
         if rule.top_p is not None:
             weights = _softmax(scores, compete) if rule.over == "row" else scores.masked_fill(~compete, 0).clamp(min=0)
             slots = slots | _share(weights.reshape(keys.shape).gather(-1, ranking), rule)

@@ -5,12 +5,14 @@ Sparsity is the share of kv tiles skipped per query tile. N tiles of a grid, K o
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk, per_layer
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 
 SparsityPoint = Literal["current", "dense", "target", "half", "double"]
@@ -60,15 +62,30 @@ def topk_at(topk: int, num_tiles: int, at: SparsityPoint) -> int:
     return max(1, min(wanted, num_tiles))
 
 
-def mean_topk(topk: int | Sequence[int], num_tiles: int) -> float:
+def mean_topk(topk: float | Sequence[float], num_tiles: int) -> float:
     """Tiles a query tile keeps in the mean over the layers.
 
     Args:
         topk: one for all layers, or one per layer.
         num_tiles: N; no layer keeps more.
     """
-    topks = [topk] if isinstance(topk, int) else topk
+    topks = [topk] if isinstance(topk, int | float) else topk
     return sum(min(k, num_tiles) for k in topks) / len(topks)
+
+
+def expected_topk(topk: Topk, num_layers: int, share: Callable[[float, float], float]) -> float | tuple[float, ...]:
+    """Tiles kept in the mean over samples, of all layers or of each.
+
+    Args:
+        topk: on one grid.
+        num_layers: of the model.
+        share: of the samples whose denoising progress lies between two values.
+    """
+    if not isinstance(topk, DenoisingTopk):
+        return topk
+    rows = [(weight, per_layer(row, num_layers)) for weight, row in topk.weighted(share)]
+    means = tuple(math.fsum(weight * row[layer] for weight, row in rows) for layer in range(num_layers))
+    return means[0] if len(set(means)) == 1 else means
 
 
 def exact(name: str, value: float | str) -> Fraction:
@@ -110,6 +127,9 @@ class SparsitySchedule:
         reference_tiles: N of the grid that the end value is meant for; given with a budget only.
         dense_layers: layers that always keep all tiles.
         layer_topk: top-k of the layers that have one of their own, the same at every step.
+        denoising: what differs during a denoising (`denoising@sparsity.denoising=plan`). Samples of training follow
+            its ranges by their noise level: the end value of a range takes the place of the schedule's, on the same
+            way down, except in layers that have a top-k of their own. Its steps and dense layers are of sampling alone.
 
     Raises:
         ValueError: a value out of range, or options that exclude or need each other.
@@ -127,6 +147,7 @@ class SparsitySchedule:
         reference_tiles: AtLeastOne | None = None,
         dense_layers: Sequence[Count] = (),
         layer_topk: LayerTopk | None = None,
+        denoising: DenoisingPlan | None = None,
     ):
         if (topk is None) == (sparsity is None):
             raise ValueError(f"give exactly one of topk and sparsity, got topk={topk} and sparsity={sparsity}")
@@ -145,6 +166,7 @@ class SparsitySchedule:
         both = sorted(self._layer_topk.keys() & self.dense_layers)
         if both:
             raise ValueError(f"layers {both} are in dense_layers and in layer_topk: a layer has one top-k")
+        self.denoising = DenoisingPlan() if denoising is None else denoising
 
     @property
     def budget(self) -> Budget:
@@ -163,17 +185,20 @@ class SparsitySchedule:
         raise NotImplementedError
 
     def final_step(self, num_tiles: int) -> int | None:
-        """First step from which the end value holds on a grid of num_tiles; None: it depends on measurements."""
+        """First step from which the end values hold on a grid of num_tiles; None: it depends on measurements."""
+        schedules = (self, *(self._ending_at(*budget) for _, _, budget in self.denoising.ranges))
+        ends = [schedule._final_step(num_tiles) for schedule in schedules]
+        return None if None in ends else max(end for end in ends if end is not None)
+
+    def _final_step(self, num_tiles: int) -> int | None:
         raise NotImplementedError
 
     def target_topk(self, num_tiles: int) -> int:
         """The end value on a grid, between 1 and num_tiles."""
         return max(1, min(self._wanted(num_tiles), num_tiles))
 
-    def topk_per_layer(
-        self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current"
-    ) -> int | tuple[int, ...]:
-        """One top-k for all layers, or one per layer when some layers have their own.
+    def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
+        """One top-k for all layers, or one per layer when some layers have their own; with what differs in a denoising.
 
         Args:
             step: optimizer step, from 0.
@@ -188,15 +213,33 @@ class SparsitySchedule:
         self._check_layers(num_layers)
         if at == "dense":
             return num_tiles
+        return self.denoising.on_grid(
+            self._row(step, num_tiles, num_layers, at),
+            lambda budget: self._ending_at(*budget)._row(step, num_tiles, num_layers, at),
+        )
+
+    def with_denoising(self, plan: DenoisingPlan) -> Self:
+        """This schedule with another plan."""
+        changed = copy.copy(self)
+        changed.denoising = plan
+        return changed
+
+    def _ending_at(self, topk: int | None, sparsity: float | None) -> SparsitySchedule:
+        """This schedule, with what it measured so far, and another end value."""
+        changed = copy.copy(self)
+        changed._topk, changed._sparsity = topk, sparsity
+        if self._reference_tiles is None:
+            changed._exponent = exact("budget", int(topk is None))
+        return changed
+
+    def _row(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint) -> Row:
         topk = self.target_topk(num_tiles) if at == "target" else self.topk(step, num_tiles)
         topk = topk_at(topk, num_tiles, at)
         own = dict.fromkeys(self.dense_layers, num_tiles)
         own |= {layer: topk_at(min(k, num_tiles), num_tiles, at) for layer, k in self._layer_topk.items()}
         return tuple(own.get(layer, topk) for layer in range(num_layers)) if own else topk
 
-    def topk_after(
-        self, steps: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current"
-    ) -> int | tuple[int, ...]:
+    def topk_after(self, steps: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
         """Top-k of weights after `steps` optimizer steps, wherever they are looked at: that of the last of these steps.
 
         Validation, diagnostics, sampling, evaluation, export and the logged sparsity all ask here, so that what they
@@ -224,6 +267,16 @@ class SparsitySchedule:
         Raises:
             ValueError: a top-k above num_tiles, a sparsity that leaves less than a tile, a layer that does not exist.
         """
+        self._check_end(num_tiles)
+        for budget in (*(budget for _, _, budget in self.denoising.ranges), *(b for _, b in self.denoising.steps)):
+            try:
+                self._ending_at(*budget)._check_end(num_tiles)
+            except ValueError as error:
+                raise ValueError(f"denoising: {error}") from None
+        if num_layers is not None:
+            self._check_layers(num_layers)
+
+    def _check_end(self, num_tiles: int) -> None:
         wanted = {"topk": self._wanted(num_tiles)}
         wanted |= {f"layer_topk of layer {layer}": k for layer, k in self._layer_topk.items()}
         for name, k in wanted.items():
@@ -233,8 +286,6 @@ class SparsitySchedule:
         if self._sparsity is not None and num_tiles > 1 and (1 - _exact_sparsity(self._sparsity)) * num_tiles < 1:
             most = 1 - 1 / num_tiles
             raise ValueError(f"sparsity={self._sparsity} leaves less than one of {num_tiles} tiles, at most {most:.4g}")
-        if num_layers is not None:
-            self._check_layers(num_layers)
 
     def observe(self, step: int, missed_share: float) -> None:
         """Take in a measurement, see `MissedMassSparsity`; a schedule that follows the step alone ignores it.
@@ -272,7 +323,8 @@ class SparsitySchedule:
         return math.ceil((kept * power).quantize(Decimal("1e-12")))
 
     def _check_layers(self, num_layers: int) -> None:
-        for name, layers in (("dense_layers", self.dense_layers), ("layer_topk", self._layer_topk)):
+        plan = ("denoising.dense_layers", self.denoising.dense_layers)
+        for name, layers in (("dense_layers", self.dense_layers), ("layer_topk", self._layer_topk), plan):
             if layers and max(layers) >= num_layers:
                 raise ValueError(f"{name} has layer {max(layers)}, but the model's layers are 0 to {num_layers - 1}")
 
@@ -290,7 +342,7 @@ class ConstantSparsity(SparsitySchedule):
     def topk(self, step: int, num_tiles: int) -> int:
         return self.target_topk(num_tiles)
 
-    def final_step(self, num_tiles: int) -> int:
+    def _final_step(self, num_tiles: int) -> int:
         return 0
 
 
@@ -301,8 +353,8 @@ class TokenBudgetSparsity(ConstantSparsity):
     Args:
         tokens: kv tokens a query tile attends to, text and cond tokens not counted.
         tokens_per_tile: tile volume of the attention method, 64 for (4, 4, 4).
-        budget, reference_tiles, dense_layers, layer_topk: see `SparsitySchedule`; without a budget every grid keeps
-            the same number of tokens.
+        budget, reference_tiles, dense_layers, layer_topk, denoising: see `SparsitySchedule`; without a budget every
+            grid keeps the same number of tokens.
 
     Raises:
         ValueError: see `SparsitySchedule`.
@@ -317,6 +369,7 @@ class TokenBudgetSparsity(ConstantSparsity):
         reference_tiles: AtLeastOne | None = None,
         dense_layers: Sequence[Count] = (),
         layer_topk: LayerTopk | None = None,
+        denoising: DenoisingPlan | None = None,
     ):
         super().__init__(
             topk=-(-tokens // tokens_per_tile),
@@ -324,4 +377,5 @@ class TokenBudgetSparsity(ConstantSparsity):
             reference_tiles=reference_tiles,
             dense_layers=dense_layers,
             layer_topk=layer_topk,
+            denoising=denoising,
         )

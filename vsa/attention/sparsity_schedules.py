@@ -51,7 +51,7 @@ class StaircaseSparsity(SparsitySchedule):
         lowered = num_tiles - self._drops(step) * self._per_drop(num_tiles)
         return max(self.target_topk(num_tiles), math.ceil(lowered))
 
-    def final_step(self, num_tiles: int) -> int | None:
+    def _final_step(self, num_tiles: int) -> int | None:
         drops = math.ceil((num_tiles - self.target_topk(num_tiles)) / self._per_drop(num_tiles))
         return 0 if drops == 0 else self._dense_steps + (drops - 1) * self._interval
 
@@ -91,7 +91,7 @@ class LinearSparsity(SparsitySchedule):
         target = self.target_topk(num_tiles)
         return target + math.ceil((num_tiles - target) * self._left(Fraction(done, self._total_steps)))
 
-    def final_step(self, num_tiles: int) -> int:
+    def _final_step(self, num_tiles: int) -> int:
         return 0 if self.target_topk(num_tiles) == num_tiles else self._dense_steps + self._total_steps
 
     def _left(self, progress: Fraction) -> Fraction:
@@ -147,7 +147,7 @@ class MissedMassSparsity(StaircaseSparsity):
         if step >= due and missed_share <= self._max_missed:
             self._drop_steps.append(step)
 
-    def final_step(self, num_tiles: int) -> None:
+    def _final_step(self, num_tiles: int) -> None:
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from vsa_kernels.coarse_fine import combine
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
+from vsa.attention.dense import dense_attn
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.attention.pooling import ConvSharing, Pooling, make_pools, pool_modules
 from vsa.attention.scores import (
@@ -45,7 +46,7 @@ from vsa.attention.scores import (
     tile_logits,
     tiles_inside,
 )
-from vsa.attention.selection import select_blocks
+from vsa.attention.selection import SampleTopk, select_blocks
 from vsa.attention.tiling import Grid, chain_of, refuse_no_divisor
 from vsa.attention.window import Edge, Window, tile_window
 from vsa.settings import AtLeastOne, Count, checked
@@ -193,9 +194,15 @@ class StagedAttention(AttentionMethod):
             coarse, logits = _coarse(*pooled)
             if self.has_coarse:
                 parts["coarse"] = coarse.transpose(1, 2).to(q.dtype)
-        if self.selects:
-            scores = self._scores(q, k, logits, layout)
-            index = self._select(scores, ctx.kept(q), window)
+        if ctx.dense:
+            parts["fine"] = dense_attn(q, k, v)
+            # all tiles hold the window; only one with a gate of its own says something else
+            window = window if "window" in self._gate_starts else None
+            index = BlockIndex.from_dense(q.new_ones(1, 1, layout.blocks.num, layout.kv_blocks.num, dtype=torch.bool))
+        elif self.selects:
+            ctx.kept(q)
+            scores = ranked = self._scores(q, k, logits, layout) if ctx.ranks else None
+            index = ctx.select(lambda kept: self._select(ranked, kept, window))
             parts["fine"] = self._fine(q, k, v, layout, index)
         if window is not None and self.stages != "c_fl":
             name, local = "window" if self.selects else "fine", BlockIndex.from_dense(window.tiles[None, None])
@@ -222,6 +229,10 @@ class StagedAttention(AttentionMethod):
             out = combine(out, parts["coarse"], extra["compress"], None, ctx.layout.tiles[self.q_pool])
         return out
 
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        """Every tile in place of the window, with the coarse output and the gates there are."""
+        return self.combine(self.attend(q, k, v, ctx), extra, ctx)
+
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         gates = {f"gate_{name}": gate for name, gate in extra.items()}
         return super().attend_combine(q, k, v, extra, ctx.also_recording(gates))
@@ -244,7 +255,7 @@ class StagedAttention(AttentionMethod):
             total += layout.tiles[self.score_thw].num ** 2 / 2
         if self.score == "oracle":
             total += tokens**2 / 2
-        kept, tiles = self._topk(topk, window), layout.kv_blocks.num
+        kept, tiles = max(1, topk - self._fewer(window)), layout.kv_blocks.num
         listed = float(tokens * min(kept, tiles))
         if window is not None and self.stages == "c_f_l_e":
             listed = float(sizes @ (tiles - window.tiles.sum(1)).clamp(max=kept).double())
@@ -276,8 +287,10 @@ class StagedAttention(AttentionMethod):
         shares = self.score != "mean" or not (same or self.pooled_map == "logits")
         return scores.log() if shares else scores
 
-    def _select(self, scores: Tensor, topk: int, window: Window | None) -> BlockIndex:
-        topk = self._topk(topk, window)
+    def _select(self, scores: Tensor | None, topk: int | SampleTopk, window: Window | None) -> BlockIndex:
+        assert scores is not None
+        if (fewer := self._fewer(window)) > 0:
+            topk = topk.less(fewer) if isinstance(topk, SampleTopk) else max(1, topk - fewer)
         if window is not None and self.stages == "c_f_l_e":
             return select_blocks(scores, topk, candidates=~window.tiles)
         if window is not None and self.stages == "c_fl":
@@ -286,9 +299,10 @@ class StagedAttention(AttentionMethod):
             return select_blocks(scores, topk, first=first, union=union)
         return select_blocks(scores, topk)
 
-    def _topk(self, topk: int, window: Window | None) -> int:
+    def _fewer(self, window: Window | None) -> int:
+        """Tiles by which a window inside the budget lowers the top-k."""
         lowered = self.window_budget == "within" and self.stages in ("c_f_l", "c_f_l_e")
-        return max(1, topk - window.largest) if lowered and window is not None else topk
+        return window.largest if lowered and window is not None else 0
 
     def _fine(self, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, index: BlockIndex) -> Tensor:
         q_blocks, kv_blocks = layout.blocks, layout.kv_blocks

@@ -21,13 +21,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from vsa_kernels import BlockIndex
-from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, coarse_fine_stages, combine
+from vsa_kernels import BlockIndex, block_sparse_attn
+from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, combine
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn_per_sample, text_attn
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
+from vsa.attention.selection import select_blocks
 from vsa.settings import AtLeastOne, checked
 
 Backend = Literal["reference", "gather", "triton"]
@@ -118,18 +119,16 @@ class VideoSparseAttention(AttentionMethod):
         """`fine` `[B, L, H, D]` per token and `coarse` `[B, Nv, H, D]` per video tile."""
         layout, topk = ctx.layout, ctx.kept(q)
         video, index = layout.take_video(q), None
-        tiles: dict[str, Any] = {
-            "q_blocks": layout.video_blocks,
-            "kv_blocks": layout.blocks,
-            "candidates": layout.candidates,
-        }
-        if topk >= layout.num_video_tiles:
-            coarse, scores = coarse_attn(video, k, v, **tiles)
+        tiles: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
+        coarse, scores = coarse_attn(video, k, v, **tiles, candidates=layout.candidates)
+        if ctx.sample_topk is None and topk >= layout.num_video_tiles:
             fine = dense_attn_per_sample(q, k, v, layout)
         else:
-            stages = coarse_fine_stages(video, k, v, **tiles, always=layout.always, topk=topk, backend=self.backend)
-            coarse, scores, index = stages.coarse, stages.scores, stages.index
-            fine = layout.merge(stages.fine, text_attn(q, k, v, layout))
+            # scores, not probabilities: the same order without ties where the softmax underflows
+            masks = (layout.candidates, layout.always)
+            index = ctx.select(lambda kept: select_blocks(scores, kept, candidates=masks[0], always=masks[1]))
+            fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
+            fine = layout.merge(fine, text_attn(q, k, v, layout))
         if ctx.recorder is not None:
             index = _all_tiles(layout) if index is None else index
             ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, coarse=coarse, scores=scores)
@@ -144,10 +143,11 @@ class VideoSparseAttention(AttentionMethod):
         return layout.merge(combine(video, parts["coarse"], gate, None, layout.video_blocks), texts)
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """`combine(attend(...))`, as one call of the operator unless all tiles are kept or the parts are recorded."""
+        """`combine(attend(...))`, as one call of the operator where it selects: not where all tiles are kept, the parts
+        are recorded, or the selection is that of another pass or differs by sample."""
         ctx = ctx.also_recording(extra)
         layout, topk = ctx.layout, ctx.kept(q)
-        if ctx.recorder is not None or topk >= layout.num_video_tiles:
+        if ctx.recorder is not None or topk >= layout.num_video_tiles or not ctx.plain_topk:
             return super().attend_combine(q, k, v, extra, ctx)
         gate_fine = extra.get("gate_fine")
         video = coarse_fine_attn(

@@ -9,7 +9,7 @@ was converted there and back is a run to sample again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,7 +262,7 @@ def write_run(
         attention["_target_"] = "vsa.attention.video_sparse.VideoSparseAttention"
         settings = {key: getattr(sparse, key) for key in ("partition", "block_order", "fine_gate")}
         attention |= {"tile_thw": list(sparse.tile_thw), **settings}
-        state["sparse_attention"] = asdict(sparse)
+        state["sparse_attention"] = sparse.to_values()
         if "callbacks" in config:
             config["callbacks"] = {"samples": {**config["callbacks"]["samples"], **sampling_of_export(sparse)}}
     else:

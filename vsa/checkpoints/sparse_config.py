@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk, last_from, per_layer, range_at
 from vsa.attention.layout import Partition
 from vsa.attention.sparsity import Budget, ConstantSparsity, SparsityPoint, topk_at
 from vsa.attention.tiling import BlockOrder
 from vsa.files import write_whole
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SPARSE_CONFIG = "sparse_attention.json"
 
 Grid = tuple[int, int, int]
@@ -38,6 +39,26 @@ class TopkRange:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepTopk:
+    """Another top-k from a denoising step on; goes before that of a range.
+
+    Args:
+        step: from 0.
+        grid_topk: as of `TopkRange`.
+    """
+
+    step: int
+    grid_topk: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid_topk", tuple(tuple(row) for row in self.grid_topk))
+
+
+VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False}
+"""What version 1 had no keys for, with the values that say what it meant: a file of these alone is of version 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SparseAttentionConfig:
     """How the self-attention of a sparse checkpoint runs.
 
@@ -59,6 +80,9 @@ class SparseAttentionConfig:
         topk_ranges: top-k in parts of the denoising where it differs from `grid_topk`.
         dense_layers: layers that keep all tiles whatever `grid_topk` says.
         dense_steps: first denoising steps in which every layer keeps all tiles.
+        step_topk: top-k from denoising steps on where it differs, ascending.
+        refresh: see `vsa.attention.denoising.DenoisingPlan`.
+        shared_cache: see the same.
         step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
         flow_shift: shift of the noise levels to sample with, which need not be that of the training; None: that of
             the pipeline.
@@ -66,7 +90,6 @@ class SparseAttentionConfig:
         guidance_scale: recommended scale; None when unknown.
         golden: file with golden inputs and outputs; None without.
         golden_tolerance: largest relative error against them.
-        schema_version: of this file.
 
     Raises:
         ValueError: a value out of range, named with the value.
@@ -85,26 +108,28 @@ class SparseAttentionConfig:
     topk_ranges: tuple[TopkRange, ...] = ()
     dense_layers: tuple[int, ...] = ()
     dense_steps: int = 0
+    step_topk: tuple[StepTopk, ...] = ()
+    refresh: int | tuple[tuple[int, int], ...] = 1
+    shared_cache: bool = False
     step_list: tuple[float, ...] | None = None
     flow_shift: float | None = None
     guidance_form: Literal["standard", "additive"] = "standard"
     guidance_scale: float | None = None
     golden: str | None = None
     golden_tolerance: float | None = None
-    schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        for name in ("tile_thw", "gate_keys", "num_tiles", "topk_ranges", "dense_layers"):
+        for name in ("tile_thw", "gate_keys", "num_tiles", "topk_ranges", "dense_layers", "step_topk"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("grids", "grid_topk"):
             object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
         if self.step_list is not None:
             object.__setattr__(self, "step_list", tuple(self.step_list))
+        if not isinstance(self.refresh, int):
+            object.__setattr__(self, "refresh", tuple(tuple(row) for row in self.refresh))
         self._check()
 
     def _check(self) -> None:
-        if self.schema_version != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {self.schema_version}, this version reads {SCHEMA_VERSION}")
         for name, triple in (("tile_thw", self.tile_thw), *(("grids", grid) for grid in self.grids)):
             if len(triple) != 3 or min(triple) < 1:
                 raise ValueError(f"{name} must be three positive sizes, got {triple}")
@@ -115,10 +140,14 @@ class SparseAttentionConfig:
             if not 0 <= part.start < part.stop <= 1:
                 raise ValueError(f"topk_ranges must lie in [0, 1] and start < stop, got {part.start} and {part.stop}")
             self._check_topk("grid_topk of topk_ranges", part.grid_topk)
+        for part in self.step_topk:
+            self._check_topk("grid_topk of step_topk", part.grid_topk)
         if any(not 0 <= layer < self.num_layers for layer in self.dense_layers):
             raise ValueError(f"dense_layers must be in 0..{self.num_layers - 1}, got {list(self.dense_layers)}")
         if self.dense_steps < 0:
             raise ValueError(f"dense_steps must not be negative, got {self.dense_steps}")
+        # refuses what has no meaning
+        replace(self.denoising, step_topk=tuple((part.step, 1) for part in self.step_topk))
         if self.flow_shift is not None and not self.flow_shift > 0:
             raise ValueError(f"flow_shift must be positive, got {self.flow_shift}")
         # refuses an unknown budget
@@ -148,6 +177,16 @@ class SparseAttentionConfig:
     def num_layers(self) -> int:
         return len(self.grid_topk[0])
 
+    @property
+    def denoising(self) -> DenoisingPlan:
+        """Dense steps and layers, and how long selections are kept; the budgets are here, grid by grid."""
+        return DenoisingPlan(
+            dense_steps=self.dense_steps,
+            dense_layers=self.dense_layers,
+            refresh=self.refresh,
+            shared_cache=self.shared_cache,
+        )
+
     def layer_topk(self, num_tiles: int, *, progress: float = 1.0, step: int | None = None) -> tuple[int, ...]:
         """Kv tiles per query tile of each layer on a grid of `num_tiles` tiles.
 
@@ -158,7 +197,12 @@ class SparseAttentionConfig:
         """
         if step is not None and step < self.dense_steps:
             return (num_tiles,) * self.num_layers
-        rows = next((part.grid_topk for part in self.topk_ranges if part.start <= progress < part.stop), self.grid_topk)
+        if (i := last_from([part.step for part in self.step_topk], step)) is not None:
+            return self._on_grid(self.step_topk[i].grid_topk, num_tiles)
+        found = range_at([(part.start, part.stop) for part in self.topk_ranges], progress)
+        return self._on_grid(self.grid_topk if found is None else self.topk_ranges[found].grid_topk, num_tiles)
+
+    def _on_grid(self, rows: tuple[tuple[int, ...], ...], num_tiles: int) -> tuple[int, ...]:
         if num_tiles in self.num_tiles:
             counts = rows[self.num_tiles.index(num_tiles)]
         else:
@@ -177,7 +221,14 @@ class SparseAttentionConfig:
 
     def to_json(self) -> str:
         """The file's text."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return json.dumps(self.to_values(), indent=1) + "\n"
+
+    def to_values(self) -> dict[str, Any]:
+        """The file as plain values: of version 1, which more engines read, where it says nothing that is newer."""
+        values = asdict(self)
+        if all(values[key] == value for key, value in VERSION_2.items()):
+            return {key: value for key, value in values.items() if key not in VERSION_2} | {"schema_version": 1}
+        return values | {"schema_version": SCHEMA_VERSION}
 
     @classmethod
     def from_json(cls, text: str) -> SparseAttentionConfig:
@@ -194,16 +245,43 @@ class SparseAttentionConfig:
             raise ValueError(f"it must hold a JSON object, got {type(values).__name__}")
         # first of all: another version may have other keys
         version = values.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {version}, this version reads {SCHEMA_VERSION}")
-        known = {field.name for field in fields(cls)}
+        if version not in (1, SCHEMA_VERSION):
+            raise ValueError(f"schema_version is {version}, this version reads 1 and {SCHEMA_VERSION}")
+        values = {key: value for key, value in values.items() if key != "schema_version"}
+        known = {field.name for field in fields(cls)} - (set(VERSION_2) if version == 1 else set())
         if set(values) != known:
             missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
             raise ValueError(f"keys missing {missing}, keys unknown {unknown}")
         try:
-            return cls(**{**values, "topk_ranges": tuple(TopkRange(**part) for part in values["topk_ranges"])})
+            ranges = tuple(TopkRange(**part) for part in values["topk_ranges"])
+            steps = tuple(StepTopk(**part) for part in values.get("step_topk", ()))
+            return cls(**{**values, "topk_ranges": ranges, "step_topk": steps})
         except TypeError as error:
             raise ValueError(f"a value has the wrong type ({error})") from None
+
+
+def denoising_fields(topks: Sequence[Topk], plan: DenoisingPlan, num_layers: int) -> dict[str, Any]:
+    """The fields of a `SparseAttentionConfig` that say how attention runs over a denoising, but for `dense_layers`.
+
+    Args:
+        topks: for each trained grid, of one schedule.
+        plan: of the schedule.
+        num_layers: of the model.
+    """
+
+    def rows(row_of: Callable[[DenoisingTopk], Row]) -> tuple[tuple[int, ...], ...]:
+        return tuple(per_layer(row_of(t) if isinstance(t, DenoisingTopk) else t, num_layers) for t in topks)
+
+    ranges = [(start, stop, rows(lambda t, i=i: t.ranges[i][2])) for i, (start, stop, _) in enumerate(plan.ranges)]
+    steps = [(step, rows(lambda t, i=i: t.steps[i][1])) for i, (step, _) in enumerate(plan.steps)]
+    return {
+        "grid_topk": rows(lambda t: t.base),
+        "topk_ranges": tuple(TopkRange(start=a, stop=b, grid_topk=grid_topk) for a, b, grid_topk in ranges),
+        "step_topk": tuple(StepTopk(step=step, grid_topk=grid_topk) for step, grid_topk in steps),
+        "dense_steps": plan.dense_steps,
+        "refresh": plan.refresh,
+        "shared_cache": plan.shared_cache,
+    }
 
 
 class ExportedSparsity(ConstantSparsity):
@@ -211,29 +289,37 @@ class ExportedSparsity(ConstantSparsity):
 
     Args:
         config: of the export.
-
-    Raises:
-        ValueError: the export has another top-k in some denoising steps, which the sampling of a run does not follow.
     """
 
     def __init__(self, config: SparseAttentionConfig):
-        for name, value in (("dense_steps", config.dense_steps), ("topk_ranges", list(config.topk_ranges))):
-            if value:
-                raise ValueError(
-                    f"{SPARSE_CONFIG} has {name}={value}, which the sampling of a run does not follow: sample the "
-                    "export through a pipeline (`vsa sample --pipeline PIPELINE --transformer EXPORT`)"
-                )
-        super().__init__(topk=max(config.grid_topk[0]), dense_layers=config.dense_layers)
+        # the layers are dense by their top-k
+        plan = replace(config.denoising, dense_layers=())
+        super().__init__(topk=max(config.grid_topk[0]), dense_layers=config.dense_layers, denoising=plan)
         self._config = config
 
-    def topk_per_layer(
-        self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current"
-    ) -> int | tuple[int, ...]:
-        if at == "dense":
-            return num_tiles
+    def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
+        topk = super().topk_per_layer(step, num_tiles, num_layers, at)
+        ranges, steps = self._config.topk_ranges, self._config.step_topk
+        # budgets of a plan that was put in place of the export's go before those of the export
+        if at == "dense" or isinstance(topk, DenoisingTopk) or not (ranges or steps):
+            return topk
+        return DenoisingTopk(
+            base=topk,
+            ranges=tuple((part.start, part.stop, self._exported(part.grid_topk, num_tiles, at)) for part in ranges),
+            steps=tuple((part.step, self._exported(part.grid_topk, num_tiles, at)) for part in steps),
+        )
+
+    def _row(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint) -> Row:
+        self._check_layers(num_layers)
+        return self._exported(self._config.grid_topk, num_tiles, at)
+
+    def _ending_at(self, topk: int | None, sparsity: float | None) -> ConstantSparsity:
+        return ConstantSparsity(topk=topk, sparsity=sparsity, dense_layers=self.dense_layers)
+
+    def _exported(self, grid_topk: tuple[tuple[int, ...], ...], num_tiles: int, at: SparsityPoint) -> Row:
         row = tuple(
             k if layer in self.dense_layers else topk_at(k, num_tiles, at)
-            for layer, k in enumerate(self._config.layer_topk(num_tiles))
+            for layer, k in enumerate(self._config._on_grid(grid_topk, num_tiles))
         )
         return row[0] if len(set(row)) == 1 else row
 

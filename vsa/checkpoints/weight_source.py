@@ -24,6 +24,7 @@ from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
     ExportedSparsity,
     SparseAttentionConfig,
+    denoising_fields,
     has_sparse_config,
     read_sparse_config,
 )
@@ -122,17 +123,17 @@ class RunWeights(WeightSource):
         shapes = sorted({tuple(shape) for shape in state["latent_shapes"]}, key=lambda s: (-s[1] * s[2] * s[3], s))
         num_tiles = [model.layout_for(shape, "cpu").num_video_tiles for shape in shapes]
         layers = len(model.blocks)
-        rows = (schedule.topk_after(state["step"], n, layers) for n in num_tiles)
+        topks = [schedule.topk_after(state["step"], n, layers) for n in num_tiles]
         # a run that names its sampling shift samples as the model is meant to; the training shift is another thing
         sampling = sampling_of(self.run_config)
         sampling = sampling if "flow_shift" in sampling else {}
         return SparseAttentionConfig(
             **sparse_settings(model),
-            grid_topk=tuple((row,) * layers if isinstance(row, int) else row for row in rows),
+            **denoising_fields(topks, schedule.denoising, layers),
             num_tiles=tuple(num_tiles),
             grids=tuple(model.grid(shape) for shape in shapes),
             budget=schedule.budget,
-            dense_layers=schedule.dense_layers,
+            dense_layers=tuple(sorted({*schedule.dense_layers, *schedule.denoising.dense_layers})),
             flow_shift=sampling.get("flow_shift"),
             guidance_scale=sampling.get("guidance"),
         )

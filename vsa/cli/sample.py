@@ -9,9 +9,9 @@ import typer
 
 from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
-from vsa.cli.values import numbers, refuse_options
+from vsa.cli.values import PLAN, plan_options, refuse_options
 
-RUN, PIPELINE = "Of a run", "Of a pipeline"
+RUN, PIPELINE, DENOISING = "Of a run", "Of a pipeline", "Over the denoising"
 
 
 def sample(
@@ -41,16 +41,32 @@ def sample(
     tile: Annotated[
         tuple[int, int, int] | None, option("tokens per tile (4 4 4)", panel=PIPELINE, whole=(1, 64), metavar="T H W")
     ] = None,
-    dense_layers: Annotated[str | None, option("layers that keep all tiles", panel=PIPELINE, metavar="N,...")] = None,
-    dense_steps: Annotated[
-        int | None, option("first steps that keep all tiles", panel=PIPELINE, whole=(0, MANY))
-    ] = None,
     negative_prompt: Annotated[str | None, option("caption of the unconditional pass", panel=PIPELINE)] = None,
     size: Annotated[
         tuple[int, int] | None, option("pixels (as trained, 480 832)", panel=PIPELINE, whole=(1, 8192), metavar="H W")
     ] = None,
     frames: Annotated[int | None, option("of a clip (as trained, 81)", panel=PIPELINE, whole=(1, 10_000))] = None,
     dtype: Annotated[opt.Precision | None, option("of the networks (bfloat16; CPU: float32)", panel=PIPELINE)] = None,
+    dense_layers: Annotated[str | None, option("layers that are dense", panel=DENOISING, metavar="N,...")] = None,
+    dense_steps: Annotated[int | None, option("first steps that are dense", panel=DENOISING, whole=(0, MANY))] = None,
+    topk_ranges: Annotated[
+        str | None, option("tiles by progress, 0 is noise", panel=DENOISING, metavar="START:STOP:K,...")
+    ] = None,
+    sparsity_ranges: Annotated[
+        str | None, option("share skipped by progress", panel=DENOISING, metavar="START:STOP:S,...")
+    ] = None,
+    step_topk: Annotated[str | None, option("tiles from a step on", panel=DENOISING, metavar="STEP:K,...")] = None,
+    step_sparsity: Annotated[
+        str | None, option("share skipped from a step on", panel=DENOISING, metavar="STEP:S,...")
+    ] = None,
+    refresh: Annotated[
+        str | None,
+        option("steps a selection is kept for (1), or from steps on", panel=DENOISING, metavar="N|STEP:N,..."),
+    ] = None,
+    shared_cache: Annotated[
+        bool | None,
+        option("the unconditional pass reuses selections", "--shared-cache/--own-cache", panel=DENOISING),
+    ] = None,
 ) -> None:
     """Sample videos: prompts in, mp4 and GIF out, with a JSON of everything that made them.
 
@@ -69,8 +85,8 @@ def sample(
     other, owner = (PIPELINE, "--pipeline") if pipeline is None else (RUN, "a run folder")
     refuse_options(sample, given, other, owner)
     captions = all_prompts(given.pop("prompt", []), given.pop("prompts", None))
-    if dense_layers is not None:
-        given["dense_layers"] = numbers("--dense-layers", dense_layers, int)
+    if plan := plan_options({name: given.pop(name) for name in PLAN if name in given}):
+        given["denoising"] = plan
     if attention:
         from vsa.evaluation.attention_map import draw_attention
 

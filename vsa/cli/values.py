@@ -22,6 +22,20 @@ def numbers(option: str, text: str | None, kind: type[Number]) -> list[Number] |
         raise ValueError(f"{option}: expected {kind.__name__} values with commas between them, got {text}") from None
 
 
+def rows(option: str, text: str, *kinds: type[int] | type[float]) -> list[tuple[float, ...]]:
+    """Rows of numbers given as one value, `0:0.5:8,0.5:1:4`, with one number of each kind in a row.
+
+    Raises:
+        ValueError: names the option with what was given.
+    """
+    try:
+        parts = [row.split(":") for row in text.split(",")]
+        return [tuple(kind(part) for kind, part in zip(kinds, row, strict=True)) for row in parts]
+    except ValueError:
+        shape = ":".join({int: "int", float: "float"}[kind] for kind in kinds)
+        raise ValueError(f"{option}: expected {shape} values with commas between them, got {text}") from None
+
+
 def made_of(kind: Callable[..., Made], options: Mapping[str, Any]) -> Made:
     """A dataclass of the options that have the names of its fields; what is left out has its default."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
@@ -34,3 +48,31 @@ def refuse_options(command: Callable[..., None], options: Mapping[str, Any], pan
         shown: Any = getattr(hint, "__metadata__", (None,))[0]
         if options.get(name) is not None and shown.rich_help_panel == panel:
             raise ValueError(f"--{name.replace('_', '-')} is an option of {owner} only")
+
+
+_ROWS: Mapping[str, tuple[type[int] | type[float], ...]] = {
+    "topk_ranges": (float, float, int),
+    "sparsity_ranges": (float, float, float),
+    "step_topk": (int, int),
+    "step_sparsity": (int, float),
+}
+PLAN = ("dense_layers", "dense_steps", *_ROWS, "refresh", "shared_cache")
+"""Options of a `DenoisingPlan`."""
+
+
+def plan_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a `DenoisingPlan` as it takes them, from the values of a command line.
+
+    Raises:
+        ValueError: names an option that does not parse.
+    """
+    options = dict(given)
+    for name in options.keys() & _ROWS.keys():
+        options[name] = rows(f"--{name.replace('_', '-')}", options[name], *_ROWS[name])
+    if "dense_layers" in options:
+        options["dense_layers"] = numbers("--dense-layers", options["dense_layers"], int)
+    if "refresh" in options:
+        by_step = ":" in options["refresh"]
+        steps = rows("--refresh", options["refresh"], *((int, int) if by_step else (int,)))
+        options["refresh"] = steps if by_step else steps[0][0]
+    return options

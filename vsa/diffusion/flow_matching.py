@@ -199,6 +199,30 @@ def sample_sigmas(
     return shift_sigma(sigma, shift)
 
 
+def sigma_share(
+    low: float,
+    high: float,
+    *,
+    distribution: Literal["logit_normal", "uniform"] = "logit_normal",
+    shift: float = 1.0,
+    logit_mean: float = 0.0,
+    logit_std: float = 1.0,
+) -> float:
+    """Share of the noise levels of `sample_sigmas`, whose other arguments these are, above `low` and up to `high`."""
+
+    def below(level: float) -> float:
+        if level <= 0 or level >= 1:
+            return float(level >= 1)
+        # the inverse of the shift
+        level = float(shift_sigma(torch.tensor(level, dtype=torch.float64), 1 / shift))
+        if distribution == "uniform":
+            return level
+        place = (math.log(level) - math.log1p(-level) - logit_mean) / logit_std
+        return 0.5 * math.erfc(-place / math.sqrt(2))
+
+    return below(high) - below(low)
+
+
 def noise_like(latents: Tensor, seeds: Tensor) -> Tensor:
     """Standard normal noise, each sample from its own seed.
 

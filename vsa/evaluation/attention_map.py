@@ -13,6 +13,7 @@ from torch import Tensor
 from vsa_kernels import Blocks
 
 from vsa.attention.context import Recorder
+from vsa.attention.denoising import Topk, per_layer, progress_of, row_at
 from vsa.attention.layout import TileLayout
 from vsa.data.codecs import Codec
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
@@ -39,7 +40,7 @@ def record_attention(
     text_mask: Tensor | None,
     *,
     sigma: float,
-    topk: int | tuple[int, ...],
+    topk: Topk,
     seed: int = 0,
 ) -> dict[int, dict[str, Tensor]]:
     """What each sparse layer selects while denoising `latents` at one noise level.
@@ -76,7 +77,7 @@ def denoise_once(
     text_mask: Tensor | None,
     *,
     sigma: float,
-    topk: int | tuple[int, ...],
+    topk: Topk,
     recorder: Recorder | None = None,
     seed: int = 0,
 ) -> None:
@@ -122,7 +123,7 @@ def draw_attention(
     if path is None:
         return None
     layout = run.model.layout_for(settings.latent_shape)
-    topk = settings.topk if isinstance(settings.topk, int) else settings.topk[layer]
+    topk = per_layer(row_at(settings.topk, progress_of(1000 * sigma)), layer + 1)[layer]
     caption = " ".join(prompt.split())
     return attention_picture(
         video,

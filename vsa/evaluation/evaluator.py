@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.full import FullAttention
 from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.config import build
@@ -195,7 +196,8 @@ class Evaluator:
                     f"{run.source} has dense attention, there is no sparsity to compare: give --reference RUN_FOLDER "
                     "or --reference none"
                 )
-            return run, replace(ours, topk=run.model.layout_for(ours.latent_shape).num_video_tiles)
+            tiles = run.model.layout_for(ours.latent_shape).num_video_tiles
+            return run, replace(ours, topk=tiles, denoising=DenoisingPlan())
         if self._reference.codec.hash != run.codec.hash:
             raise ValueError(
                 f"the reference {self._reference.source} has codec {self._reference.codec.id}, "
@@ -204,7 +206,7 @@ class Evaluator:
         own = self._reference.settings(seed=ours.seed, latent_shape=ours.latent_shape, batch_size=ours.batch_size)
         if ours.step_list is not None or own.step_list is not None:
             return self._reference, own
-        return self._reference, replace(ours, topk=own.topk)
+        return self._reference, replace(ours, topk=own.topk, denoising=own.denoising)
 
     def _reference_clips(self, run: LoadedRun, settings: SampleSettings, progress: ProgressFn | None) -> Tensor:
         # those of another run are the same for every checkpoint

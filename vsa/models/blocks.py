@@ -164,8 +164,8 @@ class TransformerBlock(nn.Module):
             cond: modulation, RoPE tables, text and image.
             ctx: this layer's context (scalar top-k).
         """
-        # Python callables and mappings would break the graph of a compiled body
-        traceable = ctx.recorder is None and ctx.cache is None
+        # Python callables and mappings would break the graph of a compiled body; a selection that is reused does not
+        traceable = ctx.recorder is None and not (ctx.keeps_selection and self.method.selects and not ctx.dense)
         run = self.run if traceable else TransformerBlock.body
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(run, self, x, cond, ctx, use_reentrant=False)
@@ -190,5 +190,5 @@ class TransformerBlock(nn.Module):
         q = apply_rope(attn.heads(attn.norm_q(attn.to_q(h))), rope)
         k = apply_rope(attn.heads(attn.norm_k(attn.to_k(h))), rope)
         v = attn.heads(attn.to_v(h))
-        out = self.method.attend_combine(q, k, v, self.method.project(h), ctx)
+        out = self.method(q, k, v, self.method.project(h), ctx)
         return attn.to_out[0](out.flatten(2))

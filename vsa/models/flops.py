@@ -30,6 +30,12 @@ class FlopCount:
     dense_equivalent: float
 
 
+def weighted_flops(counts: Sequence[tuple[float, FlopCount]]) -> FlopCount:
+    """The sum of counts, each times its weight."""
+    names = ("executed", "self_attention", "dense_equivalent")
+    return FlopCount(**{name: sum(weight * getattr(count, name) for weight, count in counts) for name in names})
+
+
 def count_flops(
     model: Any, pairs: Sequence[float], *, num_tokens: int, text_len: int, image_len: int, training: bool
 ) -> FlopCount:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext, Recorder
+from vsa.attention.denoising import DenoisingPass, DenoisingTopk, per_layer
 from vsa.attention.layout import Segment, TileLayout
 from vsa.models.blocks import Conditioning, TransformerBlock
 from vsa.models.embeddings import (
@@ -33,7 +34,7 @@ from vsa.settings import AtLeastOne, Positive, checked
 
 Role = Literal["matrix", "vector", "embedding", "gate", "head"]
 Module = TypeVar("Module", bound=nn.Module)
-TopK = int | Sequence[int] | None
+TopK = int | Sequence[int] | DenoisingTopk | None
 
 RECOMPILE_LIMIT = 64
 """Graphs of one compiled block; torch's own limit is 8."""
@@ -138,8 +139,7 @@ class VideoDiT(nn.Module):
         cond_latents: Tensor | None = None,
         image_embeds: Tensor | None = None,
         topk: TopK = None,
-        progress: float | None = None,
-        cache: MutableMapping[Any, Any] | None = None,
+        denoising: DenoisingPass | None = None,
         recorder: Recorder | None = None,
     ) -> Tensor:
         """Velocity `[B, out_channels, T, H, W]` in the dtype the head computes in.
@@ -152,9 +152,10 @@ class VideoDiT(nn.Module):
                 zero-padded to 512, unmasked).
             cond_latents: `[B, Cc, T, H, W]` conditions concatenated on channels (image-to-video).
             image_embeds: `[B, I, image_dim]` image tokens.
-            topk: kv tiles per query tile, one for all layers or one per layer; None is all tiles.
-            progress: denoising progress in [0, 1], None in training.
-            cache: caller-owned mapping for masks kept between passes.
+            topk: kv tiles per query tile, one for all layers or one per layer; None is all tiles. Where it changes
+                during a denoising, each sample has what holds at its own timestep.
+            denoising: which pass of a denoising it is, which then decides what holds, for all samples; None in
+                training.
             recorder: receives the methods' internals; blocks then run uncompiled.
 
         Raises:
@@ -165,8 +166,19 @@ class VideoDiT(nn.Module):
         layout = self.layout_for(latents.shape[1:], x_t.device)
         self._check_inputs(latents, timestep, text, text_mask, image_embeds, layout)
         grid = layout.segments[0].grid_thw
-        topks = self._topk_per_layer(topk, layout)
-        ctx = AttnContext(layout=layout, topk=topks, progress=progress, cache=cache, recorder=recorder)
+        sample_topk = None
+        if isinstance(topk, DenoisingTopk):
+            if denoising is not None:
+                topk = topk.at(denoising.progress, denoising.step)
+            elif topk.ranges:
+                sample_topk = topk.per_sample(timestep, len(self.blocks))
+        ctx = AttnContext(
+            layout=layout,
+            topk=self._topk_per_layer(topk, layout),
+            sample_topk=sample_topk,
+            denoising=denoising,
+            recorder=recorder,
+        )
 
         # tokens and everything else per token are permuted once, here, and the velocity back at the exit
         x = self.patch_embedding(layout.permute(patchify(latents, self.patch_size)))
@@ -301,7 +313,7 @@ class VideoDiT(nn.Module):
 
         Args:
             latent_shape: `[C, T, H, W]`.
-            topk: as in `forward`.
+            topk: as in `forward`; one that changes counts with the most it is.
             text_len: S.
             image_len: image tokens of image-to-video models.
             training: count forward and backward, not the forward alone.
@@ -327,7 +339,7 @@ class VideoDiT(nn.Module):
         num_layers = len(self.blocks)
         if topk is None:
             topk = layout.num_video_tiles
-        topks = (topk,) * num_layers if isinstance(topk, int) else tuple(topk)
+        topks = topk.largest(num_layers) if isinstance(topk, DenoisingTopk) else per_layer(topk, num_layers)
         if len(topks) != num_layers or min(topks) < 1:
             raise ValueError(f"topk must be at least 1, one int or one per layer ({num_layers}), got {topk}")
         return topks

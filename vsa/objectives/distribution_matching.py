@@ -6,7 +6,7 @@ B samples of a micro-batch, C T H W latent dims.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,18 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.denoising import progress_of
 from vsa.data.batch import VideoBatch, pad_text
 from vsa.diffusion import distribution_matching as dm
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion import sampler
 from vsa.diffusion.rollout import Update, rollout, rollout_index, stream_seeds
 from vsa.models.forward_hooks import add_to_output, capture_outputs
-from vsa.models.video_dit import VideoDiT
+from vsa.models.video_dit import TopK, VideoDiT
 from vsa.objectives.discriminator import Discriminator, Gan
 from vsa.objectives.step_embedding import StepEmbedding
 from vsa.settings import NonNegative, Positive, checked
-
-TopK = int | Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +179,10 @@ class DistributionMatching:
             passes[("fake_score", True)] += judged
             passes[("real_score", False)] += 2 if self.guided else 1
         return passes
+
+    def progress_share(self, start: float, stop: float, num_tokens: int) -> float:
+        """Share of the generator's steps whose denoising progress lies in a range; the scores are counted alike."""
+        return sum(start <= progress_of(t) < stop for t in self.step_list) / len(self.step_list)
 
     def generate(
         self, generator: VideoDiT, batch: VideoBatch, latents: Tensor, *, update: Update, index: int, topk: TopK

@@ -5,7 +5,7 @@ B samples of a micro-batch, C T H W latent dims, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torch import Tensor
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.models.forward_hooks import capture_outputs
-from vsa.models.video_dit import VideoDiT
+from vsa.models.video_dit import TopK, VideoDiT
 from vsa.settings import NonNegative, Positive, checked
 
 VALIDATION_SEED = 7919
@@ -86,13 +86,22 @@ class FlowMatchingLoss:
     logit_std: Positive = 1.0
     weighting: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform"
 
-    def __call__(
-        self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: int | Sequence[int]
-    ) -> LossTerms:
+    def __call__(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int, topk: TopK) -> LossTerms:
         """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`."""
         noised = self.noised(model, batch, latents, seed=seed)
         velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
         return noised.terms(fm.sample_mse(velocity, noised.target))
+
+    def progress_share(self, start: float, stop: float, num_tokens: int) -> float:
+        """Share of training samples whose denoising progress lies in a range, on a grid of `num_tokens`."""
+        return fm.sigma_share(
+            1 - stop,
+            1 - start,
+            distribution=self.distribution,
+            shift=self.shift(num_tokens),
+            logit_mean=self.logit_mean,
+            logit_std=self.logit_std,
+        )
 
     def noised(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int) -> NoisedBatch:
         """Noisy latents, timesteps and targets of a micro-batch.
@@ -164,7 +173,7 @@ class FinetuneLoss(FlowMatchingLoss):
         latents: Tensor,
         *,
         seed: int,
-        topk: int | Sequence[int],
+        topk: TopK,
     ) -> LossTerms:
         """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`, and each part by name."""
         noised = self.noised(model, batch, latents, seed=seed)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vsa.attention.denoising import DenoisingPlan
 from vsa.checkpoints.weight_source import Group
 from vsa.data.prompts import read_prompts
 from vsa.errors import refuse_unwritable, usable_device
@@ -130,7 +131,8 @@ def sample_pipeline(
         # the steps of a few-step generator are its own
         options = {**clip._asdict(), "steps": steps, **shared}
         videos = generate_videos(pipe, prompts, seeds=seeds, progress=advance, **options)
-    own = {"dense_layers": (), "dense_steps": 0, **attention} if trained is None else vars(trained)
+    applied = applied_attention(pipe.transformer or pipe.transformer_2)
+    plan = DenoisingPlan() if applied is None else applied.budget.denoising
     record = {
         "pipeline": pipeline,
         "transformer": attention.get("transformer"),
@@ -138,8 +140,9 @@ def sample_pipeline(
         **clip._asdict(),
         **shared,
         "dtype": dtype,
-        "dense_layers": list(own["dense_layers"]),
-        "dense_steps": own["dense_steps"],
+        "dense_layers": list(plan.dense_layers),
+        "dense_steps": plan.dense_steps,
+        "denoising": plan.changes(),
         **_pipeline_record(pipe),
     }
     write_clips(out, prompts, videos, record, fps=fps)

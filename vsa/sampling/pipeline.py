@@ -8,15 +8,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, mean_topk, resolve_topk
+from vsa.attention.denoising import Denoising, DenoisingPlan, Topk, progress_of
+from vsa.attention.sparsity import ConstantSparsity, SparsityPoint, SparsitySchedule, mean_topk, resolve_topk
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.checkpoints.wan import gate_names
@@ -28,59 +30,12 @@ from vsa.data.text import TextEncoder
 from vsa.diffusion.flow_matching import FlowShift, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.diffusion.rollout import rollout_noise
-from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step, step_list
+from vsa.diffusion.sampler import euler_sigmas, guide, sample_euler, sample_few_step
 from vsa.models.video_dit import VideoDiT
+from vsa.sampling.settings import SampleSettings
 
 ProgressFn = Callable[[int], None]
 """Called with the number of clip-steps that were just done (clips of the batch, once per sampler step)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleSettings:
-    """Everything that decides what a prompt becomes, besides the weights.
-
-    Args:
-        seed: clip i of a call starts from the noise of (seed, i).
-        steps: Euler steps, or the length of `step_list`.
-        guidance: classifier-free guidance scale in the standard form; 1 leaves the second pass out.
-        flow_shift: shift of the Euler steps' noise levels; 1 with a step list, which has its shift inside.
-        topk: video kv tiles per query tile, one for all layers or one per layer.
-        latent_shape: (C, T, H, W) of one clip.
-        batch_size: clips computed together; does not change them beyond rounding.
-        text_padding: what fills prompts up, as in training.
-        step_list: timesteps of a distilled generator, sampled with `sample_few_step`; None: Euler steps.
-
-    Raises:
-        ValueError: a value out of range, or steps and flow shift that are not those of the step list.
-    """
-
-    seed: int = 0
-    steps: int = 32
-    guidance: float = 1.0
-    flow_shift: float = 1.0
-    topk: int | tuple[int, ...]
-    latent_shape: tuple[int, int, int, int]
-    batch_size: int = 16
-    text_padding: TextPadding = "mask"
-    step_list: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if (self.topk if isinstance(self.topk, int) else min(self.topk)) < 1:
-            raise ValueError(f"topk must be at least 1, got {self.topk}")
-        if len(self.latent_shape) != 4 or min(self.latent_shape) < 1:
-            raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {self.latent_shape}")
-        if not self.flow_shift > 0:
-            raise ValueError(f"flow shift must be positive, got {self.flow_shift}")
-        if not math.isfinite(self.guidance):
-            raise ValueError(f"guidance must be a finite number, got {self.guidance}")
-        if self.step_list is not None and (self.steps, self.flow_shift) != (len(step_list(self.step_list)), 1):
-            raise ValueError(
-                f"step list {list(self.step_list)} takes {len(self.step_list)} steps and flow shift 1, got "
-                f"steps={self.steps} and flow_shift={self.flow_shift}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +93,7 @@ class LoadedRun:
         topk: int | tuple[int, ...] | None = None,
         sparsity: float | None = None,
         at: SparsityPoint = "current",
+        denoising: Mapping[str, Any] | None = None,
         latent_shape: Sequence[int] | None = None,
         batch_size: int = 16,
     ) -> SampleSettings:
@@ -152,6 +108,8 @@ class LoadedRun:
             at: where to take the run's own top-k from when both are left out: the last step that the weights were
                 trained in (current), all tiles (dense), the end value of the schedule (target), or half or double of
                 the current one.
+            denoising: options of the run's `DenoisingPlan` to have another value. A top-k or sparsity takes the place
+                of all budgets but those given here; dense tells nothing of a plan.
 
         Raises:
             ValueError: both top-k and sparsity are given, top-k is above the number of tiles, the latent shape does
@@ -168,15 +126,21 @@ class LoadedRun:
                 if value is not None:
                     method: Any = self.model.blocks[0].method
                     raise ValueError(f"{name} {value} has no meaning for {type(method).__name__}: it selects no tiles")
+            DenoisingPlan(**(denoising or {})).refuse_without_selection(type(self.model.blocks[0].method).__name__)
             topk = num_tiles
         if topk is not None and sparsity is not None:
             raise ValueError(f"give topk or sparsity, not both: got topk={topk} and sparsity={sparsity}")
         if topk is not None and (topk if isinstance(topk, int) else max(topk)) > num_tiles:
             raise ValueError(f"topk {topk} is above the number of tiles {num_tiles} of latents {shape}")
-        if sparsity is not None:
-            topk = resolve_topk(sparsity, num_tiles)
-        elif topk is None:
-            topk = self.sparsity.topk_after(self.step, num_tiles, len(self.model.blocks), at)
+        plan = self.sparsity.denoising if at != "dense" else DenoisingPlan()
+        asked = resolve_topk(sparsity, num_tiles) if sparsity is not None else topk
+        plan = replace(plan if asked is None else plan.without_budgets(), **(denoising or {}))
+        chosen: Topk
+        if asked is not None:
+            chosen = plan.on_grid(asked, lambda budget: ConstantSparsity(**budget._asdict()).target_topk(num_tiles))
+        else:
+            schedule = self.sparsity.with_denoising(plan)
+            chosen = schedule.topk_after(self.step, num_tiles, len(self.model.blocks), at)
         given = {"steps": steps, "guidance": guidance, "flow_shift": flow_shift}
         given = {name: value for name, value in given.items() if value is not None}
         if self.step_list is None:
@@ -192,7 +156,8 @@ class LoadedRun:
         return SampleSettings(
             seed=seed,
             **{**own, **given},
-            topk=topk,
+            topk=chosen,
+            denoising=plan,
             latent_shape=shape,  # type: ignore[arg-type]
             batch_size=batch_size,
             text_padding=self.text_padding,
@@ -317,11 +282,15 @@ def sample_latents(
     captions = [*prompts, *([""] * len(prompts) if guided else [])]
     text, mask = encode_prompts(text_encoder, captions, device, settings.text_padding)
 
+    denoising, passes = Denoising(settings.denoising), enumerate(settings.timesteps)
+
     def velocity(x: Tensor, timestep: Tensor) -> Tensor:
+        step, t = next(passes)
+        now = denoising.at(step, progress_of(t), conditional="first" if guided else None)
         if not guided:
-            return model(x, timestep, text, mask, topk=settings.topk).float()
-        both = model(torch.cat([x, x]), torch.cat([timestep, timestep]), text, mask, topk=settings.topk).float()
-        cond, uncond = both.chunk(2)
+            return model(x, timestep, text, mask, topk=settings.topk, denoising=now).float()
+        x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
+        cond, uncond = model(x, timestep, text, mask, topk=settings.topk, denoising=now).float().chunk(2)
         return guide(cond, uncond, settings.guidance)
 
     noise = noise_like(torch.empty(len(prompts), *settings.latent_shape, device=device), seeds)
@@ -368,7 +337,8 @@ def generate(
 def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]:
     """Plain values of the settings and of the weights they were used with, for a JSON beside the samples."""
     shape = settings.latent_shape
-    num_tiles = run.model.layout_for(shape).num_video_tiles
+    num_tiles, num_layers = run.model.layout_for(shape).num_video_tiles, len(run.model.blocks)
+    kept, changes = settings.kept(num_tiles, num_layers), settings.denoising.changes()
     return {
         "checkpoint": run.source,
         "step": run.step,
@@ -378,9 +348,11 @@ def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]
         "step_list": None if settings.step_list is None else list(settings.step_list),
         "guidance": settings.guidance,
         "flow_shift": settings.flow_shift,
-        "topk": settings.topk,
+        "topk": kept[-1][0] if len(set(kept[-1])) == 1 else kept[-1],
         "num_tiles": num_tiles,
-        "sparsity": 1 - mean_topk(settings.topk, num_tiles) / num_tiles,
+        "sparsity": 1 - fmean(mean_topk(row, num_tiles) for row in kept) / num_tiles,
+        **({"denoising": changes} if changes else {}),
+        **({"topk_by_step": [mean_topk(row, num_tiles) for row in kept]} if len(set(kept)) > 1 else {}),
         "latent_shape": list(shape),
         "batch_size": settings.batch_size,
         "codec": {"id": run.codec.id, "hash": run.codec.hash},

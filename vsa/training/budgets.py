@@ -6,13 +6,14 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from vsa.attention.denoising import DenoisingTopk, Row, Topk
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.config import build, model_factory
 from vsa.models.init import without_memory
@@ -101,8 +102,15 @@ def _steps_of_flops(cfg: Any, datamodule: Any) -> int:
     share = {shape: datamodule.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
 
     @cache
-    def flops(shape: tuple[int, ...], topk: int | tuple[int, ...]) -> float:
-        return model.flops(shape, topk, datamodule.text_encoder.max_tokens).executed
+    def row_flops(shape: tuple[int, ...], row: Row) -> float:
+        return model.flops(shape, row, datamodule.text_encoder.max_tokens).executed
+
+    def flops(shape: tuple[int, ...], topk: Topk) -> float:
+        if not isinstance(topk, DenoisingTopk):
+            return row_flops(shape, topk)
+        tokens = model.layout_for(shape).num_tokens
+        rows = topk.weighted(partial(build(cfg.task.objective).progress_share, num_tokens=tokens))
+        return sum(weight * row_flops(shape, row) for weight, row in rows)
 
     def total(steps: int) -> float:
         trial = cfg.copy()

@@ -14,6 +14,7 @@ from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from vsa.attention import stats
+from vsa.attention.denoising import Topk
 from vsa.attention.layout import TileLayout
 from vsa.evaluation.attention_map import denoise_once, tile_map
 from vsa.evaluation.inspection.metrics import (
@@ -100,7 +101,7 @@ def inspect_clip(
     text_mask: Tensor | None,
     *,
     timesteps: Sequence[float],
-    topk: int | tuple[int, ...],
+    topk: Topk,
     shown: Shown,
     layers: Sequence[int],
     tokens: int | None = 256,

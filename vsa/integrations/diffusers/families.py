@@ -24,6 +24,7 @@ class Family(NamedTuple):
         grid: token grid from the model's config and the arguments of its forward.
         text: side of a row on which the text stands.
         text_mask: argument of forward with the key-padding mask of the text, None without padding.
+        guided_batch: classifier-free guidance has both passes in one batch, the unconditional half first.
     """
 
     stacks: tuple[str, ...]
@@ -33,6 +34,7 @@ class Family(NamedTuple):
     grid: Callable[[Any, Arguments], Grid]
     text: TextSide = "none"
     text_mask: str | None = None
+    guided_batch: bool = False
 
     def blocks(self, transformer: Any) -> list[Any]:
         """The blocks of a transformer in the order they run."""
@@ -65,7 +67,7 @@ def _hunyuan_grid(config: Any, arguments: Arguments) -> Grid:
 FAMILIES: Mapping[str, Family] = {
     "WanTransformer3DModel": Family(("blocks",), "attn1", "WanAttnProcessor", VideoProcessor, _wan_grid),
     "LTXVideoTransformer3DModel": Family(
-        ("transformer_blocks",), "attn1", "LTXVideoAttnProcessor", VideoProcessor, _ltx_grid
+        ("transformer_blocks",), "attn1", "LTXVideoAttnProcessor", VideoProcessor, _ltx_grid, guided_batch=True
     ),
     "CogVideoXTransformer3DModel": Family(
         ("transformer_blocks",),
@@ -74,6 +76,7 @@ FAMILIES: Mapping[str, Family] = {
         CogVideoXProcessor,
         _cogvideox_grid,
         text="first",
+        guided_batch=True,
     ),
     "HunyuanVideoTransformer3DModel": Family(
         ("transformer_blocks", "single_transformer_blocks"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from vsa_kernels.dispatch import resolve_backend
 
 from vsa.attention.base import AttentionMethod
+from vsa.attention.denoising import Denoising, DenoisingPass, DenoisingPlan, progress_of
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.attention.sparsity import ConstantSparsity
@@ -47,8 +49,10 @@ class Applied:
     """An attention method in a transformer: what is installed, its budget and the pass that is running.
 
     Denoising steps are counted by the timestep: a lower one than in the last pass is the next step, the same one is
-    the same step (classifier-free guidance calls twice), a higher one starts a new clip at step 0. Of two transformers
-    that share a clip (Wan2.2) each counts the steps it takes part in.
+    the same step, a higher one starts a new clip at step 0. Of two transformers that share a clip (Wan2.2) each counts
+    the steps it takes part in. Where selections are kept, the passes of a step are told apart by their order
+    (classifier-free guidance calls with the prompt first), and a batch with two equal halves of latents is one guided
+    clip in the families that guide so; other latents at the timestep of step 0 are another clip.
 
     Args:
         family: of the transformer.
@@ -62,8 +66,10 @@ class Applied:
         self.layers: list[Installed] = []
         self.methods: list[AttentionMethod] = []
         self.hook: torch.utils.hooks.RemovableHandle | None = None
-        self.step = 0
+        self.step = self.number = 0
         self.last_timestep: float | None = None
+        self._latents: Tensor | None = None
+        self._denoising = Denoising(budget.denoising)
 
     def before_forward(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: read the grid, the text lengths and the denoising step from the call."""
@@ -72,23 +78,35 @@ class Applied:
         lengths = None
         if self.family.text_mask is not None:
             lengths = tuple(arguments[self.family.text_mask].sum(dim=1, dtype=torch.int).tolist())
-        step, progress = self._denoising(arguments["timestep"]) if self.budget.reads_timestep else (0, 1.0)
+        plan = self.budget.denoising
+        now = DenoisingPass(dense_layers=plan.dense_layers)
+        if self.budget.reads_timestep:
+            now = self._next_pass(arguments["timestep"], arguments["hidden_states"].detach())
         self.current.value = Pass(
             grid_thw=self.family.grid(transformer.config, arguments),
             text_lengths=lengths,
-            step=step,
-            progress=progress,
+            denoising=now,
         )
 
-    def _denoising(self, timestep: Tensor | float) -> tuple[int, float]:
+    def _next_pass(self, timestep: Tensor | float, latents: Tensor) -> DenoisingPass:
+        plan = self.budget.denoising
         # per-token timesteps hold the clip's own one, and 0 where a token is given
-        now = float(torch.as_tensor(timestep).max())
-        if self.last_timestep is None or now > self.last_timestep:
-            self.step = 0
-        elif now < self.last_timestep:
+        now, before = float(torch.as_tensor(timestep).max()), self.last_timestep
+        again = now == before
+        if again and self.step == 0 and self._latents is not None:
+            # a clip of one step has the timestep of the clip before
+            again = torch.equal(latents, self._latents)
+        self.number = self.number + 1 if again else 0
+        if before is None or now > before or (now == before and not again):
+            self.step, self._denoising = 0, Denoising(plan)
+        elif now < before:
             self.step += 1
-        self.last_timestep = now
-        return self.step, 1 - now / 1000
+        self.last_timestep, conditional = now, None
+        if plan.keeps_selections:
+            self._latents = latents
+        if plan.shared_cache and self.family.guided_batch and len(latents) % 2 == 0:
+            conditional = "second" if torch.equal(*latents.chunk(2)) else None
+        return self._denoising.at(self.step, progress_of(now), number=self.number, conditional=conditional)
 
     @property
     def ran(self) -> bool:
@@ -128,6 +146,7 @@ def apply(
     topk: int | Sequence[int] | None = None,
     dense_layers: Sequence[int] = (),
     dense_steps: int = 0,
+    denoising: DenoisingPlan | None = None,
     tile_thw: Sequence[int] | None = None,
     partition: Partition | None = None,
     block_order: BlockOrder | None = None,
@@ -149,6 +168,8 @@ def apply(
             "full" and other methods that select no tiles, which take neither.
         dense_layers: layers that keep all tiles; single blocks of HunyuanVideo count on from its double blocks.
         dense_steps: the first denoising steps of a clip keep all tiles, see `Applied`.
+        denoising: what else changes during a denoising: budgets by progress or step, how long selections are kept, and
+            whether the unconditional pass has its own.
         tile_thw: of video_sparse; None: (4, 4, 4).
         partition: of video_sparse; None: cube.
         block_order: of video_sparse; None: nested.
@@ -177,9 +198,21 @@ def apply(
     if not asked and method != "video_sparse":
         # of methods that select nothing
         sparsity = 0
-    budget = fixed_budget(sparsity, topk, dense_layers, dense_steps, len(family.blocks(transformer)))
+    own = {name: value for name, value in (("dense_layers", dense_layers), ("dense_steps", dense_steps)) if value}
+    plan = DenoisingPlan() if denoising is None else denoising
+    for name, value in own.items():
+        if getattr(plan, name):
+            raise ValueError(f"{name}={value}, and denoising has {name}={getattr(plan, name)}: say it once")
+    budget = fixed_budget(sparsity, topk, replace(plan, **own), len(family.blocks(transformer)))
     applied = install(transformer, family, factory, budget, backend)
-    if asked != any(layer.selects for layer in applied.methods) and method != "full":
+    selects = any(layer.selects for layer in applied.methods)
+    try:
+        if not selects:
+            plan.refuse_without_selection(type(applied.methods[0]).__name__)
+    except ValueError:
+        remove(transformer)
+        raise
+    if asked != selects and method != "full":
         remove(transformer)
         name = type(applied.methods[0]).__name__
         said = f"got topk={topk} and sparsity={sparsity if asked else None}"
@@ -243,8 +276,7 @@ def video_sparse_factory(
 def fixed_budget(
     sparsity: float | str | None,
     topk: int | Sequence[int] | None,
-    dense_layers: Sequence[int],
-    dense_steps: int,
+    denoising: DenoisingPlan,
     num_layers: int,
 ) -> FixedBudget:
     """The budget that `apply` was asked for.
@@ -262,12 +294,10 @@ def fixed_budget(
     # the schedule's own checks: exactly one of the two, and in range
     share = None if sparsity is None else float(sparsity)
     ConstantSparsity(topk=None if by_layer is None else min(by_layer), sparsity=share)
-    for layer in dense_layers:
+    for layer in denoising.dense_layers:
         if not 0 <= layer < num_layers:
             raise ValueError(f"dense layer {layer} is not one of the {num_layers} layers, 0 to {num_layers - 1}")
-    if dense_steps < 0:
-        raise ValueError(f"dense_steps must be at least 0, got {dense_steps}")
-    return FixedBudget(topk=by_layer, sparsity=sparsity, dense_layers=frozenset(dense_layers), dense_steps=dense_steps)
+    return FixedBudget(topk=by_layer, sparsity=sparsity, denoising=denoising)
 
 
 def install(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vsa.attention.denoising import DenoisingPlan
 from vsa.checkpoints.sparse_config import Grid, SparseAttentionConfig, has_sparse_config, read_sparse_config
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import WeightFiles, pretrained_folder, read_json
@@ -46,8 +47,7 @@ def open_pipeline(
     method: str | None = None,
     sparsity: float | None = None,
     topk: int | None = None,
-    dense_layers: Sequence[int] = (),
-    dense_steps: int = 0,
+    denoising: Mapping[str, Any] | None = None,
     tile_thw: Sequence[int] | None = None,
     flow_shift: float | None = None,
     dtype: torch.dtype = torch.float32,
@@ -56,9 +56,9 @@ def open_pipeline(
     """A `WanPipeline` whose transformers attend as asked.
 
     A transformer with `sparse_attention.json`, in the pipeline or given, runs with its gates and its own settings;
-    sparsity or top-k then replace its budget, and the other options are not for it. Its flow shift goes before that
-    of the scheduler; with a list of steps it gets a `FewStepScheduler` in place of the pipeline's own. Without a
-    method, a sparsity and a top-k any other transformer stays dense.
+    sparsity or top-k then replace its budget, `denoising` what it names, and the other options are not for it. Its flow
+    shift goes before that of the scheduler; with a list of steps it gets a `FewStepScheduler` in place of the
+    pipeline's own. Without a method, a sparsity and a top-k any other transformer stays dense.
 
     Args:
         source: pipeline folder or hub id.
@@ -66,8 +66,7 @@ def open_pipeline(
         method: see `apply`; None: video_sparse once there is a sparsity or a top-k.
         sparsity: share of tiles skipped.
         topk: tiles kept.
-        dense_layers: see `apply`.
-        dense_steps: see `apply`.
+        denoising: options of a `DenoisingPlan`.
         tile_thw: see `apply`.
         flow_shift: of the scheduler; None: that of the sparse transformer, else the scheduler's own.
         dtype: of transformers and text encoder; the VAE computes in float32.
@@ -91,7 +90,7 @@ def open_pipeline(
     sparse_source = transformer
     if sparse_source is None and _is_sparse(pretrained_folder(source)):
         sparse_source = source
-    own = dict(method=method, dense_layers=dense_layers, dense_steps=dense_steps, tile_thw=tile_thw)
+    own = dict(method=method, tile_thw=tile_thw)
     parts = {}
     if sparse_source is not None:
         for option, value in own.items():
@@ -103,7 +102,9 @@ def open_pipeline(
             parts["scheduler"] = FewStepScheduler(trained.step_list)
         elif flow_shift is None:
             flow_shift = trained.flow_shift
-        parts["transformer"] = load_sparse(sparse_source, dtype=dtype, sparsity=sparsity, topk=topk)
+        parts["transformer"] = load_sparse(
+            sparse_source, dtype=dtype, sparsity=sparsity, topk=topk, denoising=denoising
+        )
     types = {"default": dtype, "vae": torch.float32}
     pipe = WanPipeline.from_pretrained(source, dtype=types, **parts)
     models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
@@ -112,15 +113,14 @@ def open_pipeline(
         _refuse_gates(pretrained_folder(source, SECOND))
     if sparse_source is not None and len(models) > 1:
         raise ValueError(f"{source} has two transformers, a sparse one cannot take the place of one of them")
-    if sparse_source is None and any(value for value in (*own.values(), sparsity is not None, topk is not None)):
+    if sparse_source is None and any((*own.values(), sparsity is not None, topk is not None, denoising)):
         for model in models:
             apply(
                 model,
                 method or "video_sparse",
                 sparsity=sparsity,
                 topk=topk,
-                dense_layers=dense_layers,
-                dense_steps=dense_steps,
+                denoising=DenoisingPlan(**(denoising or {})),
                 tile_thw=tile_thw,
             )
     if flow_shift is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
 from vsa.checkpoints.wan import attention_of
@@ -37,14 +40,18 @@ class TrainedBudget:
         self._last: tuple[tuple[int, float, int], tuple[int, ...]] | None = None
 
     @property
+    def denoising(self) -> DenoisingPlan:
+        return self.config.denoising
+
+    @property
     def reads_timestep(self) -> bool:
-        return self.config.dense_steps > 0 or bool(self.config.topk_ranges)
+        return self.denoising.follows_steps or bool(self.config.topk_ranges or self.config.step_topk)
 
     def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
         """Tiles that a layer keeps of the `num_tiles` of a pass."""
-        key = (num_tiles, now.progress, now.step)
+        key = (num_tiles, now.denoising.progress, now.denoising.step)
         if self._last is None or self._last[0] != key:
-            self._last = key, self.config.layer_topk(num_tiles, progress=now.progress, step=now.step)
+            self._last = key, self.config.layer_topk(num_tiles, progress=key[1], step=key[2])
         return self._last[1][layer]
 
 
@@ -56,6 +63,7 @@ def load_sparse(
     dtype: torch.dtype | None = None,
     sparsity: float | str | None = None,
     topk: int | None = None,
+    denoising: Mapping[str, Any] | None = None,
     backend: Backend | None = None,
 ) -> Any:
     """A Wan transformer with the gates and the settings of an exported sparse checkpoint, ready for a pipeline.
@@ -69,6 +77,8 @@ def load_sparse(
         dtype: of the weights; None: diffusers' choice.
         sparsity: share of tiles skipped, instead of the trained budget.
         topk: tiles kept, instead of the trained budget.
+        denoising: options of a `DenoisingPlan` to have another value than the checkpoint says; its budgets go with a
+            sparsity or a top-k.
         backend: of the fine stage; None picks by device.
 
     Returns:
@@ -99,9 +109,15 @@ def load_sparse(
     num_layers = len(family.blocks(transformer))
     if config.num_layers != num_layers:
         raise ValueError(f"{folder / SPARSE_CONFIG} has {config.num_layers} layers, the transformer has {num_layers}")
-    budget: Budget = TrainedBudget(config)
+    options = dict(denoising or {})
     if sparsity is not None or topk is not None:
-        budget = fixed_budget(sparsity, topk, config.dense_layers, config.dense_steps, num_layers)
+        budget: Budget = fixed_budget(sparsity, topk, replace(config.denoising, **options), num_layers)
+    else:
+        for name in ("topk_ranges", "sparsity_ranges", "step_topk", "step_sparsity"):
+            if options.get(name):
+                raise ValueError(f"{name}={options[name]} needs a sparsity or a top-k for the rest of the denoising")
+        config = replace(config, **options)
+        budget = TrainedBudget(config)
     applied = install(transformer, family, attention_of(config, backend), budget, backend, config)
     try:
         _load_gates(transformer, applied, weights)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
+from vsa.attention.denoising import DenoisingPass, DenoisingPlan
 from vsa.attention.layout import Segment
 from vsa.attention.sparsity import resolve_topk
 
@@ -31,22 +32,24 @@ class Pass:
     Args:
         grid_thw: video tokens along time, height, width.
         text_lengths: real text tokens of each sample, the rest of its text is padding; None when there is none.
-        step: denoising step of the clip, from 0.
-        progress: denoising progress by noise level, `1 - timestep / 1000`: 0 is pure noise, 1 is clean.
+        denoising: which pass of the clip's denoising it is; what no budget asks for is not known.
     """
 
     grid_thw: Grid
     text_lengths: tuple[int, ...] | None = None
-    step: int = 0
-    progress: float = 1.0
+    denoising: DenoisingPass = field(default_factory=DenoisingPass)
 
 
 class Budget(Protocol):
     """How many video tiles a query tile keeps.
 
     Attributes:
-        reads_timestep: `step` or `progress` of the pass matter; reading them waits for the device.
+        denoising: dense steps and layers, and how long selections are kept.
+        reads_timestep: passes differ by their place in the denoising; reading it waits for the device.
     """
+
+    @property
+    def denoising(self) -> DenoisingPlan: ...
 
     @property
     def reads_timestep(self) -> bool: ...
@@ -62,23 +65,21 @@ class Budget(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedBudget:
-    """The same number or the same share of tiles in every pass.
+    """A number or a share of tiles, and what a plan says of single passes and layers.
 
     Args:
         topk: tiles by layer; None when `sparsity` says it.
         sparsity: share of tiles skipped, in [0, 1).
-        dense_layers: layers that keep all tiles.
-        dense_steps: the first denoising steps keep all tiles in every layer.
+        denoising: the plan.
     """
 
     topk: tuple[int, ...] | None
     sparsity: float | str | None
-    dense_layers: frozenset[int]
-    dense_steps: int
+    denoising: DenoisingPlan = field(default_factory=DenoisingPlan)
 
     @property
     def reads_timestep(self) -> bool:
-        return self.dense_steps > 0
+        return self.denoising.follows_steps
 
     def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
         """Tiles that a layer keeps.
@@ -86,21 +87,23 @@ class FixedBudget:
         Raises:
             ValueError: top-k is above the number of tiles, or the sparsity keeps less than one.
         """
-        if layer in self.dense_layers or now.step < self.dense_steps:
+        plan, moment = self.denoising, now.denoising
+        if layer in plan.dense_layers or moment.dense:
             return num_tiles
-        if self.topk is not None:
-            topk = self.topk[layer]
+        other = plan.budget_at(moment.step, moment.progress)
+        topk, sparsity = (None if self.topk is None else self.topk[layer], self.sparsity) if other is None else other
+        if topk is not None:
             # a grid in one tile, dense methods among them, has nothing to select
             if topk > num_tiles > 1:
                 raise ValueError(f"topk {topk} of layer {layer} is above the {num_tiles} tiles of grid {now.grid_thw}")
             return min(topk, num_tiles)
-        assert self.sparsity is not None
-        if (1 - Fraction(str(self.sparsity))) * num_tiles < 1:
+        assert sparsity is not None
+        if (1 - Fraction(str(sparsity))) * num_tiles < 1:
             raise ValueError(
-                f"sparsity {self.sparsity} keeps less than one of the {num_tiles} tiles of grid {now.grid_thw}, "
+                f"sparsity {sparsity} keeps less than one of the {num_tiles} tiles of grid {now.grid_thw}, "
                 f"at most {1 - 1 / num_tiles:.4g} is possible"
             )
-        return resolve_topk(self.sparsity, num_tiles)
+        return resolve_topk(sparsity, num_tiles)
 
 
 class Row(NamedTuple):
@@ -169,10 +172,10 @@ class TileAttention:
     def _attend(self, row: Row, text: int, now: Pass) -> Tensor:
         layout = self.method.layout(self._segments(now.grid_thw, text), row.q.device)
         topk = self.budget.layer_topk(self.layer, layout.num_video_tiles, now)
-        ctx = AttnContext(layout=layout, topk=topk, layer_idx=self.layer)
+        ctx = AttnContext(layout=layout, topk=topk, denoising=now.denoising).layer(self.layer)
         q, k, v = (layout.permute(x) for x in row[:3])
         extra = {name: layout.permute(x) for name, x in self.method.project(row.hidden).items()}
-        out = self.method.attend_combine(q, k, v, extra, ctx)
+        out = self.method(q, k, v, extra, ctx)
         return layout.unpermute(out).flatten(2).type_as(q)
 
     def _segments(self, grid_thw: Grid, text: int) -> Sequence[Segment]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import lightning as L
@@ -18,6 +19,7 @@ from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from vsa.attention import stats
+from vsa.attention.denoising import DenoisingTopk, Row, Topk, per_layer, progress_of, row_at
 from vsa.attention.sparsity import mean_topk
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
@@ -120,19 +122,25 @@ class Diagnostics(L.Callback):
         }
         pl_module.log_step({**{f"diag/{name}": mean for name, mean in means.items()}, **by_layer}, step)
         num_tiles = pl_module.model.layout_for(shape).num_video_tiles
+        rows = [per_layer(row, len(pl_module.model.blocks)) for row in self._rows(topk)]
         # layers that keep every tile miss nothing, and would hide what the others miss
-        kept = (topk,) * len(pl_module.model.blocks) if isinstance(topk, int) else topk
+        kept = [min(layer) for layer in zip(*rows, strict=True)]
         sparse = [row for n, row in zip(layers, tables["recall"], strict=True) if kept[n] < num_tiles]
         recall = float(torch.stack(sparse).mean()) if sparse else 1.0
         pl_module.sparsity.observe(step, min(max(1 - recall, 0.0), 1.0))
         if trainer.is_global_zero:
-            record = {"step": step, "latent_shape": list(shape), "topk": topk, "num_tiles": num_tiles}
-            record["sparsity"] = 1 - mean_topk(topk, num_tiles) / num_tiles
+            shown = topk if not isinstance(topk, DenoisingTopk) else rows
+            record = {"step": step, "latent_shape": list(shape), "topk": shown, "num_tiles": num_tiles}
+            record["sparsity"] = 1 - fmean(mean_topk(row, num_tiles) for row in rows) / num_tiles
             with never_fatal(f"the picture of {self.folder}, step {step}"):
                 self._show(trainer, record, layers, means, tables)
 
+    def _rows(self, topk: Topk) -> list[Row]:
+        """What holds at each noise level."""
+        return [row_at(topk, progress_of(1000 * level)) for level in self.noise_levels]
+
     @torch.no_grad()
-    def _measure(self, pl_module: Any, batch: VideoBatch, topk: int | tuple[int, ...]) -> tuple[list[int], Tensor]:
+    def _measure(self, pl_module: Any, batch: VideoBatch, topk: Topk) -> tuple[list[int], Tensor]:
         """Layers that select tiles, and fp32 `[metrics, layers, noise levels]`."""
         latents = pl_module.statistics.normalise(batch.latents)
         noise = noise_like(latents, batch.seeds)
@@ -140,7 +148,7 @@ class Diagnostics(L.Callback):
         tokens = stats.sample_tokens(layout.num_tokens, self.queries, seed=self.seed)
         selections: dict[int, BlockIndex] = {}
         columns = []
-        for noise_level in self.noise_levels:
+        for noise_level, row in zip(self.noise_levels, self._rows(topk), strict=True):
             column: dict[int, dict[str, Tensor]] = {}
 
             def recorder(layer: int, tensors: dict[str, Tensor], column=column) -> None:
@@ -151,7 +159,7 @@ class Diagnostics(L.Callback):
 
             level = torch.full((len(latents),), noise_level, device=latents.device)
             x_t = add_noise(latents, noise, level)
-            pl_module.model(x_t, to_timestep(level), **batch.conditions, topk=topk, recorder=recorder)
+            pl_module.model(x_t, to_timestep(level), **batch.conditions, topk=row, recorder=recorder)
             columns.append(column)
         layers = sorted(selections)
         values = [column[layer][name] for name in METRICS for layer in layers for column in columns]

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from vsa.attention.denoising import DenoisingPlan, Topk, row_at
 from vsa.attention.full import FullAttention
 from vsa.attention.sparsity import SparsityPoint, check_points, mean_topk
 from vsa.data.prompts import HELD_OUT_PROMPTS
@@ -191,14 +192,14 @@ class Samples(L.Callback):
 
     def _clips(self, run: LoadedRun, options: Mapping[SparsityPoint, SampleSettings], name: str) -> list[ClipSet]:
         """A set for each point, sampled once where points agree."""
-        videos: dict[int | tuple[int, ...], Tensor] = {}
+        videos: dict[tuple[Topk, DenoisingPlan], Tensor] = {}
         for settings in options.values():
-            if settings.topk not in videos:
-                videos[settings.topk] = generate(run, self.prompts, settings)
+            if (settings.topk, settings.denoising) not in videos:
+                videos[settings.topk, settings.denoising] = generate(run, self.prompts, settings)
         return [
             ClipSet(
                 name="/".join(part for part in (name, at if len(options) > 1 else "") if part),
-                videos=videos[settings.topk],
+                videos=videos[settings.topk, settings.denoising],
                 record=settings_dict(settings, run),
             )
             for at, settings in options.items()
@@ -215,7 +216,7 @@ class Samples(L.Callback):
         # dense attention and a top-k of all tiles select nothing
         blocks: Any = run.model.blocks
         tiles = run.model.layout_for(options[0].latent_shape).num_video_tiles
-        sparse = [settings for settings in options if mean_topk(settings.topk, tiles) < tiles]
+        sparse = [settings for settings in options if mean_topk(row_at(settings.topk, 0.5), tiles) < tiles]
         if sparse and not isinstance(blocks[0].method, FullAttention):
             picture = self.run_dir / "attention.png"
             with never_fatal(str(picture)):

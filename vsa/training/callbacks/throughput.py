@@ -72,7 +72,7 @@ class Throughput(L.Callback):
             return
         model, shape = pl_module.model, tuple(batch.latents.shape[1:])
         step = trainer.global_step
-        topk = pl_module.topk_after(shape, step)
+        topk = pl_module.expected_topk(shape, step)
         layout = model.layout_for(shape)
         flops = pl_module.step_flops(batch, step - 1)
         self._steps += 1
@@ -108,11 +108,12 @@ def computed_share(model: Any, layout: TileLayout) -> float:
     return sum(pairs) / (len(pairs) * layout.num_tokens**2)
 
 
-def sparsity_metrics(topk: float | Sequence[int], num_tiles: int) -> dict[str, float]:
+def sparsity_metrics(topk: float | Sequence[float], num_tiles: int) -> dict[str, float]:
     """What a log line says about sparsity.
 
     Args:
-        topk: tiles per query tile, of all layers or of each; their mean where nothing is selected.
+        topk: tiles per query tile, of all layers or of each; with ranges of progress, and where nothing is selected, a
+            mean.
         num_tiles: video tiles of a sample.
     """
     mean = topk if isinstance(topk, float) else mean_topk(topk, num_tiles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -11,7 +12,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from vsa.attention.sparsity import SparsityPoint, SparsitySchedule
+from vsa.attention.denoising import DenoisingTopk, Topk
+from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, expected_topk
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
@@ -19,7 +21,7 @@ from vsa.checkpoints.weight_source import refuse_other_sizes
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import loss_curve
-from vsa.models.flops import FlopCount
+from vsa.models.flops import FlopCount, weighted_flops
 from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import Count, NonNegative, checked
@@ -73,6 +75,9 @@ class DiffusionModule(L.LightningModule):
 
     step_list: tuple[float, ...] | None = None
     """Timesteps of a few-step generator; None: sampled with many steps."""
+
+    objective: Any
+    """What a job minimises; it knows at which progress its samples are."""
 
     headline: tuple[str, ...] = ("train/loss", "val/loss")
     """Metrics that say how a run went."""
@@ -274,29 +279,40 @@ class DiffusionModule(L.LightningModule):
         """Optimizer steps of `model` so far."""
         return self.global_step
 
-    def topk(self, latent_shape: Sequence[int], step: int) -> int | tuple[int, ...]:
-        """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`: of all layers, or
-        of each; all tiles where nothing is selected."""
+    def topk(self, latent_shape: Sequence[int], step: int) -> Topk:
+        """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`: of all layers, of
+        each, or what they are during a denoising; all tiles where nothing is selected."""
         tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
         return tiles if not self.model.selects else self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks))
 
-    def topk_after(
-        self, latent_shape: Sequence[int], steps: int, at: SparsityPoint = "current"
-    ) -> int | tuple[int, ...]:
+    def topk_after(self, latent_shape: Sequence[int], steps: int, at: SparsityPoint = "current") -> Topk:
         """Video kv tiles per query tile at which the weights after `steps` optimizer steps are looked at."""
         tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
         return tiles if not self.model.selects else self.sparsity.topk_after(steps, tiles, len(self.model.blocks), at)
+
+    def expected_topk(self, latent_shape: Sequence[int], steps: int) -> float | tuple[float, ...]:
+        """`topk_after` in the mean over training samples, of all layers or of each."""
+        topk, share = self.topk_after(latent_shape, steps), self._share(self.model, tuple(latent_shape))
+        return expected_topk(topk, len(self.model.blocks), share)
+
+    def _share(self, network: VideoDiT, shape: tuple[int, ...]) -> Callable[[float, float], float]:
+        """Share of training samples whose denoising progress lies in a range."""
+        return partial(self.objective.progress_share, num_tokens=network.layout_for(shape).num_tokens)
 
     def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
         """Training FLOPs of one sample in optimizer step `step` (from 0)."""
         return self.flops_of(self.model, batch, step, training=True)
 
     def flops_of(self, network: VideoDiT, batch: VideoBatch, step: int, *, training: bool) -> FlopCount:
-        """FLOPs of one sample in one pass of a network, forward alone or with its backward."""
+        """FLOPs of one sample in one pass of a network, forward alone or with its backward; with ranges of progress in
+        the mean over training samples."""
         shape = tuple(batch.latents.shape[1:])
-        key = (id(network), shape, self.topk(shape, step), batch.text.shape[1], training)
+        topk, text_len = self.topk(shape, step), batch.text.shape[1]
+        key = (id(network), shape, topk, text_len, training)
         if key not in self._flops:
-            self._flops[key] = network.flops(*key[1:4], training=training)
+            rows = topk.weighted(self._share(network, shape)) if isinstance(topk, DenoisingTopk) else [(1.0, topk)]
+            counts = [(weight, network.flops(shape, row, text_len, training=training)) for weight, row in rows]
+            self._flops[key] = weighted_flops(counts) if len(counts) > 1 else counts[0][1]
         return self._flops[key]
 
     # metrics

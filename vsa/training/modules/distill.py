@@ -22,7 +22,7 @@ from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import health_curves
-from vsa.models.flops import FlopCount
+from vsa.models.flops import FlopCount, weighted_flops
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.objectives.flow_matching import VALIDATION_SEED
@@ -292,8 +292,7 @@ class DistillModule(DiffusionModule):
             (times, self.flops_of(getattr(self.networks, name), batch, step, training=training))
             for (name, training), times in passes.items()
         ]
-        names = ("executed", "self_attention", "dense_equivalent")
-        return FlopCount(**{name: sum(times * getattr(count, name) for times, count in counts) for name in names})
+        return weighted_flops(counts)
 
     # metrics
 

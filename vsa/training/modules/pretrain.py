@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vsa.attention.denoising import Topk
 from vsa.attention.sparsity import SparsityPoint, check_points
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
@@ -49,7 +50,7 @@ class PretrainModule(DiffusionModule):
         if "current" not in points:
             raise ValueError(f"validate_at must hold current, whose loss is val/loss, got {list(validate_at)}")
         super().__init__(**common)
-        self.objective = objective
+        self.objective: FlowMatchingLoss = objective
         self.validate_at = points
         # for the progress bar
         self._shown_loss: float | None = None
@@ -75,7 +76,7 @@ class PretrainModule(DiffusionModule):
         # the trainer divides by the micro-batches, the strategy averages over ranks; the normaliser is global already
         return loss * self.accumulate * self.trainer.world_size
 
-    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: int | Sequence[int]) -> LossTerms:
+    def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: Topk) -> LossTerms:
         """What a training step minimises, of a micro-batch with normalised latents `[B, C, T, H, W]`."""
         return self.objective(self.model, batch, latents, seed=self.seed, topk=topk)
 
@@ -101,7 +102,7 @@ class PretrainModule(DiffusionModule):
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
         latents = self.statistics.normalise(batch.latents)
-        done: dict[int | tuple[int, ...], LossTerms] = {}
+        done: dict[Topk, LossTerms] = {}
         seed = self.validation_seed + VALIDATION_SEED
         for at, means in self._validated.items():
             topk = self.topk_after(batch.latents.shape[1:], self.global_step, at)

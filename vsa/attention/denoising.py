@@ -1,0 +1,309 @@
+"""How attention runs over a denoising: dense first steps and layers, budgets by progress and by step, kept selections.
+
+A denoising has steps, counted from 0, and a progress, `(1000 - timestep) / 1000`: 0 is pure noise, 1 is clean. A
+step may take several passes of the network (classifier-free guidance: the conditional one, then the unconditional
+one).
+
+B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
+
+Row = int | tuple[int, ...]
+"""Kv tiles per query tile, of all layers or of each."""
+
+
+def progress_of(timestep: float) -> float:
+    """Denoising progress at a timestep in 0..1000: 0 is pure noise, 1 is clean."""
+    # 1 - 900 / 1000 would lie below 0.1
+    return (1000 - timestep) / 1000
+
+
+def range_at(ranges: Sequence[tuple[float, float]], progress: float) -> int | None:
+    """Which of the ranges (start, stop) of progress, the stop not included, holds; None: none does."""
+    return next((i for i, (start, stop) in enumerate(ranges) if start <= progress < stop), None)
+
+
+def last_from(starts: Sequence[int], step: int | None) -> int | None:
+    """Which of the ascending starts is the last one at or before a step; None: none is, or there is no step."""
+    return None if step is None else max((i for i, start in enumerate(starts) if start <= step), default=None)
+
+
+class Budget(NamedTuple):
+    """A top-k or a sparsity; exactly one of the two."""
+
+    topk: int | None = None
+    sparsity: float | None = None
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class DenoisingPlan:
+    """How attention runs over a denoising, on any grid.
+
+    Where several entries speak of a pass the first of these holds: dense step or layer, budget of the step, range of
+    progress. Samples of a training step have a noise level and no step: they follow the ranges alone.
+
+    Args:
+        dense_steps: the first denoising steps, in which every layer is dense.
+        dense_layers: layers that are dense in every step. A method that selects keeps all tiles there, every other one
+            runs dense attention.
+        topk_ranges: `[start, stop, topk]`, another top-k while `start <= progress < stop`.
+        sparsity_ranges: `[start, stop, sparsity]`, the same with a share of tiles skipped.
+        step_topk: `[step, topk]`, another top-k from this step on.
+        step_sparsity: `[step, sparsity]`, the same with a share of tiles skipped.
+        refresh: steps for which a selection is kept, 1 selects in every step; or `[step, refresh]` by step, each from
+            its step on, before the first of them 1. Counted from the end of the dense steps. Another top-k selects
+            anew in any case.
+        shared_cache: the unconditional pass of classifier-free guidance reuses the selections of the conditional one
+            instead of having its own.
+
+    Raises:
+        ValueError: a value out of range, ranges that are empty or overlap, steps that do not ascend.
+
+    Source: dense first steps: GNA (12 of 35, 15 of 50, 9 of 28), FG-Attn (24%, 10%), DFSAttn (12 of 50). Its
+    schedule at 50 steps is `dense_steps=12, step_sparsity=[[12, 0.7], [24, 0.8], [36, 0.9]],
+    refresh=[[12, 12], [36, 14]], shared_cache=True`.
+    """
+
+    dense_steps: Count = 0
+    dense_layers: Sequence[Count] = ()
+    topk_ranges: Sequence[tuple[Share, Share, AtLeastOne]] = ()
+    sparsity_ranges: Sequence[tuple[Share, Share, ShareBelowOne]] = ()
+    step_topk: Sequence[tuple[Count, AtLeastOne]] = ()
+    step_sparsity: Sequence[tuple[Count, ShareBelowOne]] = ()
+    refresh: AtLeastOne | Sequence[tuple[Count, AtLeastOne]] = 1
+    shared_cache: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("topk_ranges", "sparsity_ranges", "step_topk", "step_sparsity", "refresh"):
+            if not isinstance(value := getattr(self, name), int):
+                object.__setattr__(self, name, tuple(tuple(row) for row in value))
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
+        for name in ("topk_ranges", "sparsity_ranges"):
+            for start, stop, _ in getattr(self, name):
+                if not start < stop:
+                    raise ValueError(f"{name} needs start < stop, got {start} and {stop}")
+        ordered = sorted((start, stop) for start, stop, _ in self.ranges)
+        for (_, stop), (start, _) in pairwise(ordered):
+            if start < stop:
+                raise ValueError(f"topk_ranges and sparsity_ranges must not overlap, two of them hold at {start}")
+        if not isinstance(self.refresh, int):
+            _refuse_unordered("refresh", [step for step, _ in self.refresh])
+        for name in ("step_topk", "step_sparsity"):
+            _refuse_unordered(name, [step for step, _ in getattr(self, name)])
+        if both := sorted({step for step, _ in self.step_topk} & {step for step, _ in self.step_sparsity}):
+            raise ValueError(f"step_topk and step_sparsity both have step {both[0]}")
+
+    @property
+    def ranges(self) -> tuple[tuple[float, float, Budget], ...]:
+        """Start, stop and budget of the parts of progress with another one."""
+        kept = ((start, stop, Budget(topk=k)) for start, stop, k in self.topk_ranges)
+        return (*kept, *((start, stop, Budget(sparsity=share)) for start, stop, share in self.sparsity_ranges))
+
+    @property
+    def steps(self) -> tuple[tuple[int, Budget], ...]:
+        """Steps from which on there is another budget, ascending, with that."""
+        kept = [(step, Budget(topk=k)) for step, k in self.step_topk]
+        return tuple(sorted(kept + [(step, Budget(sparsity=share)) for step, share in self.step_sparsity]))
+
+    @property
+    def keeps_selections(self) -> bool:
+        """Whether a pass may read what another one selected."""
+        return self.refresh not in (1, ()) or self.shared_cache
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether passes differ, so that step and progress have to be known."""
+        return self.dense_steps > 0 or bool(self.ranges or self.steps) or self.keeps_selections
+
+    def budget_at(self, step: int | None, progress: float) -> Budget | None:
+        """Budget of a moment that has another one than the rest; whether it is dense is not asked here."""
+        steps, ranges = self.steps, self.ranges
+        if (i := last_from([start for start, _ in steps], step)) is not None:
+            return steps[i][1]
+        found = range_at([(start, stop) for start, stop, _ in ranges], progress)
+        return None if found is None else ranges[found][2]
+
+    def selects_anew(self, step: int) -> bool:
+        """Whether a step selects whatever was selected before."""
+        first, interval = 0, self.refresh
+        if not isinstance(interval, int):
+            i = last_from([start for start, _ in interval], step)
+            first, interval = (0, 1) if i is None else interval[i]
+        return (step - max(first, self.dense_steps)) % interval == 0
+
+    def on_grid(self, base: Row, row: Callable[[Budget], Row]) -> Topk:
+        """Top-k on one grid: `base` where nothing else is said, and what `row` makes of every other budget."""
+        if not self.ranges and not self.steps:
+            return base
+        return DenoisingTopk(
+            base=base,
+            ranges=tuple((start, stop, row(budget)) for start, stop, budget in self.ranges),
+            steps=tuple((step, row(budget)) for step, budget in self.steps),
+        )
+
+    def refuse_without_selection(self, method: str) -> None:
+        """Raise ValueError when there is an option that a method which selects no tiles has no use for."""
+        for name, value in self.changes().items():
+            if name not in ("dense_steps", "dense_layers"):
+                raise ValueError(f"denoising has {name}={value}, but {method} selects no tiles")
+
+    def without_budgets(self) -> DenoisingPlan:
+        """The plan with one budget from the first step to the last."""
+        return replace(self, topk_ranges=(), sparsity_ranges=(), step_topk=(), step_sparsity=())
+
+    def changes(self) -> dict[str, Any]:
+        """Its options that have not their default, as plain values for a record."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoisingTopk:
+    """Kv tiles per query tile on one grid where they change during a denoising.
+
+    Args:
+        base: where nothing else is said.
+        ranges: start and stop (not included) of a part of progress, and what holds there.
+        steps: step, ascending, and what holds from it on; goes before the ranges.
+    """
+
+    base: Row
+    ranges: tuple[tuple[float, float, Row], ...] = ()
+    steps: tuple[tuple[int, Row], ...] = ()
+
+    def at(self, progress: float, step: int | None = None) -> Row:
+        """What holds at a progress; None as a step: the ranges alone."""
+        if (i := last_from([start for start, _ in self.steps], step)) is not None:
+            return self.steps[i][1]
+        found = range_at([(start, stop) for start, stop, _ in self.ranges], progress)
+        return self.base if found is None else self.ranges[found][2]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """What holds in each of the ranges, and then `base`."""
+        return (*(row for _, _, row in self.ranges), self.base)
+
+    def weighted(self, share: Callable[[float, float], float]) -> list[tuple[float, Row]]:
+        """Each of `rows` with the share of samples it holds for; `share(start, stop)` is that of a range."""
+        shares = [share(start, stop) for start, stop, _ in self.ranges]
+        return list(zip((*shares, 1 - sum(shares)), self.rows, strict=True))
+
+    def largest(self, num_layers: int) -> tuple[int, ...]:
+        """The most that each layer keeps in any range."""
+        return tuple(max(layer) for layer in zip(*(per_layer(row, num_layers) for row in self.rows), strict=True))
+
+    def per_sample(self, timestep: Tensor, num_layers: int) -> Tensor:
+        """What each layer keeps of each sample, int32 `[layers, B]` on the device, which is not waited for.
+
+        Args:
+            timestep: `[B]`, or `[B, L]` of which the highest counts (given tokens have 0).
+            num_layers: layers of the model.
+        """
+        highest = timestep if timestep.dim() == 1 else timestep.amax(1)
+        progress = (1000 - highest.double()) / 1000
+        which = torch.full_like(highest, len(self.ranges), dtype=torch.int64)
+        for i, (start, stop, _) in enumerate(self.ranges):
+            which = which.masked_fill((progress >= start) & (progress < stop), i)
+        return _table(self, num_layers, timestep.device)[:, which]
+
+
+Topk = int | tuple[int, ...] | DenoisingTopk
+"""Kv tiles per query tile on one grid: of all layers, of each, or what they are during a denoising."""
+
+
+def row_at(topk: Topk, progress: float, step: int | None = None) -> Row:
+    """What a top-k is at one moment."""
+    return topk.at(progress, step) if isinstance(topk, DenoisingTopk) else topk
+
+
+def per_layer(row: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """A row with an entry for each layer."""
+    return (row,) * num_layers if isinstance(row, int) else tuple(row)
+
+
+@lru_cache(maxsize=64)
+def _table(topk: DenoisingTopk, num_layers: int, device: torch.device) -> Tensor:
+    """int32 `[layers, ranges + 1]`; kept, because a copy to the device in every step would wait for it."""
+    rows = [per_layer(row, num_layers) for row in topk.rows]
+    return torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
+
+
+Half = Literal["first", "second"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoisingPass:
+    """One forward pass of a denoising, as attention sees it.
+
+    Args:
+        step: from 0.
+        progress: see the top of this file.
+        dense: every layer is dense.
+        dense_layers: layers that are.
+        cache: selections by (owner, layer, segments of the row), of the caller; None: none are kept.
+        owner: number of the pass in its step whose selections are read and written; 0 is the conditional one.
+        refresh: select, whatever is kept.
+        leaders: half of the batch whose selections all samples follow, of guidance in one batch; None: each its own.
+    """
+
+    step: int = 0
+    progress: float = 1.0
+    dense: bool = False
+    dense_layers: Sequence[int] = ()
+    cache: MutableMapping[Any, Any] | None = None
+    owner: int = 0
+    refresh: bool = True
+    leaders: Half | None = None
+
+
+class Denoising:
+    """One denoising of a batch of clips: its plan, and the selections that its passes keep.
+
+    Args:
+        plan: of the denoising.
+    """
+
+    def __init__(self, plan: DenoisingPlan):
+        self.plan = plan
+        self._cache: dict[Any, Any] = {}
+
+    def at(self, step: int, progress: float, *, number: int = 0, conditional: Half | None = None) -> DenoisingPass:
+        """A pass of the network.
+
+        Args:
+            step: from 0.
+            progress: see the top of this file.
+            number: of the pass in its step; 0 is the conditional one.
+            conditional: half of the batch that is conditional, where one pass holds both; None: they are passes.
+        """
+        plan, shared = self.plan, self.plan.shared_cache
+        # one batch shares without keeping anything
+        kept = plan.keeps_selections and not (plan.refresh == 1 and conditional is not None)
+        return DenoisingPass(
+            step=step,
+            progress=progress,
+            dense=step < plan.dense_steps,
+            dense_layers=plan.dense_layers,
+            cache=self._cache if kept else None,
+            owner=0 if shared else number,
+            refresh=plan.selects_anew(step) and not (shared and number > 0),
+            leaders=conditional if shared else None,
+        )
+
+
+def _refuse_unordered(name: str, steps: Sequence[int]) -> None:
+    for before, after in pairwise(steps):
+        if before >= after:
+            raise ValueError(f"{name} must have ascending steps, got {before} before {after}")

@@ -1,0 +1,77 @@
+"""How prompts become latents: everything that decides it besides the weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from vsa.attention.denoising import DenoisingPlan, Topk, per_layer, progress_of, row_at
+from vsa.data.batch import TextPadding
+from vsa.diffusion.flow_matching import to_timestep
+from vsa.diffusion.sampler import euler_sigmas, step_list
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """Everything that decides what a prompt becomes, besides the weights.
+
+    Args:
+        seed: clip i of a call starts from the noise of (seed, i).
+        steps: Euler steps, or the length of `step_list`.
+        guidance: classifier-free guidance scale in the standard form; 1 leaves the second pass out.
+        flow_shift: shift of the Euler steps' noise levels; 1 with a step list, which has its shift inside.
+        topk: video kv tiles per query tile, one for all layers, one per layer, or what they are during the denoising.
+        denoising: dense steps and layers, and how long selections are kept; its budgets are those of `topk`.
+        latent_shape: (C, T, H, W) of one clip.
+        batch_size: clips computed together; does not change them beyond rounding.
+        text_padding: what fills prompts up, as in training.
+        step_list: timesteps of a distilled generator, sampled with `sample_few_step`; None: Euler steps.
+
+    Raises:
+        ValueError: a value out of range, or steps and flow shift that are not those of the step list.
+    """
+
+    seed: int = 0
+    steps: int = 32
+    guidance: float = 1.0
+    flow_shift: float = 1.0
+    topk: Topk
+    denoising: DenoisingPlan = field(default_factory=DenoisingPlan)
+    latent_shape: tuple[int, int, int, int]
+    batch_size: int = 16
+    text_padding: TextPadding = "mask"
+    step_list: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if isinstance(self.topk, int | tuple) and min(per_layer(self.topk, 1)) < 1:
+            raise ValueError(f"topk must be at least 1, got {self.topk}")
+        if len(self.latent_shape) != 4 or min(self.latent_shape) < 1:
+            raise ValueError(f"latent_shape must be four positive sizes (C, T, H, W), got {self.latent_shape}")
+        if not self.flow_shift > 0:
+            raise ValueError(f"flow shift must be positive, got {self.flow_shift}")
+        if not math.isfinite(self.guidance):
+            raise ValueError(f"guidance must be a finite number, got {self.guidance}")
+        if self.step_list is not None and (self.steps, self.flow_shift) != (len(step_list(self.step_list)), 1):
+            raise ValueError(
+                f"step list {list(self.step_list)} takes {len(self.step_list)} steps and flow shift 1, got "
+                f"steps={self.steps} and flow_shift={self.flow_shift}"
+            )
+
+    @property
+    def timesteps(self) -> tuple[float, ...]:
+        """What the model reads at each step."""
+        if self.step_list is not None:
+            return self.step_list
+        return tuple(to_timestep(euler_sigmas(self.steps, self.flow_shift)[:-1]).tolist())
+
+    def kept(self, num_tiles: int, num_layers: int) -> list[tuple[int, ...]]:
+        """Tiles that each layer keeps in each step."""
+        plan, steps = self.denoising, []
+        for i, timestep in enumerate(self.timesteps):
+            row = per_layer(row_at(self.topk, progress_of(timestep), i), num_layers)
+            dense = [i < plan.dense_steps or layer in plan.dense_layers for layer in range(num_layers)]
+            steps.append(tuple(num_tiles if all_of_them else k for all_of_them, k in zip(dense, row, strict=True)))
+        return steps
