@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.checkpoints.wan_models import config_of, random_sparse
+from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
-    ExportedSparsity,
     SparseAttentionConfig,
     TopkRange,
     read_sparse_config,

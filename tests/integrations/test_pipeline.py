@@ -383,7 +383,7 @@ def test_gates_in_the_second_transformer_are_not_dropped(hub, settings, folder, 
         source, load = "somebody/something", WanPipeline.from_pretrained
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda hub_id, allow_patterns: str(two))
         monkeypatch.setattr(WanPipeline, "from_pretrained", lambda name, **options: load(two, **options))
-    with pytest.raises(ValueError, match=r"transformer_2 has gates, but only the first transformer"):
+    with pytest.raises(ValueError, match=r"transformer_2 is sparse, but only the first transformer"):
         open_pipeline(source)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import vsa.training.train as run_module
 from tests.commands import run_command
 from tests.tiny_runs import vsa_command
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import SAMPLING
 from vsa.checkpoints.sparse_config import read_sparse_config
@@ -28,6 +31,8 @@ STAIRS = {
     "topk": 2,
     "dense_layers": [0],
 }
+ALL = {"_target_": "vsa.attention.sparsity.ConstantSparsity", "sparsity": 0.0}
+DENSE_FIRST = {"_target_": "vsa.attention.denoising.DenoisingPlan", "dense_steps": 1, "dense_layers": [1]}
 SAMPLES = {"steps": 3, "guidance": 2.0, "flow_shift": None}
 RUNS: dict[str, dict[str, Any]] = {
     # step 6 of the staircase: 3 of 8 tiles, and all of them in layer 0
@@ -35,6 +40,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "with a shift of its own": {"samples": {**SAMPLES, "flow_shift": 5.0}},
     "dense": {"attention": "full"},
     "distilled": {"step_list": (1000.0, 500.0)},
+    "windows": {"attention": "neighborhood"},
+    "windows, dense at first": {"attention": "neighborhood", "sparsity": {**ALL, "denoising": DENSE_FIRST}},
     "dense, distilled": {"attention": "full", "step_list": (1000.0, 500.0)},
 }
 
@@ -84,7 +91,13 @@ def test_a_run_converted_there_and_back_gives_the_same_clips(kind, make_run, tmp
     # controls: other noise levels, other tiles
     if run.step_list is None:
         assert (latents_of(back, flow_shift=2.0) - clips).abs().max() > 1e-2
-    if "dense" not in kind:
+    if "windows" in kind:
+        with pytest.raises(ValueError, match="NeighborhoodAttention: it selects no tiles"):
+            latents_of(back, topk=1)
+        assert (latents_of(back, denoising={"dense_steps": 2, "dense_layers": ()}) - clips).abs().max() > 1e-3
+        shares = replace(back, model=back.model.with_attention(partial(NeighborhoodAttention, window_thw=(1, 0.5, 3))))
+        assert (latents_of(shares) - clips).abs().max() > 1e-2
+    elif "dense" not in kind:
         assert (latents_of(back, topk=1) - clips).abs().max() > 1e-2
     # the other shape it was trained on
     assert back.settings(latent_shape=(16, 1, 8, 8)).topk == run.settings(latent_shape=(16, 1, 8, 8)).topk

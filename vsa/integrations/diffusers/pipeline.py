@@ -320,7 +320,7 @@ def _is_sparse(folder: Path) -> bool:
 
 def _refuse_gates(folder: Path) -> None:
     if _is_sparse(folder):
-        raise ValueError(f"{folder} has gates, but only the first transformer of a pipeline may be a sparse one")
+        raise ValueError(f"{folder} is sparse, but only the first transformer of a pipeline may be")
 
 
 def _set_shift(pipe: Any, flow_shift: float) -> None:
