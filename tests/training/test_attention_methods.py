@@ -100,8 +100,6 @@ def test_pools_with_weights_start_fresh_are_saved_and_have_no_export(training, t
         training(*finetune[:2], f"init_from={training.folder()}", *CONV, "run=again")
     message = "describes video_sparse or neighborhood attention, the model has StagedAttention"
     with pytest.raises(ValueError, match=message):
-        ValueError, match="describes video_sparse or neighborhood attention, the model has StagedAttention"
-    ):
         convert(open_weights(training.folder()), tmp_path / "out", Conversion())
     assert not (tmp_path / "out").exists()
 
