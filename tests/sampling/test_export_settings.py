@@ -118,6 +118,31 @@ def test_a_converted_run_is_sampled_by_the_command(make_run, tmp_path):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
+def test_windows_are_exported_with_golden_tensors_and_verified(make_run, tmp_path, capsys):
+    run = make_run(attention="neighborhood")
+    convert([str(run), str(tmp_path / "export")])
+    assert "(neighborhood, window [1.0,0.5,3]) from" in capsys.readouterr().out
+    vsa_command("verify-export", tmp_path / "export", "--device", "cpu")
+    assert "2 layers of" in capsys.readouterr().out
+    convert([str(tmp_path / "export"), str(tmp_path / "back"), "--to", "run"])
+    convert([str(tmp_path / "back"), str(tmp_path / "again")])
+    for path in (tmp_path / "export").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+    # control: another window is another model
+    path = tmp_path / "export" / "sparse_attention.json"
+    values = json.loads(path.read_text())
+    assert values["neighborhood"]["window_thw"] == [1.0, 0.5, 3]
+    values["neighborhood"]["window_thw"] = [1.0, 0.75, 3]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"layer 0 has error .*, above its tolerance"):
+        vsa_command("verify-export", tmp_path / "export", "--device", "cpu")
+    with pytest.raises(ValueError, match="FastVideo runs method=video_sparse only, the source has method=neighborhood"):
+        convert([str(run), str(tmp_path / "fastvideo"), "--to", "fastvideo"])
+    with pytest.raises(ValueError, match="says its own top-k and grid"):
+        convert([str(run), str(tmp_path / "topk"), "--topk", "2", "--grid", "4", "4", "4"])
+    assert not list(tmp_path.glob("[ft]*"))
+
+
 def test_a_model_of_the_default_size_is_trained_exported_and_sampled_again(training, tmp_path, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(run_module, "rank_zero_info", told.append)
