@@ -77,6 +77,8 @@ class NeighborhoodWindow:
         for name in ("window_thw", "stride_thw", "dilation_thw", "causal_thw", "kv_tile_thw"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(value))
+                if len(value) != 3:
+                    raise ValueError(f"{name} of neighborhood must be three values, got {value}")
 
     @property
     def rules(self) -> tuple[AxisRule, AxisRule, AxisRule]:
