@@ -36,6 +36,12 @@ def make_config(*, attention: str = "video_sparse") -> dict[str, Any]:
     methods = {
         "video_sparse": {"_target_": "vsa.attention.video_sparse.VideoSparseAttention", "tile_thw": [2, 2, 2]},
         "full": {"_target_": "vsa.attention.full.FullAttention"},
+        "neighborhood": {
+            "_target_": "vsa.attention.neighborhood.method.NeighborhoodAttention",
+            "_convert_": "all",
+            "window_thw": [1.0, 0.5, 3],
+            "causal_thw": [True, False, False],
+        },
     }
     return {
         "model": {

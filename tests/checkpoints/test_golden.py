@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.attention.neighborhood.oracle import grid_mask
 from tests.tiny_runs import vsa_command
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints import golden
 from vsa.checkpoints.golden import TOLERANCE, GoldenCase, attention_output, check_golden, write_golden
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
 from vsa.checkpoints.wan import export_pretrained, sparse_settings
@@ -24,6 +28,7 @@ from vsa.models.video_dit import VideoDiT
 ROOT = Path(__file__).parents[2]
 SIZES = dict(num_attention_heads=2, attention_head_dim=16, ffn_dim=48, num_layers=3, text_dim=16, freq_dim=16)
 GRID, TILE = (3, 5, 4), (2, 2, 2)
+WINDOW, STRIDE = (3, 4, 3), (1, 2, 1)
 
 
 def export(folder: Path, *, fine_gate: bool = False, partition: str = "cube", **config: Any) -> VideoDiT:
@@ -37,8 +42,8 @@ def export(folder: Path, *, fine_gate: bool = False, partition: str = "cube", **
     return model
 
 
-def by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase) -> torch.Tensor:
-    """One layer from the weights' file alone: fp64, masks built token by token, no code of ours."""
+def projected_by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase) -> tuple[torch.Tensor, ...]:
+    """q, k, v `[L, H, D]` of a layer, from the weights' file alone, in fp64."""
     heads, dim = SIZES["num_attention_heads"], SIZES["attention_head_dim"]
     t, h, w = case.grid_thw
     x = case.hidden[0].double()
@@ -67,11 +72,33 @@ def by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase) -> torch.Tensor:
 
     q = rotated(normed("attn1.norm_q", linear("attn1.to_q", x)))
     k = rotated(normed("attn1.norm_k", linear("attn1.to_k", x)))
-    v = linear("attn1.to_v", x).view(len(cells), heads, dim)
-    gate = linear("to_gate_compress", x).view(len(cells), heads, dim)
+    return q, k, linear("attn1.to_v", x).view(len(cells), heads, dim)
+
+
+def attended_by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase, seen: torch.Tensor) -> torch.Tensor:
+    """One layer with a mask over tokens and no gates."""
+    q, k, v = projected_by_hand(tensors, case)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+    out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+    prefix = f"blocks.{case.layer}.attn1.to_out.0"
+    return (out.flatten(1) @ tensors[f"{prefix}.weight"].double().T + tensors[f"{prefix}.bias"].double())[None]
+
+
+def by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase) -> torch.Tensor:
+    """One layer from the weights' file alone: fp64, masks built token by token, no code of ours."""
+    q, k, v = projected_by_hand(tensors, case)
+    (length, heads, dim), x = q.shape, case.hidden[0].double()
+    t, h, w = case.grid_thw
+    cells = [(a, b, c) for a in range(t) for b in range(h) for c in range(w)]
+
+    def linear(name: str, y: torch.Tensor) -> torch.Tensor:
+        prefix = f"blocks.{case.layer}.{name}"
+        return y @ tensors[f"{prefix}.weight"].double().T + tensors[f"{prefix}.bias"].double()
+
+    gate = linear("to_gate_compress", x).view(length, heads, dim)
     fine_gate = torch.ones_like(gate)
     if f"blocks.{case.layer}.to_gate_fine.weight" in tensors:
-        fine_gate = linear("to_gate_fine", x).view(len(cells), heads, dim)
+        fine_gate = linear("to_gate_fine", x).view(length, heads, dim)
 
     tile_of = [tuple(p // s for p, s in zip(cell, TILE, strict=True)) for cell in cells]
     tiles = sorted(set(tile_of))
@@ -184,6 +211,84 @@ def test_command_passes_and_fails_with_both_numbers(tmp_path, capsys, command_li
     assert err.startswith("error: layer 1 has error ")
     assert "above its tolerance 1.000e-04" in err
     assert err.count("\n") == 1
+
+
+def windows_export(folder: Path, *, grid: tuple[int, int, int] = (4, 6, 6), **config: Any) -> VideoDiT:
+    method = partial(NeighborhoodAttention, window_thw=WINDOW, stride_thw=STRIDE)
+    model = VideoDiT(attention=method, **SIZES)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    values: dict[str, Any] = {"grid_topk": ((8, 8, 8),), "num_tiles": (8,), "grids": (grid,)}
+    export_pretrained(model, folder, sparse=SparseAttentionConfig(**{**sparse_settings(model), **values, **config}))
+    return model
+
+
+def masked_by_hand(tensors: dict[str, torch.Tensor], case: GoldenCase, **changes: Any) -> torch.Tensor:
+    """One layer from the weights' file, with the windows as a mask over tokens."""
+    seen = grid_mask(case.grid_thw, **{"window": WINDOW, "stride": STRIDE, **changes})
+    return attended_by_hand(tensors, case, torch.ones_like(seen) if case.dense else seen)
+
+
+def test_windows_conform_and_others_do_not(tmp_path, capsys, command_line):
+    windows_export(tmp_path / "out", dense_layers=(1,))
+    model, info = open_network(tmp_path / "out")
+    write_golden(model, info.folder)
+    tensors = load_file(info.folder / "diffusion_pytorch_model.safetensors")
+    seen: list[GoldenCase] = []
+
+    def engine(case: GoldenCase) -> torch.Tensor:
+        seen.append(case)
+        return masked_by_hand(tensors, case)
+
+    found = check_golden(info.folder, engine)
+    assert max(row.error for row in found) < 1e-5
+    # no larger than a clip of the training, and every window leaves something out
+    assert {case.grid_thw for case in seen} == {(4, 6, 6)}
+    assert [case.dense for case in seen] == [False, True, False]
+    for change in ({"window": (2, 4, 3)}, {"stride": (1, 1, 1)}):
+        rows = check_golden(info.folder, lambda case, change=change: masked_by_hand(tensors, case, **change))
+        assert [row.failed for row in rows] == [True, False, True]
+    # a dense layer is no other one
+    rows = check_golden(info.folder, lambda case: masked_by_hand(tensors, replace(case, dense=not case.dense)))
+    assert all(row.failed and row.error > 100 * TOLERANCE for row in rows)
+
+    vsa_command("verify-export", str(info.folder), "--device", "cpu")
+    assert "3 layers of" in capsys.readouterr().out
+    path = info.folder / SPARSE_CONFIG
+    values = json.loads(path.read_text())
+    values["neighborhood"]["window_thw"][0] = 2
+    path.write_text(json.dumps(values))
+    status, _, err = command_line("verify-export", str(info.folder), "--device", "cpu")
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith("error: layer 0 has error ")
+    windows_export(tmp_path / "other")
+    with pytest.raises(ValueError, match="topk 3 has no meaning for neighborhood: it selects no tiles"):
+        write_golden(model, tmp_path / "other", topk=3)
+
+
+@pytest.mark.parametrize(
+    ("window", "trained", "grid", "layers"),
+    [
+        # shares fit everywhere; along time nothing is left out whatever the size
+        ((1.0, 0.5, 0.3), (30, 48, 80), (5, 9, 8), 3),
+        # tokens need room, and a little more to slide
+        ((3, 9, 1), (30, 48, 80), (5, 10, 8), 3),
+        ((18, 24, 24), (30, 48, 80), (19, 25, 25), 1),
+        # the clips of the training are smaller
+        ((2, 2, 2), (3, 4, 4), (3, 4, 4), 3),
+        ((3, 2, 2), (3, 4, 4), (3, 4, 4), 3),
+    ],
+)
+def test_golden_grids_have_room_for_the_windows(window, trained, grid, layers, tmp_path, monkeypatch):
+    model = VideoDiT(attention=partial(NeighborhoodAttention, window_thw=window), **SIZES)
+    values: dict[str, Any] = {"grid_topk": ((8, 8, 8),), "num_tiles": (8,), "grids": (trained,)}
+    export_pretrained(model, tmp_path / "out", sparse=SparseAttentionConfig(**{**sparse_settings(model), **values}))
+    # what is computed is of no interest here
+    monkeypatch.setattr(golden, "attention_output", lambda model, case, recorder: case.hidden.clone())
+    with safe_open(write_golden(model, tmp_path / "out"), framework="pt") as file:
+        header = json.loads(file.metadata()["golden"])
+    assert (tuple(header["grid_thw"]), len(header["cases"])) == (grid, layers)
 
 
 def test_a_nan_does_not_conform(tmp_path):

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
-from tests.checkpoints.wan_models import config_of, random_sparse
+from tests.checkpoints.wan_models import config_of, ours, random_sparse
+from vsa.attention.neighborhood.method import NeighborhoodAttention
+from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
-    ExportedSparsity,
     SparseAttentionConfig,
     TopkRange,
     read_sparse_config,
     write_sparse_config,
 )
+from vsa.checkpoints.wan import attention_of, refuse_other_attention
+from vsa.models.video_dit import VideoDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full:UserWarning")
 
@@ -33,6 +38,61 @@ def test_sparse_config_round_trip(tmp_path):
     write_sparse_config(tmp_path, config)
     assert read_sparse_config(tmp_path) == config
     assert [path.name for path in tmp_path.iterdir()] == [SPARSE_CONFIG]
+
+
+WINDOWS = partial(
+    NeighborhoodAttention, window_thw=(1.0, 4, 0.5), stride_thw=(1, 2, 0.25), causal_thw=(True, False, False)
+)
+
+
+def windows_of(model: VideoDiT, **changes: Any) -> SparseAttentionConfig:
+    return config_of(model, **{"grid_topk": ((30, 30),), **changes})
+
+
+@pytest.mark.parametrize("tiles", [{}, {"tile_thw": (1, 2, 4), "kv_tile_thw": (1, 2, 2), "block_order": "raster"}])
+def test_windows_are_in_the_file_and_become_the_same_method(tiles, tmp_path):
+    model = ours(partial(WINDOWS, **tiles))
+    config = windows_of(model, dense_layers=(1,), dense_steps=2)
+    write_sparse_config(tmp_path, config)
+    read = read_sparse_config(tmp_path)
+    # 1 is a token, 1.0 the whole axis: equal numbers
+    assert str(read) == str(config)
+    made, method = (m.blocks[0].method for m in (ours(attention_of(read)), model))
+    for name in ("rules", "tile_thw", "kv_tile_thw", "block_order"):
+        assert getattr(made, name) == getattr(method, name), name
+    refuse_other_attention(model, read, "it")
+    for other in ({"window_thw": (1, 4, 0.5)}, {"causal_thw": (False,) * 3}, {"tile_thw": (2, 2, 2)}):
+        with pytest.raises(ValueError, match="it has "):
+            refuse_other_attention(ours(partial(WINDOWS, **{**tiles, **other})), read, "it")
+    assert read.layer_topk(77, progress=0.0, step=0) == read.layer_topk(77) == (77, 77)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grid_topk": ((30, 29),)}, r"neighborhood selects no tiles, its grid_topk must be all of \[30\]"),
+        ({"refresh": 2}, "denoising has refresh=2, but neighborhood selects no tiles"),
+        ({"topk_ranges": (TopkRange(start=0, stop=1, grid_topk=((30, 30),)),)}, "neighborhood selects no tiles"),
+        ({"grids": ((3, 3, 10),)}, "window of height must be at most its 3 tokens, got 4"),
+        ({"method": "video_sparse"}, "does not go with method=video_sparse"),
+        ({"neighborhood": None}, "neighborhood=None does not go with method=neighborhood"),
+        ({"method": "video_sparse", "neighborhood": None}, "tile_thw must be three positive sizes, got None"),
+    ],
+)
+def test_windows_that_have_no_meaning_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        windows_of(ours(WINDOWS), **change)
+
+
+def test_files_of_version_1_stay_and_those_of_version_2_may_say_less(tmp_path):
+    values = config_of(random_sparse()).to_values()
+    assert values["schema_version"] == 1
+    assert not {"neighborhood", "refresh"} & values.keys()
+    values = config_of(random_sparse(), refresh=2).to_values()
+    del values["neighborhood"]
+    assert SparseAttentionConfig.from_json(json.dumps(values)) == config_of(random_sparse(), refresh=2)
+    with pytest.raises(ValueError, match=r"keys unknown \['neighborhood'"):
+        SparseAttentionConfig.from_json(json.dumps({**windows_of(ours(WINDOWS)).to_values(), "schema_version": 1}))
 
 
 def test_topk_of_another_grid_layer_and_moment():

@@ -383,7 +383,7 @@ def test_gates_in_the_second_transformer_are_not_dropped(hub, settings, folder, 
         source, load = "somebody/something", WanPipeline.from_pretrained
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda hub_id, allow_patterns: str(two))
         monkeypatch.setattr(WanPipeline, "from_pretrained", lambda name, **options: load(two, **options))
-    with pytest.raises(ValueError, match=r"transformer_2 has gates, but only the first transformer"):
+    with pytest.raises(ValueError, match=r"transformer_2 is sparse, but only the first transformer"):
         open_pipeline(source)
 
 
@@ -473,7 +473,13 @@ def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
         (["--frames", "6"], r"frames must be 1 \+ a multiple of 4, got 6"),
         (["--topk", "99", "--tile", "1", "2", "2"], "topk 99 of layer 0 is above the 12 tiles"),
         (["--topk", "2", "--sparsity", "0.5"], "exactly one of topk and sparsity"),
-        (["--method", "sparge", "--topk", "2"], "method must be video_sparse, full or a factory, got 'sparge'"),
+        (
+            ["--method", "sparge", "--topk", "2"],
+            "method must be .*, full or a factory, got 'sparge'",
+        ),
+        (["--method", "neighborhood"], "neighborhood needs a window_thw"),
+        (["--method", "neighborhood", "--window", "3", "3", "3"], "window of time must be at most its 2 tokens, got 3"),
+        (["--window", "2", "3", "3"], "is an option of neighborhood, not of video_sparse"),
         (["--dense-steps", "2"], "exactly one of topk and sparsity"),
         (["--latent-shape", "1", "2", "3", "4"], "--latent-shape is an option of a run folder only"),
         (["--attention"], "--attention is an option of a run folder only"),
@@ -485,6 +491,14 @@ def test_sample_refuses_and_writes_nothing(folder, tmp_path, options, message):
             "sample", "--pipeline", str(folder), "--prompt", "x", *SMALL, "--out", str(tmp_path / "out"), *options
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_sample_with_windows(folder, tmp_path):
+    words = ["--method", "neighborhood", "--window", "2", "3", "2", "--stride", "1", "1", "2"]
+    vsa_command("sample", "--pipeline", str(folder), "--prompt", "x", *SMALL, *words, "--out", str(tmp_path / "out"))
+    record = json.loads((tmp_path / "out" / "samples.json").read_text())
+    told = record["attention"]["transformer"]
+    assert (told["method"], told["window_thw"], told["stride_thw"]) == ("NeighborhoodAttention", [2, 3, 2], [1, 1, 2])
 
 
 def test_sample_refuses_a_wrong_source(folder, exported, tmp_path):

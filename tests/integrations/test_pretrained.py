@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from tests.integrations import tiny
+from vsa.attention.layout import Segment
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
@@ -21,7 +24,7 @@ from vsa.checkpoints.sparse_config import (
     read_sparse_config,
     write_sparse_config,
 )
-from vsa.checkpoints.wan import export_pretrained
+from vsa.checkpoints.wan import export_pretrained, sparse_settings
 from vsa.integrations.diffusers import applied_attention, load_sparse, remove
 from vsa.models.video_dit import VideoDiT
 
@@ -122,6 +125,37 @@ def test_budget_of_the_file_follows_step_progress_and_grid(exported):
     # half the tiles, half of the top-k
     transformer(latents[:, :, :2], torch.full((2,), 100.0), text)
     assert applied_attention(transformer).describe()["topk"] == [2, 6]
+
+
+@torch.no_grad()
+def test_windows_of_an_export_are_those_of_the_transformer(tmp_path):
+    attention = partial(NeighborhoodAttention, window_thw=(2, 4, 0.5), causal_thw=(True, False, False))
+    model = tiny.stirred(VideoDiT(attention=attention, **MODEL))
+    layout = model.blocks[0].method.layout((Segment(tiny.GRID),), "cpu")
+    tiles = layout.num_video_tiles
+    config = SparseAttentionConfig(
+        **sparse_settings(model), grid_topk=((tiles, tiles),), num_tiles=(tiles,), grids=(tiny.GRID,), dense_steps=1
+    )
+    folder = export_pretrained(model, tmp_path / "windows", sparse=config)
+    transformer = load_sparse(folder, denoising={"dense_steps": 0})
+    found = transformer(*inputs()).sample
+    assert tiny.difference(found, model(*inputs())) < 1e-5
+    told = applied_attention(transformer).describe()
+    assert (told["window_thw"], told["causal_thw"]) == ([2, 4, 0.5], [True, False, False])
+    assert told["sparsity"] == 1 - model.blocks[0].method.pairs(layout, tiles) / 105**2
+    # the first step is dense, where the file says so, and so is the model without the method
+    first = load_sparse(folder)(*inputs()).sample
+    remove(transformer)
+    assert tiny.difference(first, transformer(*inputs()).sample) < 1e-5
+    # control
+    assert tiny.difference(first, found) > 1e-3
+    for options, message in (
+        ({"topk": 2}, "neighborhood of .* selects no tiles, got sparsity=None and topk=2"),
+        ({"denoising": {"refresh": 2}}, "denoising has refresh=2, but neighborhood selects no tiles"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_sparse(folder, transformer=transformer, **options)
+    assert applied_attention(transformer) is None
 
 
 def edit(folder: Path, key: str, tensor: torch.Tensor | None) -> None:

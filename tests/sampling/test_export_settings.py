@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import vsa.training.train as run_module
 from tests.commands import run_command
 from tests.tiny_runs import vsa_command
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import SAMPLING
 from vsa.checkpoints.sparse_config import read_sparse_config
@@ -28,6 +31,8 @@ STAIRS = {
     "topk": 2,
     "dense_layers": [0],
 }
+ALL = {"_target_": "vsa.attention.sparsity.ConstantSparsity", "sparsity": 0.0}
+DENSE_FIRST = {"_target_": "vsa.attention.denoising.DenoisingPlan", "dense_steps": 1, "dense_layers": [1]}
 SAMPLES = {"steps": 3, "guidance": 2.0, "flow_shift": None}
 RUNS: dict[str, dict[str, Any]] = {
     # step 6 of the staircase: 3 of 8 tiles, and all of them in layer 0
@@ -35,6 +40,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "with a shift of its own": {"samples": {**SAMPLES, "flow_shift": 5.0}},
     "dense": {"attention": "full"},
     "distilled": {"step_list": (1000.0, 500.0)},
+    "windows": {"attention": "neighborhood"},
+    "windows, dense at first": {"attention": "neighborhood", "sparsity": {**ALL, "denoising": DENSE_FIRST}},
     "dense, distilled": {"attention": "full", "step_list": (1000.0, 500.0)},
 }
 
@@ -84,7 +91,13 @@ def test_a_run_converted_there_and_back_gives_the_same_clips(kind, make_run, tmp
     # controls: other noise levels, other tiles
     if run.step_list is None:
         assert (latents_of(back, flow_shift=2.0) - clips).abs().max() > 1e-2
-    if "dense" not in kind:
+    if "windows" in kind:
+        with pytest.raises(ValueError, match="NeighborhoodAttention: it selects no tiles"):
+            latents_of(back, topk=1)
+        assert (latents_of(back, denoising={"dense_steps": 2, "dense_layers": ()}) - clips).abs().max() > 1e-3
+        shares = replace(back, model=back.model.with_attention(partial(NeighborhoodAttention, window_thw=(1, 0.5, 3))))
+        assert (latents_of(shares) - clips).abs().max() > 1e-2
+    elif "dense" not in kind:
         assert (latents_of(back, topk=1) - clips).abs().max() > 1e-2
     # the other shape it was trained on
     assert back.settings(latent_shape=(16, 1, 8, 8)).topk == run.settings(latent_shape=(16, 1, 8, 8)).topk
@@ -103,6 +116,31 @@ def test_a_converted_run_is_sampled_by_the_command(make_run, tmp_path):
     convert([str(back), str(tmp_path / "again"), "--no-golden"])
     for path in (tmp_path / "export").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+
+
+def test_windows_are_exported_with_golden_tensors_and_verified(make_run, tmp_path, capsys):
+    run = make_run(attention="neighborhood")
+    convert([str(run), str(tmp_path / "export")])
+    assert "(neighborhood, window [1.0,0.5,3]) from" in capsys.readouterr().out
+    vsa_command("verify-export", tmp_path / "export", "--device", "cpu")
+    assert "2 layers of" in capsys.readouterr().out
+    convert([str(tmp_path / "export"), str(tmp_path / "back"), "--to", "run"])
+    convert([str(tmp_path / "back"), str(tmp_path / "again")])
+    for path in (tmp_path / "export").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+    # control: another window is another model
+    path = tmp_path / "export" / "sparse_attention.json"
+    values = json.loads(path.read_text())
+    assert values["neighborhood"]["window_thw"] == [1.0, 0.5, 3]
+    values["neighborhood"]["window_thw"] = [1.0, 0.75, 3]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"layer 0 has error .*, above its tolerance"):
+        vsa_command("verify-export", tmp_path / "export", "--device", "cpu")
+    with pytest.raises(ValueError, match="FastVideo runs method=video_sparse only, the source has method=neighborhood"):
+        convert([str(run), str(tmp_path / "fastvideo"), "--to", "fastvideo"])
+    with pytest.raises(ValueError, match="says its own top-k and grid"):
+        convert([str(run), str(tmp_path / "topk"), "--topk", "2", "--grid", "4", "4", "4"])
+    assert not list(tmp_path.glob("[ft]*"))
 
 
 def test_a_model_of_the_default_size_is_trained_exported_and_sampled_again(training, tmp_path, monkeypatch):

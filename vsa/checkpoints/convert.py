@@ -22,7 +22,7 @@ from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.run_folder import write_weights_run
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
-from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, refuse_other_attention
+from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, method_options, refuse_other_attention
 from vsa.checkpoints.wan_config import video_dit_arguments
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import refuse_existing, refuse_other_tensors
@@ -31,6 +31,7 @@ from vsa.checkpoints.weights import WeightSource
 from vsa.diffusion.sampler import step_list
 from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
+from vsa.settings import shown
 
 Target = Literal[Layout, "run"]
 FASTVIDEO_TILE = (4, 4, 4)
@@ -158,14 +159,15 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
 
 
 def refuse_for_fastvideo(sparse: SparseAttentionConfig | None) -> None:
-    """FastVideo has cubes of 4 x 4 x 4 tokens and no fine gate, and drops keys it does not know.
+    """FastVideo has gated cubes of 4 x 4 x 4 tokens without a fine gate, and drops keys it does not know.
 
     Raises:
         ValueError: names what it cannot run.
     """
     if sparse is None:
         return
-    for key, wanted in (("tile_thw", FASTVIDEO_TILE), ("partition", "cube"), ("fine_gate", False)):
+    own = ("method", "video_sparse")
+    for key, wanted in (own, ("tile_thw", FASTVIDEO_TILE), ("partition", "cube"), ("fine_gate", False)):
         if getattr(sparse, key) != wanted:
             raise ValueError(f"FastVideo runs {key}={wanted} only, the source has {key}={getattr(sparse, key)}")
 
@@ -226,6 +228,8 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     kind = "dense"
     if sparse is not None:
         kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
+        if sparse.neighborhood is not None:
+            kind = f"neighborhood, window {shown(sparse.neighborhood.window_thw)}"
     told = [f"{len(source)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source} in {out}"]
     attention = str(source.run_config.get("attention", {}).get("_target_", "")).rpartition(".")[2]
     if sparse is None and attention not in ("", "FullAttention"):
@@ -259,9 +263,9 @@ def write_run(
     state |= {"step": 0} if steps is None else {"step": 0, "step_list": list(steps)}
     config: dict[str, Any] = dict(state.get("config", {}))
     if sparse is not None:
-        attention["_target_"] = "vsa.attention.video_sparse.VideoSparseAttention"
-        settings = {key: getattr(sparse, key) for key in ("partition", "block_order", "fine_gate")}
-        attention |= {"tile_thw": list(sparse.tile_thw), **settings}
+        method, settings = method_options(sparse)
+        attention["_target_"] = f"{method.__module__}.{method.__qualname__}"
+        attention |= settings
         state["sparse_attention"] = sparse.to_values()
         if "callbacks" in config:
             config["callbacks"] = {"samples": {**config["callbacks"]["samples"], **sampling_of_export(sparse)}}

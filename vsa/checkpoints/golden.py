@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -21,7 +23,14 @@ from torch import Tensor
 
 from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.layout import Segment, TileLayout
-from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, read_sparse_config, write_sparse_config
+from vsa.attention.neighborhood.axis import AxisRule
+from vsa.checkpoints.sparse_config import (
+    SPARSE_CONFIG,
+    Grid,
+    SparseAttentionConfig,
+    read_sparse_config,
+    write_sparse_config,
+)
 from vsa.checkpoints.wan import refuse_other_attention
 from vsa.checkpoints.weight_files import save_tensors
 from vsa.files import atomic_file
@@ -37,6 +46,7 @@ TOLERANCE = 1e-4
 # first left out score, relative to the spread of the scores
 _MIN_MARGIN = 2e-5
 _MAX_DRAWS = 200
+_MANY_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +57,15 @@ class GoldenCase:
         layer: index of the block.
         hidden: `[1, L, C]` float32 hidden states in raster order.
         grid_thw: token grid with L cells.
-        topk: kv tiles per query tile.
+        topk: kv tiles per query tile; all where the method selects none.
+        dense: dense attention stands in for a method that selects none, see `SparseAttentionConfig.dense_layers`.
     """
 
     layer: int
     hidden: Tensor
     grid_thw: Grid
     topk: int
+    dense: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +95,7 @@ def attention_output(model: VideoDiT, case: GoldenCase, recorder: Recorder | Non
     layout = _layout(block, case.grid_thw, device)
     cos, sin = rope_tables(case.grid_thw, model.head_dim, layout.device, model.rope_theta)
     rope = (layout.permute(cos[None])[0], layout.permute(sin[None])[0])
-    ctx = AttnContext(layout=layout, topk=case.topk, layer_idx=case.layer, recorder=recorder)
+    ctx = AttnContext(layout=layout, topk=case.topk, layer_idx=case.layer, dense=case.dense, recorder=recorder)
     return layout.unpermute(block.self_attention(layout.permute(case.hidden.to(device)), rope, ctx))
 
 
@@ -106,9 +118,12 @@ def write_golden(
     Args:
         model: holds the folder's own weights (`open_network`), in float32.
         folder: with a `sparse_attention.json`.
-        layers: which to write; None: all.
-        grid_thw: token grid; None: one and a bit tiles in time, two and a bit in height, two in width.
-        topk: kv tiles per query tile of layers that are not dense; None: a quarter of the tiles.
+        layers: which to write; None: all, and of a grid above 4096 tokens, which windows that count tokens can need,
+            the first.
+        grid_thw: token grid; None: one and a bit tiles in time, two and a bit in height, two in width, and at least
+            what lets each window leave a token out.
+        topk: kv tiles per query tile of layers that are not dense; None: a quarter of the tiles, all where the method
+            selects none.
         seed: of the first input; layers and draws count on from it.
         tolerance: see `GoldenError`.
 
@@ -122,14 +137,17 @@ def write_golden(
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise ValueError(f"golden tensors are computed in float32, {name} is {parameter.dtype}")
-    layers = list(range(len(model.blocks)) if layers is None else layers)
+    grid = _golden_grid(sparse) if grid_thw is None else grid_thw
+    if layers is None:
+        layers = range(len(model.blocks) if math.prod(grid) <= _MANY_TOKENS else 1)
+    layers = list(layers)
     if any(not 0 <= layer < len(model.blocks) for layer in layers):
         raise ValueError(f"layers must be in 0..{len(model.blocks) - 1}, got {layers}")
-    t, h, w = sparse.tile_thw
-    # ragged tiles on two axes, twelve tiles in all
-    grid = (t + 1, 2 * h + 1, 2 * w) if grid_thw is None else grid_thw
     num_tiles = _layout(cast(TransformerBlock, model.blocks[0]), grid, torch.device("cpu")).num_video_tiles
-    topk = max(1, num_tiles // 4) if topk is None else topk
+    if sparse.neighborhood is not None and topk is not None:
+        raise ValueError(f"topk {topk} has no meaning for {sparse.method}: it selects no tiles")
+    if topk is None:
+        topk = max(1, num_tiles // 4) if model.selects else num_tiles
     if not 1 <= topk <= num_tiles:
         raise ValueError(f"topk must be in 1..{num_tiles}, the tiles of grid {grid}, got {topk}")
 
@@ -137,16 +155,37 @@ def write_golden(
     seeds = itertools.count(seed)
     for layer in layers:
         kept = num_tiles if layer in sparse.dense_layers else topk
-        used, case, out = _clear_case(model, layer, grid, kept, num_tiles, seeds)
+        dense = layer in sparse.dense_layers and not model.selects
+        used, case, out = _clear_case(model, layer, grid, kept, num_tiles, seeds, dense)
         tensors[f"blocks.{layer}.hidden"] = case.hidden.contiguous()
         tensors[f"blocks.{layer}.out"] = out.float().cpu().contiguous()
-        cases.append({"layer": layer, "topk": kept, "seed": used})
+        cases.append({"layer": layer, "topk": kept, "seed": used} | ({"dense": True} if dense else {}))
     # one entry: the library writes several in any order, and the file should be the same each time
     header = {"golden": json.dumps({"grid_thw": grid, "num_tiles": num_tiles, "cases": cases})}
     with atomic_file(folder / GOLDEN) as temporary:
         save_tensors(tensors, temporary, header)
     write_sparse_config(folder, replace(sparse, golden=GOLDEN, golden_tolerance=tolerance))
     return folder / GOLDEN
+
+
+def _golden_grid(sparse: SparseAttentionConfig) -> Grid:
+    t, h, w = (4, 4, 4) if sparse.tile_thw is None else sparse.tile_thw
+    # ragged tiles on two axes, twelve tiles in all
+    sizes = [t + 1, 2 * h + 1, 2 * w]
+    if sparse.neighborhood is not None:
+        rules, trained = sparse.neighborhood.rules, sparse.grids[0]
+        sizes = [_room(rule, *pair) for rule, *pair in zip(rules, sizes, trained, strict=True)]
+    t, h, w = sizes
+    return t, h, w
+
+
+def _room(rule: AxisRule, least: int, trained: int) -> int:
+    """The smallest size of an axis from `least` on that its window fits and does not fill; at most the trained one."""
+    whole = {}
+    for size in range(min(least, trained), trained + 1):
+        with suppress(ValueError):
+            whole[size] = rule.at(size).is_whole
+    return min(whole, key=lambda size: (whole[size], size))
 
 
 def _layout(block: TransformerBlock, grid: Grid, device: torch.device) -> TileLayout:
@@ -157,7 +196,7 @@ def _layout(block: TransformerBlock, grid: Grid, device: torch.device) -> TileLa
 
 
 def _clear_case(
-    model: VideoDiT, layer: int, grid: Grid, topk: int, num_tiles: int, seeds: itertools.count[int]
+    model: VideoDiT, layer: int, grid: Grid, topk: int, num_tiles: int, seeds: itertools.count[int], dense: bool
 ) -> tuple[int, GoldenCase, Tensor]:
     """The first seed whose selection is no near tie, with its case and output."""
     margins: list[float] = []
@@ -171,7 +210,7 @@ def _clear_case(
     for _ in range(_MAX_DRAWS):
         seed = next(seeds)
         hidden = torch.randn(1, num_tokens, model.dim, generator=torch.Generator().manual_seed(seed))
-        case = GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=topk)
+        case = GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=topk, dense=dense)
         margins.clear()
         out = attention_output(model, case, recorder if topk < num_tiles else None)
         if not margins or margins[0] >= _MIN_MARGIN:
@@ -207,7 +246,9 @@ def check_golden(folder: str | Path, run: Callable[[GoldenCase], Tensor]) -> lis
         for row in header["cases"]:
             layer = row["layer"]
             hidden, golden = (file.get_tensor(f"blocks.{layer}.{name}") for name in ("hidden", "out"))
-            out = run(GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=row["topk"])).detach().cpu().double()
+            dense = row.get("dense", False)
+            case = GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=row["topk"], dense=dense)
+            out = run(case).detach().cpu().double()
             if out.shape != golden.shape:
                 raise ValueError(f"layer {layer}: output has shape {tuple(out.shape)}, expected {tuple(golden.shape)}")
             golden = golden.double()

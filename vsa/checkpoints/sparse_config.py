@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk, last_from, per_layer, range_at
 from vsa.attention.layout import Partition
-from vsa.attention.sparsity import Budget, ConstantSparsity, SparsityPoint, topk_at
+from vsa.attention.neighborhood.axis import AxisRule, Extent, axis_rules
+from vsa.attention.sparsity import Budget, ConstantSparsity
 from vsa.attention.tiling import BlockOrder
 from vsa.files import write_whole
 
@@ -54,7 +55,37 @@ class StepTopk:
         object.__setattr__(self, "grid_topk", tuple(tuple(row) for row in self.grid_topk))
 
 
-VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False}
+@dataclass(frozen=True, kw_only=True)
+class NeighborhoodWindow:
+    """The options of `vsa.attention.neighborhood.method.NeighborhoodAttention` that are no other method's.
+
+    Args:
+        window_thw: as of the method, like all others; an integer counts tokens, a number with a point is a share.
+        stride_thw: see there.
+        dilation_thw: see there.
+        causal_thw: see there.
+        kv_tile_thw: see there.
+    """
+
+    window_thw: tuple[Extent, Extent, Extent]
+    stride_thw: tuple[Extent, Extent, Extent]
+    dilation_thw: Grid
+    causal_thw: tuple[bool, bool, bool]
+    kv_tile_thw: Grid | None
+
+    def __post_init__(self) -> None:
+        for name in ("window_thw", "stride_thw", "dilation_thw", "causal_thw", "kv_tile_thw"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(value))
+                if len(value) != 3:
+                    raise ValueError(f"{name} of neighborhood must be three values, got {value}")
+
+    @property
+    def rules(self) -> tuple[AxisRule, AxisRule, AxisRule]:
+        return axis_rules(self.window_thw, self.stride_thw, self.dilation_thw, self.causal_thw)
+
+
+VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False, "neighborhood": None}
 """What version 1 had no keys for, with the values that say what it meant: a file of these alone is of version 1."""
 
 
@@ -66,23 +97,25 @@ class SparseAttentionConfig:
 
     Args:
         method: file name of the method in `vsa.attention` (`video_sparse`).
-        tile_thw: tokens per tile along time, height, width.
+        tile_thw: tokens per tile along time, height, width; None: neighborhood chooses it by grid.
         partition: cube or hilbert_run, see `vsa.attention.layout.TileLayout`.
         block_order: order of the tiles; results do not depend on it beyond rounding.
         fine_gate: the fine output has a gate too.
         gate_keys: names of the gate tensors among the weights.
-        grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer.
+        grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer; all tiles where the
+            method selects none (neighborhood).
         num_tiles: video tiles of each trained grid; grids of as many tiles have equal rows of top-k.
         grids: token grids trained on, the reference first.
         budget: how top-k follows the number of tiles on grids that were not trained on: count (the same number),
             fraction (the same share) or an exponent between 0 and 1, see
             `vsa.attention.sparsity.SparsitySchedule`.
         topk_ranges: top-k in parts of the denoising where it differs from `grid_topk`.
-        dense_layers: layers that keep all tiles whatever `grid_topk` says.
-        dense_steps: first denoising steps in which every layer keeps all tiles.
+        dense_layers: layers that keep all tiles whatever `grid_topk` says; those of neighborhood run dense attention.
+        dense_steps: first denoising steps in which every layer is like these.
         step_topk: top-k from denoising steps on where it differs, ascending.
         refresh: see `vsa.attention.denoising.DenoisingPlan`.
         shared_cache: see the same.
+        neighborhood: windows of the method neighborhood, None of any other.
         step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
         flow_shift: shift of the noise levels to sample with, which need not be that of the training; None: that of
             the pipeline.
@@ -96,7 +129,7 @@ class SparseAttentionConfig:
     """
 
     method: str
-    tile_thw: Grid
+    tile_thw: Grid | None
     partition: Partition
     block_order: BlockOrder
     fine_gate: bool
@@ -111,6 +144,7 @@ class SparseAttentionConfig:
     step_topk: tuple[StepTopk, ...] = ()
     refresh: int | tuple[tuple[int, int], ...] = 1
     shared_cache: bool = False
+    neighborhood: NeighborhoodWindow | None = None
     step_list: tuple[float, ...] | None = None
     flow_shift: float | None = None
     guidance_form: Literal["standard", "additive"] = "standard"
@@ -119,7 +153,9 @@ class SparseAttentionConfig:
     golden_tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tile_thw", "gate_keys", "num_tiles", "topk_ranges", "dense_layers", "step_topk"):
+        if self.tile_thw is not None:
+            object.__setattr__(self, "tile_thw", tuple(self.tile_thw))
+        for name in ("gate_keys", "num_tiles", "topk_ranges", "dense_layers", "step_topk"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("grids", "grid_topk"):
             object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
@@ -130,7 +166,12 @@ class SparseAttentionConfig:
         self._check()
 
     def _check(self) -> None:
-        for name, triple in (("tile_thw", self.tile_thw), *(("grids", grid) for grid in self.grids)):
+        if (self.method == "neighborhood") != (self.neighborhood is not None):
+            raise ValueError(f"neighborhood={self.neighborhood} does not go with method={self.method}")
+        if self.tile_thw is None and self.neighborhood is None:
+            raise ValueError(f"tile_thw must be three positive sizes, got None with method={self.method}")
+        tiles = () if self.tile_thw is None else (("tile_thw", self.tile_thw),)
+        for name, triple in (*tiles, *(("grids", grid) for grid in self.grids)):
             if len(triple) != 3 or min(triple) < 1:
                 raise ValueError(f"{name} must be three positive sizes, got {triple}")
         if not self.grids or len(self.grids) != len(self.num_tiles):
@@ -146,6 +187,8 @@ class SparseAttentionConfig:
             raise ValueError(f"dense_layers must be in 0..{self.num_layers - 1}, got {list(self.dense_layers)}")
         if self.dense_steps < 0:
             raise ValueError(f"dense_steps must not be negative, got {self.dense_steps}")
+        if self.neighborhood is not None:
+            self._check_windows(self.neighborhood)
         # refuses what has no meaning
         replace(self.denoising, step_topk=tuple((part.step, 1) for part in self.step_topk))
         if self.flow_shift is not None and not self.flow_shift > 0:
@@ -158,6 +201,16 @@ class SparseAttentionConfig:
             raise ValueError(
                 f"golden and golden_tolerance come together, got {self.golden} and {self.golden_tolerance}"
             )
+
+    def _check_windows(self, windows: NeighborhoodWindow) -> None:
+        for grid in self.grids:
+            # refuses windows that the grid does not have room for
+            for rule, size in zip(windows.rules, grid, strict=True):
+                rule.at(size)
+        self.denoising.refuse_without_selection(self.method)
+        all_tiles = tuple((n,) * self.num_layers for n in self.num_tiles)
+        if self.topk_ranges or self.step_topk or self.grid_topk != all_tiles:
+            raise ValueError(f"{self.method} selects no tiles, its grid_topk must be all of {list(self.num_tiles)}")
 
     def _check_topk(self, name: str, rows: tuple[tuple[int, ...], ...]) -> None:
         if len(rows) != len(self.grids):
@@ -198,11 +251,12 @@ class SparseAttentionConfig:
         if step is not None and step < self.dense_steps:
             return (num_tiles,) * self.num_layers
         if (i := last_from([part.step for part in self.step_topk], step)) is not None:
-            return self._on_grid(self.step_topk[i].grid_topk, num_tiles)
+            return self.on_grid(self.step_topk[i].grid_topk, num_tiles)
         found = range_at([(part.start, part.stop) for part in self.topk_ranges], progress)
-        return self._on_grid(self.grid_topk if found is None else self.topk_ranges[found].grid_topk, num_tiles)
+        return self.on_grid(self.grid_topk if found is None else self.topk_ranges[found].grid_topk, num_tiles)
 
-    def _on_grid(self, rows: tuple[tuple[int, ...], ...], num_tiles: int) -> tuple[int, ...]:
+    def on_grid(self, rows: tuple[tuple[int, ...], ...], num_tiles: int) -> tuple[int, ...]:
+        """Top-k of each layer on a grid of `num_tiles` tiles, from rows like those of `grid_topk`."""
         if num_tiles in self.num_tiles:
             counts = rows[self.num_tiles.index(num_tiles)]
         else:
@@ -249,13 +303,16 @@ class SparseAttentionConfig:
             raise ValueError(f"schema_version is {version}, this version reads 1 and {SCHEMA_VERSION}")
         values = {key: value for key, value in values.items() if key != "schema_version"}
         known = {field.name for field in fields(cls)} - (set(VERSION_2) if version == 1 else set())
-        if set(values) != known:
-            missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
+        # of what version 2 added each file may leave out what it does not use
+        missing, unknown = sorted(known - set(VERSION_2) - set(values)), sorted(set(values) - known)
+        if missing or unknown:
             raise ValueError(f"keys missing {missing}, keys unknown {unknown}")
         try:
             ranges = tuple(TopkRange(**part) for part in values["topk_ranges"])
             steps = tuple(StepTopk(**part) for part in values.get("step_topk", ()))
-            return cls(**{**values, "topk_ranges": ranges, "step_topk": steps})
+            windows = values.get("neighborhood")
+            windows = None if windows is None else NeighborhoodWindow(**windows)
+            return cls(**{**values, "topk_ranges": ranges, "step_topk": steps, "neighborhood": windows})
         except TypeError as error:
             raise ValueError(f"a value has the wrong type ({error})") from None
 
@@ -282,46 +339,6 @@ def denoising_fields(topks: Sequence[Topk], plan: DenoisingPlan, num_layers: int
         "refresh": plan.refresh,
         "shared_cache": plan.shared_cache,
     }
-
-
-class ExportedSparsity(ConstantSparsity):
-    """The top-k of a `sparse_attention.json` at every step: a model that was converted into a run goes on with it.
-
-    Args:
-        config: of the export.
-    """
-
-    def __init__(self, config: SparseAttentionConfig):
-        # the layers are dense by their top-k
-        plan = replace(config.denoising, dense_layers=())
-        super().__init__(topk=max(config.grid_topk[0]), dense_layers=config.dense_layers, denoising=plan)
-        self._config = config
-
-    def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
-        topk = super().topk_per_layer(step, num_tiles, num_layers, at)
-        ranges, steps = self._config.topk_ranges, self._config.step_topk
-        # budgets of a plan that was put in place of the export's go before those of the export
-        if at == "dense" or isinstance(topk, DenoisingTopk) or not (ranges or steps):
-            return topk
-        return DenoisingTopk(
-            base=topk,
-            ranges=tuple((part.start, part.stop, self._exported(part.grid_topk, num_tiles, at)) for part in ranges),
-            steps=tuple((part.step, self._exported(part.grid_topk, num_tiles, at)) for part in steps),
-        )
-
-    def _row(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint) -> Row:
-        self._check_layers(num_layers)
-        return self._exported(self._config.grid_topk, num_tiles, at)
-
-    def _ending_at(self, topk: int | None, sparsity: float | None) -> ConstantSparsity:
-        return ConstantSparsity(topk=topk, sparsity=sparsity, dense_layers=self.dense_layers)
-
-    def _exported(self, grid_topk: tuple[tuple[int, ...], ...], num_tiles: int, at: SparsityPoint) -> Row:
-        row = tuple(
-            k if layer in self.dense_layers else topk_at(k, num_tiles, at)
-            for layer, k in enumerate(self._config._on_grid(grid_topk, num_tiles))
-        )
-        return row[0] if len(set(row)) == 1 else row
 
 
 def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:

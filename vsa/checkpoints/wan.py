@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.video_sparse import Backend, VideoSparseAttention
-from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, write_sparse_config
+from vsa.checkpoints.sparse_config import (
+    SPARSE_CONFIG,
+    NeighborhoodWindow,
+    SparseAttentionConfig,
+    write_sparse_config,
+)
 from vsa.checkpoints.wan_config import SPARSE_FLAG, transformer_config
 from vsa.checkpoints.wan_names import diffusers_to_wan, wan_config
 from vsa.checkpoints.weight_files import exhaust, refuse_existing, some, write_weights
@@ -49,8 +57,21 @@ def sparse_settings(model: VideoDiT) -> dict[str, Any]:
     """
     block: Any = model.blocks[0]
     method = block.method
+    if isinstance(method, NeighborhoodAttention):
+        own = ("window_thw", "stride_thw", "dilation_thw", "causal_thw", "kv_tile_thw")
+        return {
+            "method": "neighborhood",
+            "tile_thw": method.tile_thw,
+            "partition": "cube",
+            "block_order": method.block_order,
+            "fine_gate": False,
+            "gate_keys": (),
+            "neighborhood": NeighborhoodWindow(**{name: getattr(method, name) for name in own}),
+        }
     if not isinstance(method, VideoSparseAttention):
-        raise ValueError(f"a {SPARSE_CONFIG} describes video_sparse attention, the model has {type(method).__name__}")
+        raise ValueError(
+            f"a {SPARSE_CONFIG} describes video_sparse or neighborhood attention, the model has {type(method).__name__}"
+        )
     return {
         "method": "video_sparse",
         "tile_thw": method.tile_thw,
@@ -69,16 +90,25 @@ def attention_of(sparse: SparseAttentionConfig | None, backend: Backend | None =
     """
     if sparse is None:
         return FullAttention
+    method, options = method_options(sparse)
+    return partial(method, **options, backend=backend)
+
+
+def method_options(sparse: SparseAttentionConfig) -> tuple[type[AttentionMethod], dict[str, Any]]:
+    """The class that a sparse config names, and its options.
+
+    Raises:
+        ValueError: an unknown method.
+    """
+    options: dict[str, Any] = {"tile_thw": sparse.tile_thw}
+    if sparse.neighborhood is not None:
+        windows = {f.name: getattr(sparse.neighborhood, f.name) for f in fields(sparse.neighborhood)}
+        return NeighborhoodAttention, options | windows | {"block_order": sparse.block_order}
     if sparse.method != "video_sparse":
-        raise ValueError(f"{SPARSE_CONFIG}: method must be video_sparse, got {sparse.method!r}")
-    return partial(
-        VideoSparseAttention,
-        tile_thw=sparse.tile_thw,
-        partition=sparse.partition,
-        block_order=sparse.block_order,
-        fine_gate=sparse.fine_gate,
-        backend=backend,
-    )
+        raise ValueError(f"{SPARSE_CONFIG}: method must be video_sparse or neighborhood, got {sparse.method!r}")
+    return VideoSparseAttention, options | {
+        key: getattr(sparse, key) for key in ("partition", "block_order", "fine_gate")
+    }
 
 
 def export_pretrained(
@@ -98,7 +128,7 @@ def export_pretrained(
         model: decides names, shapes and dtypes; sharded parameters are gathered one at a time, so every rank has to
             call, and rank 0 writes. With `tensors` it may be on the meta device.
         folder: must not exist.
-        sparse: how the gates are used; None exactly for a model without gates. Its settings must be the model's.
+        sparse: how the attention runs; a model with gates needs it. Its settings must be the model's.
         layout: diffusers, fastvideo (the same without our key in `config.json`) or wan (Wan's original names).
         dtype: of the written tensors; None keeps theirs.
         max_shard_bytes: of one file.
@@ -161,7 +191,8 @@ def refuse_other_attention(model: VideoDiT, sparse: SparseAttentionConfig, what:
                 raise ValueError(
                     f"{what}: gate_keys are not the model's, they differ in {some(set(theirs) ^ set(value))}"
                 )
-        elif theirs != value:
+        # as text: a window of 1 token is not the share 1.0
+        elif str(theirs) != str(value):
             raise ValueError(f"{what} has {key}={theirs}, the model has {value}")
     if sparse.num_layers != len(model.blocks):
         raise ValueError(f"{what} has grid_topk of {sparse.num_layers} layers, the model has {len(model.blocks)}")

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.attention.video_sparse import Backend
+from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.checkpoints.sampling_settings import read_sampling_part, sampling_of
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
-    ExportedSparsity,
     SparseAttentionConfig,
     denoising_fields,
     has_sparse_config,
@@ -113,9 +114,17 @@ class RunWeights(WeightSource):
     @cached_property
     def sparse(self) -> SparseAttentionConfig | None:
         sparse = self._exported
-        if sparse is None and any(map(is_gate, self)):
+        if sparse is None and (any(map(is_gate, self)) or self._has_windows):
             sparse = self._described()
         return sparse if sparse is None or self.step_list is None else sparse.sampled_at(self.step_list)
+
+    @property
+    def _has_windows(self) -> bool:
+        """Whether its attention is one without parameters that `sparse_attention.json` describes all the same."""
+        if not {"model", "attention"} <= self.run_config.keys():
+            return False
+        method: Any = self._meta.blocks[0].method
+        return isinstance(method, NeighborhoodAttention)
 
     def _described(self) -> SparseAttentionConfig:
         """What the schedule and the state say; the largest grid of the training is the reference."""
@@ -123,7 +132,12 @@ class RunWeights(WeightSource):
         shapes = sorted({tuple(shape) for shape in state["latent_shapes"]}, key=lambda s: (-s[1] * s[2] * s[3], s))
         num_tiles = [model.layout_for(shape, "cpu").num_video_tiles for shape in shapes]
         layers = len(model.blocks)
-        topks = [schedule.topk_after(state["step"], n, layers) for n in num_tiles]
+        if model.selects:
+            topks = [schedule.topk_after(state["step"], n, layers) for n in num_tiles]
+            budget, by_topk = schedule.budget, schedule.dense_layers
+        else:
+            # what the schedule says has no meaning
+            topks, budget, by_topk = num_tiles, "fraction", ()
         # a run that names its sampling shift samples as the model is meant to; the training shift is another thing
         sampling = sampling_of(self.run_config)
         sampling = sampling if "flow_shift" in sampling else {}
@@ -132,8 +146,8 @@ class RunWeights(WeightSource):
             **denoising_fields(topks, schedule.denoising, layers),
             num_tiles=tuple(num_tiles),
             grids=tuple(model.grid(shape) for shape in shapes),
-            budget=schedule.budget,
-            dense_layers=tuple(sorted({*schedule.dense_layers, *schedule.denoising.dense_layers})),
+            budget=budget,
+            dense_layers=tuple(sorted({*by_topk, *schedule.denoising.dense_layers})),
             flow_shift=sampling.get("flow_shift"),
             guidance_scale=sampling.get("guidance"),
         )

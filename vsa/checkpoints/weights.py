@@ -99,7 +99,7 @@ class WeightSource(Mapping[str, Tensor], ABC):
     @property
     @abstractmethod
     def sparse(self) -> SparseAttentionConfig | None:
-        """How the gates are used; None without gates, or where nothing describes them."""
+        """How sparse attention runs; None without gates or windows, or where nothing describes them."""
 
     @abstractmethod
     def network(self, **options: Any) -> VideoDiT:

@@ -95,6 +95,8 @@ def sample_pipeline(
     guidance: float | None = None,
     steps: int | None = None,
     tile: Sequence[int] | None = None,
+    window: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
     **attention: Any,
 ) -> Path:
     """Write the clips of a diffusers pipeline to a folder, and return that.
@@ -114,12 +116,15 @@ def sample_pipeline(
         guidance: see `clip_settings`.
         steps: see `clip_settings`.
         tile: tokens per tile, see `apply`.
+        window: of neighborhood, tokens.
+        stride: of neighborhood, tokens.
         attention: of `open_pipeline`.
     """
     refuse_unwritable(out)
     device = usable_device(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    pipe = open_pipeline(pipeline, dtype=getattr(torch, dtype), device=device, tile_thw=tile, **attention)
+    thw = {"tile_thw": tile, "window_thw": window, "stride_thw": stride}
+    pipe = open_pipeline(pipeline, dtype=getattr(torch, dtype), device=device, **thw, **attention)
     clip = clip_settings(pipe, size=size, frames=frames, guidance=guidance, steps=steps)
     trained, grid = trained_settings(pipe), token_grid(pipe, clip.size, clip.frames)
     if trained is not None and grid not in trained.grids:

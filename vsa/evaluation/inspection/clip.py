@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.tiling import Grid
+from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
-from vsa.checkpoints.sparse_config import ExportedSparsity
 from vsa.checkpoints.weight_source import Group, is_run, open_network
 from vsa.config import build, check_targets
 from vsa.data.buckets import Bucket

@@ -49,6 +49,8 @@ def open_pipeline(
     topk: int | None = None,
     denoising: Mapping[str, Any] | None = None,
     tile_thw: Sequence[int] | None = None,
+    window_thw: Sequence[float] | None = None,
+    stride_thw: Sequence[float] | None = None,
     flow_shift: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -68,6 +70,8 @@ def open_pipeline(
         topk: tiles kept.
         denoising: options of a `DenoisingPlan`.
         tile_thw: see `apply`.
+        window_thw: see `apply`.
+        stride_thw: see `apply`.
         flow_shift: of the scheduler; None: that of the sparse transformer, else the scheduler's own.
         dtype: of transformers and text encoder; the VAE computes in float32.
         device: where the pipeline goes.
@@ -90,7 +94,7 @@ def open_pipeline(
     sparse_source = transformer
     if sparse_source is None and _is_sparse(pretrained_folder(source)):
         sparse_source = source
-    own = dict(method=method, tile_thw=tile_thw)
+    own = dict(method=method, tile_thw=tile_thw, window_thw=window_thw, stride_thw=stride_thw)
     parts = {}
     if sparse_source is not None:
         for option, value in own.items():
@@ -122,6 +126,8 @@ def open_pipeline(
                 topk=topk,
                 denoising=DenoisingPlan(**(denoising or {})),
                 tile_thw=tile_thw,
+                window_thw=window_thw,
+                stride_thw=stride_thw,
             )
     if flow_shift is not None:
         _set_shift(pipe, flow_shift)
@@ -320,7 +326,7 @@ def _is_sparse(folder: Path) -> bool:
 
 def _refuse_gates(folder: Path) -> None:
     if _is_sparse(folder):
-        raise ValueError(f"{folder} has gates, but only the first transformer of a pipeline may be a sparse one")
+        raise ValueError(f"{folder} is sparse, but only the first transformer of a pipeline may be")
 
 
 def _set_shift(pipe: Any, flow_shift: float) -> None:

@@ -90,6 +90,8 @@ def load_sparse(
     """
     folder = pretrained_folder(source, subfolder)
     config = read_sparse_config(folder)
+    if config.neighborhood is not None and (sparsity is not None or topk is not None):
+        raise ValueError(f"{config.method} of {folder} selects no tiles, got sparsity={sparsity} and topk={topk}")
     # seen before gigabytes are loaded
     weights = WeightFiles(folder)
     refuse_key_difference(config.gate_keys, [key for key in weights.keys if is_gate(key)], str(folder))

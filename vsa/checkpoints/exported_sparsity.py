@@ -1,0 +1,50 @@
+"""The schedule of a run that was made of an export."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vsa.attention.denoising import DenoisingTopk, Row, Topk
+from vsa.attention.sparsity import ConstantSparsity, SparsityPoint, topk_at
+from vsa.checkpoints.sparse_config import SparseAttentionConfig
+
+
+class ExportedSparsity(ConstantSparsity):
+    """The top-k of a `sparse_attention.json` at every step: a model that was converted into a run goes on with it.
+
+    Args:
+        config: of the export.
+    """
+
+    def __init__(self, config: SparseAttentionConfig):
+        # layers are dense by their top-k, where there is one
+        by_topk = config.dense_layers if config.neighborhood is None else ()
+        plan = config.denoising if config.neighborhood is not None else replace(config.denoising, dense_layers=())
+        super().__init__(topk=max(config.grid_topk[0]), dense_layers=by_topk, denoising=plan)
+        self._config = config
+
+    def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
+        topk = super().topk_per_layer(step, num_tiles, num_layers, at)
+        ranges, steps = self._config.topk_ranges, self._config.step_topk
+        # budgets of a plan that was put in place of the export's go before those of the export
+        if at == "dense" or isinstance(topk, DenoisingTopk) or not (ranges or steps):
+            return topk
+        return DenoisingTopk(
+            base=topk,
+            ranges=tuple((part.start, part.stop, self._exported(part.grid_topk, num_tiles, at)) for part in ranges),
+            steps=tuple((part.step, self._exported(part.grid_topk, num_tiles, at)) for part in steps),
+        )
+
+    def _row(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint) -> Row:
+        self._check_layers(num_layers)
+        return self._exported(self._config.grid_topk, num_tiles, at)
+
+    def _ending_at(self, topk: int | None, sparsity: float | None) -> ConstantSparsity:
+        return ConstantSparsity(topk=topk, sparsity=sparsity, dense_layers=self.dense_layers)
+
+    def _exported(self, grid_topk: tuple[tuple[int, ...], ...], num_tiles: int, at: SparsityPoint) -> Row:
+        row = tuple(
+            k if layer in self.dense_layers else topk_at(k, num_tiles, at)
+            for layer, k in enumerate(self._config.on_grid(grid_topk, num_tiles))
+        )
+        return row[0] if len(set(row)) == 1 else row
