@@ -9,7 +9,8 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from vsa.attention.neighborhood.simulate import best_tile, end_to_end, simulate, sweep_strides
+from vsa.attention.neighborhood.simulate import axis_windows, end_to_end, simulate, sweep_strides
+from vsa.attention.neighborhood.tile import best_tile
 from vsa.attention.neighborhood.visits import Tiling
 
 
@@ -52,7 +53,7 @@ def print_simulation(
         bound = partial(end_to_end, attention_share=attention_share, rounded=rounded, **counts)
         # a sweep may take long: what it refuses is told before
         bound(1.0)
-    kv_tile = kv_tile or q_tile or best_tile(grid, window, stride=stride, dilation=dilation, causal=causal)[1]
+    kv_tile = kv_tile or q_tile or best_tile(axis_windows(grid, window, stride, dilation, causal))[1]
     q_tile = q_tile or kv_tile
     if sweep:
         settings = sweep_strides(
