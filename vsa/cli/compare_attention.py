@@ -66,9 +66,9 @@ def compare_attention(
     """Compare attention methods: density, recall, error and time on the same q, k, v, PSNR and SSIM of denoising runs.
 
     Queries, keys and values come from a model that looks at clips, from a file, or are drawn: fields with the locality
-    of video, and noise. Oracle tiles are the ceiling of any selection of tiles, random ones the floor. Options over the
-    denoising hold in the denoising runs of all methods but dense attention. Written are comparison.html (one file,
-    works without a network), PNGs, CSVs and comparison.json.
+    of video, and noise. Oracle tiles are the ceiling of any selection of tiles, random ones the floor. What is set over
+    the denoising holds in the runs of all methods but dense attention. Written are comparison.html (one file, works
+    without a network), PNGs, CSVs and comparison.json.
 
     \b
     vsa compare-attention --synthetic 8 16 16
