@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vsa.attention.denoising import DenoisingPlan, Row, progress_of, row_at
-from vsa.attention.sparsity import constant_topk
+from vsa.attention.sparsity import ConstantSparsity, constant_topk
 from vsa.evaluation.attention_map import denoise_once
 from vsa.evaluation.comparison.computed import computed_pairs
 from vsa.evaluation.comparison.methods import Method
@@ -48,6 +48,26 @@ class Denoised:
     psnr: float | None
     ssim: float | None
     seconds: float
+
+
+def comparison_plan(run: LoadedRun, methods: Sequence[Method], options: Mapping[str, Any]) -> DenoisingPlan:
+    """What all methods but dense attention follow: the run's plan without its budgets, and the options.
+
+    Raises:
+        ValueError: an option that no method has a use for, or a layer that the model does not have.
+    """
+    plan = replace(run.settings().denoising.without_budgets(), **options)
+    ConstantSparsity(topk=1, denoising=plan).topk_per_layer(0, 1, len(run.model.blocks))
+    selecting = any(method.topk is not None or method.sparsity is not None for method in methods)
+    if not selecting and not run.model.selects:
+        plan.refuse_without_selection(", ".join(method.label for method in methods))
+    return plan
+
+
+def plan_text(plan: DenoisingPlan) -> str:
+    """A plan behind the words of a heading."""
+    changes = ", ".join(f"{name}={value}" for name, value in plan.changes().items())
+    return f"; all but dense attention with {changes}" if changes else ""
 
 
 @torch.no_grad()

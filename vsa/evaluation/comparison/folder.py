@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +18,13 @@ from rich.table import Table as Printed
 
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.full import FullAttention
-from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.tiling import Grid
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.weight_source import Group, is_run
 from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vsa.errors import refuse_unwritable, usable_device
 from vsa.evaluation.comparison.captures import Captures, capture_clips, load_captures, save_captures
-from vsa.evaluation.comparison.denoise import Denoised, compare_denoising
+from vsa.evaluation.comparison.denoise import Denoised, compare_denoising, comparison_plan, plan_text
 from vsa.evaluation.comparison.figures import (
     denoising_chart,
     denoising_table,
@@ -151,7 +150,7 @@ def compare_attention(
     settings, plan = None, DenoisingPlan()
     if loaded is not None and prompts:
         # told before anything is measured
-        plan = _plan(loaded, asked, denoising or {})
+        plan = comparison_plan(loaded, asked, denoising or {})
         own = denoising
         if not loaded.model.selects:
             own = {"dense_steps": plan.dense_steps, "dense_layers": plan.dense_layers}
@@ -230,16 +229,6 @@ def _capture(
         )
 
 
-def _plan(run: LoadedRun, methods: Sequence[Method], options: Mapping[str, Any]) -> DenoisingPlan:
-    """What all methods but dense attention follow: the run's plan without its budgets, and the options."""
-    plan = replace(run.settings().denoising.without_budgets(), **options)
-    ConstantSparsity(topk=1, denoising=plan).topk_per_layer(0, 1, len(run.model.blocks))
-    selecting = any(method.topk is not None or method.sparsity is not None for method in methods)
-    if not selecting and not run.model.selects:
-        plan.refuse_without_selection(", ".join(method.label for method in methods))
-    return plan
-
-
 def _denoise(
     run: LoadedRun, prompts: Sequence[str], methods: Sequence[Method], settings: SampleSettings, plan: DenoisingPlan
 ) -> list[Denoised]:
@@ -294,15 +283,9 @@ def _facts(
     if run is not None and prompts:
         facts["denoising"] = (
             f"{run.source} ({run.weights}), prompts: {len(prompts)}, steps: {sampling['steps']}, guidance "
-            f"{sampling['guidance']:g}, seed {sampling['seed']}{_told(plan)}"
+            f"{sampling['guidance']:g}, seed {sampling['seed']}{plan_text(plan)}"
         )
     return facts
-
-
-def _told(plan: DenoisingPlan) -> str:
-    """A plan behind the words of a heading."""
-    changes = ", ".join(f"{name}={value}" for name, value in plan.changes().items())
-    return f"; all but dense attention with {changes}" if changes else ""
 
 
 def _left_out(asked: Sequence[str], rows: Sequence[Row]) -> list[str]:
@@ -348,7 +331,7 @@ def _write(
             last.append(_section("By layer and timestep", note, places, "rows.csv"))
     if denoised:
         charts.append(denoising_chart(denoised))
-        note = f"The same prompts and noise with each method in place of the model's attention{_told(plan)}."
+        note = f"The same prompts and noise with each method in place of the model's attention{plan_text(plan)}."
         last.insert(0, _section("Denoising runs", note, denoising_table(denoised), "denoising.csv"))
     figures = []
     for chart in charts:
@@ -385,7 +368,7 @@ def _print(rows: Sequence[Row], denoised: Sequence[Denoised], plan: DenoisingPla
     }
     console = Console()
     if denoised:
-        tables[f"denoising runs against dense attention{_told(plan)}"] = denoising_table(denoised)
+        tables[f"denoising runs against dense attention{plan_text(plan)}"] = denoising_table(denoised)
     for title, table in tables.items():
         # what does not fit beside the others stands in the page
         narrow = ("L2 error", "speed-up", "attention") if console.width < 110 and len(table.headings) > 8 else ()
