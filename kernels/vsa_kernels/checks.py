@@ -63,3 +63,17 @@ def check_device(name: str, x: Tensor | None, like: str, other: Tensor) -> None:
     """x, where it is given, lives where the other tensor does; the names are for the message."""
     if x is not None and x.device != other.device:
         raise ValueError(f"{name} must be on {other.device} like {like}, got {x.device}")
+
+
+def check_scale(scale: float | None, head_dim: int, backend: str) -> float:
+    """The factor of the logits that a backend gets, default `head_dim ** -0.5`.
+
+    A scale of 0 makes all visible keys of a query equal. `triton` gets the smallest normal number in its place: its
+    hidden logits are -inf before they are scaled, and -inf * 0 is nan; visible logits below 1e30 round to 0.
+    """
+    factor = head_dim**-0.5 if scale is None else scale
+    if backend != "triton":
+        return factor
+    if not factor >= 0:
+        raise ValueError(f"scale must not be negative for backend triton, got {factor}")
+    return max(factor, torch.finfo(torch.float32).tiny)

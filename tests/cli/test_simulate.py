@@ -75,3 +75,13 @@ def test_bad_input(command_line, arguments, message):
     status, _, err = command_line("simulate", *arguments)
     assert status == 1
     assert message in err
+
+
+def test_bounds_are_refused_before_a_sweep(command_line, monkeypatch):
+    def sweep(*_, **__):
+        raise AssertionError("a sweep was begun")
+
+    monkeypatch.setattr("vsa.attention.neighborhood.simulation_table.sweep_strides", sweep)
+    status, _, err = command_line("simulate", *SETTING, "--sweep", "--attention-share", "1.5")
+    assert status == 1
+    assert "attention_share must be in [0, 1], got 1.5" in err

@@ -105,6 +105,15 @@ def test_gradcheck(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scale_of_0_takes_the_mean(backend, device):
+    case = replace(make_case(**RAGGED, fine=True, dtype=torch.float64, device=device), scale=0.0)
+    exact, got = define(case), run(case, backend)
+    for name in NAMES:
+        torch.testing.assert_close(got[name], exact[name], rtol=1e-12, atol=1e-12, msg=f"{backend} {name}")
+    assert torch.allclose(got["lse"].exp(), expand_mask(case).sum(-1).to(got["lse"]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_block_listed_is_dense_attention(backend, device):
     case = make_case([4] * 6, [4] * 5, heads=2, kv_heads=2, batch=2, density=1.0, device=device)
     q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))

@@ -183,6 +183,16 @@ def test_composition_equals_the_definition(name, backend):
     assert (exact["dk"] - unshared["dk"]).abs().max() > 1e-3
 
 
+def test_a_scale_of_0_takes_means(triton_device):
+    problem = CASES["all"](device=triton_device)
+    q, k, v, gate_coarse, gate_fine = problem.inputs
+    got = coarse_fine_attn(q, k, v, gate_coarse, gate_fine, **problem.blocks, topk=3, scale=0.0, backend="triton").out
+    values = v.float().repeat_interleave(2, 2)
+    means = torch.stack([part.mean(1) for part in values.split(problem.kv_sizes, 1)]).mean(0)
+    expected = gate_coarse.float() * means[:, None] + gate_fine.float() * values.mean(1, keepdim=True)
+    torch.testing.assert_close(got.float(), expected, rtol=0, atol=1e-5 if got.dtype == torch.float32 else 0.05)
+
+
 def test_scores_in_several_chunks(triton_device, monkeypatch):
     """What the limit on the memory of the scores changes: nothing but the number of launches."""
     from vsa_kernels.coarse_fine import triton_op

@@ -169,6 +169,21 @@ def test_a_negative_scale_is_refused(triton_device):
         run(replace(make_case([2], [2], device=triton_device), scale=-1.0), "triton")
 
 
+@pytest.mark.parametrize("fine", [False, True], ids=["plain", "fine"])
+def test_a_scale_of_0_takes_the_mean(fine, triton_device):
+    """Ragged blocks, masks, a row without any block: hidden logits are -inf, and -inf * 0 would be nan."""
+    case = make_case([9, 4], [7, 16, 3], density=0.7, fine=fine, device=triton_device)
+    case = replace(case, scale=0.0)
+    exact, plain, terms, got = define(case), run(case, "reference"), summed_terms(case), run(case, "triton")
+    for name in ("out", "lse", "dv"):
+        assert_within_budget(got[name], plain[name], exact[name], name, terms[name])
+    for name in ("dq", "dk"):
+        assert exact[name].abs().max() == 0
+        assert got[name].abs().max() < 1e-30
+    seen = expand_mask(case).sum(-1).to(got["lse"].device)
+    assert torch.allclose(got["lse"].exp(), seen.float())
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_backward_of_large_activations(head_dim, triton_device):
     """q and k of 30 standard deviations, logits of some thousands: bf16 on a GPU, fp32 in the interpreter."""

@@ -17,6 +17,20 @@ from vsa.attention.selection import SampleTopk
 Recorder = Callable[[int, dict[str, Tensor]], None]
 """Called as `recorder(layer_idx, tensors)` by methods that expose their internals; see `AttnContext.record`."""
 
+INDEX = ("kv_indices", "kv_num_blocks", "kv_num_full_blocks", "mask_ids", "mask_bits")
+"""Recorded tensors that are the layer's `BlockIndex`, of those that it has."""
+
+
+def recorded_index(tensors: Mapping[str, Tensor]) -> BlockIndex:
+    """The index that a layer recorded, with its fine masks if it has any."""
+    return BlockIndex(
+        kv_indices=tensors["kv_indices"],
+        kv_num_blocks=tensors["kv_num_blocks"],
+        kv_num_full_blocks=tensors.get("kv_num_full_blocks"),
+        mask_ids=tensors.get("mask_ids"),
+        mask_bits=tensors.get("mask_bits"),
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttnContext:
@@ -136,8 +150,7 @@ class AttnContext:
         if self.recorder is None:
             return
         recorded = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-        names = ("kv_indices", "kv_num_blocks", "kv_num_full_blocks", "mask_ids", "mask_bits")
-        lists = {name: x for name in names if (x := getattr(index, name)) is not None}
+        lists = {name: x for name in INDEX if (x := getattr(index, name)) is not None}
         self.recorder(layer_idx, recorded | lists)
 
 

@@ -164,6 +164,10 @@ class DenoisingPlan:
         """The plan with one budget from the first step to the last."""
         return replace(self, topk_ranges=(), sparsity_ranges=(), step_topk=(), step_sparsity=())
 
+    def without_selections(self) -> DenoisingPlan:
+        """What of the plan a method that selects no tiles has a use for."""
+        return DenoisingPlan(dense_steps=self.dense_steps, dense_layers=self.dense_layers)
+
     def changes(self) -> dict[str, Any]:
         """Its options that have not their default, as plain values for a record."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}

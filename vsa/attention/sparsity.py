@@ -110,6 +110,11 @@ def _exact_sparsity(sparsity: float | str) -> Fraction:
     return value
 
 
+def constant_topk(topk: Row, plan: DenoisingPlan, num_tiles: int) -> Topk:
+    """A top-k on one grid with the other budgets of a plan, none of which keeps more than all tiles."""
+    return plan.on_grid(topk, lambda budget: ConstantSparsity(**budget._asdict()).target_topk(num_tiles))
+
+
 @checked
 class SparsitySchedule:
     """Top-k of each optimizer step and layer, on the way from all tiles to an end value.

@@ -2,7 +2,7 @@
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv tiles. Tensors are tile-major with RoPE
 and qk-norm applied, as a method hands them to a recorder. Every tile may select every tile. Masses, lists and overlaps
-count whole tiles; `density` and `visible_recall` count what a fine mask leaves of them.
+count whole tiles; `density`, `visible_keys` and `visible_recall` count what a fine mask leaves of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from vsa_kernels import BlockIndex, Blocks
 
 CHUNK_LOGITS = 1 << 25
-"""Logits held at a time by `tile_mass`: 128 MiB of fp32."""
+"""Logits held at a time by `dense_weights`: 128 MiB of fp32."""
 
 
 class Recall(NamedTuple):
@@ -56,11 +56,11 @@ def tile_mass(q: Tensor, k: Tensor, tokens: Tensor, kv_blocks: Blocks, scale: fl
     Returns:
         fp32 `[B, H, n, Nkv]`, rows sum to 1.
     """
-    return torch.cat([_sum_tiles(weights, kv_blocks) for _, weights in _weights(q, k, tokens, scale)], dim=2)
+    return torch.cat([_sum_tiles(weights, kv_blocks) for _, weights in dense_weights(q, k, tokens, scale)], dim=2)
 
 
-def _weights(q: Tensor, k: Tensor, tokens: Tensor, scale: float | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some of the tokens at a time, and their dense attention `[B, H, n, S]`."""
+def dense_weights(q: Tensor, k: Tensor, tokens: Tensor, scale: float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some of the query tokens at a time, and their dense attention `[B, H, n, S]`, exact in fp32; see `tile_mass`."""
     batch, _, heads, dim = q.shape
     factor: float = dim**-0.5 if scale is None else scale
     # [B, Hkv, D, S]
@@ -106,17 +106,17 @@ def density(index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
         q_blocks: the query tiles.
         kv_blocks: the kv tiles.
     """
-    slot = torch.arange(index.kv_indices.shape[-1], device=index.kv_indices.device)
-    listed = slot < index.kv_num_blocks[..., None]
-    q_sizes, kv_sizes = q_blocks.sizes.double(), kv_blocks.sizes.double()
+    listed, masked = _entries(index)
     # entries past the count may hold anything
-    pairs = q_sizes[:, None] * kv_sizes[torch.where(listed, index.kv_indices, 0).long()]
-    if index.mask_bits is not None:
-        assert index.mask_ids is not None
-        assert index.kv_num_full_blocks is not None
-        masked = listed & (slot >= index.kv_num_full_blocks[..., None])
+    tile = torch.where(listed, index.kv_indices, 0).long()
+    q_sizes, kv_sizes = q_blocks.sizes.double(), kv_blocks.sizes.double()
+    pairs = q_sizes[:, None] * kv_sizes[tile]
+    if index.mask_bits is not None and index.mask_ids is not None:
+        # a mask may say anything of the places behind a short tile: sums up to the last place that there is
+        sums = index.mask_bits.cumsum(1, dtype=torch.int32).cumsum(2, dtype=torch.int32)
+        last = (q_blocks.sizes - 1)[:, None].long(), (kv_blocks.sizes - 1)[tile].long()
         ids = torch.where(masked, index.mask_ids, 0).long()
-        pairs = torch.where(masked, index.mask_bits.sum((1, 2)).double()[ids], pairs)
+        pairs = torch.where(masked, sums[ids, last[0], last[1]].double(), pairs)
     return (pairs * listed).sum((-2, -1)) / (q_sizes.sum() * kv_sizes.sum())
 
 
@@ -128,40 +128,53 @@ def visible_recall(
     Args:
         q: `[B, L, H, D]`.
         k: `[B, S, Hkv, D]`.
-        index: with fine masks.
+        index: kv tiles of each query tile.
         tokens: int64 `[n]` query tokens to look at.
         q_blocks: the query tiles.
         kv_blocks: the kv tiles.
     """
     selected, visible = [], []
-    for some, weights in _weights(q, k, tokens, None):
+    for some, weights in dense_weights(q, k, tokens):
         # [B|1, H|1, n, S]
-        seen = _visible(index, some, q_blocks, kv_blocks)
+        seen = visible_keys(index, some, q_blocks, kv_blocks)
         selected.append((weights * seen).sum(-1))
         visible.append(seen.float().mean(-1))
     random = torch.cat(visible, dim=2).mean(-1).expand(q.shape[0], q.shape[2])
     return Recall(torch.cat(selected, dim=2).mean(-1), random)
 
 
-def _visible(index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
-    """Bool `[B|1, H|1, n, S]`, keys that some query tokens attend to."""
-    assert index.mask_bits is not None
-    assert index.mask_ids is not None
-    assert index.kv_num_full_blocks is not None
+def visible_keys(index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
+    """Bool `[B|1, H|1, n, S]`, keys that some query tokens attend to.
+
+    Args:
+        index: kv tiles of each query tile.
+        tokens: int64 `[n]` query tokens.
+        q_blocks: the query tiles.
+        kv_blocks: the kv tiles.
+    """
     row = torch.bucketize(tokens, q_blocks.offsets[1:].long(), right=True)
-    place = tokens - q_blocks.offsets[row]
-    slot = torch.arange(index.kv_indices.shape[-1], device=tokens.device)
-    # [B|1, H|1, n, K, block_kv]
-    bits = index.mask_bits[index.mask_ids[:, :, row].long(), place[:, None]]
-    bits = bits | (slot < index.kv_num_full_blocks[:, :, row, None])[..., None]
+    listed, masked = (x[:, :, row] for x in _entries(index))
+    tile = torch.where(listed, index.kv_indices[:, :, row], 0).long()
     within = torch.arange(kv_blocks.max_size, device=tokens.device)
-    tile = torch.where(slot < index.kv_num_blocks[:, :, row, None], index.kv_indices[:, :, row], 0).long()
-    bits = bits & (within < kv_blocks.sizes[tile][..., None]) & (slot < index.kv_num_blocks[:, :, row, None])[..., None]
+    # [B|1, H|1, n, K, block_kv]; places behind a short tile are no keys
+    bits = listed[..., None] & (within < kv_blocks.sizes[tile][..., None])
+    if index.mask_bits is not None and index.mask_ids is not None:
+        ids = torch.where(masked, index.mask_ids[:, :, row], 0).long()
+        bits = bits & (index.mask_bits[ids, (tokens - q_blocks.offsets[row])[:, None]] | ~masked[..., None])
     # what is no key goes to a spare column
     num_keys = int(kv_blocks.offsets[-1])
     key = torch.where(bits, kv_blocks.offsets[tile][..., None] + within, num_keys).long().flatten(3)
     seen = torch.zeros(*key.shape[:3], num_keys + 1, dtype=torch.bool, device=tokens.device)
     return seen.scatter_(-1, key, True)[..., :-1]
+
+
+def _entries(index: BlockIndex) -> tuple[Tensor, Tensor]:
+    """Entries of the lists that are read, and those of them that have a fine mask; bool `[B|1, H|1, Nq, Kmax]`."""
+    slot = torch.arange(index.kv_indices.shape[-1], device=index.kv_indices.device)
+    listed = slot < index.kv_num_blocks[..., None]
+    if index.kv_num_full_blocks is None:
+        return listed, torch.zeros_like(listed)
+    return listed, listed & (slot >= index.kv_num_full_blocks[..., None])
 
 
 def selection_overlap(a: Tensor, b: Tensor) -> Tensor:

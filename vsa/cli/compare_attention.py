@@ -7,7 +7,7 @@ from typing import Annotated
 
 from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
-from vsa.cli.values import numbers
+from vsa.cli.values import PLAN, numbers, plan_options
 
 MODEL, DRAWN, MEASURED = "Of a model (--run)", "Drawn (--synthetic)", "What is measured"
 
@@ -49,6 +49,14 @@ def compare_attention(
     ] = (21, 60, 104),
     weights: Annotated[opt.Group | None, option("averaged or trained", panel=MODEL)] = None,
     pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=MODEL)] = None,
+    dense_layers: opt.DenseLayers = None,
+    dense_steps: opt.DenseSteps = None,
+    topk_ranges: opt.TopkRanges = None,
+    sparsity_ranges: opt.SparsityRanges = None,
+    step_topk: opt.StepTopk = None,
+    step_sparsity: opt.StepSparsity = None,
+    refresh: opt.Refresh = None,
+    shared_cache: opt.SharedCache = None,
     heads: Annotated[int, option("attention heads", panel=DRAWN, whole=(1, 1024))] = 4,
     head_dim: Annotated[int, option("channels of a head", panel=DRAWN, whole=(6, 1024))] = 64,
     queries: Annotated[int, option("query tokens for recall and error", panel=MEASURED, whole=(1, MANY))] = 256,
@@ -58,12 +66,14 @@ def compare_attention(
     """Compare attention methods: density, recall, error and time on the same q, k, v, PSNR and SSIM of denoising runs.
 
     Queries, keys and values come from a model that looks at clips, from a file, or are drawn: fields with the locality
-    of video, and noise. Oracle tiles are the ceiling of any selection of tiles, random ones the floor. Written are
-    comparison.html (one file, works without a network), PNGs, CSVs and comparison.json.
+    of video, and noise. Oracle tiles are the ceiling of any selection of tiles, random ones the floor. What is set over
+    the denoising holds in the runs of all methods but dense attention. Written are comparison.html (one file, works
+    without a network), PNGs, CSVs and comparison.json.
 
     \b
     vsa compare-attention --synthetic 8 16 16
     vsa compare-attention --run outputs/quickstart/default --clips VIDEOS --prompt "a red circle" --save Q.safetensors
+    vsa compare-attention --run outputs/quickstart/default --prompt "a red circle" --dense-steps 8 --refresh 4
     vsa compare-attention --captures Q.safetensors --method "video_sparse topk=8" --method "pooled_tail topk=8"
     """
     given = locals()
@@ -74,4 +84,6 @@ def compare_attention(
     given["prompts"] = [*(given.pop("prompt") or []), *(read_prompts(prompts) if prompts else [])]
     given["sparsities"] = numbers("--sparsity", given.pop("sparsity"), float)
     given |= {"layers": numbers("--layers", layers, int), "timesteps": numbers("--timesteps", timesteps, float)}
+    plan = {name: given.pop(name) for name in PLAN}
+    given["denoising"] = plan_options({name: value for name, value in plan.items() if value is not None})
     print(f"page, pictures and tables: {compare_attention(**given)}")

@@ -70,3 +70,17 @@ Guidance = Annotated[
 Shift = Annotated[
     float | None, option("flow shift (as the run samples; of the export, the scheduler)", "--shift", real=(1e-3, 1e3))
 ]
+
+DENOISING = "Over the denoising"
+DenseLayers = Annotated[str | None, option("layers that are dense", panel=DENOISING, metavar="N,...")]
+DenseSteps = Annotated[int | None, option("first steps that are dense", panel=DENOISING, whole=(0, MANY))]
+TopkRanges = Annotated[str | None, option("tiles by progress, 0 is noise", panel=DENOISING, metavar="START:STOP:K,...")]
+SparsityRanges = Annotated[str | None, option("share skipped by progress", panel=DENOISING, metavar="START:STOP:S,...")]
+StepTopk = Annotated[str | None, option("tiles from a step on", panel=DENOISING, metavar="STEP:K,...")]
+StepSparsity = Annotated[str | None, option("share skipped from a step on", panel=DENOISING, metavar="STEP:S,...")]
+Refresh = Annotated[
+    str | None, option("steps a selection is kept for (1), or from steps on", panel=DENOISING, metavar="N|STEP:N,...")
+]
+SharedCache = Annotated[
+    bool | None, option("the unconditional pass reuses selections", "--shared-cache/--own-cache", panel=DENOISING)
+]

@@ -11,7 +11,7 @@ from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
 from vsa.cli.values import PLAN, plan_options, refuse_options
 
-RUN, PIPELINE, DENOISING = "Of a run", "Of a pipeline", "Over the denoising"
+RUN, PIPELINE = "Of a run", "Of a pipeline"
 
 
 def sample(
@@ -57,26 +57,14 @@ def sample(
     ] = None,
     frames: Annotated[int | None, option("of a clip (as trained, 81)", panel=PIPELINE, whole=(1, 10_000))] = None,
     dtype: Annotated[opt.Precision | None, option("of the networks (bfloat16; CPU: float32)", panel=PIPELINE)] = None,
-    dense_layers: Annotated[str | None, option("layers that are dense", panel=DENOISING, metavar="N,...")] = None,
-    dense_steps: Annotated[int | None, option("first steps that are dense", panel=DENOISING, whole=(0, MANY))] = None,
-    topk_ranges: Annotated[
-        str | None, option("tiles by progress, 0 is noise", panel=DENOISING, metavar="START:STOP:K,...")
-    ] = None,
-    sparsity_ranges: Annotated[
-        str | None, option("share skipped by progress", panel=DENOISING, metavar="START:STOP:S,...")
-    ] = None,
-    step_topk: Annotated[str | None, option("tiles from a step on", panel=DENOISING, metavar="STEP:K,...")] = None,
-    step_sparsity: Annotated[
-        str | None, option("share skipped from a step on", panel=DENOISING, metavar="STEP:S,...")
-    ] = None,
-    refresh: Annotated[
-        str | None,
-        option("steps a selection is kept for (1), or from steps on", panel=DENOISING, metavar="N|STEP:N,..."),
-    ] = None,
-    shared_cache: Annotated[
-        bool | None,
-        option("the unconditional pass reuses selections", "--shared-cache/--own-cache", panel=DENOISING),
-    ] = None,
+    dense_layers: opt.DenseLayers = None,
+    dense_steps: opt.DenseSteps = None,
+    topk_ranges: opt.TopkRanges = None,
+    sparsity_ranges: opt.SparsityRanges = None,
+    step_topk: opt.StepTopk = None,
+    step_sparsity: opt.StepSparsity = None,
+    refresh: opt.Refresh = None,
+    shared_cache: opt.SharedCache = None,
 ) -> None:
     """Sample videos: prompts in, mp4 and GIF out, with a JSON of everything that made them.
 

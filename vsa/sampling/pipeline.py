@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vsa.attention.denoising import Denoising, DenoisingPlan, Topk, progress_of
-from vsa.attention.sparsity import ConstantSparsity, SparsityPoint, SparsitySchedule, mean_topk, resolve_topk
+from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, constant_topk, mean_topk, resolve_topk
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.checkpoints.wan import gate_names
@@ -137,7 +137,7 @@ class LoadedRun:
         plan = replace(plan if asked is None else plan.without_budgets(), **(denoising or {}))
         chosen: Topk
         if asked is not None:
-            chosen = plan.on_grid(asked, lambda budget: ConstantSparsity(**budget._asdict()).target_topk(num_tiles))
+            chosen = constant_topk(asked, plan, num_tiles)
         else:
             schedule = self.sparsity.with_denoising(plan)
             chosen = schedule.topk_after(self.step, num_tiles, len(self.model.blocks), at)

@@ -11,7 +11,7 @@ from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse.checks import check_mask, check_mask_values
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.op import block_sparse_fwd
-from vsa_kernels.checks import check_blocks, check_qkv
+from vsa_kernels.checks import check_blocks, check_qkv, check_scale
 from vsa_kernels.dispatch import resolve_backend
 from vsa_kernels.modes import lowered, refuse_forward_mode
 
@@ -43,7 +43,7 @@ def block_sparse_attn(
         q_blocks: partition of the L query tokens.
         kv_blocks: partition of the S kv tokens.
         kv_valid: int32 `[B, Nkv]`, only the first `kv_valid[b, n]` tokens of block n exist in sample b.
-        scale: factor of the logits, default D ** -0.5.
+        scale: factor of the logits, default D ** -0.5; 0 takes the mean over the selected tokens.
         backend: `reference`, `gather`, `triton` or None (automatic, see `resolve_backend`).
         check_values: for debugging, also compare the values of offsets, lists and counts with their contracts; it
             waits for the device.
@@ -66,9 +66,7 @@ def block_sparse_attn(
     check_mask(q, mask)
     refuse_forward_mode(q, k, v)
     chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
+    factor = check_scale(scale, q.shape[-1], chosen)
     if check_values:
         check_mask_values(mask, q.shape[1], k.shape[1])
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    if chosen == "triton" and not factor >= 0:
-        raise ValueError(f"scale must not be negative for backend triton, got {factor}")
     return block_sparse_fwd(q, k, v, *mask.flatten(), factor, chosen)

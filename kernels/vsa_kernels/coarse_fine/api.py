@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex, Blocks
-from vsa_kernels.checks import check_allowed, check_blocks, check_device, check_qkv
+from vsa_kernels.checks import check_allowed, check_blocks, check_device, check_qkv, check_scale
 from vsa_kernels.coarse_fine.op import Call, Saved, coarse_fine_fwd
 from vsa_kernels.coarse_fine.reference import CoarseFineOutput, coarse_fine_stages, combine
 from vsa_kernels.dispatch import resolve_backend
@@ -80,9 +80,7 @@ def coarse_fine_attn(
     if topk < 1:
         raise ValueError(f"topk must be at least 1, got {topk}")
     chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
-    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    if chosen == "triton" and factor < 0:
-        raise ValueError(f"scale must not be negative for backend triton, got {factor}")
+    factor = check_scale(scale, q.shape[-1], chosen)
     if chosen != "triton" or candidates is not None or always is not None:
         stages = coarse_fine_stages(
             *(q, k, v),

@@ -11,13 +11,13 @@ import torch
 from tests.attention.neighborhood.oracle import grid_mask, masked_attention
 from tests.attention.neighborhood.test_neighborhood_mask import Setting, draw
 from vsa.attention import stats
-from vsa.attention.context import AttnContext
+from vsa.attention.context import AttnContext, recorded_index
 from vsa.attention.full import FullAttention
 from vsa.attention.grouped import GroupedAttention
 from vsa.attention.layout import Segment
 from vsa.attention.neighborhood.method import NeighborhoodAttention, window_index
 from vsa.attention.staged import StagedAttention
-from vsa.evaluation.inspection.metrics import index_of, layer_metrics
+from vsa.evaluation.inspection.metrics import layer_metrics
 
 SIZES = {"dim": 8, "num_heads": 2, "head_dim": 4}
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
@@ -218,11 +218,15 @@ def test_what_a_recorder_gets():
     layout = method.layout([Segment(setting.grid)])
     assert layer == 3
     assert torch.equal(layout.unpermute(found["fine"]), out)
-    density = stats.density(index_of(found), layout.blocks, layout.kv_blocks)
+    density = stats.density(recorded_index(found), layout.blocks, layout.kv_blocks)
     assert density.item() == pytest.approx(setting.mask.double().mean().item(), abs=1e-12)
     # the tiles alone are more
     tiles = {name: found[name] for name in ("kv_indices", "kv_num_blocks")}
-    assert stats.density(index_of(tiles), layout.blocks, layout.kv_blocks) == method.pairs(layout, 1) / 105**2 > density
+    assert (
+        stats.density(recorded_index(tiles), layout.blocks, layout.kv_blocks)
+        == method.pairs(layout, 1) / 105**2
+        > density
+    )
     q, k, _ = (x.transpose(1, 2) for x in tensors)
     weights = (q @ k.transpose(-1, -2) / 2).softmax(-1)
     tokens = torch.tensor([0, 17, 50, 104])

@@ -15,7 +15,8 @@ from vsa_kernels.block_sparse.mask import BlockMask
 from tests.attention.neighborhood.oracle import axis_mask, grid_mask
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.neighborhood.axis import AXES, AxisWindow, axis_rules
-from vsa.attention.neighborhood.mask import axis_tiles, choose_tile, executed_pairs, neighborhood_index
+from vsa.attention.neighborhood.mask import axis_tiles, executed_pairs, neighborhood_index
+from vsa.attention.neighborhood.tile import best_tile
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
 
@@ -199,7 +200,7 @@ def test_hunyuan(stride, tile, worst, masks):
         # perfectly block-sparse: 11.1 times fewer tiles, nothing to hide, nothing to ask the device for
         assert (index.kv_num_full_blocks, index.mask_ids, index.min_blocks) == (None, None, worst)
         assert executed_pairs(setting.axes, tile, tile) == math.prod(setting.grid) * math.prod(setting.window)
-        assert choose_tile(setting.axes) == tile
+        assert best_tile(setting.axes, even=True) == (tile, tile)
 
 
 def test_tiles_of_queries_and_keys_as_published():
@@ -216,13 +217,11 @@ def test_tiles_of_queries_and_keys_as_published():
 @pytest.mark.parametrize("seed", range(12))
 def test_the_chosen_tile_visits_the_fewest(seed):
     setting = draw(seed)
-    if max(setting.dilation) > 1:
-        setting = Setting(setting.grid, setting.window, setting.stride, causal=setting.causal)
 
     def visited(tile):
         return math.prod(int(axis_tiles(axis, c, c).seen.sum()) for axis, c in zip(setting.axes, tile, strict=True))
 
-    chosen = choose_tile(setting.axes, 8)
+    chosen = best_tile(setting.axes, q_tokens=8, kv_tokens=8, even=True)[1]
     tiles = [(t, h, 8 // t // h) for t in (1, 2, 4, 8) for h in (1, 2, 4, 8) if t * h <= 8]
     assert chosen in tiles
     assert visited(chosen) == min(map(visited, tiles))
@@ -230,8 +229,10 @@ def test_the_chosen_tile_visits_the_fewest(seed):
 
 def test_short_tiles_are_chosen_where_they_cost_least():
     # in a flat grid a tile of 2 frames is half empty
-    assert choose_tile(Setting((1, 64, 64), (1, 16, 16)).axes) == (1, 8, 8)
-    assert choose_tile(Setting((16, 32, 32), (8, 8, 8)).axes) == (4, 4, 4)
+    assert best_tile(Setting((1, 64, 64), (1, 16, 16)).axes, even=True)[1] == (1, 8, 8)
+    assert best_tile(Setting((16, 32, 32), (8, 8, 8)).axes, even=True)[1] == (4, 4, 4)
+    # a grid smaller than a tile is one tile
+    assert best_tile(Setting((2, 3, 4), (2, 3, 4)).axes, even=True)[1] == (4, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vsa.attention.neighborhood import simulate, visits
-from vsa.attention.neighborhood.simulate import best_tile, end_to_end, sweep_strides
+from vsa.attention.neighborhood.simulate import axis_windows, end_to_end, sweep_strides
+from vsa.attention.neighborhood.tile import best_tile
 
 # attention share (self-attention's of the transformer's times the transformer's of the run), steps, dense steps
 COSMOS, HUNYUAN, FLUX = (0.587, 35, 12), (0.654 * 0.928, 50, 15), (0.568 * 0.912, 28, 9)
@@ -309,7 +310,7 @@ def test_only_dominated_strides_are_left_out(problem, tiling, one_d):
 def test_no_tile_visits_less_than_the_best(problem, tokens):
     q_tokens, kv_tokens = tokens
     setting = {name: problem[name] for name in ("grid", "window", "stride", "dilation", "causal")}
-    q_best, kv_best = best_tile(**setting, q_tokens=q_tokens, kv_tokens=kv_tokens)
+    q_best, kv_best = best_tile(axis_windows(**setting), q_tokens=q_tokens, kv_tokens=kv_tokens)
 
     def pairs(q_tile, kv_tile):
         query_tiles = math.prod(math.ceil(n / side) for n, side in zip(setting["grid"], q_tile, strict=True))
@@ -328,14 +329,14 @@ def test_no_tile_visits_less_than_the_best(problem, tokens):
 
 
 def test_the_best_tiles_of_the_paper_s_windows():
-    assert best_tile((30, 48, 80), (18, 24, 24)) == ((4, 4, 4), (4, 4, 4))
-    tile = best_tile((30, 48, 80), (18, 24, 24), stride=(16, 8, 8))[1]
+    assert best_tile(axis_windows((30, 48, 80), (18, 24, 24))) == ((4, 4, 4), (4, 4, 4))
+    tile = best_tile(axis_windows((30, 48, 80), (18, 24, 24), stride=(16, 8, 8)))[1]
     assert math.prod(tile) == 64
     assert simulate((30, 48, 80), (18, 24, 24), stride=(16, 8, 8), q_tile=tile, kv_tile=tile).perfect
-    q_tile, kv_tile = best_tile((30, 48, 80), (18, 24, 24), stride=(16, 8, 8), q_tokens=128)
+    q_tile, kv_tile = best_tile(axis_windows((30, 48, 80), (18, 24, 24), stride=(16, 8, 8)), q_tokens=128)
     assert simulate((30, 48, 80), (18, 24, 24), stride=(16, 8, 8), q_tile=q_tile, kv_tile=kv_tile).perfect
-    assert best_tile((1, 1, 4096), (1, 1, 256)) == ((1, 1, 64), (1, 1, 64))
-    assert best_tile((2, 3, 4), (2, 3, 4)) == ((2, 3, 4), (2, 3, 4))
+    assert best_tile(axis_windows((1, 1, 4096), (1, 1, 256))) == ((1, 1, 64), (1, 1, 64))
+    assert best_tile(axis_windows((2, 3, 4), (2, 3, 4))) == ((2, 3, 4), (2, 3, 4))
 
 
 # ---- bad input
@@ -380,6 +381,13 @@ def test_bad_bounds(changes, message):
         end_to_end(options.pop("speedup"), **options)
 
 
-def test_a_query_tile_of_kv_tiles():
-    with pytest.raises(ValueError, match="q_tokens must be a multiple of kv_tokens, got 96 and 64"):
-        best_tile((8, 8, 8), (4, 4, 4), q_tokens=96)
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ({"q_tokens": 96}, "q_tokens must be a multiple of kv_tokens, got 96 and 64"),
+        ({"q_tokens": 48, "kv_tokens": 48, "even": True}, "kv_tokens of even tiles must be a power of two, got 48"),
+    ],
+)
+def test_bad_tiles(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        best_tile(axis_windows((8, 8, 8), (4, 4, 4)), **tokens)

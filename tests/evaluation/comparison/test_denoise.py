@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.evaluation.comparison.denoise import compare_denoising
@@ -26,7 +27,7 @@ def test_methods_are_put_into_the_same_weights(tiny_run_dir: Path):
     done: list[int] = []
     methods = [*parse_methods(names, tile_thw=(2, 2, 2)), own]
     before = {name: p.clone() for name, p in run.model.named_parameters()}
-    rows = compare_denoising(run, PROMPTS, methods, settings, progress=done.append)
+    rows = compare_denoising(run, PROMPTS, methods, settings, DenoisingPlan(), progress=done.append)
     assert sum(done) == len(methods) * len(PROMPTS) * settings.steps
     assert [row.method for row in rows] == ["full", *names, AS_TRAINED]
     full, every, few, random, spatial, trained = rows
@@ -60,3 +61,41 @@ def test_methods_are_put_into_the_same_weights(tiny_run_dir: Path):
     assert few.psnr != trained.psnr
     # the run's own weights are what they were
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
+PLANNED = ("video_sparse topk=2", "staged stages=f score=random topk=1", "pooled_tail topk=1", "spatial_full")
+
+
+def test_dense_steps_are_dense_attention_in_every_method(tiny_run_dir: Path):
+    run = load_run(tiny_run_dir, device="cpu")
+    settings = run.settings(steps=2, seed=5)
+    methods = parse_methods(PLANNED, tile_thw=(2, 2, 2))
+    clips = {}
+    for name, plan in {
+        "none": DenoisingPlan(),
+        "first": DenoisingPlan(dense_steps=1),
+        "steps": DenoisingPlan(dense_steps=2, refresh=2),
+        "layers": DenoisingPlan(dense_layers=(0, 1)),
+    }.items():
+        clips[name] = compare_denoising(run, PROMPTS[:1], methods, settings, plan)
+    shares = [1 / 4, 1 / 8, 1 / 8, 1 / 4]
+    for rows, expected in zip(
+        clips.values(), (shares, [(1 + share) / 2 for share in shares], [1] * 4, [1] * 4), strict=True
+    ):
+        assert (rows[0].psnr, rows[0].density) == (None, 1)
+        assert [row.density for row in rows[1:]] == pytest.approx(expected)
+    for place, name in enumerate(PLANNED, 1):
+        none, first, steps, layers = (rows[place].psnr or 0 for rows in clips.values())
+        # equal but for single pixels: tokens are summed in another order
+        assert min(steps, layers) > 80, name
+        # controls: without a plan, and with a part of it
+        assert none < first < 75, name
+
+
+def test_a_plan_s_budgets_are_those_of_its_steps(tiny_run_dir: Path):
+    run = load_run(tiny_run_dir, device="cpu")
+    settings = run.settings(steps=4)
+    plan = DenoisingPlan(dense_steps=1, step_topk=[(2, 1)], step_sparsity=[(3, 0.5)])
+    rows = compare_denoising(run, PROMPTS[:1], parse_methods(PLANNED[::3], tile_thw=(2, 2, 2)), settings, plan)
+    # all tiles, its own 2 of 8, 1, and half of them; a method that selects none is dense in the first step
+    assert [row.density for row in rows] == pytest.approx([1, (8 + 2 + 1 + 4) / 32, (1 + 3 / 4) / 4])

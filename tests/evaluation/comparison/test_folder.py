@@ -61,7 +61,8 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
     (videos / "clip-0.mp4").rename(videos / "a<i>&.mp4")
     (videos / "clip-0.txt").rename(videos / "a<i>&.txt")
     few = ["--most-clips", "2", "--repeats", "1", "--queries", "16", "--save", tmp_path / "q.safetensors"]
-    run_command(compare_attention, *where, *few, *options(*METHODS), "--prompt", EVIL, "--steps", "1")
+    plan = ["--dense-steps", "1", "--refresh", "2"]
+    run_command(compare_attention, *where, *few, *options(*METHODS), "--prompt", EVIL, "--steps", "2", *plan)
     shown = capsys.readouterr().out
     out = tiny_run_dir / "comparison"
     record = json.loads((out / "comparison.json").read_text())
@@ -74,7 +75,8 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
         (name, layer, timestep) for name in ("a<i>&.mp4", "clip-1.mp4") for layer in (0, 1) for timestep in (900, 200)
     }
     assert [row["method"] for row in record["denoising"]] == names
-    assert record["sampling"]["steps"] == 1
+    assert record["sampling"]["steps"] == 2
+    assert record["denoising_plan"] == record["sampling"]["denoising"] == {"dense_steps": 1, "refresh": 2}
     # every number of the JSON is in the CSV, every mean in the page and in the terminal
     rows = read(out / "comparison" / "rows.csv")
     assert list(rows[0]) == list(Row.__dataclass_fields__)
@@ -98,6 +100,10 @@ def test_a_run_with_clips_and_prompts(tiny_run_dir: Path, videos: Path, tmp_path
         assert title in page.texts
     for row in record["denoising"][1:]:
         assert f"{float(row['psnr']):.3g}" in page.texts
+    # the plan stands in the page's head, over its table and over that of the terminal
+    told = "all but dense attention with dense_steps=1, refresh=2"
+    assert len([text for text in page.texts if told in text]) == 2
+    assert told in words
     # the file of captures gives the same numbers elsewhere
     again = ["--captures", tmp_path / "q.safetensors", "--out", tmp_path / "again", "--tile", "2", "2", "2"]
     run_command(compare_attention, *again, "--repeats", "1", "--queries", "16", *options(*METHODS), "--device", "cpu")
@@ -164,6 +170,9 @@ def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch,
         (("--synthetic", "2", "2", "2", "--sparsity", "0.5,x"), "--sparsity: expected float values"),
         (("--synthetic", "2", "2", "2", "--sparsity", "1.5"), "sparsity=1.5: expected a share"),
         (("--synthetic", "2", "2", "2", "--head-dim", "7"), "attention_head_dim must be even"),
+        (("--synthetic", "2", "2", "2", "--dense-steps", "1"), "--dense-steps is about denoising runs: give --prompt"),
+        (("--run", "RUN", "--prompt", "x", "--dense-layers", "0,2"), "has layer 2, but the model's layers are 0 to 1"),
+        (("--run", "RUN", "--prompt", "x", "--refresh", "0"), "refresh=0: expected"),
         (("--captures", "gone.safetensors"), "no such file of captures: gone.safetensors"),
         (("--run", "RUN", "--clips", "gone.mp4"), "no such video: gone.mp4"),
         (("--run", "RUN", "--clips", "EMPTY"), "holds no videos"),

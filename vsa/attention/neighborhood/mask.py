@@ -16,7 +16,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,9 +27,6 @@ from vsa.attention.neighborhood.axis import AxisWindow
 from vsa.attention.tiling import Grid
 
 Axes = tuple[AxisWindow, AxisWindow, AxisWindow]
-
-TILE_VOLUME = 64
-"""Tokens of the tiles that `choose_tile` chooses from."""
 
 
 def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
@@ -188,44 +184,6 @@ def executed_pairs(axes: Axes, tile: Grid, kv_tile: Grid) -> float:
     # also asked while a network without memory is built
     with torch.device("cpu"):
         return float(math.prod(axis_tiles(axis, tq, tk).pairs(axis.size) for axis, tq, tk in parts))
-
-
-@lru_cache(maxsize=64)
-def choose_tile(axes: Axes, volume: int = TILE_VOLUME) -> Grid:
-    """The tile with sides of powers of two for which the fewest pairs of tiles see each other.
-
-    A short tile costs a whole one, which is why pairs of tiles count and not those of tokens. Of tiles that cost the
-    same the one with the fewest fine masks is taken, then the nearest to a cube, then the one with the longest rows.
-
-    Args:
-        axes: of a grid.
-        volume: tokens of the tile, a power of two.
-    """
-    sides = [1 << i for i in range(volume.bit_length()) if volume % (1 << i) == 0]
-    # also asked while a network without memory is built
-    with torch.device("cpu"):
-        costs = [{side: _cost(axis, side) for side in sides} for axis in axes]
-
-    def cost(tile: Grid) -> tuple[int, int, int, int, int]:
-        seen, whole = zip(*(by_side[side] for by_side, side in zip(costs, tile, strict=True)), strict=True)
-        surface = tile[0] * tile[1] + tile[1] * tile[2] + tile[2] * tile[0]
-        return math.prod(seen), -math.prod(whole), surface, -tile[2], -tile[1]
-
-    tiles = [(t, h, volume // (t * h)) for t, h in itertools.product(sides, repeat=2) if volume % (t * h) == 0]
-    return min(tiles, key=cost)
-
-
-def _cost(axis: AxisWindow, tile: int) -> tuple[int, int]:
-    """Pairs of tiles along an axis that see each other, at least in part and as a whole; of dilated tiles a bound."""
-    low, high = _reach(axis, tile)
-    seen = int((high // tile - low // tile + 1).sum())
-    if axis.dilation > 1:
-        return seen, 0
-    n, num = axis.size, -(-axis.size // tile)
-    start, last = _reach(axis, tile, "inner")
-    # the last tile is whole up to the end of the axis
-    inner = torch.where(last == n - 1, num, (last + 1) // tile) - (start + tile - 1) // tile
-    return seen, int(inner.clamp(min=0).sum())
 
 
 def _reach(axis: AxisWindow, tile: int, which: Literal["outer", "inner"] = "outer") -> tuple[Tensor, Tensor]:

@@ -24,7 +24,8 @@ from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn_per_sample, text_attn
 from vsa.attention.layout import BlockOrder, Segment, TileLayout
 from vsa.attention.neighborhood.axis import AxisRule, axis_rules
-from vsa.attention.neighborhood.mask import Axes, choose_tile, executed_pairs, neighborhood_index, only_clip
+from vsa.attention.neighborhood.mask import Axes, executed_pairs, neighborhood_index, only_clip
+from vsa.attention.neighborhood.tile import best_tile
 from vsa.settings import AtLeastOne, PositiveShare, checked
 
 Extent = AtLeastOne | PositiveShare
@@ -46,7 +47,8 @@ class NeighborhoodAttention(AttentionMethod):
             tile divide it and windows begin and end between tiles, nothing is computed in vain or needs a fine mask.
         dilation_thw: distance of neighbouring keys.
         causal_thw: no query sees a later key along this axis.
-        tile_thw: tokens per tile of queries; null: of the tiles of 64 tokens the one that visits the fewest, by grid.
+        tile_thw: tokens per tile of queries; null: of the tiles of 64 tokens, with sides that are powers of two, the
+            one that visits the fewest, by grid.
         kv_tile_thw: of keys and values; null: `tile_thw`. One of the two divides the other; for rows of one video.
         block_order: nested or raster, see `TileLayout`.
         backend: of `block_sparse_attn`; null picks by device.
@@ -89,7 +91,7 @@ class NeighborhoodAttention(AttentionMethod):
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         axes = _axes(segments, self.rules)
         # dense attention needs no tiles
-        tile = None if is_whole(axes) else self.tile_thw or choose_tile(axes)
+        tile = None if is_whole(axes) else self.tile_thw or best_tile(axes, even=True)[1]
         layout = TileLayout.build(
             segments,
             tile_thw=tile,

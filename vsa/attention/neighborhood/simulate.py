@@ -10,19 +10,17 @@ Source: Hassani et al., "Generalized Neighborhood Attention" (arXiv 2504.16922),
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_UP, Decimal
-from functools import cache
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from vsa.attention.neighborhood.axis import AxisWindow
-from vsa.attention.neighborhood.visits import Tiling, Visits, count_visits
+from vsa.attention.neighborhood.visits import Tiling, count_visits
 from vsa.attention.tiling import count_tiles
 
 MAX_TOKENS = 10_000_000
@@ -91,7 +89,7 @@ def simulate(
         ValueError: a number of values that is not that of the grid's axes, a tile below 1, and whatever `AxisWindow`
             refuses, with the axis and the value.
     """
-    axes = _axes(grid, window, stride, dilation, causal)
+    axes = axis_windows(grid, window, stride, dilation, causal)
     return _Lattice([[axis] for axis in axes], q_tile, kv_tile, tiling, one_d).setting((0,) * len(axes))
 
 
@@ -114,7 +112,7 @@ def sweep_strides(
     Args, Raises: see `simulate`. It takes seconds; with `one_d` over several axes of 100,000 tokens minutes, and with
         dynamic tiles beside it more than an hour.
     """
-    axes = _axes(grid, window, None, dilation, causal)
+    axes = axis_windows(grid, window, None, dilation, causal)
     # where every key is seen a stride changes nothing
     most = [1 if axis.is_whole else axis.window for axis in axes]
     choices = [[replace(axis, stride=s) for s in range(1, m + 1)] for axis, m in zip(axes, most, strict=True)]
@@ -152,72 +150,14 @@ def end_to_end(
     return 1 / (1 - attention_share * (1 - dense_steps / steps) * (1 - 1 / speedup))
 
 
-def best_tile(
+def axis_windows(
     grid: Sequence[int],
     window: Sequence[int],
-    *,
     stride: Sequence[int] | None = None,
     dilation: Sequence[int] | None = None,
     causal: Sequence[bool] | None = None,
-    q_tokens: int = 64,
-    kv_tokens: int = 64,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The query tile and the kv tile with which a kernel computes the fewest pairs, static kv tiles.
-
-    A kernel pays all its slots for a short tile, so what counts is the number of visited pairs of tiles: the kv slots
-    that the mean query tile visits times the query tiles there are. Among equals visited tiles with the fewest tokens
-    are taken, of which fewer are masked, then the nearest to a cube.
-
-    Args:
-        grid, window, stride, dilation, causal: see `simulate`.
-        q_tokens: slots of a query tile, a multiple of `kv_tokens`. The query tile is so many kv tiles side by side.
-        kv_tokens: slots of a kv tile.
-
-    Returns:
-        sides of the query tile and of the kv tile; none of the kv tile is longer than its axis.
-
-    Raises:
-        ValueError: q_tokens that is no multiple of kv_tokens, and what `simulate` refuses.
-    """
-    if min(q_tokens, kv_tokens) < 1 or q_tokens % kv_tokens:
-        raise ValueError(f"q_tokens must be a multiple of kv_tokens, got {q_tokens} and {kv_tokens}")
-    axes = _axes(grid, window, stride, dilation, causal)
-
-    @cache
-    def visits(i: int, q_side: int, kv_side: int) -> Visits:
-        return count_visits([[axes[i]]], q_side, kv_side)[0]
-
-    def cost(tiles: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple:
-        by_axis = [visits(i, q_side, kv_side) for i, (q_side, kv_side) in enumerate(zip(*tiles, strict=True))]
-        return math.prod(v.summed for v in by_axis), math.prod(v.computed for v in by_axis), sum(tiles[0]), tiles
-
-    copies = list(_cuboids([q_tokens] * len(axes), q_tokens // kv_tokens))
-    candidates = [
-        (tuple(side * n for side, n in zip(kv_tile, copy, strict=True)), kv_tile)
-        for kv_tile in _cuboids([axis.size for axis in axes], kv_tokens)
-        for copy in copies
-        if math.prod(copy) == q_tokens // kv_tokens
-    ]
-    return min(candidates, key=cost)
-
-
-def _cuboids(most: Sequence[int], volume: int) -> Iterator[tuple[int, ...]]:
-    """Cuboids of at most `volume` tokens with sides up to `most`, but for those of which a whole copy could be added at
-    the last side: a tile that is made of others is never the worse one."""
-    *outer, last = most
-    for sides in itertools.product(*(range(1, min(n, volume) + 1) for n in outer)):
-        room = volume // math.prod(sides)
-        for side in range(min(room // 2 + 1, last), min(room, last) + 1):
-            yield (*sides, side)
-
-
-def _axes(
-    grid: Sequence[int],
-    window: Sequence[int],
-    stride: Sequence[int] | None,
-    dilation: Sequence[int] | None,
-    causal: Sequence[bool] | None,
-) -> list[AxisWindow]:
+) -> tuple[AxisWindow, ...]:
+    """The windows of a grid's axes; arguments and errors as of `simulate`."""
     if len(grid) not in NAMES:
         raise ValueError(f"grid must have 1, 2 or 3 axes, got {list(grid)}")
     if math.prod(grid) > MAX_TOKENS:
@@ -226,10 +166,10 @@ def _axes(
     causal = causal or [False] * len(grid)
     for option, values in (("window", window), ("stride", stride), ("dilation", dilation), ("causal", causal)):
         _refuse_other_length(option, values, len(grid))
-    return [
+    return tuple(
         AxisWindow(size=n, window=w, stride=s, dilation=d, causal=c, name=name)
         for name, n, w, s, d, c in zip(NAMES[len(grid)], grid, window, stride, dilation, causal, strict=True)
-    ]
+    )
 
 
 def _refuse_other_length(option: str, values: Sequence[int], axes: int) -> None:

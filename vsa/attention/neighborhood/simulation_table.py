@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
-from vsa.attention.neighborhood.simulate import best_tile, end_to_end, simulate, sweep_strides
+from vsa.attention.neighborhood.simulate import axis_windows, end_to_end, simulate, sweep_strides
+from vsa.attention.neighborhood.tile import best_tile
 from vsa.attention.neighborhood.visits import Tiling
 
 
@@ -44,7 +46,14 @@ def print_simulation(
         raise ValueError(f"a sweep tries every stride: leave out --stride {' '.join(map(str, stride))} or --sweep")
     if attention_share is None and (steps, dense_steps, rounded) != (None, None, False):
         raise ValueError("--steps, --dense-steps and --paper-rounding need an --attention-share")
-    kv_tile = kv_tile or q_tile or best_tile(grid, window, stride=stride, dilation=dilation, causal=causal)[1]
+    bound = None
+    if attention_share is not None:
+        counts = {"steps": steps, "dense_steps": dense_steps}
+        counts = {name: count for name, count in counts.items() if count is not None}
+        bound = partial(end_to_end, attention_share=attention_share, rounded=rounded, **counts)
+        # a sweep may take long: what it refuses is told before
+        bound(1.0)
+    kv_tile = kv_tile or q_tile or best_tile(axis_windows(grid, window, stride, dilation, causal))[1]
     q_tile = q_tile or kv_tile
     if sweep:
         settings = sweep_strides(
@@ -66,15 +75,9 @@ def print_simulation(
         ]
     table = Table()
     headings = ["stride", "worst tile", "mean tile", "all", "speed-up", "mean speed-up", "by FLOPs", "mask"]
-    for heading in headings + ["end to end"] * (attention_share is not None):
+    for heading in headings + ["end to end"] * (bound is not None):
         table.add_column(heading, justify="right")
     for row in settings:
-        bound = []
-        if attention_share is not None:
-            counts = {"steps": steps, "dense_steps": dense_steps}
-            counts = {name: count for name, count in counts.items() if count is not None}
-            whole = end_to_end(row.speedup, attention_share=attention_share, rounded=rounded, **counts)
-            bound = [f"{whole:.2f}x"]
         table.add_row(
             _sides(row.stride),
             str(row.worst_tiles),
@@ -84,7 +87,7 @@ def print_simulation(
             f"{row.mean_speedup:.2f}x",
             f"{row.flop_speedup:.2f}x",
             "none" if row.perfect else "some",
-            *bound,
+            *([] if bound is None else [f"{bound(row.speedup):.2f}x"]),
         )
     cut = "runs of {} query and {} kv tokens" if one_d else "query tile {}, kv tile {}"
     shapes = (math.prod(q_tile), math.prod(kv_tile)) if one_d else (_sides(q_tile), _sides(kv_tile))

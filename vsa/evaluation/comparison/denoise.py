@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vsa.attention.denoising import DenoisingPlan, Row, progress_of, row_at
+from vsa.attention.sparsity import ConstantSparsity, constant_topk
 from vsa.evaluation.attention_map import denoise_once
 from vsa.evaluation.comparison.computed import computed_pairs
 from vsa.evaluation.comparison.methods import Method
@@ -33,7 +35,8 @@ class Denoised:
     Args:
         method: its label.
         family: the label without the budget.
-        density: computed token pairs over all pairs, the mean over the layers of one forward at half noise.
+        density: computed token pairs over all pairs, the mean over steps and layers; what is not dense is measured in
+            a forward at half noise.
         psnr: of all pixels against the dense run in dB; None: it is the dense run, inf: the clips are equal.
         ssim: against the dense run, the mean over the clips; None: it is the dense run.
         seconds: of the sampling of all clips, without text encoder and codec.
@@ -47,12 +50,33 @@ class Denoised:
     seconds: float
 
 
+def comparison_plan(run: LoadedRun, methods: Sequence[Method], options: Mapping[str, Any]) -> DenoisingPlan:
+    """What all methods but dense attention follow: the run's plan without its budgets, and the options.
+
+    Raises:
+        ValueError: an option that no method has a use for, or a layer that the model does not have.
+    """
+    plan = replace(run.settings().denoising.without_budgets(), **options)
+    ConstantSparsity(topk=1, denoising=plan).topk_per_layer(0, 1, len(run.model.blocks))
+    selecting = any(method.topk is not None or method.sparsity is not None for method in methods)
+    if not selecting and not run.model.selects:
+        plan.refuse_without_selection(", ".join(method.label for method in methods))
+    return plan
+
+
+def plan_text(plan: DenoisingPlan) -> str:
+    """A plan behind the words of a heading."""
+    changes = ", ".join(f"{name}={value}" for name, value in plan.changes().items())
+    return f"; all but dense attention with {changes}" if changes else ""
+
+
 @torch.no_grad()
 def compare_denoising(
     run: LoadedRun,
     prompts: Sequence[str],
     methods: Sequence[Method],
     settings: SampleSettings,
+    plan: DenoisingPlan,
     *,
     progress: Callable[[int], None] | None = None,
 ) -> list[Denoised]:
@@ -65,7 +89,9 @@ def compare_denoising(
         run: the model with codec and text encoder.
         prompts: N captions.
         methods: dense attention first.
-        settings: how to sample; what is dense at some steps or layers is said here, the top-k is each method's.
+        settings: how to sample; top-k and plan are those of the model as it is.
+        plan: of every method but dense attention, whose own budget holds where the plan has no other. One that selects
+            no tiles takes its dense steps and layers alone.
         progress: called after every sampler step with the number of clips it advanced.
     """
     seeds = clip_seeds(settings.seed, len(prompts))
@@ -74,7 +100,11 @@ def compare_denoising(
     for method in methods:
         model = run.model if method.trained else run.model.with_attention(method.make)
         layout = model.layout_for(settings.latent_shape, run.device)
-        own = settings if method.trained else replace(settings, topk=method.kept(layout))
+        own = settings
+        if not method.trained:
+            followed = DenoisingPlan() if not rows else plan if model.selects else plan.without_selections()
+            topk = constant_topk(method.kept(layout), followed, layout.num_video_tiles)
+            own = replace(settings, topk=topk, denoising=followed)
         videos, seconds = [], 0.0
         for start in range(0, len(prompts), settings.batch_size):
             part = slice(start, start + settings.batch_size)
@@ -107,11 +137,28 @@ def _now(device: torch.device) -> float:
 
 
 def _density(run: LoadedRun, model: VideoDiT, clean: Tensor, prompt: str, settings: SampleSettings) -> float:
-    """Mean density of the layers in a forward at half noise."""
+    """Mean density of steps and layers, measured once for every top-k."""
+    plan, count = settings.denoising, len(model.blocks)
+    measured: dict[Row, list[float]] = {}
+    steps = []
+    for step, timestep in enumerate(settings.timesteps):
+        dense = [step < plan.dense_steps or layer in plan.dense_layers for layer in range(count)]
+        if not all(dense):
+            row = row_at(settings.topk, progress_of(timestep), step)
+            if row not in measured:
+                measured[row] = _densities(run, model, clean, prompt, replace(settings, topk=row))
+            steps.append(fmean(1.0 if whole else share for whole, share in zip(dense, measured[row], strict=True)))
+        else:
+            steps.append(1.0)
+    return fmean(steps)
+
+
+def _densities(run: LoadedRun, model: VideoDiT, clean: Tensor, prompt: str, settings: SampleSettings) -> list[float]:
+    """Density of each layer in a forward at half noise that no plan makes dense."""
     recorded: dict[int, dict[str, Tensor]] = {}
     text, mask = encode_prompts(run.text_encoder, [prompt], run.device, settings.text_padding)
     recorder = recorded.__setitem__
     denoise_once(model, clean, text, mask, sigma=0.5, topk=settings.topk, recorder=recorder, seed=settings.seed)
     layout = model.layout_for(settings.latent_shape, run.device)
     methods: list[Any] = [block.method for block in model.blocks]
-    return fmean(computed_pairs(method, layout, recorded.get(i)).density for i, method in enumerate(methods))
+    return [computed_pairs(method, layout, recorded.get(i)).density for i, method in enumerate(methods)]

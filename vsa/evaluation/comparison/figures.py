@@ -193,7 +193,7 @@ def denoising_table(rows: Sequence[Denoised]) -> Table:
     colours = families(rows)
     headings = [
         ("method", ""),
-        ("density", "computed token pairs over all pairs, mean over the layers of a forward at half noise"),
+        ("density", "computed token pairs over all pairs, mean over steps and layers, measured at half noise"),
         ("PSNR", "of all pixels against dense attention, dB"),
         ("SSIM", "against dense attention, mean over the clips"),
         ("seconds", "of sampling, without text encoder and codec"),

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Printed
 
+from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.full import FullAttention
 from vsa.attention.tiling import Grid
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
@@ -23,7 +24,7 @@ from vsa.checkpoints.weight_source import Group, is_run
 from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vsa.errors import refuse_unwritable, usable_device
 from vsa.evaluation.comparison.captures import Captures, capture_clips, load_captures, save_captures
-from vsa.evaluation.comparison.denoise import Denoised, compare_denoising
+from vsa.evaluation.comparison.denoise import Denoised, compare_denoising, comparison_plan, plan_text
 from vsa.evaluation.comparison.figures import (
     denoising_chart,
     denoising_table,
@@ -74,6 +75,7 @@ def compare_attention(
     steps: int | None = None,
     guidance: float | None = None,
     flow_shift: float | None = None,
+    denoising: Mapping[str, Any] | None = None,
     latents: Grid = (21, 60, 104),
     queries: int = 256,
     repeats: int = 5,
@@ -104,6 +106,8 @@ def compare_attention(
         steps: of the denoising; None: as the run samples.
         guidance: of the denoising; None: as the run samples.
         flow_shift: of the denoising; None: as the run samples. A dense export does not say.
+        denoising: options of a `DenoisingPlan`, of the denoising with every method but dense attention; what is left
+            out is as the run samples, its budgets excepted.
         latents: latent frames, rows, columns of a clip for a dense export; 81 frames of 480 x 832 pixels for Wan2.1.
         queries: query tokens that recall and error are measured with.
         repeats: timed calls of each method.
@@ -127,6 +131,9 @@ def compare_attention(
         raise ValueError(f"--run {run} needs --clips to capture q, k, v of, or --prompt to denoise, or both")
     if run is None and (clips is not None or prompts):
         raise ValueError("--clips and --prompt need a model: give --run")
+    if denoising and not prompts:
+        option = next(iter(denoising)).replace("_", "-")
+        raise ValueError(f"--{option} is about denoising runs: give --prompt")
     device = usable_device(device)
     if out is None:
         out = Path(DATA) if run is None or not is_run(run) else samples_folder(run).with_name(DATA)
@@ -140,6 +147,14 @@ def compare_attention(
         tile = tile or loaded.model.layout_for(loaded.settings().latent_shape).tile_thw
     tile = tile or (4, 4, 4)
     asked = parse_methods(methods or usual_methods(sparsities or SPARSITIES, tile), tile_thw=tile)
+    settings, plan = None, DenoisingPlan()
+    if loaded is not None and prompts:
+        # told before anything is measured
+        plan = comparison_plan(loaded, asked, denoising or {})
+        own = denoising
+        if not loaded.model.selects:
+            own = {"dense_steps": plan.dense_steps, "dense_layers": plan.dense_layers}
+        settings = loaded.settings(steps=steps, guidance=guidance, flow_shift=flow_shift, denoising=own, seed=seed)
     if loaded is not None and clips is not None:
         tensors = _capture(loaded, clips, layers, timesteps or TIMESTEPS, most_clips, seed)
     elif captures is not None:
@@ -170,18 +185,22 @@ def compare_attention(
                 )
     denoised: list[Denoised] = []
     sampling: Mapping[str, Any] = {}
-    if loaded is not None and prompts:
-        settings = loaded.settings(steps=steps, guidance=guidance, flow_shift=flow_shift, seed=seed)
-        denoised, sampling = _denoise(loaded, prompts, asked, settings), settings_dict(settings, loaded)
-    facts = _facts(tensors, loaded, device, kind, queries, repeats, prompts, sampling)
+    if settings is not None:
+        assert loaded is not None
+        denoised, sampling = _denoise(loaded, prompts, asked, settings, plan), settings_dict(settings, loaded)
+    facts = _facts(tensors, loaded, device, kind, queries, repeats, prompts, sampling, plan)
     record = {"made_by": "vsa compare-attention", "facts": facts, "tile_thw": [*tile], "seed": seed}
-    record |= {"sampling": dict(sampling), "methods": [_plain(asdict(method)) for method in asked]}
+    record |= {
+        "sampling": dict(sampling),
+        "denoising_plan": plan.changes(),
+        "methods": [_plain(asdict(method)) for method in asked],
+    }
     record |= {"rows": [_plain(asdict(row)) for row in rows], "denoising": [_plain(asdict(row)) for row in denoised]}
     write_whole(out / RECORD, json.dumps(record, indent=1, allow_nan=False) + "\n")
-    _print(rows, denoised)
+    _print(rows, denoised, plan)
     missing = _left_out([method.label for method in asked], rows)
     print(*missing, sep="\n", end="\n" if missing else "")
-    return _write(out, rows, denoised, facts, [*CAREFUL, *missing])
+    return _write(out, rows, denoised, plan, facts, [*CAREFUL, *missing])
 
 
 def _capture(
@@ -211,13 +230,13 @@ def _capture(
 
 
 def _denoise(
-    run: LoadedRun, prompts: Sequence[str], methods: Sequence[Method], settings: SampleSettings
+    run: LoadedRun, prompts: Sequence[str], methods: Sequence[Method], settings: SampleSettings, plan: DenoisingPlan
 ) -> list[Denoised]:
     if not _is_dense(run):
         # its config is not needed: the model is at hand
         methods = [*methods, Method(label=AS_TRAINED, family=AS_TRAINED, config={}, trained=True)]
     with progress_bar("denoising", len(prompts) * settings.steps * len(methods), transient=True) as advance:
-        return compare_denoising(run, prompts, methods, settings, progress=advance)
+        return compare_denoising(run, prompts, methods, settings, plan, progress=advance)
 
 
 def _is_dense(run: LoadedRun) -> bool:
@@ -244,6 +263,7 @@ def _facts(
     repeats: int,
     prompts: Sequence[str],
     sampling: Mapping[str, Any],
+    plan: DenoisingPlan,
 ) -> dict[str, str]:
     """What the header says."""
     cuda = torch.device(device).type == "cuda"
@@ -263,7 +283,7 @@ def _facts(
     if run is not None and prompts:
         facts["denoising"] = (
             f"{run.source} ({run.weights}), prompts: {len(prompts)}, steps: {sampling['steps']}, guidance "
-            f"{sampling['guidance']:g}, seed {sampling['seed']}"
+            f"{sampling['guidance']:g}, seed {sampling['seed']}{plan_text(plan)}"
         )
     return facts
 
@@ -283,6 +303,7 @@ def _write(
     out: Path,
     rows: Sequence[Row],
     denoised: Sequence[Denoised],
+    plan: DenoisingPlan,
     facts: Mapping[str, str],
     careful: Sequence[str],
 ) -> Path:
@@ -310,7 +331,7 @@ def _write(
             last.append(_section("By layer and timestep", note, places, "rows.csv"))
     if denoised:
         charts.append(denoising_chart(denoised))
-        note = "The same prompts and noise with each method in place of the model's attention."
+        note = f"The same prompts and noise with each method in place of the model's attention{plan_text(plan)}."
         last.insert(0, _section("Denoising runs", note, denoising_table(denoised), "denoising.csv"))
     figures = []
     for chart in charts:
@@ -341,13 +362,13 @@ def _section(title: str, note: str, table: Table, data: str) -> str:
     return section_html(Section(title=title, note=note, table=table, data=f"{DATA}/{data}"))
 
 
-def _print(rows: Sequence[Row], denoised: Sequence[Denoised]) -> None:
+def _print(rows: Sequence[Row], denoised: Sequence[Denoised], plan: DenoisingPlan) -> None:
     tables = {
         f"attention methods: {group}": result_table(some) for group, some in groups(rows).items() if not _is_part(group)
     }
     console = Console()
     if denoised:
-        tables["denoising runs against dense attention"] = denoising_table(denoised)
+        tables[f"denoising runs against dense attention{plan_text(plan)}"] = denoising_table(denoised)
     for title, table in tables.items():
         # what does not fit beside the others stands in the page
         narrow = ("L2 error", "speed-up", "attention") if console.width < 110 and len(table.headings) > 8 else ()

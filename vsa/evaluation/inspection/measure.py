@@ -14,13 +14,13 @@ from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from vsa.attention import stats
+from vsa.attention.context import recorded_index
 from vsa.attention.denoising import Topk
 from vsa.attention.layout import TileLayout
 from vsa.evaluation.attention_map import denoise_once, tile_map
 from vsa.evaluation.inspection.metrics import (
     HEAD_METRICS,
     head_metrics,
-    index_of,
     one_head,
     selected_tiles,
     stage_outputs,
@@ -198,7 +198,7 @@ def _look(
 ) -> _Look:
     selected = selected_tiles(tensors, layout)
     return _Look(
-        index=index_of(tensors),
+        index=recorded_index(tensors),
         metrics=head_metrics(tensors, layout, tokens, previous),
         overlap_heads=stats.head_overlap(selected).float().cpu(),
         counts=selected[0].sum(1, dtype=torch.int32).cpu(),

@@ -14,6 +14,7 @@ from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from vsa.attention import stats
+from vsa.attention.context import recorded_index
 from vsa.attention.layout import TileLayout
 
 PANELS = {
@@ -55,21 +56,10 @@ LISTS = ("kv_indices", "kv_num_blocks", "kv_num_full_blocks", "mask_ids")
 """Recorded tensors with one list for each query tile, by head."""
 
 
-def index_of(tensors: Mapping[str, Tensor]) -> BlockIndex:
-    """The recorded lists, with their fine masks if they have any."""
-    return BlockIndex(
-        kv_indices=tensors["kv_indices"],
-        kv_num_blocks=tensors["kv_num_blocks"],
-        kv_num_full_blocks=tensors.get("kv_num_full_blocks"),
-        mask_ids=tensors.get("mask_ids"),
-        mask_bits=tensors.get("mask_bits"),
-    )
-
-
 def selected_tiles(tensors: Mapping[str, Tensor], layout: TileLayout) -> Tensor:
     """The recorded lists as bool `[B, H, Nq, Nkv]`."""
     batch, _, heads, _ = tensors["q"].shape
-    return index_of(tensors).to_dense(layout.kv_blocks.num).expand(batch, heads, -1, -1)
+    return recorded_index(tensors).to_dense(layout.kv_blocks.num).expand(batch, heads, -1, -1)
 
 
 def stage_outputs(tensors: Mapping[str, Tensor], layout: TileLayout) -> tuple[Tensor | None, Tensor | None]:
@@ -95,7 +85,7 @@ def layer_metrics(
         tokens: int64 query tokens whose recall is measured.
         previous: selection of the layer at the noise level before; None leaves `overlap_steps` NaN.
     """
-    q, k, index = tensors["q"], tensors["k"], index_of(tensors)
+    q, k, index = tensors["q"], tensors["k"], recorded_index(tensors)
     selected = selected_tiles(tensors, layout)
     if index.mask_bits is None:
         mass = stats.tile_mass(q, k, tokens, layout.kv_blocks)

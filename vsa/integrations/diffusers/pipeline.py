@@ -60,7 +60,7 @@ def open_pipeline(
     A transformer with `sparse_attention.json`, in the pipeline or given, runs with its gates and its own settings;
     sparsity or top-k then replace its budget, `denoising` what it names, and the other options are not for it. Its flow
     shift goes before that of the scheduler; with a list of steps it gets a `FewStepScheduler` in place of the
-    pipeline's own. Without a method, a sparsity and a top-k any other transformer stays dense.
+    pipeline's own. Without a method, tiles, a budget or a denoising any other transformer stays dense.
 
     Args:
         source: pipeline folder or hub id.

@@ -19,12 +19,13 @@ from torch import Tensor
 from vsa_kernels import BlockIndex
 
 from vsa.attention import stats
+from vsa.attention.context import recorded_index
 from vsa.attention.denoising import DenoisingTopk, Row, Topk, per_layer, progress_of, row_at
 from vsa.attention.sparsity import mean_topk
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.evaluation.figures import layer_heatmaps
-from vsa.evaluation.inspection.metrics import METRICS, PANELS, index_of, layer_metrics
+from vsa.evaluation.inspection.metrics import METRICS, PANELS, layer_metrics
 from vsa.files import atomic_file
 from vsa.settings import AtLeastOne, Bound, Count, Share, checked
 from vsa.training.display import log_picture, never_fatal
@@ -155,7 +156,7 @@ class Diagnostics(L.Callback):
                 if "kv_indices" in tensors and (self.layers is None or layer in self.layers):
                     # at once: a layer's tensors are gone when the next one runs
                     column[layer] = layer_metrics(tensors, layout, tokens, selections.get(layer))
-                    selections[layer] = index_of(tensors)
+                    selections[layer] = recorded_index(tensors)
 
             level = torch.full((len(latents),), noise_level, device=latents.device)
             x_t = add_noise(latents, noise, level)
