@@ -127,7 +127,8 @@ def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch,
     run_command(compare_attention, *draw, *options(*METHODS[:3]), "--repeats", "1", "--out", tmp_path)
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown[:-1])) <= 80
-    assert [line.split()[-2:] for line in shown if line.split()[:1] == ["method"]] == [["ms", "prediction"]] * 2
+    headers = [line.split() for line in shown if line.split()[:1] == ["method"]]
+    assert [header[:3] for header in headers] == [["method", "kept", "density"]] * 2
     # a method's settings and budget, whatever the width
     assert len([line for line in shown if "score=oracle" in line or "2 of 18" in line]) >= 2
     data = tmp_path / "comparison"

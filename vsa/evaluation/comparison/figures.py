@@ -43,6 +43,11 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def is_part(group: str) -> bool:
+    """Whether a group is one layer or one timestep of a model."""
+    return group.startswith(("layer ", "timestep "))
+
+
 def means(rows: Sequence[Row]) -> list[Row]:
     """One row a method with the means over the captures, in the order of the methods."""
     found = []

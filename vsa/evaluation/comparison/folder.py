@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as Printed
 
 from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.full import FullAttention
@@ -30,6 +26,7 @@ from vsa.evaluation.comparison.figures import (
     denoising_table,
     error_chart,
     groups,
+    is_part,
     means,
     place_table,
     recall_chart,
@@ -38,6 +35,7 @@ from vsa.evaluation.comparison.figures import (
 from vsa.evaluation.comparison.measure import Row, measure
 from vsa.evaluation.comparison.methods import AS_TRAINED, SPARSITIES, Method, parse_methods, usual_methods
 from vsa.evaluation.comparison.synthetic import draw_captures
+from vsa.evaluation.comparison.terminal import print_results
 from vsa.evaluation.inspection.clip import open_clip, open_inspected
 from vsa.files import write_whole
 from vsa.pages.charts import Chart, draw_panel, write_csv
@@ -197,7 +195,7 @@ def compare_attention(
     }
     record |= {"rows": [_plain(asdict(row)) for row in rows], "denoising": [_plain(asdict(row)) for row in denoised]}
     write_whole(out / RECORD, json.dumps(record, indent=1, allow_nan=False) + "\n")
-    _print(rows, denoised, plan)
+    print_results(rows, denoised, plan)
     missing = _left_out([method.label for method in asked], rows)
     print(*missing, sep="\n", end="\n" if missing else "")
     return _write(out, rows, denoised, plan, facts, [*CAREFUL, *missing])
@@ -322,7 +320,7 @@ def _write(
         write_csv(folder / "means.csv", ["captures", *kept], lines)
         # layers and timesteps have a table of their own
         for group, some in groups(rows).items():
-            if not _is_part(group):
+            if not is_part(group):
                 count = len({(row.capture, row.layer, row.timestep) for row in some})
                 note = f"Means of {count} captures." if count > 1 else ""
                 first.append(_section(f"Results: {group}", note, result_table(some), "means.csv"))
@@ -339,7 +337,7 @@ def _write(
         pictures = [
             draw_panel(panel, folder / f"{'-'.join((chart.key, *key)).replace(' ', '_')}.png", title=chart.title)
             for key, panel in chart.panels.items()
-            if not _is_part(key[-1])
+            if not is_part(key[-1])
         ]
         figures.append(figure_html(chart, pictures[0], DATA))
     text = page(
@@ -354,33 +352,8 @@ def _write(
     return out / PAGE
 
 
-def _is_part(group: str) -> bool:
-    return group.startswith(("layer ", "timestep "))
-
-
 def _section(title: str, note: str, table: Table, data: str) -> str:
     return section_html(Section(title=title, note=note, table=table, data=f"{DATA}/{data}"))
-
-
-def _print(rows: Sequence[Row], denoised: Sequence[Denoised], plan: DenoisingPlan) -> None:
-    tables = {
-        f"attention methods: {group}": result_table(some) for group, some in groups(rows).items() if not _is_part(group)
-    }
-    console = Console()
-    if denoised:
-        tables[f"denoising runs against dense attention{plan_text(plan)}"] = denoising_table(denoised)
-    for title, table in tables.items():
-        # what does not fit beside the others stands in the page
-        narrow = ("L2 error", "speed-up", "attention") if console.width < 110 and len(table.headings) > 8 else ()
-        shown = [place for place, (heading, _) in enumerate(table.headings) if heading not in narrow]
-        printed = Printed(title=escape(title), box=SIMPLE, pad_edge=False)
-        for place in shown:
-            named = {"overflow": "fold", "min_width": 18} if place == 0 else {"no_wrap": True, "justify": "right"}
-            printed.add_column(table.headings[place][0], **named)
-        for row in table.rows:
-            cells = [f"{row[place].text} {row[place].sub}" if place == 0 else row[place].text for place in shown]
-            printed.add_row(*map(escape, cells))
-        console.print(printed)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
