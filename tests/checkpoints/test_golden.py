@@ -257,7 +257,7 @@ def test_windows_conform_and_others_do_not(tmp_path, capsys, command_line):
     assert "3 layers of" in capsys.readouterr().out
     path = info.folder / SPARSE_CONFIG
     values = json.loads(path.read_text())
-    values["neighborhood"]["window_thw"][0] = 2
+    values["settings"]["window_thw"][0] = 2
     path.write_text(json.dumps(values))
     status, _, err = command_line("verify-export", str(info.folder), "--device", "cpu")
     assert (status, err.count("\n")) == (1, 1)

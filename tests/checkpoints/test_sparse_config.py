@@ -58,6 +58,7 @@ def test_windows_are_in_the_file_and_become_the_same_method(tiles, tmp_path):
     # 1 is a token, 1.0 the whole axis: equal numbers
     assert str(read) == str(config)
     made, method = (m.blocks[0].method for m in (ours(attention_of(read)), model))
+    assert str(made.settings()) == str(method.settings())
     for name in ("rules", "tile_thw", "kv_tile_thw", "block_order"):
         assert getattr(made, name) == getattr(method, name), name
     refuse_other_attention(model, read, "it")
@@ -67,6 +68,9 @@ def test_windows_are_in_the_file_and_become_the_same_method(tiles, tmp_path):
     assert read.layer_topk(77, progress=0.0, step=0) == read.layer_topk(77) == (77, 77)
 
 
+SETTINGS = ours(WINDOWS).blocks[0].method.settings()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -74,9 +78,13 @@ def test_windows_are_in_the_file_and_become_the_same_method(tiles, tmp_path):
         ({"refresh": 2}, "denoising has refresh=2, but neighborhood selects no tiles"),
         ({"topk_ranges": (TopkRange(start=0, stop=1, grid_topk=((30, 30),)),)}, "neighborhood selects no tiles"),
         ({"grids": ((3, 3, 10),)}, "window of height must be at most its 3 tokens, got 4"),
-        ({"method": "video_sparse"}, "does not go with method=video_sparse"),
-        ({"neighborhood": None}, "neighborhood=None does not go with method=neighborhood"),
-        ({"method": "video_sparse", "neighborhood": None}, "tile_thw must be three positive sizes, got None"),
+        ({"method": "video_sparse"}, "settings=.* do not go with method=video_sparse"),
+        ({"settings": None}, "settings=None do not go with method=neighborhood"),
+        ({"tile_thw": (2, 2, 2)}, r"tile_thw=\(2, 2, 2\) does not go with method=neighborhood"),
+        ({"method": "video_sparse", "settings": None}, "tile_thw=None does not go with method=video_sparse"),
+        ({"settings": {}}, "settings of neighborhood: missing .'block_order', "),
+        ({"settings": {**SETTINGS, "windows": 3}}, r"settings of neighborhood: missing \[\], unknown \['windows'\]"),
+        ({"settings": {**SETTINGS, "stride_thw": 3}}, "settings of neighborhood: stride_thw=3: expected a list of 3"),
     ],
 )
 def test_windows_that_have_no_meaning_are_refused(change, message):
@@ -87,11 +95,11 @@ def test_windows_that_have_no_meaning_are_refused(change, message):
 def test_files_of_version_1_stay_and_those_of_version_2_may_say_less(tmp_path):
     values = config_of(random_sparse()).to_values()
     assert values["schema_version"] == 1
-    assert not {"neighborhood", "refresh"} & values.keys()
+    assert not {"settings", "refresh"} & values.keys()
     values = config_of(random_sparse(), refresh=2).to_values()
-    del values["neighborhood"]
+    del values["settings"]
     assert SparseAttentionConfig.from_json(json.dumps(values)) == config_of(random_sparse(), refresh=2)
-    with pytest.raises(ValueError, match=r"keys unknown \['neighborhood'"):
+    with pytest.raises(ValueError, match=r"keys unknown \[.*'settings'"):
         SparseAttentionConfig.from_json(json.dumps({**windows_of(ours(WINDOWS)).to_values(), "schema_version": 1}))
 
 

@@ -110,7 +110,7 @@ def check_a_window(case: Case, side: Literal["first", "last"] = "last") -> None:
     # control: the window matters
     assert difference(expected, dense) > 1e-2
     remove(case.model)
-    apply(case.model, "neighborhood", window_thw=window, stride_thw=stride)
+    apply(case.model, "neighborhood", settings={"window_thw": window, "stride_thw": stride})
     assert difference(case.run(), expected) < 1e-5
     remove(case.model)
     for budget in ({"topk": 2}, {"sparsity": 0.5}):

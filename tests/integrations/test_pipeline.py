@@ -474,12 +474,16 @@ def test_sample_runs_a_list_of_steps(folder, distilled, tmp_path):
         (["--topk", "99", "--tile", "1", "2", "2"], "topk 99 of layer 0 is above the 12 tiles"),
         (["--topk", "2", "--sparsity", "0.5"], "exactly one of topk and sparsity"),
         (
-            ["--method", "sparge", "--topk", "2"],
-            "method must be .*, full or a factory, got 'sparge'",
+            ["--method", "spargel", "--topk", "2"],
+            "method must be video_sparse, full, .* or a factory, got 'spargel'",
         ),
-        (["--method", "neighborhood"], "neighborhood needs a window_thw"),
-        (["--method", "neighborhood", "--window", "3", "3", "3"], "window of time must be at most its 2 tokens, got 3"),
-        (["--window", "2", "3", "3"], "is an option of neighborhood, not of video_sparse"),
+        (["--method", "neighborhood window_thw=[3,3,3]"], "window of time must be at most its 2 tokens, got 3"),
+        (
+            ["--method", "neighborhood window=3"],
+            "attention.window=3: unknown setting, did you mean",
+        ),
+        (["--method", "neighborhood window_thw=0"], "attention.window_thw=0: expected a list of 3 values"),
+        (["--method", "full window_thw=[2,3,3]"], r"--method full: settings are of .*, got window_thw=\[2,3,3\]"),
         (["--dense-steps", "2"], "exactly one of topk and sparsity"),
         (["--latent-shape", "1", "2", "3", "4"], "--latent-shape is an option of a run folder only"),
         (["--attention"], "--attention is an option of a run folder only"),
@@ -494,7 +498,7 @@ def test_sample_refuses_and_writes_nothing(folder, tmp_path, options, message):
 
 
 def test_sample_with_windows(folder, tmp_path):
-    words = ["--method", "neighborhood", "--window", "2", "3", "2", "--stride", "1", "1", "2"]
+    words = ["--method", "neighborhood window_thw=[2,3,2] stride_thw=[1,1,2]"]
     vsa_command("sample", "--pipeline", str(folder), "--prompt", "x", *SMALL, *words, "--out", str(tmp_path / "out"))
     record = json.loads((tmp_path / "out" / "samples.json").read_text())
     told = record["attention"]["transformer"]

@@ -235,6 +235,9 @@ def test_bfloat16():
     assert tiny.difference(found.float(), expected.float()) < 3e-2
 
 
+WINDOW = {"window_thw": (3, 3, 3)}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -245,23 +248,27 @@ def test_bfloat16():
         (dict(topk=(3, 2, 1)), "topk has 3 entries for 2 layers"),
         (dict(topk=2, dense_layers=(2,)), "dense layer 2 is not one of the 2 layers"),
         (dict(topk=2, dense_steps=-1), "dense_steps=-1: expected an integer of at least 0, got -1"),
-        (dict(method="sparge", topk=2), "method must be video_sparse, neighborhood, full or a factory, got 'sparge'"),
+        (
+            dict(method="spargel", topk=2),
+            "method must be video_sparse, full, .* or a factory, got 'spargel'",
+        ),
         (dict(method="full", topk=2), "full attention keeps all tiles, got sparsity=None and topk=2"),
         (dict(method="full", tile_thw=(4, 4, 4)), r"tile_thw=\(4, 4, 4\) is an option of video_sparse, not of full"),
-        (dict(method="neighborhood"), "neighborhood needs a window_thw, got None"),
+        (dict(method="neighborhood"), r"settings of neighborhood: missing \['window_thw'\]"),
         (
-            dict(method="neighborhood", window_thw=(3, 3, 3), topk=2),
-            "NeighborhoodAttention selects no tiles, got topk=2",
+            dict(method="neighborhood", settings={"window": 3}),
+            r"settings of neighborhood: unknown \['window'\], expected some of window_thw, ",
         ),
-        (dict(method="neighborhood", window_thw=(3, 3)), r"window_thw=\[3,3\]: expected a list of 3 values"),
+        (dict(method="neighborhood", settings=WINDOW, topk=2), "NeighborhoodAttention selects no tiles, got topk=2"),
         (
-            dict(method="neighborhood", window_thw=(3, 3, 3), gates="coarse"),
+            dict(method="neighborhood", settings={"window_thw": (3, 3)}),
+            r"window_thw=\[3,3\]: expected a list of 3 values",
+        ),
+        (
+            dict(method="neighborhood", settings=WINDOW, gates="coarse"),
             "gates=coarse is an option of video_sparse",
         ),
-        (
-            dict(topk=2, window_thw=(3, 3, 3)),
-            r"window_thw=\(3, 3, 3\) is an option of neighborhood, not of video_sparse",
-        ),
+        (dict(topk=2, settings=WINDOW), r"settings=.* are of neighborhood.*, not of video_sparse"),
         (dict(topk=2, gates="fine"), "gates must be none, coarse or coarse_and_fine, got 'fine'"),
         (dict(topk=2, backend="cuda"), "backend must be one of .*, got 'cuda'"),
         (dict(topk=2, partition="ball"), "partition must be cube or hilbert_run, got 'ball'"),

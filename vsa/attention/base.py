@@ -5,13 +5,18 @@ B batch, L tokens (tile-major), H heads, D head dim, C = H * D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample
 from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.tiling import Grid
+from vsa.settings import arguments_of
 
 
 class AttentionMethod(nn.Module):
@@ -33,9 +38,21 @@ class AttentionMethod(nn.Module):
     selects = False
     """Whether query tiles select kv tiles, so that a top-k has a meaning."""
 
+    predicts = False
+    """Whether the tiles that it visits follow from q and k by another rule than a top-k; they can be kept all the same
+    (`AttnContext.select`)."""
+
     def __init__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int = 0):
         super().__init__()
         self.dim, self.num_heads, self.head_dim, self.layer_idx = dim, num_heads, head_dim, layer_idx
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's settings without those of a layer and the backend, as JSON has them: what makes it anew."""
+        return json.loads(json.dumps({name: getattr(self, name) for name in own_settings(type(self))}))
+
+    @classmethod
+    def refuse_grid(cls, grid: Grid, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError when a method with these settings cannot run on a token grid."""
 
     def extra_modules(self) -> dict[str, nn.Module]:
         """Modules with this method's parameters, by the name the block registers them under."""
@@ -86,3 +103,15 @@ class AttentionMethod(nn.Module):
     def pairs(self, layout: TileLayout, topk: int) -> float:
         """Executed query-key pairs of one row and one head (FLOPs = 4 * D * pairs forward)."""
         raise NotImplementedError
+
+
+def own_settings(method: type[AttentionMethod]) -> tuple[str, ...]:
+    """Names of a method's own constructor arguments: without those of a layer and the backend."""
+    shared = {*arguments_of(AttentionMethod), "backend"}
+    return tuple(name for name in arguments_of(method) if name not in shared)
+
+
+def required_settings(method: type[AttentionMethod]) -> tuple[str, ...]:
+    """Those of them that have no default."""
+    arguments = arguments_of(method)
+    return tuple(name for name in own_settings(method) if arguments[name].default is inspect.Parameter.empty)

@@ -47,6 +47,9 @@ class Budget(NamedTuple):
     sparsity: float | None = None
 
 
+_DENSE = ("dense_steps", "dense_layers")
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
 class DenoisingPlan:
@@ -154,19 +157,28 @@ class DenoisingPlan:
             steps=tuple((step, row(budget)) for step, budget in self.steps),
         )
 
-    def refuse_without_selection(self, method: str) -> None:
-        """Raise ValueError when there is an option that a method which selects no tiles has no use for."""
+    def refuse_without_topk(self, method: str, *, predicts: bool = False) -> None:
+        """Raise ValueError when there is an option that a method which has no top-k has no use for.
+
+        Args:
+            method: its name.
+            predicts: whether its tiles depend on q and k, so that they can be kept.
+        """
+        used = (*_DENSE, *(("refresh", "shared_cache") if predicts else ()))
         for name, value in self.changes().items():
-            if name not in ("dense_steps", "dense_layers"):
-                raise ValueError(f"denoising has {name}={value}, but {method} selects no tiles")
+            if name not in used:
+                reason = "has no top-k" if predicts else "selects no tiles"
+                raise ValueError(f"denoising has {name}={value}, but {method} {reason}")
 
     def without_budgets(self) -> DenoisingPlan:
         """The plan with one budget from the first step to the last."""
         return replace(self, topk_ranges=(), sparsity_ranges=(), step_topk=(), step_sparsity=())
 
-    def without_selections(self) -> DenoisingPlan:
-        """What of the plan a method that selects no tiles has a use for."""
-        return DenoisingPlan(dense_steps=self.dense_steps, dense_layers=self.dense_layers)
+    def for_method(self, *, selects: bool, predicts: bool) -> DenoisingPlan:
+        """What of the plan a method has a use for, see `AttentionMethod.selects` and `predicts`."""
+        if selects:
+            return self
+        return self.without_budgets() if predicts else DenoisingPlan(**{name: getattr(self, name) for name in _DENSE})
 
     def changes(self) -> dict[str, Any]:
         """Its options that have not their default, as plain values for a record."""

@@ -228,8 +228,8 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     kind = "dense"
     if sparse is not None:
         kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
-        if sparse.neighborhood is not None:
-            kind = f"neighborhood, window {shown(sparse.neighborhood.window_thw)}"
+        if sparse.settings is not None:
+            kind = ", ".join([sparse.method, *(f"{name}={shown(value)}" for name, value in sparse.settings.items())])
     told = [f"{len(source)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source} in {out}"]
     attention = str(source.run_config.get("attention", {}).get("_target_", "")).rpartition(".")[2]
     if sparse is None and attention not in ("", "FullAttention"):

@@ -18,8 +18,8 @@ class ExportedSparsity(ConstantSparsity):
 
     def __init__(self, config: SparseAttentionConfig):
         # layers are dense by their top-k, where there is one
-        by_topk = config.dense_layers if config.neighborhood is None else ()
-        plan = config.denoising if config.neighborhood is not None else replace(config.denoising, dense_layers=())
+        by_topk = config.dense_layers if config.selects else ()
+        plan = replace(config.denoising, dense_layers=()) if config.selects else config.denoising
         super().__init__(topk=max(config.grid_topk[0]), dense_layers=by_topk, denoising=plan)
         self._config = config
 

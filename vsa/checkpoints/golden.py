@@ -24,6 +24,7 @@ from torch import Tensor
 from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.neighborhood.axis import AxisRule
+from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
     Grid,
@@ -137,14 +138,14 @@ def write_golden(
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise ValueError(f"golden tensors are computed in float32, {name} is {parameter.dtype}")
-    grid = _golden_grid(sparse) if grid_thw is None else grid_thw
+    grid = _golden_grid(model, sparse) if grid_thw is None else grid_thw
     if layers is None:
         layers = range(len(model.blocks) if math.prod(grid) <= _MANY_TOKENS else 1)
     layers = list(layers)
     if any(not 0 <= layer < len(model.blocks) for layer in layers):
         raise ValueError(f"layers must be in 0..{len(model.blocks) - 1}, got {layers}")
     num_tiles = _layout(cast(TransformerBlock, model.blocks[0]), grid, torch.device("cpu")).num_video_tiles
-    if sparse.neighborhood is not None and topk is not None:
+    if not sparse.selects and topk is not None:
         raise ValueError(f"topk {topk} has no meaning for {sparse.method}: it selects no tiles")
     if topk is None:
         topk = max(1, num_tiles // 4) if model.selects else num_tiles
@@ -168,13 +169,13 @@ def write_golden(
     return folder / GOLDEN
 
 
-def _golden_grid(sparse: SparseAttentionConfig) -> Grid:
-    t, h, w = (4, 4, 4) if sparse.tile_thw is None else sparse.tile_thw
+def _golden_grid(model: VideoDiT, sparse: SparseAttentionConfig) -> Grid:
+    method = cast(TransformerBlock, model.blocks[0]).method
+    t, h, w = getattr(method, "tile_thw", None) or (4, 4, 4)
     # ragged tiles on two axes, twelve tiles in all
     sizes = [t + 1, 2 * h + 1, 2 * w]
-    if sparse.neighborhood is not None:
-        rules, trained = sparse.neighborhood.rules, sparse.grids[0]
-        sizes = [_room(rule, *pair) for rule, *pair in zip(rules, sizes, trained, strict=True)]
+    if isinstance(method, NeighborhoodAttention):
+        sizes = [_room(rule, *pair) for rule, *pair in zip(method.rules, sizes, sparse.grids[0], strict=True)]
     t, h, w = sizes
     return t, h, w
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk, last_from, per_layer, range_at
 from vsa.attention.layout import Partition
-from vsa.attention.neighborhood.axis import AxisRule, Extent, axis_rules
+from vsa.attention.named import WITHOUT_PARAMETERS, refuse_settings
 from vsa.attention.sparsity import Budget, ConstantSparsity
 from vsa.attention.tiling import BlockOrder
 from vsa.files import write_whole
@@ -55,37 +55,7 @@ class StepTopk:
         object.__setattr__(self, "grid_topk", tuple(tuple(row) for row in self.grid_topk))
 
 
-@dataclass(frozen=True, kw_only=True)
-class NeighborhoodWindow:
-    """The options of `vsa.attention.neighborhood.method.NeighborhoodAttention` that are no other method's.
-
-    Args:
-        window_thw: as of the method, like all others; an integer counts tokens, a number with a point is a share.
-        stride_thw: see there.
-        dilation_thw: see there.
-        causal_thw: see there.
-        kv_tile_thw: see there.
-    """
-
-    window_thw: tuple[Extent, Extent, Extent]
-    stride_thw: tuple[Extent, Extent, Extent]
-    dilation_thw: Grid
-    causal_thw: tuple[bool, bool, bool]
-    kv_tile_thw: Grid | None
-
-    def __post_init__(self) -> None:
-        for name in ("window_thw", "stride_thw", "dilation_thw", "causal_thw", "kv_tile_thw"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(value))
-                if len(value) != 3:
-                    raise ValueError(f"{name} of neighborhood must be three values, got {value}")
-
-    @property
-    def rules(self) -> tuple[AxisRule, AxisRule, AxisRule]:
-        return axis_rules(self.window_thw, self.stride_thw, self.dilation_thw, self.causal_thw)
-
-
-VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False, "neighborhood": None}
+VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False, "settings": None}
 """What version 1 had no keys for, with the values that say what it meant: a file of these alone is of version 1."""
 
 
@@ -96,26 +66,28 @@ class SparseAttentionConfig:
     Trained grids have the top-k they were last trained with; `layer_topk` derives that of other grids from the first.
 
     Args:
-        method: file name of the method in `vsa.attention` (`video_sparse`).
-        tile_thw: tokens per tile along time, height, width; None: neighborhood chooses it by grid.
-        partition: cube or hilbert_run, see `vsa.attention.layout.TileLayout`.
-        block_order: order of the tiles; results do not depend on it beyond rounding.
+        method: video_sparse, or the name of a method without parameters (`vsa.attention.named`).
+        tile_thw: of video_sparse, tokens per tile along time, height, width; None of other methods, whose `settings`
+            say it.
+        partition: of video_sparse, cube or hilbert_run, see `vsa.attention.layout.TileLayout`.
+        block_order: of video_sparse, order of the tiles; results do not depend on it beyond rounding.
         fine_gate: the fine output has a gate too.
         gate_keys: names of the gate tensors among the weights.
         grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer; all tiles where the
-            method selects none (neighborhood).
+            method has no top-k.
         num_tiles: video tiles of each trained grid; grids of as many tiles have equal rows of top-k.
         grids: token grids trained on, the reference first.
         budget: how top-k follows the number of tiles on grids that were not trained on: count (the same number),
             fraction (the same share) or an exponent between 0 and 1, see
             `vsa.attention.sparsity.SparsitySchedule`.
         topk_ranges: top-k in parts of the denoising where it differs from `grid_topk`.
-        dense_layers: layers that keep all tiles whatever `grid_topk` says; those of neighborhood run dense attention.
+        dense_layers: layers that keep all tiles whatever `grid_topk` says; those of a method without top-k run dense
+            attention.
         dense_steps: first denoising steps in which every layer is like these.
         step_topk: top-k from denoising steps on where it differs, ascending.
         refresh: see `vsa.attention.denoising.DenoisingPlan`.
         shared_cache: see the same.
-        neighborhood: windows of the method neighborhood, None of any other.
+        settings: all settings of a method without parameters, by the names of its constructor; None of video_sparse.
         step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
         flow_shift: shift of the noise levels to sample with, which need not be that of the training; None: that of
             the pipeline.
@@ -130,8 +102,8 @@ class SparseAttentionConfig:
 
     method: str
     tile_thw: Grid | None
-    partition: Partition
-    block_order: BlockOrder
+    partition: Partition | None
+    block_order: BlockOrder | None
     fine_gate: bool
     gate_keys: tuple[str, ...]
     grid_topk: tuple[tuple[int, ...], ...]
@@ -144,7 +116,7 @@ class SparseAttentionConfig:
     step_topk: tuple[StepTopk, ...] = ()
     refresh: int | tuple[tuple[int, int], ...] = 1
     shared_cache: bool = False
-    neighborhood: NeighborhoodWindow | None = None
+    settings: Mapping[str, Any] | None = None
     step_list: tuple[float, ...] | None = None
     flow_shift: float | None = None
     guidance_form: Literal["standard", "additive"] = "standard"
@@ -161,15 +133,19 @@ class SparseAttentionConfig:
             object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
         if self.step_list is not None:
             object.__setattr__(self, "step_list", tuple(self.step_list))
+        if self.settings is not None:
+            # as the file has them: lists, and 1 is not 1.0
+            object.__setattr__(self, "settings", json.loads(json.dumps(dict(self.settings))))
         if not isinstance(self.refresh, int):
             object.__setattr__(self, "refresh", tuple(tuple(row) for row in self.refresh))
         self._check()
 
     def _check(self) -> None:
-        if (self.method == "neighborhood") != (self.neighborhood is not None):
-            raise ValueError(f"neighborhood={self.neighborhood} does not go with method={self.method}")
-        if self.tile_thw is None and self.neighborhood is None:
-            raise ValueError(f"tile_thw must be three positive sizes, got None with method={self.method}")
+        if (self.method in WITHOUT_PARAMETERS) != (self.settings is not None):
+            raise ValueError(f"settings={self.settings} do not go with method={self.method}")
+        for name in ("tile_thw", "partition", "block_order"):
+            if ((value := getattr(self, name)) is None) != (self.settings is not None):
+                raise ValueError(f"{name}={value} does not go with method={self.method}")
         tiles = () if self.tile_thw is None else (("tile_thw", self.tile_thw),)
         for name, triple in (*tiles, *(("grids", grid) for grid in self.grids)):
             if len(triple) != 3 or min(triple) < 1:
@@ -187,8 +163,8 @@ class SparseAttentionConfig:
             raise ValueError(f"dense_layers must be in 0..{self.num_layers - 1}, got {list(self.dense_layers)}")
         if self.dense_steps < 0:
             raise ValueError(f"dense_steps must not be negative, got {self.dense_steps}")
-        if self.neighborhood is not None:
-            self._check_windows(self.neighborhood)
+        if self.settings is not None:
+            self._check_settings(self.settings)
         # refuses what has no meaning
         replace(self.denoising, step_topk=tuple((part.step, 1) for part in self.step_topk))
         if self.flow_shift is not None and not self.flow_shift > 0:
@@ -202,12 +178,11 @@ class SparseAttentionConfig:
                 f"golden and golden_tolerance come together, got {self.golden} and {self.golden_tolerance}"
             )
 
-    def _check_windows(self, windows: NeighborhoodWindow) -> None:
-        for grid in self.grids:
-            # refuses windows that the grid does not have room for
-            for rule, size in zip(windows.rules, grid, strict=True):
-                rule.at(size)
-        self.denoising.refuse_without_selection(self.method)
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        refuse_settings(self.method, settings, self.grids)
+        if self.selects:
+            return
+        self.denoising.refuse_without_topk(self.method, predicts=WITHOUT_PARAMETERS[self.method].predicts)
         all_tiles = tuple((n,) * self.num_layers for n in self.num_tiles)
         if self.topk_ranges or self.step_topk or self.grid_topk != all_tiles:
             raise ValueError(f"{self.method} selects no tiles, its grid_topk must be all of {list(self.num_tiles)}")
@@ -229,6 +204,11 @@ class SparseAttentionConfig:
     @property
     def num_layers(self) -> int:
         return len(self.grid_topk[0])
+
+    @property
+    def selects(self) -> bool:
+        """Whether its method has a top-k."""
+        return self.settings is None or WITHOUT_PARAMETERS[self.method].selects
 
     @property
     def denoising(self) -> DenoisingPlan:
@@ -310,9 +290,7 @@ class SparseAttentionConfig:
         try:
             ranges = tuple(TopkRange(**part) for part in values["topk_ranges"])
             steps = tuple(StepTopk(**part) for part in values.get("step_topk", ()))
-            windows = values.get("neighborhood")
-            windows = None if windows is None else NeighborhoodWindow(**windows)
-            return cls(**{**values, "topk_ranges": ranges, "step_topk": steps, "neighborhood": windows})
+            return cls(**{**values, "topk_ranges": ranges, "step_topk": steps})
         except TypeError as error:
             raise ValueError(f"a value has the wrong type ({error})") from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +14,10 @@ from torch import Tensor
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.full import FullAttention
-from vsa.attention.neighborhood.method import NeighborhoodAttention
+from vsa.attention.named import WITHOUT_PARAMETERS, name_of
 from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import (
     SPARSE_CONFIG,
-    NeighborhoodWindow,
     SparseAttentionConfig,
     write_sparse_config,
 )
@@ -57,21 +55,12 @@ def sparse_settings(model: VideoDiT) -> dict[str, Any]:
     """
     block: Any = model.blocks[0]
     method = block.method
-    if isinstance(method, NeighborhoodAttention):
-        own = ("window_thw", "stride_thw", "dilation_thw", "causal_thw", "kv_tile_thw")
-        return {
-            "method": "neighborhood",
-            "tile_thw": method.tile_thw,
-            "partition": "cube",
-            "block_order": method.block_order,
-            "fine_gate": False,
-            "gate_keys": (),
-            "neighborhood": NeighborhoodWindow(**{name: getattr(method, name) for name in own}),
-        }
+    if (name := name_of(method)) is not None:
+        none = dict.fromkeys(("tile_thw", "partition", "block_order"))
+        return {"method": name, **none, "fine_gate": False, "gate_keys": (), "settings": method.settings()}
     if not isinstance(method, VideoSparseAttention):
-        raise ValueError(
-            f"a {SPARSE_CONFIG} describes video_sparse or neighborhood attention, the model has {type(method).__name__}"
-        )
+        known = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
+        raise ValueError(f"a {SPARSE_CONFIG} describes {known} attention, the model has {type(method).__name__}")
     return {
         "method": "video_sparse",
         "tile_thw": method.tile_thw,
@@ -100,15 +89,13 @@ def method_options(sparse: SparseAttentionConfig) -> tuple[type[AttentionMethod]
     Raises:
         ValueError: an unknown method.
     """
-    options: dict[str, Any] = {"tile_thw": sparse.tile_thw}
-    if sparse.neighborhood is not None:
-        windows = {f.name: getattr(sparse.neighborhood, f.name) for f in fields(sparse.neighborhood)}
-        return NeighborhoodAttention, options | windows | {"block_order": sparse.block_order}
+    if sparse.settings is not None:
+        return WITHOUT_PARAMETERS[sparse.method], dict(sparse.settings)
     if sparse.method != "video_sparse":
-        raise ValueError(f"{SPARSE_CONFIG}: method must be video_sparse or neighborhood, got {sparse.method!r}")
-    return VideoSparseAttention, options | {
-        key: getattr(sparse, key) for key in ("partition", "block_order", "fine_gate")
-    }
+        known = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
+        raise ValueError(f"{SPARSE_CONFIG}: method must be one of {known}, got {sparse.method!r}")
+    names = ("tile_thw", "partition", "block_order", "fine_gate")
+    return VideoSparseAttention, {name: getattr(sparse, name) for name in names}
 
 
 def export_pretrained(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from vsa.attention.neighborhood.method import NeighborhoodAttention
+from vsa.attention.named import name_of
 from vsa.attention.sparsity import SparsitySchedule
 from vsa.attention.video_sparse import Backend
 from vsa.checkpoints.exported_sparsity import ExportedSparsity
@@ -114,17 +114,17 @@ class RunWeights(WeightSource):
     @cached_property
     def sparse(self) -> SparseAttentionConfig | None:
         sparse = self._exported
-        if sparse is None and (any(map(is_gate, self)) or self._has_windows):
+        if sparse is None and (any(map(is_gate, self)) or self._has_settings):
             sparse = self._described()
         return sparse if sparse is None or self.step_list is None else sparse.sampled_at(self.step_list)
 
     @property
-    def _has_windows(self) -> bool:
+    def _has_settings(self) -> bool:
         """Whether its attention is one without parameters that `sparse_attention.json` describes all the same."""
         if not {"model", "attention"} <= self.run_config.keys():
             return False
         method: Any = self._meta.blocks[0].method
-        return isinstance(method, NeighborhoodAttention)
+        return name_of(method) is not None
 
     def _described(self) -> SparseAttentionConfig:
         """What the schedule and the state say; the largest grid of the training is the reference."""

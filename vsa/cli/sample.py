@@ -37,19 +37,13 @@ def sample(
     transformer: Annotated[str | None, option("sparse export to use in it: folder, hub id", panel=PIPELINE)] = None,
     method: Annotated[
         str | None,
-        option("attention to put in: video_sparse (with --sparsity, --topk), neighborhood or full", panel=PIPELINE),
+        option(
+            "attention to put in: video_sparse (with --sparsity, --topk), full, or 'NAME key=value'", panel=PIPELINE
+        ),
     ] = None,
     tile: Annotated[
         tuple[int, int, int] | None,
-        option("tokens per tile (4 4 4, of neighborhood by grid)", panel=PIPELINE, whole=(1, 64), metavar="T H W"),
-    ] = None,
-    window: Annotated[
-        tuple[int, int, int] | None,
-        option("tokens that a query of neighborhood sees", panel=PIPELINE, whole=(1, 4096), metavar="T H W"),
-    ] = None,
-    stride: Annotated[
-        tuple[int, int, int] | None,
-        option("its neighbours that share a window (1 1 1)", panel=PIPELINE, whole=(1, 4096), metavar="T H W"),
+        option("tokens per tile of video_sparse (4 4 4)", panel=PIPELINE, whole=(1, 64), metavar="T H W"),
     ] = None,
     negative_prompt: Annotated[str | None, option("caption of the unconditional pass", panel=PIPELINE)] = None,
     size: Annotated[
@@ -73,7 +67,7 @@ def sample(
     \b
     vsa sample outputs/quickstart/default --prompt "a red circle moving left slowly"
     vsa sample --pipeline Wan2.1-T2V-1.3B-Diffusers --sparsity 0.9 --prompt "a cat on the beach"
-    vsa sample --pipeline Wan2.1-T2V-1.3B-Diffusers --method neighborhood --window 9 16 24 --prompt "a cat on the beach"
+    vsa sample --pipeline Wan2.1-T2V-1.3B-Diffusers --method "neighborhood window_thw=[9,16,24]" --prompt "a cat"
     vsa sample --pipeline Wan2.1-T2V-1.3B-Diffusers --transformer EXPORT --prompt "a cat on the beach"
     """
     given = {name: value for name, value in locals().items() if value is not None}

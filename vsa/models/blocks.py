@@ -165,7 +165,8 @@ class TransformerBlock(nn.Module):
             ctx: this layer's context (scalar top-k).
         """
         # Python callables and mappings would break the graph of a compiled body; a selection that is reused does not
-        traceable = ctx.recorder is None and not (ctx.keeps_selection and self.method.selects and not ctx.dense)
+        selects = self.method.selects or self.method.predicts
+        traceable = ctx.recorder is None and not (ctx.keeps_selection and selects and not ctx.dense)
         run = self.run if traceable else TransformerBlock.body
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(run, self, x, cond, ctx, use_reentrant=False)

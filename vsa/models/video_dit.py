@@ -227,6 +227,11 @@ class VideoDiT(nn.Module):
         """Whether query tiles select kv tiles, so that a top-k has a meaning."""
         return self._block(0).method.selects
 
+    @property
+    def predicts(self) -> bool:
+        """Whether the tiles that are visited follow from q and k by another rule than a top-k."""
+        return self._block(0).method.predicts
+
     def reset_parameters(self) -> None:
         """Initialise every parameter, also after `to_empty` of a model built on the meta device."""
         init_parameters(self, init=self.init, dim=self.dim, num_layers=len(self.blocks))

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from vsa.attention.denoising import DenoisingPlan
+from vsa.attention.named import WITHOUT_PARAMETERS
 from vsa.checkpoints.weight_source import Group
+from vsa.config import attention_config
 from vsa.data.prompts import read_prompts
 from vsa.errors import refuse_unwritable, usable_device
 from vsa.integrations.diffusers import applied_attention
@@ -95,8 +97,7 @@ def sample_pipeline(
     guidance: float | None = None,
     steps: int | None = None,
     tile: Sequence[int] | None = None,
-    window: Sequence[int] | None = None,
-    stride: Sequence[int] | None = None,
+    method: str | None = None,
     **attention: Any,
 ) -> Path:
     """Write the clips of a diffusers pipeline to a folder, and return that.
@@ -116,15 +117,14 @@ def sample_pipeline(
         guidance: see `clip_settings`.
         steps: see `clip_settings`.
         tile: tokens per tile, see `apply`.
-        window: of neighborhood, tokens.
-        stride: of neighborhood, tokens.
+        method: a name, and for methods without parameters their settings: `neighborhood window_thw=[9,16,24]`.
         attention: of `open_pipeline`.
     """
     refuse_unwritable(out)
     device = usable_device(device)
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    thw = {"tile_thw": tile, "window_thw": window, "stride_thw": stride}
-    pipe = open_pipeline(pipeline, dtype=getattr(torch, dtype), device=device, **thw, **attention)
+    own = {"tile_thw": tile, **_named(method)}
+    pipe = open_pipeline(pipeline, dtype=getattr(torch, dtype), device=device, **own, **attention)
     clip = clip_settings(pipe, size=size, frames=frames, guidance=guidance, steps=steps)
     trained, grid = trained_settings(pipe), token_grid(pipe, clip.size, clip.frames)
     if trained is not None and grid not in trained.grids:
@@ -152,6 +152,19 @@ def sample_pipeline(
     }
     write_clips(out, prompts, videos, record, fps=fps)
     return out
+
+
+def _named(method: str | None) -> dict[str, Any]:
+    """Name and settings of a method as the command line has it; what is not said is as in its config."""
+    if method is None:
+        return {}
+    name, *words = method.split() or [""]
+    if name not in WITHOUT_PARAMETERS:
+        if words:
+            raise ValueError(f"--method {name}: settings are of {', '.join(WITHOUT_PARAMETERS)}, got {' '.join(words)}")
+        return {"method": name}
+    node = attention_config(name, words)
+    return {"method": name, "settings": {key: value for key, value in node.items() if not key.startswith("_")}}
 
 
 def _pipeline_record(pipe: Any) -> dict[str, Any]:

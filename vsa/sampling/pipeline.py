@@ -126,7 +126,8 @@ class LoadedRun:
                 if value is not None:
                     method: Any = self.model.blocks[0].method
                     raise ValueError(f"{name} {value} has no meaning for {type(method).__name__}: it selects no tiles")
-            DenoisingPlan(**(denoising or {})).refuse_without_selection(type(self.model.blocks[0].method).__name__)
+            asked_plan, name = DenoisingPlan(**(denoising or {})), type(self.model.blocks[0].method).__name__
+            asked_plan.refuse_without_topk(name, predicts=self.model.predicts)
             topk = num_tiles
         if topk is not None and sparsity is not None:
             raise ValueError(f"give topk or sparsity, not both: got topk={topk} and sparsity={sparsity}")

@@ -12,7 +12,7 @@ B batch, L tokens, H heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from vsa.attention.layout import BlockOrder, Segment, TileLayout
 from vsa.attention.neighborhood.axis import AxisRule, axis_rules
 from vsa.attention.neighborhood.mask import Axes, executed_pairs, neighborhood_index, only_clip
 from vsa.attention.neighborhood.tile import best_tile
+from vsa.attention.tiling import Grid
 from vsa.settings import AtLeastOne, PositiveShare, checked
 
 Extent = AtLeastOne | PositiveShare
@@ -84,6 +85,13 @@ class NeighborhoodAttention(AttentionMethod):
         self.kv_tile_thw = None if kv_tile_thw is None else tuple(kv_tile_thw)
         self.block_order: BlockOrder = block_order
         self.backend = backend
+
+    @classmethod
+    def refuse_grid(cls, grid: Grid, settings: Mapping[str, Any]) -> None:
+        names = ("window_thw", "stride_thw", "dilation_thw", "causal_thw")
+        rules: Rules = axis_rules(*(settings[name] for name in names))
+        for rule, size in zip(rules, grid, strict=True):
+            rule.at(size)
 
     def extra_repr(self) -> str:
         return f"window_thw={self.window_thw}, stride_thw={self.stride_thw}, tile_thw={self.tile_thw}"

@@ -139,7 +139,8 @@ class _Watched(AttentionMethod):
     def __init__(self, run: LoadedRun, layer_idx: int, keep: Callable[..., None]):
         method: Any = run.model.blocks[layer_idx].method
         super().__init__(dim=method.dim, num_heads=method.num_heads, head_dim=method.head_dim, layer_idx=layer_idx)
-        self.method, self.keep, self.selects = method, keep, method.selects
+        self.method, self.keep = method, keep
+        self.selects, self.predicts = method.selects, method.predicts
 
     def extra_modules(self) -> dict[str, torch.nn.Module]:
         return self.method.extra_modules()

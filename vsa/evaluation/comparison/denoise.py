@@ -58,9 +58,10 @@ def comparison_plan(run: LoadedRun, methods: Sequence[Method], options: Mapping[
     """
     plan = replace(run.settings().denoising.without_budgets(), **options)
     ConstantSparsity(topk=1, denoising=plan).topk_per_layer(0, 1, len(run.model.blocks))
+    predicts = run.model.predicts or any(method.predicts for method in methods)
     selecting = any(method.topk is not None or method.sparsity is not None for method in methods)
     if not selecting and not run.model.selects:
-        plan.refuse_without_selection(", ".join(method.label for method in methods))
+        plan.refuse_without_topk(", ".join(method.label for method in methods), predicts=predicts)
     return plan
 
 
@@ -102,7 +103,7 @@ def compare_denoising(
         layout = model.layout_for(settings.latent_shape, run.device)
         own = settings
         if not method.trained:
-            followed = DenoisingPlan() if not rows else plan if model.selects else plan.without_selections()
+            followed = DenoisingPlan() if not rows else plan.for_method(selects=model.selects, predicts=model.predicts)
             topk = constant_topk(method.kept(layout), followed, layout.num_video_tiles)
             own = replace(settings, topk=topk, denoising=followed)
         videos, seconds = [], 0.0

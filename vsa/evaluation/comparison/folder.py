@@ -151,7 +151,8 @@ def compare_attention(
         plan = comparison_plan(loaded, asked, denoising or {})
         own = denoising
         if not loaded.model.selects:
-            own = {"dense_steps": plan.dense_steps, "dense_layers": plan.dense_layers}
+            followed = plan.for_method(selects=False, predicts=loaded.model.predicts)
+            own = {name: getattr(followed, name) for name in ("dense_steps", "dense_layers", "refresh", "shared_cache")}
         settings = loaded.settings(steps=steps, guidance=guidance, flow_shift=flow_shift, denoising=own, seed=seed)
     if loaded is not None and clips is not None:
         tensors = _capture(loaded, clips, layers, timesteps or TIMESTEPS, most_clips, seed)

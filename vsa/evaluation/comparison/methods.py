@@ -30,6 +30,7 @@ class Method:
         topk: kv tiles per query tile; None: `sparsity` says it, or the method has none.
         sparsity: share of kv tiles skipped.
         trained: with the gates of the captured model and its own top-k; otherwise training-free, gates at their start.
+        predicts: see `AttentionMethod.predicts`.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Method:
     topk: int | None = None
     sparsity: float | None = None
     trained: bool = field(default=False)
+    predicts: bool = field(default=False)
 
     def make(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int) -> AttentionMethod:
         """The method of a layer; a factory for `VideoDiT`."""
@@ -81,14 +83,15 @@ def parse_method(text: str, *, tile_thw: Grid = (4, 4, 4)) -> Method:
     try:
         config = attention_config(name, settings, tile_thw=tile_thw)
         # what only a constructor refuses is told now, and not after the first methods were measured
-        selects = build(config)(dim=24, num_heads=1, head_dim=24, layer_idx=0).selects
+        layer = build(config)(dim=24, num_heads=1, head_dim=24, layer_idx=0)
     except ValueError as error:
         raise ValueError(f"method {text!r}: {error}") from None
-    if selects and len(budget) != 1:
+    if layer.selects and len(budget) != 1:
         raise ValueError(f"method {text!r}: it selects tiles, give topk=K or sparsity=SHARE, one of them")
-    if budget and not selects:
+    if budget and not layer.selects:
         raise ValueError(f"method {text!r}: {name} selects no tiles, so {next(iter(budget))} has no meaning")
-    return Method(label=" ".join([name, *words]), family=" ".join([name, *settings]), config=config, **budget)
+    label, family = " ".join([name, *words]), " ".join([name, *settings])
+    return Method(label=label, family=family, config=config, predicts=layer.predicts, **budget)
 
 
 def _budget(text: str, key: str, value: str) -> int | float:

@@ -5,7 +5,7 @@ from vsa.integrations.diffusers import apply, remove
 apply(pipe.transformer, sparsity=0.9)
 video = pipe("a red circle moving left").frames
 remove(pipe.transformer)
-apply(pipe.transformer, method="neighborhood", window_thw=(18, 24, 24), stride_thw=(16, 8, 8))
+apply(pipe.transformer, method="neighborhood", settings={"window_thw": (18, 24, 24), "stride_thw": (16, 8, 8)})
 """
 
 from vsa.integrations.diffusers.install import Applied, applied_attention, apply, remove

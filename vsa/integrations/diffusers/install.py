@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from vsa_kernels.dispatch import resolve_backend
 
-from vsa.attention.base import AttentionMethod
+from vsa.attention.base import AttentionMethod, own_settings, required_settings
 from vsa.attention.denoising import Denoising, DenoisingPass, DenoisingPlan, progress_of
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
-from vsa.attention.neighborhood.method import NeighborhoodAttention
+from vsa.attention.named import WITHOUT_PARAMETERS, name_of
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import Backend, VideoSparseAttention
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
@@ -125,14 +125,12 @@ class Applied:
             raise ValueError("nothing ran yet: describe() tells the tiles of the last forward pass")
         method: Any = self.methods[0]
         layout = method.layout((Segment(now.grid_thw),), "cpu")
-        windows = ("window_thw", "stride_thw", "dilation_thw", "causal_thw")
-        named = windows if isinstance(method, NeighborhoodAttention) else ()
         tiles = layout.num_video_tiles
         topk = [self.budget.layer_topk(i, tiles, now) for i in range(len(self.methods))]
         kept = sum(topk) / (len(topk) * tiles) if method.selects else method.pairs(layout, tiles) / layout.num_tokens**2
         return {
             "method": type(method).__name__,
-            **{name: list(getattr(method, name)) for name in named},
+            **({} if name_of(method) is None else method.settings()),
             "tile_thw": None if layout.tile_thw is None else list(layout.tile_thw),
             "partition": layout.partition,
             "block_order": layout.block_order,
@@ -157,10 +155,7 @@ def apply(
     partition: Partition | None = None,
     block_order: BlockOrder | None = None,
     gates: Gates | None = None,
-    window_thw: Sequence[float] | None = None,
-    stride_thw: Sequence[float] | None = None,
-    dilation_thw: Sequence[int] | None = None,
-    causal_thw: Sequence[bool] | None = None,
+    settings: Mapping[str, Any] | None = None,
     backend: Backend | None = None,
 ) -> Applied:
     """Put an attention method into the self-attention of a diffusers transformer; `remove` takes it out again.
@@ -172,44 +167,36 @@ def apply(
 
     Args:
         transformer: a Wan, LTX-Video, CogVideoX or HunyuanVideo transformer.
-        method: "video_sparse", "neighborhood", "full", or a factory called with dim, num_heads, head_dim and layer_idx.
+        method: "video_sparse", "full", the name of a method without parameters (`vsa.attention.named`: "neighborhood",
+            ...), or a factory called with dim, num_heads, head_dim and layer_idx.
         sparsity: share of video tiles skipped per query tile, in [0, 1).
         topk: video tiles kept per query tile, one number or one per layer. Exactly one of the two is given, but for
-            "neighborhood", "full" and other methods that select no tiles, which take neither.
+            "full", "neighborhood" and other methods without a top-k, which take neither.
         dense_layers: layers that keep all tiles; single blocks of HunyuanVideo count on from its double blocks.
         dense_steps: the first denoising steps of a clip keep all tiles, see `Applied`.
         denoising: what else changes during a denoising: budgets by progress or step, how long selections are kept, and
             whether the unconditional pass has its own.
-        tile_thw: of video_sparse, None: (4, 4, 4); of neighborhood, None: chosen by grid.
+        tile_thw: of video_sparse; None: (4, 4, 4).
         partition: of video_sparse; None: cube.
-        block_order: of video_sparse and neighborhood; None: nested.
+        block_order: of video_sparse; None: nested.
         gates: of video_sparse; none: for models that trained none, the output is the fine stage; coarse and
             coarse_and_fine: register the gates in the blocks, at the identity, to be loaded or trained. None: none.
-        window_thw: of neighborhood, which needs it: tokens (integers) or shares of the grid, see
-            `vsa.attention.neighborhood.method.NeighborhoodAttention`.
-        stride_thw: the same; None: 1.
-        dilation_thw: the same; None: 1.
-        causal_thw: the same; None: no axis is.
-        backend: of video_sparse and neighborhood; None picks by device.
+        settings: of a method without parameters, by the names of its constructor: `{"window_thw": (18, 24, 24)}`.
+        backend: None picks by device.
 
     Raises:
         ValueError: a class that is not supported, a method that is in already, processors that are not the model's
             own, unknown names, or a budget that does not fit the model.
     """
     family = family_of(transformer)
-    tiled = dict(tile_thw=tile_thw, block_order=block_order, backend=backend)
-    windows = dict(window_thw=window_thw, stride_thw=stride_thw, dilation_thw=dilation_thw, causal_thw=causal_thw)
-    by_method = {
-        "video_sparse": {**tiled, "partition": partition, "gates": gates},
-        "neighborhood": {**tiled, **windows},
-        "full": {},
-    }
-    factory = method if callable(method) else named_factory(method, by_method)
-    own_names = () if callable(method) else by_method[method]
-    for owner, theirs in by_method.items():
-        for name, value in theirs.items():
-            if value is not None and name not in own_names:
-                raise ValueError(f"{name}={value} is an option of {owner}, not of {method}")
+    tiled = dict(tile_thw=tile_thw, block_order=block_order, partition=partition, gates=gates)
+    given = {name: value for name, value in tiled.items() if value is not None}
+    if given and method != "video_sparse":
+        name, value = next(iter(given.items()))
+        raise ValueError(f"{name}={value} is an option of video_sparse, not of {method}")
+    if settings and (callable(method) or method not in WITHOUT_PARAMETERS):
+        raise ValueError(f"settings={dict(settings)} are of {', '.join(WITHOUT_PARAMETERS)}, not of {method}")
+    factory = method if callable(method) else _named_factory(method, given, dict(settings or {}), backend)
     if method == "full" and (sparsity is not None or topk is not None):
         raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")
     asked = sparsity is not None or topk is not None
@@ -226,7 +213,8 @@ def apply(
     selects = any(layer.selects for layer in applied.methods)
     try:
         if not selects:
-            plan.refuse_without_selection(type(applied.methods[0]).__name__)
+            first = applied.methods[0]
+            plan.refuse_without_topk(type(first).__name__, predicts=first.predicts)
     except ValueError:
         remove(transformer)
         raise
@@ -265,22 +253,24 @@ def remove(transformer: Any) -> None:
     del transformer._applied_attention
 
 
-def named_factory(method: str, options: Mapping[str, Mapping[str, Any]]) -> MethodFactory:
-    """Layers of a method by its name, with the options of every name; None: not given.
-
-    Raises:
-        ValueError: an unknown name, neighborhood without a window, or what `video_sparse_factory` refuses.
-    """
-    if method not in options:
-        raise ValueError(f"method must be {', '.join(options)} or a factory, got {method!r}")
-    given = {name: value for name, value in options[method].items() if value is not None}
+def _named_factory(
+    method: str, tiled: Mapping[str, Any], settings: Mapping[str, Any], backend: Backend | None
+) -> MethodFactory:
+    """Layers of a method by its name, with the options of video_sparse or the settings of another one."""
     if method == "video_sparse":
-        return video_sparse_factory(**given)
+        return video_sparse_factory(**tiled, backend=backend)
     if method == "full":
         return FullAttention
-    if "window_thw" not in given:
-        raise ValueError("neighborhood needs a window_thw, got None")
-    return partial(NeighborhoodAttention, **given)
+    if method not in WITHOUT_PARAMETERS:
+        raise ValueError(
+            f"method must be video_sparse, full, {', '.join(WITHOUT_PARAMETERS)} or a factory, got {method!r}"
+        )
+    known = own_settings(WITHOUT_PARAMETERS[method])
+    if unknown := sorted(set(settings) - set(known)):
+        raise ValueError(f"settings of {method}: unknown {unknown}, expected some of {', '.join(known)}")
+    if missing := sorted(set(required_settings(WITHOUT_PARAMETERS[method])) - set(settings)):
+        raise ValueError(f"settings of {method}: missing {missing}")
+    return partial(WITHOUT_PARAMETERS[method], **settings, backend=backend)
 
 
 def video_sparse_factory(

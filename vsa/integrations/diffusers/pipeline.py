@@ -49,8 +49,7 @@ def open_pipeline(
     topk: int | None = None,
     denoising: Mapping[str, Any] | None = None,
     tile_thw: Sequence[int] | None = None,
-    window_thw: Sequence[float] | None = None,
-    stride_thw: Sequence[float] | None = None,
+    settings: Mapping[str, Any] | None = None,
     flow_shift: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -70,8 +69,7 @@ def open_pipeline(
         topk: tiles kept.
         denoising: options of a `DenoisingPlan`.
         tile_thw: see `apply`.
-        window_thw: see `apply`.
-        stride_thw: see `apply`.
+        settings: see `apply`.
         flow_shift: of the scheduler; None: that of the sparse transformer, else the scheduler's own.
         dtype: of transformers and text encoder; the VAE computes in float32.
         device: where the pipeline goes.
@@ -94,7 +92,7 @@ def open_pipeline(
     sparse_source = transformer
     if sparse_source is None and _is_sparse(pretrained_folder(source)):
         sparse_source = source
-    own = dict(method=method, tile_thw=tile_thw, window_thw=window_thw, stride_thw=stride_thw)
+    own = dict(method=method, tile_thw=tile_thw, settings=settings)
     parts = {}
     if sparse_source is not None:
         for option, value in own.items():
@@ -126,8 +124,7 @@ def open_pipeline(
                 topk=topk,
                 denoising=DenoisingPlan(**(denoising or {})),
                 tile_thw=tile_thw,
-                window_thw=window_thw,
-                stride_thw=stride_thw,
+                settings=settings,
             )
     if flow_shift is not None:
         _set_shift(pipe, flow_shift)

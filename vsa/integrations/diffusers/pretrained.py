@@ -90,7 +90,7 @@ def load_sparse(
     """
     folder = pretrained_folder(source, subfolder)
     config = read_sparse_config(folder)
-    if config.neighborhood is not None and (sparsity is not None or topk is not None):
+    if not config.selects and (sparsity is not None or topk is not None):
         raise ValueError(f"{config.method} of {folder} selects no tiles, got sparsity={sparsity} and topk={topk}")
     # seen before gigabytes are loaded
     weights = WeightFiles(folder)

@@ -1,0 +1,33 @@
+"""Attention methods without parameters: a name and settings are all that a file or a pipeline has to say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vsa.attention.base import AttentionMethod, own_settings
+from vsa.attention.neighborhood.method import NeighborhoodAttention
+from vsa.attention.tiling import Grid
+from vsa.settings import fits, hints_of, refusal
+
+WITHOUT_PARAMETERS: Mapping[str, type[AttentionMethod]] = {"neighborhood": NeighborhoodAttention}
+"""By the name of their config. Methods of other names are described by fields of their own, or not at all."""
+
+
+def name_of(method: AttentionMethod) -> str | None:
+    """The name of a method without parameters; None for any other."""
+    return next((name for name, known in WITHOUT_PARAMETERS.items() if type(method) is known), None)
+
+
+def refuse_settings(name: str, settings: Mapping[str, Any], grids: Sequence[Grid]) -> None:
+    """Raise ValueError when a method lacks a setting, has one of no such name or value, or cannot run on a grid."""
+    method = WITHOUT_PARAMETERS[name]
+    hints, known = hints_of(method), own_settings(method)
+    missing, unknown = sorted(set(known) - set(settings)), sorted(set(settings) - set(known))
+    if missing or unknown:
+        raise ValueError(f"settings of {name}: missing {missing}, unknown {unknown}")
+    wrong = [refusal(key, value, hints[key]) for key, value in settings.items() if not fits(value, hints[key])]
+    if wrong:
+        raise ValueError(f"settings of {name}: {'; '.join(wrong)}")
+    for grid in grids:
+        method.refuse_grid(grid, settings)
