@@ -30,7 +30,7 @@ TAILS = {
     "tail 2 mass": ("attention.order=2", "attention.score=mass"),
 }
 ARMS = {
-    "dense": ("attention=full", *AT_ONCE),
+    "dense": ("attention=full",),
     "annealed": (),
     "at once": AT_ONCE,
     "velocity": ("task.objective.data=0", "task.objective.velocity=1"),

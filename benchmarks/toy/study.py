@@ -15,6 +15,7 @@ from typing import Any
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
 from vsa.files import atomic_file
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
+from vsa.training.typed import without_tiles_kept
 
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 60
@@ -82,7 +83,9 @@ def _is_finished(folder: Path, steps: int) -> bool:
 def _job(folder: Path, steps: int, overrides: Sequence[str]) -> Job:
     own = (f"trainer.max_steps={steps}", "overwrite=true", f"run_dir={folder}", "callbacks.samples=null")
     quiet = ("callbacks.progress=null", "trainer.enable_progress_bar=false")
-    command = [sys.executable, str(ROOT / "train.py"), *overrides, *own, *quiet]
+    # dense arms have no use for the sparsity of all arms
+    used = without_tiles_kept(overrides) if "attention=full" in overrides else overrides
+    command = [sys.executable, str(ROOT / "train.py"), *used, *own, *quiet]
     return Job(str(folder), command, folder.parent / f"{folder.name}.log")
 
 

@@ -81,3 +81,30 @@ def test_points_are_named_after_what_differs():
     (low, high) = at_learning_rates(variant, [0.001, 0.002], 7)
     assert low == Point("c_f-lr0.001", (*STAGED, "seed=7", "optim.lr=0.001"))
     assert high.name == "c_f-lr0.002"
+
+
+def test_attention_that_selects_no_tiles_leaves_out_how_many_are_kept():
+    """An axis of sparsity is one point there, and its name says nothing of it."""
+    sweep = Sweep(
+        variants={"sparse": (), "windows": ("attention=neighborhood",), "few": ("attention=full", "sparsity.topk=2")},
+        axes={"sparsity.sparsity": [0.5, 0.75]},
+        control=False,
+    )
+    points = variants_of(
+        sweep,
+        {"model": ["small", "large"]},
+        shared=("sparsity=linear",),
+        selects=lambda own: not {"attention=neighborhood", "attention=full"} & set(own),
+    )
+    assert {point.name: point.overrides for point in points} == {
+        **{
+            f"sparse-sparsity{share}-{size}": ("sparsity=linear", f"sparsity.sparsity={share}", f"model={size}")
+            for share in (0.5, 0.75)
+            for size in ("small", "large")
+        },
+        **{f"windows-{size}": ("attention=neighborhood", f"model={size}") for size in ("small", "large")},
+        **{f"few-{size}": ("attention=full", f"model={size}") for size in ("small", "large")},
+    }
+    alone = Sweep(axes={"sparsity.sparsity": [0.5, 0.75]})
+    with pytest.raises(ValueError, match=r"point sparsity0.5 says how many tiles are kept, but its attention selects"):
+        variants_of(alone, {}, selects=lambda own: False)

@@ -140,7 +140,7 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(command_line, forke
     after = record(folder)
     assert [after[name]["status"] for name in ("f", "many", "taken")] == ["finished", "refused", "failed"]
     assert re.match("run folder .*taken holds files of something else", after["taken"]["reason"])
-    assert after["f"]["overrides"] == ["attention=staged", "attention.stages=f"]
+    assert after["f"]["overrides"] == ["sparsity.sparsity=0.5", "attention=staged", "attention.stages=f"]
     assert f"1 of 3 runs finished in {folder}, next: vsa report {folder}" in out
     assert err.splitlines()[-1] == "error: 1 of 3 runs failed, the same command tries them again"
     assert not (folder / "many").exists()
@@ -160,6 +160,38 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(command_line, forke
     assert (status, err.count("\n")) == (1, 1)
     assert err.startswith(f"error: {folder} holds runs of other settings at f, taken: give another sweep.name")
     assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == kept
+
+
+METHODS = """
+variants:
+  sparse: [attention=video_sparse]
+  windows: [attention=neighborhood]
+  local: [attention=staged, attention.stages=l, sparsity.dense_layers=[0]]
+axes:
+  sparsity.sparsity: [0.25, 0.75]
+"""
+
+
+def test_a_sparsity_of_all_points_is_left_out_where_attention_selects_no_tiles(command_line, tmp_path, monkeypatch):
+    started: list[tuple[list[str], list[Point]]] = []
+    run = sweeper_module.SweepRun
+    monkeypatch.setattr(run, "train", lambda self, points, *_: started.append((self._settings, points)))
+    monkeypatch.setattr(run, "end", lambda self: None)
+    words = [*own_sweep(tmp_path, METHODS), *TINY, f"output_dir={tmp_path}", "sparsity=constant_80"]
+    assert command_line("sweep", "mine", *words)[0] == 0
+    ((settings, points),) = started
+    assert "trainer.max_steps=4" in settings
+    assert not [text for text in settings if text.startswith("sparsity")]
+    shared = ("sparsity.sparsity=0.5", "sparsity=constant_80")
+    assert points == [
+        *(
+            Point(f"sparse-sparsity{share}", (*shared, "attention=video_sparse", f"sparsity.sparsity={share}"))
+            for share in (0.25, 0.75)
+        ),
+        Point("windows", ("attention=neighborhood",)),
+        Point("local", ("attention=staged", "attention.stages=l")),
+        Point("dense", ("attention=full",), control=True),
+    ]
 
 
 REFUSED = [

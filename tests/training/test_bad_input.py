@@ -36,6 +36,10 @@ BAD_SETTINGS = [
     (["attention.partition=spiral"], "attention.partition=spiral: expected one of cube, hilbert_run, got 'spiral'"),
     (["attention.backend=nope"], "attention.backend=nope: expected one of reference, gather, triton, or null, got"),
     (["attention=nope"], "attention/nope"),
+    (
+        ["attention=neighborhood"],
+        "sparsity.sparsity=0.5 has no meaning for attention=neighborhood: it",
+    ),
     (["model=nope"], "model/nope"),
     (["experiment=nope"], "experiment/nope"),
     (["trainer.max_stepz=3"], "trainer.max_stepz=3: unknown setting, did you mean trainer.max_steps?"),
@@ -122,6 +126,7 @@ BAD_SETTINGS = [
 # one for each place where a command meets them: hydra's groups, targets, types, folders, objects, the model, the data
 BY_COMMAND = (
     "attention=nope",
+    "attention=neighborhood",
     "callbacks.samples._target_=os.system",
     "seed=x",
     "run=..",

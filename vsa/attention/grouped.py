@@ -20,6 +20,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
 from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.rearrange import rearrange
 from vsa.attention.tiling import cube_tiles
 from vsa.settings import AtLeastOne, Bound, Count, checked
 
@@ -69,14 +70,14 @@ class GroupedAttention(AttentionMethod):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         groups = self._groups(ctx.layout)
-        q, k, v = (x.index_select(1, groups.order) for x in (q, k, v))
+        q, k, v = (rearrange(x, groups.order, groups.inverse) for x in (q, k, v))
         parts, start = [], 0
         for count, size in groups.classes:
             stop = start + count * size
             same = (x[:, start:stop].unflatten(1, (count, size)).flatten(0, 1) for x in (q, k, v))
             parts.append(dense_attn(*same).unflatten(0, (-1, count)).flatten(1, 2))
             start = stop
-        return {"out": torch.cat(parts, dim=1).index_select(1, groups.inverse)}
+        return {"out": rearrange(torch.cat(parts, dim=1), groups.inverse, groups.order)}
 
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         return parts["out"]

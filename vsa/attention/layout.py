@@ -20,6 +20,7 @@ from torch import Tensor
 from vsa_kernels.block_index import Blocks
 
 from vsa.attention.hilbert import hilbert_order
+from vsa.attention.rearrange import rearrange
 from vsa.attention.tiling import (
     MIN_FILL,
     SUPER_SIZES,
@@ -212,11 +213,11 @@ class TileLayout:
 
     def permute(self, x: Tensor) -> Tensor:
         """Tile-major copy of x `[B, L, ...]`, or x itself when the orders are the same."""
-        return x if self.is_identity else x.index_select(1, self.order)
+        return x if self.is_identity else rearrange(x, self.order, self.inverse)
 
     def unpermute(self, x: Tensor) -> Tensor:
         """Raster copy of a tile-major x `[B, L, ...]`."""
-        return x if self.is_identity else x.index_select(1, self.inverse)
+        return x if self.is_identity else rearrange(x, self.inverse, self.order)
 
     def take_video(self, x: Tensor) -> Tensor:
         """Video tokens `[B, Lv, ...]` of a tile-major x `[B, L, ...]`."""

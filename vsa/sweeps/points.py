@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from vsa.checkpoints.run_folder import check_name
 from vsa.config import Sweep
 from vsa.settings import shown
+from vsa.training.typed import without_tiles_kept
 
 DENSE = "attention=full"
 SPARSE_GROUPS = ("attention", "sparsity", "start", "tile_thw")
@@ -32,12 +33,22 @@ class Point:
     control: bool = False
 
 
-def variants_of(sweep: Sweep, axes: Mapping[str, Sequence[str]]) -> list[Point]:
+def variants_of(
+    sweep: Sweep,
+    axes: Mapping[str, Sequence[str]],
+    *,
+    shared: Sequence[str] = (),
+    selects: Callable[[Sequence[str]], bool] = lambda overrides: True,
+) -> list[Point]:
     """All points before learning rates and seeds, every one with its dense control unless that is turned off.
+
+    Points whose attention selects no tiles leave out how many are kept, and those that differ in nothing else are one.
 
     Args:
         sweep: its variants are combined with its axes.
         axes: further ones from the command line, values as text.
+        shared: overrides about the tiles that are kept, of all points.
+        selects: whether the attention of a point's overrides selects tiles.
 
     Raises:
         ValueError: no point, a name that is no folder, or two points of one name.
@@ -49,8 +60,18 @@ def variants_of(sweep: Sweep, axes: Mapping[str, Sequence[str]]) -> list[Point]:
         parts.append([(_label(key, value), (f"{key}={shown(value)}",)) for value in values])
     points: list[Point] = []
     for chosen in product(*parts) if parts else ():
-        overrides = tuple(o for _, own in chosen for o in own)
-        points.append(Point("-".join(label for label, _ in chosen), overrides, DENSE in overrides))
+        overrides = (*shared, *(o for _, own in chosen for o in own))
+        if selects(overrides):
+            points.append(Point("-".join(label for label, _ in chosen), overrides, DENSE in overrides))
+            continue
+        used = without_tiles_kept(overrides)
+        labels = [label for label, own in chosen if without_tiles_kept(own) or not own]
+        if not labels:
+            said = ", ".join(label for label, _ in chosen)
+            raise ValueError(f"the sweep's point {said} says how many tiles are kept, but its attention selects none")
+        point = Point("-".join(labels), used, DENSE in used)
+        if point not in points:
+            points.append(point)
     if sweep.control:
         known = {_kept(point.overrides) for point in points if point.control}
         for chosen in product(*parts) if parts else ():

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.checkpoints.run_folder import check_name, locked
-from vsa.config import Sweep, check_settings
+from vsa.config import Sweep, build, check_settings, check_targets
 from vsa.evaluation.figures import final_loss
 from vsa.sweeps.devices import slots_of
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
@@ -32,6 +32,7 @@ from vsa.sweeps.watch import Watch
 from vsa.training.hydra_guard import SETTING
 from vsa.training.launch import INPUT_ERRORS, run
 from vsa.training.train import check_run
+from vsa.training.typed import sets_tiles_kept, without_tiles_kept
 
 Where = Sequence[Slot] | Launcher
 """Slots of this machine, or the launcher of a cluster."""
@@ -68,8 +69,10 @@ class PointSweeper(Sweeper):
         settings, axes = self._split(arguments)
         folder = Path(str(config.output_dir)) / str(config.name) / str(sweep.name)
         where = self._cluster or slots_of(sweep, config.trainer)
+        shared = [text for text in settings if sets_tiles_kept(text)]
+        settings = [text for text in settings if text not in shared]
         started = SweepRun(self, sweep, folder, settings, seed=config.seed, overwrite=config.overwrite)
-        points = variants_of(sweep, axes)
+        points = variants_of(sweep, axes, shared=shared, selects=lambda own: self.selects([*settings, *own]))
         try:
             with locked(folder), Watch(folder) as watch:
                 started.train(points, where, watch)
@@ -99,6 +102,18 @@ class PointSweeper(Sweeper):
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config of a run."""
         return _without_hydra(self._loader.load_sweep_config(self._config, list(overrides)))
+
+    def selects(self, overrides: Sequence[str]) -> bool:
+        """Whether the attention of a run selects tiles; asked where an override is about those that are kept."""
+        if not any(map(sets_tiles_kept, overrides)):
+            return True
+        try:
+            attention = self.compose(overrides).attention
+            check_targets({"attention": attention})
+            return build(attention)(dim=24, num_heads=1, head_dim=24).selects
+        except (ValueError, OSError, TypeError, *INPUT_ERRORS):
+            # told with the point
+            return True
 
     @property
     def flags(self) -> list[str]:
@@ -134,7 +149,8 @@ class QueueLauncher(Launcher):
         """
         config, sweep = self._config, Sweep(name="search", control=False)
         folder = Path(str(config.output_dir)) / str(config.name) / str(sweep.name)
-        points = [Point(f"trial-{initial_job_idx + i}", tuple(own)) for i, own in enumerate(job_overrides)]
+        used = [own if self._sweeper.selects(own) else without_tiles_kept(own) for own in job_overrides]
+        points = [Point(f"trial-{initial_job_idx + i}", tuple(own)) for i, own in enumerate(used)]
         search = SweepRun(self._sweeper, sweep, folder, [], seed=config.seed, overwrite=config.overwrite)
         try:
             with locked(folder), Watch(folder) as watch:

@@ -63,7 +63,8 @@ def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[], float]
         each, what = datamodule.batch_size * tokens / sum(shapes.values()), "tokens"
     else:
         sparsity: SparsitySchedule = build(cfg.sparsity)
-        if any(sparsity.final_step(model.layout_for(shape).num_video_tiles) != 0 for shape in shapes):
+        ends = (sparsity.final_step(model.layout_for(shape).num_video_tiles) for shape in shapes)
+        if model.selects and any(end != 0 for end in ends):
             raise ValueError(
                 f"{name}={budget} needs the same sparsity at every step, {type(sparsity).__name__} changes it"
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hydra import version
 from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +20,7 @@ from vsa.training.ending import stopped_by_signals
 from vsa.training.hydra_guard import checked_hydra, require_checked
 from vsa.training.parallel import rank_zero_reports
 from vsa.training.train import train
+from vsa.training.typed import Typed
 
 INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
 """What a config can cause beside ValueError and OSError."""
@@ -61,5 +63,5 @@ def run(cfg: DictConfig) -> float:
     """
     with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
         require_checked()
-        train(cfg)
+        train(cfg, Typed.of(HydraConfig.get()))
         return final_loss(Path(str(cfg.run_dir)))

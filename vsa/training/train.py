@@ -29,6 +29,7 @@ from vsa.training.ending import fit, nothing_to_do
 from vsa.training.modules.base import JobSize
 from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import RunStart
+from vsa.training.typed import NOTHING, Typed
 
 KNOWN_WARNINGS = (
     # our streams split their items over workers themselves
@@ -43,8 +44,12 @@ KNOWN_WARNINGS = (
 )
 
 
-def train(cfg: DictConfig) -> None:
+def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
     """Train as `cfg` says; the run folder is `cfg.run_dir`.
+
+    Args:
+        cfg: of the run.
+        typed: what a person asked for beside the values of shared files.
 
     Raises:
         ValueError: an impossible setting, named with its value.
@@ -53,7 +58,7 @@ def train(cfg: DictConfig) -> None:
     run_dir = _run_dir(cfg)
     # before anything is read to go on from, and until the last file is written
     with locked(run_dir) if _is_first_process(cfg) else nullcontext(), RunFolder(run_dir) as folder:
-        _train(cfg.copy(), run_dir, folder)
+        _train(cfg.copy(), run_dir, folder, typed)
 
 
 def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
@@ -93,14 +98,14 @@ def _check_values(cfg: DictConfig) -> None:
     _check_accelerator(cfg.trainer.accelerator)
 
 
-def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder) -> None:
+def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed) -> None:
     for message in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     rank_zero_module.log.addFilter(_no_advert)
 
     resume = _resume(cfg, run_dir)
     datamodule = build(cfg.data)
-    _check_model(cfg, datamodule)
+    _check_model(cfg, datamodule, typed)
     _tell_export(cfg)
     # schedules that end with the run follow
     cfg.trainer.max_steps = _max_steps(cfg, datamodule, resume)
@@ -186,10 +191,12 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def _check_model(cfg: DictConfig, datamodule: Any) -> None:
+def _check_model(cfg: DictConfig, datamodule: Any, typed: Typed = NOTHING) -> None:
     """Refuse a model that cannot be built or does not fit the encoders, before any data is prepared."""
     with without_memory():
         model = model_factory(cfg)()
+    if not model.selects:
+        typed.refuse_without_selection()
     channels = datamodule.codec.channels
     # an image condition takes input channels of its own; it is compared with the data when training starts
     conditioned = model.in_channels > channels == model.out_channels

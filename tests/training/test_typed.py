@@ -1,0 +1,91 @@
+"""What a person types about tiles that are kept is refused where attention selects none; shared files may say it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra.types import RunMode
+
+import vsa.training.train as run_module
+from vsa.config import attention_config
+from vsa.training.typed import NOTHING, Typed, sets_tiles_kept, without_tiles_kept
+
+UNSELECTIVE = {
+    "full": (),
+    "neighborhood": ("window_thw=[2,2,2]",),
+    "spatial_temporal": (),
+    "spatial_full": (),
+    "strided_window": (),
+    "compressed_kv": (),
+    "staged": ("stages=c_l",),
+}
+
+
+def hydra(*overrides: str, mode: RunMode = RunMode.RUN, attention: str = "full") -> Any:
+    return SimpleNamespace(
+        mode=mode,
+        overrides=SimpleNamespace(task=list(overrides)),
+        runtime=SimpleNamespace(choices={"attention": attention}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "sets"),
+    [
+        ("sparsity.topk=8", True),
+        ("++sparsity.topk=8", True),
+        ("~sparsity.topk", True),
+        ("sparsity=constant_90", True),
+        ("sparsity.layer_topk={0:3}", True),
+        ("sparsity.dense_layers=[0]", True),
+        ("+sparsity.denoising.topk_ranges=[[0,0.3,64]]", True),
+        ("sparsity.denoising.refresh=4", True),
+        # dense steps and layers are dense in every method
+        ("sparsity.denoising.dense_steps=2", False),
+        ("++sparsity.denoising.dense_layers=[1]", False),
+        ("denoising=plan", False),
+        ("callbacks.samples.sparsity=[dense]", False),
+        ("attention.tile_thw=[2,2,2]", False),
+    ],
+)
+def test_which_settings_are_about_the_tiles_that_are_kept(override, sets):
+    assert sets_tiles_kept(override) == sets
+    assert without_tiles_kept(["seed=1", override]) == (("seed=1",) if sets else ("seed=1", override))
+
+
+def config(training: Any, attention: str, *own: str) -> Any:
+    """That of a tiny run of which nothing but the first checks is run."""
+    cfg = training.config("sparsity.sparsity=null", "sparsity.topk=2", "trainer.max_steps=0")
+    cfg.attention = attention_config(attention, own, tile_thw=(1, 2, 2))
+    return cfg
+
+
+@pytest.mark.parametrize("attention", UNSELECTIVE)
+def test_a_typed_topk_is_refused_before_anything_is_written(training, attention):
+    cfg = config(training, attention, *UNSELECTIVE[attention])
+    typed = Typed.of(hydra("seed=0", "sparsity.sparsity=null", "++sparsity.topk=2", attention=attention))
+    with pytest.raises(ValueError, match=f"^sparsity.topk=2 has no meaning for attention={attention}: it selects no"):
+        run_module.train(cfg, typed)
+    assert not training.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        ("video_sparse", ("sparsity.topk=2",)),
+        ("staged", ("sparsity.topk=2",)),
+        ("neighborhood", ("sparsity.denoising.dense_steps=2", "sparsity.topk=null")),
+    ],
+)
+def test_what_the_attention_has_a_use_for_is_not_refused(training, attention, words):
+    with pytest.raises(ValueError, match=r"trainer\.max_steps=0"):
+        run_module.train(config(training, attention), Typed.of(hydra("seed=0", *words, attention=attention)))
+
+
+def test_jobs_of_one_command_share_what_only_some_have_a_use_for():
+    words = ("attention=full", "sparsity.topk=2")
+    assert Typed.of(hydra(*words, mode=RunMode.MULTIRUN)) == NOTHING
+    NOTHING.refuse_without_selection()
+    assert Typed.of(hydra(*words)) == Typed(overrides=("sparsity.topk=2",), attention="full")

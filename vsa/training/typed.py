@@ -1,0 +1,58 @@
+"""What a person typed about sparsity, as against what shared files say.
+
+An experiment or a sweep carries a schedule for whatever attention is chosen, and one that selects no tiles ignores it.
+A person who types a top-k for such attention would believe in a sparsity that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.conf import HydraConf
+from hydra.types import RunMode
+
+OF_ALL_METHODS = ("sparsity.denoising", "sparsity.denoising.dense_steps", "sparsity.denoising.dense_layers")
+"""Settings of the group that attention without a top-k has a use for too."""
+
+
+def sets_tiles_kept(override: str) -> bool:
+    """Whether an override of a command line is about how many tiles are kept: `sparsity=linear`, `sparsity.topk=8`."""
+    key = override.lstrip("+~").partition("=")[0]
+    return (key == "sparsity" or key.startswith("sparsity.")) and key not in OF_ALL_METHODS
+
+
+def without_tiles_kept(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The overrides that attention which selects no tiles has a use for."""
+    return tuple(o for o in overrides if not sets_tiles_kept(o))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typed:
+    """What was typed for one run about how many tiles are kept.
+
+    Args:
+        overrides: these settings.
+        attention: name of the chosen method.
+    """
+
+    overrides: tuple[str, ...] = ()
+    attention: str = ""
+
+    @classmethod
+    def of(cls, hydra: HydraConf) -> Typed:
+        """What stands in the command line of a job; nothing of several jobs, of which some may select."""
+        if hydra.mode == RunMode.MULTIRUN:
+            return NOTHING
+        overrides = tuple(o.lstrip("+") for o in hydra.overrides.task if sets_tiles_kept(o))
+        return cls(overrides=overrides, attention=str(hydra.runtime.choices["attention"]))
+
+    def refuse_without_selection(self) -> None:
+        """Raise ValueError when a value is set; for attention that selects no tiles."""
+        for override in self.overrides:
+            if not override.startswith("~") and not override.endswith("=null"):
+                raise ValueError(f"{override} has no meaning for attention={self.attention}: it selects no tiles")
+
+
+NOTHING = Typed()
+"""Of a run that no command line asked for."""
