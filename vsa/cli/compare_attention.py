@@ -9,7 +9,7 @@ from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
 from vsa.cli.values import PLAN, numbers, plan_options
 
-MODEL, DRAWN, MEASURED = "Of a model (--run)", "Drawn (--synthetic)", "What is measured"
+MODEL, DRAWN, MEASURED = "Of a model (--run or --pipeline)", "Drawn (--synthetic)", "What is measured"
 
 
 def compare_attention(
@@ -35,20 +35,16 @@ def compare_attention(
     save: Annotated[Path | None, option("safetensors file for q, k, v, to compare elsewhere", panel=MODEL)] = None,
     prompt: Annotated[list[str] | None, option("denoise it with every method; may be repeated", panel=MODEL)] = None,
     prompts: Annotated[Path | None, option("text file with one caption per line, or .jsonl", panel=MODEL)] = None,
-    steps: Annotated[
-        int | None, option("of the denoising (as the run samples)", panel=MODEL, whole=(1, 10_000))
-    ] = None,
-    guidance: Annotated[
-        float | None, option("of the denoising (as the run samples)", panel=MODEL, real=(-100, 100))
-    ] = None,
-    flow_shift: Annotated[
-        float | None, option("of the denoising (as the run samples)", "--shift", panel=MODEL, real=(1e-3, 1e3))
-    ] = None,
+    steps: opt.Steps = None,
+    guidance: opt.Guidance = None,
+    flow_shift: opt.Shift = None,
     latents: Annotated[
-        tuple[int, int, int], option("of a clip, for a dense export", panel=MODEL, whole=(1, 4096), metavar="T H W")
+        tuple[int, int, int], option("of a clip, where no run says it", panel=MODEL, whole=(1, 4096), metavar="T H W")
     ] = (21, 60, 104),
     weights: Annotated[opt.Group | None, option("averaged or trained", panel=MODEL)] = None,
-    pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=MODEL)] = None,
+    pipeline: Annotated[
+        str | None, option("diffusers WanPipeline to compare in; with --run: of an export's VAE", panel=MODEL)
+    ] = None,
     dense_layers: opt.DenseLayers = None,
     dense_steps: opt.DenseSteps = None,
     topk_ranges: opt.TopkRanges = None,
@@ -73,7 +69,7 @@ def compare_attention(
     \b
     vsa compare-attention --synthetic 8 16 16
     vsa compare-attention --run outputs/quickstart/default --clips VIDEOS --prompt "a red circle" --save Q.safetensors
-    vsa compare-attention --run outputs/quickstart/default --prompt "a red circle" --dense-steps 8 --refresh 4
+    vsa compare-attention --pipeline Wan2.1-T2V-1.3B-Diffusers --prompt "a cat" --dense-steps 8 --refresh 4
     vsa compare-attention --captures Q.safetensors --method "video_sparse topk=8" --method "pooled_tail topk=8"
     """
     given = locals()
