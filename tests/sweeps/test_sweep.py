@@ -166,7 +166,7 @@ METHODS = """
 variants:
   sparse: [attention=video_sparse]
   windows: [attention=neighborhood]
-  local: [attention=staged, attention.stages=l, sparsity.dense_layers=[0]]
+  local: [attention=staged, attention.stages=l, "sparsity.dense_layers=[0]"]
 axes:
   sparsity.sparsity: [0.25, 0.75]
 """

@@ -9,22 +9,20 @@ from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
 from vsa.cli.values import PLAN, numbers, plan_options
 
-MODEL, DRAWN, MEASURED = "Of a model (--run)", "Drawn (--synthetic)", "What is measured"
+MODEL, DRAWN, MEASURED = "Of a model (--run or --pipeline)", "Drawn (--synthetic)", "What is measured"
 
 
 def compare_attention(
     run: Annotated[str | None, option("run folder, checkpoint or export, with --clips, --prompt or both")] = None,
     captures: Annotated[Path | None, option("file of captures that --save wrote")] = None,
     synthetic: Annotated[
-        tuple[int, int, int] | None, option("draw fields over such a token grid", whole=(1, 4096), metavar="T H W")
+        opt.Grid | None, option("draw fields over this grid", whole=(1, 4096), metavar="T H W")
     ] = None,
     method: Annotated[
-        list[str] | None, option('"NAME topk=K key=value", NAME of configs/attention; may be repeated (all)')
+        list[str] | None, option('"NAME topk=K key=value" as in configs/attention; repeatable (all)')
     ] = None,
     sparsity: Annotated[str | None, option("of all, without --method (0.5,0.75,0.875)", metavar="S,...")] = None,
-    tile: Annotated[
-        tuple[int, int, int] | None, option("tokens per tile (the model's, 4 4 4)", whole=(1, 64), metavar="T H W")
-    ] = None,
+    tile: Annotated[opt.Grid | None, option("tokens (the model's, 4 4 4)", whole=(1, 64), metavar="T H W")] = None,
     out: Annotated[Path | None, option("folder to write to (comparison, in a run's folder)")] = None,
     device: opt.Device = None,
     seed: Annotated[int, option("of fields, noise and sampled queries", whole=(0, MANY))] = 0,
@@ -35,20 +33,14 @@ def compare_attention(
     save: Annotated[Path | None, option("safetensors file for q, k, v, to compare elsewhere", panel=MODEL)] = None,
     prompt: Annotated[list[str] | None, option("denoise it with every method; may be repeated", panel=MODEL)] = None,
     prompts: Annotated[Path | None, option("text file with one caption per line, or .jsonl", panel=MODEL)] = None,
-    steps: Annotated[
-        int | None, option("of the denoising (as the run samples)", panel=MODEL, whole=(1, 10_000))
-    ] = None,
-    guidance: Annotated[
-        float | None, option("of the denoising (as the run samples)", panel=MODEL, real=(-100, 100))
-    ] = None,
-    flow_shift: Annotated[
-        float | None, option("of the denoising (as the run samples)", "--shift", panel=MODEL, real=(1e-3, 1e3))
-    ] = None,
+    steps: opt.Steps = None,
+    guidance: opt.Guidance = None,
+    flow_shift: opt.Shift = None,
     latents: Annotated[
-        tuple[int, int, int], option("of a clip, for a dense export", panel=MODEL, whole=(1, 4096), metavar="T H W")
+        opt.Grid, option("of a clip, where no run says it", panel=MODEL, whole=(1, 4096), metavar="T H W")
     ] = (21, 60, 104),
     weights: Annotated[opt.Group | None, option("averaged or trained", panel=MODEL)] = None,
-    pipeline: Annotated[str | None, option("Wan pipeline with an export's VAE and text encoder", panel=MODEL)] = None,
+    pipeline: Annotated[str | None, option("WanPipeline, alone or with an export's VAE and text", panel=MODEL)] = None,
     dense_layers: opt.DenseLayers = None,
     dense_steps: opt.DenseSteps = None,
     topk_ranges: opt.TopkRanges = None,
@@ -73,7 +65,7 @@ def compare_attention(
     \b
     vsa compare-attention --synthetic 8 16 16
     vsa compare-attention --run outputs/quickstart/default --clips VIDEOS --prompt "a red circle" --save Q.safetensors
-    vsa compare-attention --run outputs/quickstart/default --prompt "a red circle" --dense-steps 8 --refresh 4
+    vsa compare-attention --pipeline Wan2.1-T2V-1.3B-Diffusers --prompt "a cat" --dense-steps 8 --refresh 4
     vsa compare-attention --captures Q.safetensors --method "video_sparse topk=8" --method "pooled_tail topk=8"
     """
     given = locals()
@@ -84,6 +76,5 @@ def compare_attention(
     given["prompts"] = [*(given.pop("prompt") or []), *(read_prompts(prompts) if prompts else [])]
     given["sparsities"] = numbers("--sparsity", given.pop("sparsity"), float)
     given |= {"layers": numbers("--layers", layers, int), "timesteps": numbers("--timesteps", timesteps, float)}
-    plan = {name: given.pop(name) for name in PLAN}
-    given["denoising"] = plan_options({name: value for name, value in plan.items() if value is not None})
+    given["denoising"] = plan_options({name: value for name in PLAN if (value := given.pop(name)) is not None})
     print(f"page, pictures and tables: {compare_attention(**given)}")

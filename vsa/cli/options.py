@@ -53,6 +53,7 @@ def option(
 MANY = 1_000_000_000
 
 
+Grid = tuple[int, int, int]
 Precision = Literal["float32", "bfloat16", "float16"]
 Group = Literal["ema", "model"]
 Weights = Annotated[Group | None, option("averaged (where there are any) or trained weights")]

@@ -163,10 +163,16 @@ def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "give one of --run, --captures, --synthetic, got none"),
+        ((), "give one of --run, --pipeline, --captures, --synthetic, got none"),
         (("--synthetic", "2", "2", "2", "--captures", "x"), "got --captures, --synthetic"),
         (("--run", "RUN"), "RUN needs --clips to capture q, k, v of, or --prompt to denoise, or both"),
-        (("--synthetic", "2", "2", "2", "--prompt", "x"), "--clips and --prompt need a model: give --run"),
+        (("--pipeline", "P"), "--pipeline P needs --clips to capture q, k, v of, or --prompt to denoise, or both"),
+        (("--pipeline", "P", "--prompt", "x", "--weights", "ema"), "--weights ema is for runs, got --pipeline P"),
+        (("--pipeline", "P", "--captures", "x"), "got --pipeline, --captures"),
+        (
+            ("--synthetic", "2", "2", "2", "--prompt", "x"),
+            "--clips and --prompt need a model: give --run or --pipeline",
+        ),
         (("--synthetic", "2", "2", "2", "--method", "vsa"), "method 'vsa': attention=vsa: unknown method"),
         (("--synthetic", "2", "2", "2", "--sparsity", "0.5,x"), "--sparsity: expected float values"),
         (("--synthetic", "2", "2", "2", "--sparsity", "1.5"), "sparsity=1.5: expected a share"),

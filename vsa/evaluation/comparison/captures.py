@@ -126,19 +126,20 @@ def capture_clips(
                     )
                 )
 
-            model = run.model.with_attention(lambda layer_idx, keep=keep, **_: _Watched(run, layer_idx, keep))
+            own: list[Any] = [block.method for block in run.model.blocks]
+            model = run.model.with_attention(lambda layer_idx, keep=keep, own=own, **_: Watched(own[layer_idx], keep))
             denoise_once(model, latents, text, mask, sigma=timestep / 1000, topk=topk, seed=seed)
             if progress is not None:
                 progress(1)
     return Captures(items=found, source=run.source, attention=attention)
 
 
-class _Watched(AttentionMethod):
+class Watched(AttentionMethod):
     """A layer's method with everything that goes into it shown to `keep(layer, ctx, q, k, v, extra)`."""
 
-    def __init__(self, run: LoadedRun, layer_idx: int, keep: Callable[..., None]):
-        method: Any = run.model.blocks[layer_idx].method
-        super().__init__(dim=method.dim, num_heads=method.num_heads, head_dim=method.head_dim, layer_idx=layer_idx)
+    def __init__(self, method: AttentionMethod, keep: Callable[..., None]):
+        sizes = {name: getattr(method, name) for name in ("dim", "num_heads", "head_dim", "layer_idx")}
+        super().__init__(**sizes)
         self.method, self.keep = method, keep
         self.selects, self.predicts = method.selects, method.predicts
 
@@ -154,6 +155,10 @@ class _Watched(AttentionMethod):
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
         self.keep(self.layer_idx, ctx, q, k, v, extra)
         return self.method.attend_combine(q, k, v, extra, ctx)
+
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        self.keep(self.layer_idx, ctx, q, k, v, extra)
+        return self.method.attend_dense(q, k, v, extra, ctx)
 
 
 def save_captures(captures: Captures, path: Path) -> Path:

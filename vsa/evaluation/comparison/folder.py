@@ -34,6 +34,7 @@ from vsa.evaluation.comparison.figures import (
 )
 from vsa.evaluation.comparison.measure import Row, measure
 from vsa.evaluation.comparison.methods import AS_TRAINED, SPARSITIES, Method, parse_methods, usual_methods
+from vsa.evaluation.comparison.pipelines import OpenedPipeline
 from vsa.evaluation.comparison.synthetic import draw_captures
 from vsa.evaluation.comparison.terminal import print_results
 from vsa.evaluation.inspection.clip import open_clip, open_inspected
@@ -106,14 +107,16 @@ def compare_attention(
         flow_shift: of the denoising; None: as the run samples. A dense export does not say.
         denoising: options of a `DenoisingPlan`, of the denoising with every method but dense attention; what is left
             out is as the run samples, its budgets excepted.
-        latents: latent frames, rows, columns of a clip for a dense export; 81 frames of 480 x 832 pixels for Wan2.1.
+        latents: latent frames, rows, columns of a clip for a dense export or a pipeline; 81 frames of 480 x 832 pixels
+            for Wan2.1.
         queries: query tokens that recall and error are measured with.
         repeats: timed calls of each method.
         dtype: of q, k, v; None: bfloat16 on a GPU, float32 on a CPU.
         device: None takes a GPU when there is one.
         seed: of everything random.
         weights: of a run.
-        pipeline: Wan pipeline with the VAE and the text encoder of an export.
+        pipeline: a dense Wan pipeline in diffusers that is captured and denoises in place of a run; beside a run that
+            is an export, the pipeline with its VAE and text encoder.
         save: safetensors file to write the captures to.
 
     Returns:
@@ -122,13 +125,18 @@ def compare_attention(
     Raises:
         ValueError: one line that names what cannot be compared, or a file of others in the folder.
     """
-    sources = {"--run": run, "--captures": captures, "--synthetic": synthetic}
+    # with a run it is what an export is used with
+    alone = pipeline if run is None else None
+    sources = {"--run": run, "--pipeline": alone, "--captures": captures, "--synthetic": synthetic}
     if len(given := [name for name, value in sources.items() if value is not None]) != 1:
         raise ValueError(f"give one of {', '.join(sources)}, got {', '.join(given) or 'none'}")
-    if run is not None and clips is None and not prompts:
-        raise ValueError(f"--run {run} needs --clips to capture q, k, v of, or --prompt to denoise, or both")
-    if run is None and (clips is not None or prompts):
-        raise ValueError("--clips and --prompt need a model: give --run")
+    model = run or alone
+    if model is not None and clips is None and not prompts:
+        raise ValueError(f"{given[0]} {model} needs --clips to capture q, k, v of, or --prompt to denoise, or both")
+    if model is None and (clips is not None or prompts):
+        raise ValueError("--clips and --prompt need a model: give --run or --pipeline")
+    if alone is not None and weights is not None:
+        raise ValueError(f"--weights {weights} is for runs, got --pipeline {alone}")
     if denoising and not prompts:
         option = next(iter(denoising)).replace("_", "-")
         raise ValueError(f"--{option} is about denoising runs: give --prompt")
@@ -137,7 +145,8 @@ def compare_attention(
         out = Path(DATA) if run is None or not is_run(run) else samples_folder(run).with_name(DATA)
     refuse_unwritable(out)
     refuse_others(out)
-    tensors, loaded = None, None
+    kind = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
+    tensors, loaded, opened = None, None, None
     if run is not None:
         loaded = open_inspected(run, pipeline=pipeline, weights=weights, device=device, dense_latents=latents)
         if prompts and flow_shift is None and not is_run(run) and _is_dense(loaded):
@@ -146,6 +155,9 @@ def compare_attention(
     tile = tile or (4, 4, 4)
     asked = parse_methods(methods or usual_methods(sparsities or SPARSITIES, tile), tile_thw=tile)
     settings, plan = None, DenoisingPlan()
+    if alone is not None:
+        opened = OpenedPipeline(alone, latents, flow_shift=flow_shift, dtype=getattr(torch, kind), device=device)
+        plan = opened.plan(asked, denoising or {}, steps=steps, guidance=guidance)
     if loaded is not None and prompts:
         # told before anything is measured
         plan = comparison_plan(loaded, asked, denoising or {})
@@ -156,11 +168,13 @@ def compare_attention(
         settings = loaded.settings(steps=steps, guidance=guidance, flow_shift=flow_shift, denoising=own, seed=seed)
     if loaded is not None and clips is not None:
         tensors = _capture(loaded, clips, layers, timesteps or TIMESTEPS, most_clips, seed)
+    elif opened is not None and clips is not None:
+        chosen = _layers(opened.source, opened.num_layers, layers, timesteps or TIMESTEPS)
+        tensors = opened.capture(_videos(clips)[:most_clips], chosen, timesteps or TIMESTEPS, seed)
     elif captures is not None:
         tensors = load_captures(captures)
     elif synthetic is not None:
         tensors = draw_captures(synthetic, heads=heads, head_dim=head_dim, seed=seed, device=device)
-    kind = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
     rows: list[Row] = []
     if tensors is not None:
         if save is not None:
@@ -184,10 +198,11 @@ def compare_attention(
                 )
     denoised: list[Denoised] = []
     sampling: Mapping[str, Any] = {}
-    if settings is not None:
-        assert loaded is not None
+    if settings is not None and loaded is not None:
         denoised, sampling = _denoise(loaded, prompts, asked, settings, plan), settings_dict(settings, loaded)
-    facts = _facts(tensors, loaded, device, kind, queries, repeats, prompts, sampling, plan)
+    elif opened is not None and prompts:
+        denoised, sampling = opened.denoise(prompts, asked, plan, seed)
+    facts = _facts(tensors, device, kind, queries, repeats, len(prompts), sampling, plan)
     record = {"made_by": "vsa compare-attention", "facts": facts, "tile_thw": [*tile], "seed": seed}
     record |= {
         "sampling": dict(sampling),
@@ -206,19 +221,8 @@ def _capture(
     run: LoadedRun, clips: str, layers: Sequence[int] | None, timesteps: Sequence[float], most: int, seed: int
 ) -> Captures:
     """q, k and v of clips."""
-    count = len(run.model.blocks)
-    chosen = tuple(dict.fromkeys((0, count // 2, count - 1))) if layers is None else tuple(sorted(set(layers)))
-    if bad := [n for n in chosen if not 0 <= n < count]:
-        raise ValueError(f"--layers: {run.source} has layers 0 to {count - 1}, got {', '.join(map(str, bad))}")
-    if bad := [t for t in timesteps if not 0 <= t <= 1000]:
-        raise ValueError(f"--timesteps lie between 0 and 1000, got {', '.join(f'{t:g}' for t in bad)}")
-    names = [clips]
-    if Path(clips).is_dir():
-        suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
-        names = [str(path) for path in sorted(Path(clips).iterdir()) if path.suffix.lower() in suffixes]
-        if not names:
-            raise ValueError(f"--clips {clips} holds no videos")
-    opened = [open_clip(run, name) for name in names[:most]]
+    chosen = _layers(run.source, len(run.model.blocks), layers, timesteps)
+    opened = [open_clip(run, name) for name in _videos(clips)[:most]]
     own = None
     if is_run(run.source) and not _is_dense(run):
         own = resolve_checkpoint(run.source).state["config"]["attention"]
@@ -226,6 +230,27 @@ def _capture(
         return capture_clips(
             run, opened, layers=chosen, timesteps=timesteps, seed=seed, attention=own, progress=advance
         )
+
+
+def _layers(source: str, count: int, layers: Sequence[int] | None, timesteps: Sequence[float]) -> Sequence[int]:
+    """Layers to capture, after a look at the timesteps too."""
+    chosen = tuple(dict.fromkeys((0, count // 2, count - 1))) if layers is None else tuple(sorted(set(layers)))
+    if bad := [n for n in chosen if not 0 <= n < count]:
+        raise ValueError(f"--layers: {source} has layers 0 to {count - 1}, got {', '.join(map(str, bad))}")
+    if bad := [t for t in timesteps if not 0 <= t <= 1000]:
+        raise ValueError(f"--timesteps lie between 0 and 1000, got {', '.join(f'{t:g}' for t in bad)}")
+    return chosen
+
+
+def _videos(clips: str) -> list[str]:
+    """What --clips names: the videos of a folder, or itself."""
+    if not Path(clips).is_dir():
+        return [clips]
+    suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
+    names = [str(path) for path in sorted(Path(clips).iterdir()) if path.suffix.lower() in suffixes]
+    if not names:
+        raise ValueError(f"--clips {clips} holds no videos")
+    return names
 
 
 def _denoise(
@@ -255,12 +280,11 @@ def refuse_others(folder: Path) -> None:
 
 def _facts(
     tensors: Captures | None,
-    run: LoadedRun | None,
     device: str,
     dtype: str,
     queries: int,
     repeats: int,
-    prompts: Sequence[str],
+    prompts: int,
     sampling: Mapping[str, Any],
     plan: DenoisingPlan,
 ) -> dict[str, str]:
@@ -279,10 +303,10 @@ def _facts(
             f"recall and errors on {min(queries, tokens)} of {tokens:,} query tokens against exact fp32 attention; "
             f"times are medians of up to {repeats} calls in turns"
         )
-    if run is not None and prompts:
+    if sampling:
         facts["denoising"] = (
-            f"{run.source} ({run.weights}), prompts: {len(prompts)}, steps: {sampling['steps']}, guidance "
-            f"{sampling['guidance']:g}, seed {sampling['seed']}{plan_text(plan)}"
+            f"{sampling['checkpoint']} ({sampling['weights']}), prompts: {prompts}, steps: {sampling['steps']}, "
+            f"guidance {sampling['guidance']:g}, seed {sampling['seed']}{plan_text(plan)}"
         )
     return facts
 

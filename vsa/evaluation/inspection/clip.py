@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,13 +134,25 @@ def open_clip(run: LoadedRun, clip: str, caption: str | None = None) -> Clip:
     """
     path = Path(clip)
     if path.is_file() or path.suffix.lower() in (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES):
-        return _read_clip(run, path, caption)
+        return read_clip(path, run.codec, run.latent_shapes, device=run.device, caption=caption)
     if "/" in clip:
         raise ValueError(f"no such video: {clip}")
     return _read_sample(run, clip, caption)
 
 
-def _read_clip(run: LoadedRun, path: Path, caption: str | None) -> Clip:
+def read_clip(
+    path: Path,
+    codec: Codec,
+    latent_shapes: Sequence[Sequence[int]],
+    *,
+    device: torch.device | str,
+    caption: str | None = None,
+) -> Clip:
+    """A video file cut as `vsa encode` cuts it to clips of some latent shapes `(C, T, H, W)`.
+
+    Raises:
+        ValueError: no such file, no caption beside it, or a clip that is too short or too small.
+    """
     if not path.is_file():
         raise ValueError(f"no such video: {path}")
     if caption is None:
@@ -147,12 +160,12 @@ def _read_clip(run: LoadedRun, path: Path, caption: str | None) -> Clip:
         if path in found.missing:
             raise ValueError(f"{found.missing[path]}; --caption gives one")
         caption = found.of[path][0]
-    rules = ClipRules(buckets=tuple(_bucket(run.codec, shape) for shape in run.latent_shapes))
-    video, _ = rules.cut(path, run.codec)
-    return Clip(name=path.name, caption=caption, video=video, latents=run.codec.encode(video.to(run.device)))
+    rules = ClipRules(buckets=tuple(clip_size(codec, shape) for shape in latent_shapes))
+    video, _ = rules.cut(path, codec)
+    return Clip(name=path.name, caption=caption, video=video, latents=codec.encode(video.to(device)))
 
 
-def _bucket(codec: Codec, latent_shape: tuple[int, ...]) -> Bucket:
+def clip_size(codec: Codec, latent_shape: Sequence[int]) -> Bucket:
     """The clip size in pixels whose latents have a shape."""
     _, time, height, width = latent_shape
     stride, sh, sw = codec.stride

@@ -1,0 +1,177 @@
+"""Captures and denoising runs of a diffusers pipeline, against its own processors under masks made by brute force."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.commands import run_command
+from tests.data.tiny_wan import make_pipeline
+from tests.integrations import tiny
+from tests.integrations.oracle import masked_attention
+from vsa.attention.denoising import DenoisingPlan
+from vsa.cli.compare_attention import compare_attention
+from vsa.data.toy_videos import render_clip
+from vsa.data.video_files import write_video
+from vsa.diffusion.flow_matching import noise_like
+from vsa.diffusion.latent_statistics import LatentStatistics
+from vsa.evaluation.comparison.methods import parse_methods
+from vsa.evaluation.comparison.pipelines import capture_pipeline, compare_pipeline, pipeline_plan, transformer_at
+from vsa.evaluation.inspection.clip import Clip
+from vsa.evaluation.video_metrics import psnr
+from vsa.integrations.diffusers import applied_attention
+from vsa.integrations.diffusers.pipeline import ClipSettings, generate_videos
+from vsa.sampling.pipeline import clip_seeds
+
+# 5 frames of 48 x 80 pixels: 2 x 3 x 5 tokens in 10 tiles of 3
+GRID, TILE, TILES = (2, 3, 5), (1, 3, 1), 10
+CLIP = ClipSettings(size=(48, 80), frames=5, guidance=3.0, steps=3)
+PROMPTS = ["a red circle moving left", "a cat"]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    made = make_pipeline()
+    tiny.stirred(made.transformer)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@contextmanager
+def hearing() -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """q, k, v `[B, L, H, D]` of the self-attention calls of an untouched model."""
+    plain, heard = F.scaled_dot_product_attention, []
+
+    def attention(query, key, value, *rest, **more):
+        if query.shape[2] == key.shape[2] == 30:
+            heard.append(tuple(x.transpose(1, 2).clone() for x in (query, key, value)))
+        return plain(query, key, value, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", attention)
+        yield heard
+
+
+@torch.no_grad()
+def test_captures_are_what_the_pipelines_own_layers_see(pipe):
+    latents = tiny.randn(16, 2, 6, 10, seed=3)
+    statistics = LatentStatistics(mean=torch.linspace(-1, 1, 16), std=torch.linspace(0.5, 3, 16))
+    clip = Clip(name="a.mp4", caption=PROMPTS[0], video=torch.zeros(5, 48, 80, 3, dtype=torch.uint8), latents=latents)
+    found = capture_pipeline(pipe, [clip], statistics, source="here", layers=(0, 1), timesteps=(900.0, 250.0), seed=4)
+    assert [(item.name, item.layer, item.timestep) for item in found.items] == [
+        ("a.mp4", layer, timestep) for timestep in (900, 250) for layer in (0, 1)
+    ]
+    text, _ = pipe.encode_prompt(PROMPTS[0], do_classifier_free_guidance=False, max_sequence_length=512)
+    clean = (latents[None] - statistics.mean.view(1, -1, 1, 1, 1)) / statistics.std.view(1, -1, 1, 1, 1)
+    noise = noise_like(clean, clip_seeds(4, 1))
+    with hearing() as heard:
+        for sigma in (0.9, 0.25):
+            noised = (1 - sigma) * clean + sigma * noise
+            pipe.transformer(noised, torch.tensor([1000 * sigma]), text)
+    assert len(heard) == len(found.items) == 4
+    for item, expected in zip(found.items, heard, strict=True):
+        assert (item.grid_thw, item.topk, dict(item.extra)) == (GRID, None, {})
+        for ours, theirs in zip((item.q, item.k, item.v), expected, strict=True):
+            assert ours.shape == (1, 30, 2, 12)
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    # controls: another layer, another noise level
+    for other in (heard[1], heard[2]):
+        assert (found.items[0].q - other[0]).abs().max() > 0.01
+    assert applied_attention(pipe.transformer) is None
+    (alone,) = capture_pipeline(pipe, [clip], statistics, source="", layers=(1,), timesteps=(250.0,), seed=4).items
+    assert torch.equal(alone.q, found.items[3].q)
+
+
+def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe):
+    methods = parse_methods(["video_sparse topk=3", "video_sparse topk=10", "spatial_full"], tile_thw=TILE)
+    done: list[int] = []
+    plan = pipeline_plan(pipe, methods, CLIP, {})
+    rows = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, plan, seed=2, progress=done.append)
+    assert sum(done) == len(methods) * CLIP.steps
+    full, few, every, spatial = rows
+    assert (full.density, full.psnr, full.ssim) == (1, None, None)
+    # the first of the two layers of spatial_full sees its frame
+    assert (every.density, spatial.density) == (1, (15 / 30 + 1) / 2)
+
+    def sampled() -> Tensor:
+        seeds = clip_seeds(2, 1).tolist()
+        with torch.no_grad():
+            return generate_videos(pipe, PROMPTS[:1], seeds=seeds, **CLIP._asdict())
+
+    # nothing is left in the pipeline
+    dense = sampled()
+    with masked_attention(GRID, TILE, 3) as shares:
+        masked = sampled()
+    assert few.density == pytest.approx(sum(shares) / len(shares))
+    assert len(shares) == CLIP.steps * 2 * 2
+    assert few.psnr == pytest.approx(psnr(masked, dense), abs=0.1)
+    # control: other tiles are other clips
+    with masked_attention(GRID, TILE, 1):
+        assert abs(psnr(sampled(), dense) - (few.psnr or 0)) > 0.3
+    assert every.psnr is not None
+    assert every.psnr > (few.psnr or 0) + 3
+    assert all(row.seconds > 0 for row in rows)
+
+
+def test_a_plan_is_of_all_but_dense_attention(pipe):
+    methods = parse_methods(["video_sparse topk=3", "spatial_full"], tile_thw=TILE)
+    plan = pipeline_plan(pipe, methods, CLIP, {"dense_steps": 1, "step_topk": [(2, 5)]})
+    rows = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, plan, seed=2)
+    # all tiles, its own 3, and 5; attention that selects none is dense in the first step
+    assert [row.density for row in rows] == pytest.approx([1, (1 + 0.3 + 0.5) / 3, (1 + 2 * 0.75) / 3])
+    alone = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, DenoisingPlan(dense_steps=3), seed=2)
+    assert [row.density for row in alone] == [1, 1, 1]
+    assert min(row.psnr or 0 for row in alone[1:]) > 80
+
+
+@pytest.mark.parametrize(
+    ("methods", "options", "message"),
+    [
+        (["video_sparse topk=11"], {}, r"video_sparse topk=11: topk 11 is above the 10 tiles of \(2, 3, 5\)"),
+        (["video_sparse topk=3"], {"dense_layers": (2,)}, "has layer 2, but the model's layers are 0 to 1"),
+        (["spatial_full"], {"refresh": 2}, "denoising has refresh=2, but full, spatial_full selects no tiles"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_sampled(pipe, methods, options, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline_plan(pipe, parse_methods(methods, tile_thw=TILE), CLIP, options)
+
+
+def test_each_of_two_transformers_has_its_noise_levels():
+    scheduler = SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000))
+    both = SimpleNamespace(
+        transformer="high", transformer_2="low", scheduler=scheduler, config=SimpleNamespace(boundary_ratio=0.9)
+    )
+    assert [transformer_at(both, t) for t in (1000, 900, 899, 0)] == ["high", "high", "low", "low"]
+    both.transformer_2 = None
+    assert [transformer_at(both, t) for t in (1000, 0)] == ["high", "high"]
+
+
+@pytest.mark.slow
+def test_a_pipeline_by_command(pipe, tmp_path: Path):
+    pipe.save_pretrained(tmp_path / "wan")
+    write_video(tmp_path / "a.mp4", render_clip(0, 0, size=(16, 64, 96))[0])
+    (tmp_path / "a.txt").write_text("a red circle\n")
+    words = ["--pipeline", tmp_path / "wan", "--clips", tmp_path / "a.mp4", "--prompt", PROMPTS[0], "--steps", "2"]
+    words += ["--latents", "2", "6", "10", "--tile", *map(str, TILE), "--method", "video_sparse topk=3"]
+    words += ["--timesteps", "500", "--repeats", "1", "--device", "cpu", "--save", tmp_path / "q.safetensors"]
+    run_command(compare_attention, *words, "--out", tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [(row["method"], row["layer"]) for row in record["rows"]] == [
+        (name, layer) for layer in (0, 1) for name in ("full", "video_sparse topk=3")
+    ]
+    assert [row["density"] for row in record["denoising"]] == pytest.approx([1, 0.3])
+    assert (record["sampling"]["frames"], record["sampling"]["size"]) == (5, [48, 80])
+    again = ["--captures", tmp_path / "q.safetensors", "--tile", *map(str, TILE), "--method", "video_sparse topk=3"]
+    run_command(compare_attention, *again, "--repeats", "1", "--device", "cpu", "--out", tmp_path / "again")
+    file = json.loads((tmp_path / "again" / "comparison.json").read_text())
+    assert [row["error_l1"] for row in file["rows"]] == pytest.approx([row["error_l1"] for row in record["rows"]])
