@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # the same find-links setting for pip and uv: where it offers a CPU build of torch, that build is taken
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# compiled modules are kept: workers and the processes that tests start would each compile all their imports anew
+unexport PYTHONDONTWRITEBYTECODE
 RUN := outputs/quickstart/default
 DENSE := outputs/quickstart/dense
 SCORE := --guidance 3 --steps 20

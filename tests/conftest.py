@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+
+# how wide and how coloured help and tables are is decided when their libraries are imported, also by these
+for name in ("COLUMNS", "LINES", "GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "NO_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,11 +27,12 @@ FORBIDDEN = "import omegaconf"
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
-    """Heavy packages that each statement loads: one interpreter that has torch forks for every statement."""
+    """Heavy packages that each statement loads: one interpreter that has torch, its compiler too, which our operators
+    load and which takes longer than all the rest, forks for every statement."""
     code = f"""if True:
         import json, os, sys
         sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "kernels")!r}]
-        import torch
+        import torch._dynamo
 
         for statement in {[*ALLOWED, FORBIDDEN]!r}:
             if os.fork() == 0:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -368,9 +369,16 @@ def test_what_has_no_meaning_for_a_distilled_run_is_one_line(write_tiny_run, com
 # following
 
 
-def test_following_takes_new_checkpoints_and_only_whole_ones(tiny: Path, capsys):
+def test_following_takes_new_checkpoints_and_only_whole_ones(tiny: Path, tmp_path: Path, monkeypatch):
+    # binary fractions, whose sums are exact
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     folder = tiny / "checkpoints"
-    found = follow.new_checkpoints(folder, follow=True, poll=0.01, timeout=0.2)
+    found = follow.new_checkpoints(folder, follow=True, poll=0.25, timeout=4)
     assert next(found).name == "step-00000007"
     # half-written, then whole
     shutil.copytree(folder / "step-00000007", folder / ".writing-step-00000008")
@@ -381,13 +389,14 @@ def test_following_takes_new_checkpoints_and_only_whole_ones(tiny: Path, capsys)
     shutil.rmtree(folder / "step-00000012")
     add_checkpoint(tiny, 13)
     assert next(found).name == "step-00000013"
-    # the same step of a run that started anew
-    shutil.rmtree(folder / "step-00000013")
+    # the same step of a run that started anew; what is still there keeps its inode
+    (folder / "step-00000013").rename(tmp_path / "before")
     add_checkpoint(tiny, 13, scale=0.5)
     assert next(found).name == "step-00000013"
-    start = time.monotonic()
+    # nothing was waited for yet, and looked for before the first wait
+    assert now == [0]
     assert list(found) == []
-    assert 0.2 <= time.monotonic() - start < 2
+    assert now == [4]
     assert list(follow.new_checkpoints(folder / "missing", follow=False)) == []
 
 

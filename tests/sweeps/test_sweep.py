@@ -31,6 +31,7 @@ from vsa.sweeps.job_queue import Job
 from vsa.sweeps.lifeline import end_with_parent
 from vsa.sweeps.points import Point
 from vsa.sweeps.sweeper import PointSweeper
+from vsa.training.modules.pretrain import PretrainModule
 
 ROOT = Path(__file__).parents[2]
 # `attention` of the sweep: a whole node cannot be overridden with a key of another method
@@ -115,16 +116,23 @@ variants:
 """
 
 
-def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(command_line, forked, tmp_path):
-    words = [*own_sweep(tmp_path, POINTS), *TINY, "trainer.max_steps=20", f"output_dir={tmp_path / 'out'}"]
-    words += ["sweep.cores=1", "sweep.name=own", "sweep.control=false", "trainer.val_check_interval=10"]
+def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(command_line, forked, tmp_path, monkeypatch):
+    words = [*own_sweep(tmp_path, POINTS), *TINY, "trainer.max_steps=6", f"output_dir={tmp_path / 'out'}"]
+    words += ["sweep.cores=1", "sweep.name=own", "sweep.control=false", "trainer.val_check_interval=3"]
     folder = tmp_path / "out" / "pretrain" / "own"
     # files of something else, which the run meets when it starts
     (folder / "taken").mkdir(parents=True)
     (folder / "taken" / "notes").write_text("mine")
 
+    step = PretrainModule.training_step
+
+    def stands_still(self, batch, batch_idx):
+        # until the sweep is killed: on no machine is the run at its end before
+        return step(self, batch, batch_idx) if batch_idx < 2 else signal.pause()
+
     parent = os.fork()
     if parent == 0:
+        monkeypatch.setattr(PretrainModule, "training_step", stands_still)
         status, _, _ = command_line("train.py", "-m", "sweep=mine", *words)
         os._exit(status)
     wait_for((folder / "f" / "checkpoints" / "step-00000002").exists)

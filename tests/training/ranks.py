@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import lightning.fabric.utilities.rank_zero as rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.distributed import TCPStore
 
 
 def run_ranks(world: int, function: Callable[[int], Any], seconds: float = 200) -> list[Any]:
@@ -26,13 +26,12 @@ def run_ranks(world: int, function: Callable[[int], Any], seconds: float = 200) 
     Raises:
         AssertionError: a rank failed or hung; holds its traceback.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # as torchrun does, the parent holds the store: its port is taken from the start, and it outlives every rank
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        context.Process(target=_run, args=(rank, world, port, function, pipes[rank][1])) for rank in range(world)
+        context.Process(target=_run, args=(rank, world, store.port, function, pipes[rank][1])) for rank in range(world)
     ]
     for process in processes:
         process.start()
@@ -61,6 +60,7 @@ def _run(rank: int, world: int, port: int, function: Callable[[int], Any], pipe:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "test",
     }
     # set from the environment when the module is imported, which was before the fork

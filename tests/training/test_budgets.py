@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import vsa.training.budgets as budgets
@@ -19,11 +21,13 @@ def test_a_budget_of_tokens_is_that_of_the_tokens_trained_on(training):
 
 
 def test_a_budget_of_seconds_is_measured_once_and_kept(training, monkeypatch):
-    measured = []
+    measured, passed = [], []
     measure = run_module._step_seconds
 
     def seconds(cfg):
+        start = time.perf_counter()
         measured.append(measure(cfg))
+        passed.append(time.perf_counter() - start)
         # the machine of a test is busy
         return 0.5
 
@@ -34,7 +38,7 @@ def test_a_budget_of_seconds_is_measured_once_and_kept(training, monkeypatch):
     state = training.last().state
     assert state["step"] == state["config"]["trainer"]["max_steps"] == 4
     assert len(measured) == 1
-    assert 0 < measured[0] < 10
+    assert 0 < 3 * measured[0] < passed[0]
     # what was measured has left nothing and moved nothing
     assert sorted(p.name for p in training.output.rglob("step-*")) == ["step-00000002", "step-00000004"]
     training("run=plain", "trainer.max_steps=4", *WSD)

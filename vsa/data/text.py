@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import html
 import re
@@ -72,9 +73,9 @@ class HashedNgramEncoder:
         """float32 `[S, E]`, one row a word; a caption without words gives the null embedding `[1, E]`."""
         words = re.findall(r"\w+", caption.lower())[: self.max_tokens]
         tokens = [
-            self._word(word) + self._POSITION_WEIGHT * self._signs(f"position {i}") for i, word in enumerate(words)
+            self._word(word) + self._POSITION_WEIGHT * _signs(f"position {i}", self.dim) for i, word in enumerate(words)
         ]
-        table = np.stack(tokens or [self._signs("null")])
+        table = np.stack(tokens or [_signs("null", self.dim)])
         table = table / np.sqrt((table**2).mean(axis=1, keepdims=True))
         return torch.from_numpy(table.astype(np.float32))
 
@@ -85,15 +86,18 @@ class HashedNgramEncoder:
     def _word(self, word: str) -> np.ndarray:
         marked = f"<{word}>"
         grams = [marked[i : i + n] for n in (2, 3) for i in range(len(marked) - n + 1)]
-        pieces = np.sum([self._signs(f"gram {gram}") for gram in grams], axis=0) / np.sqrt(len(grams))
-        return self._WORD_WEIGHT * self._signs(f"word {word}") + pieces
+        pieces = np.sum([_signs(f"gram {gram}", self.dim) for gram in grams], axis=0) / np.sqrt(len(grams))
+        return self._WORD_WEIGHT * _signs(f"word {word}", self.dim) + pieces
 
-    def _signs(self, name: str) -> np.ndarray:
-        """float64 `[E]` of -1 and 1 from the digest of `name`."""
-        blocks = range((self.dim + 511) // 512)
-        digest = b"".join(hashlib.blake2b(f"{i} {name}".encode()).digest() for i in blocks)
-        bits = np.unpackbits(np.frombuffer(digest, dtype=np.uint8))[: self.dim]
-        return bits.astype(np.float64) * 2 - 1
+
+# captions repeat their words
+@functools.lru_cache(maxsize=4096)
+def _signs(name: str, dim: int) -> np.ndarray:
+    """float64 `[dim]` of -1 and 1 from the digest of `name`."""
+    blocks = range((dim + 511) // 512)
+    digest = b"".join(hashlib.blake2b(f"{i} {name}".encode()).digest() for i in blocks)
+    bits = np.unpackbits(np.frombuffer(digest, dtype=np.uint8))[:dim]
+    return bits.astype(np.float64) * 2 - 1
 
 
 @checked

@@ -243,15 +243,18 @@ def measure_clip(video: Tensor) -> tuple[str | None, str | None]:
     # medians of a grid of about 64 x 64 points are as good and much faster
     step = max(min(H, W) // 64, 1)
     background = np.median(pixels[:, ::step, ::step].reshape(-1, 3), axis=0)
-    distance = np.sqrt(((pixels - background) ** 2).sum(-1))  # [T, H, W]
+    difference = pixels - background
+    distance = np.sqrt(np.einsum("thwc,thwc->thw", difference, difference))
     # the smallest shape covers 3% of a picture, so the last percent is all shape
     peak = float(np.percentile(distance[:, ::step, ::step], 99))
     if peak < _LEAST_CONTRAST:
         return None, None
     weight = np.maximum(distance - max(0.5 * peak, _LEAST_CONTRAST), 0)
-    mass = weight.sum(axis=(1, 2))  # [T]
+    # [T, W], [T, H], [T]
+    columns, rows = weight.sum(1), weight.sum(2)
+    mass = rows.sum(1)
 
-    offset = (weight[..., None] * pixels).sum(axis=(0, 1, 2)) / mass.sum() - background
+    offset = weight.reshape(-1) @ difference.reshape(-1, 3) / mass.sum()
     angles = {name: _cosine(offset, np.array(rgb, dtype=np.float32) - background) for name, rgb in COLOURS.items()}
     colour = max(angles, key=lambda name: angles[name])
 
@@ -259,8 +262,8 @@ def measure_clip(video: Tensor) -> tuple[str | None, str | None]:
     if seen.sum() < 2:
         return colour, None
     time = np.arange(T, dtype=np.float64)[seen]
-    x = ((weight * (np.arange(W) + 0.5)).sum(axis=(1, 2))[seen] / mass[seen]) / W
-    y = ((weight * (np.arange(H) + 0.5)[:, None]).sum(axis=(1, 2))[seen] / mass[seen]) / H
+    x = columns[seen] @ (np.arange(W) + 0.5) / mass[seen] / W
+    y = rows[seen] @ (np.arange(H) + 0.5) / mass[seen] / H
     span = max(T - 1, 1)
     move_x, move_y = float(np.polyfit(time, x, 1)[0]) * span, float(np.polyfit(time, y, 1)[0]) * span
     if max(abs(move_x), abs(move_y)) < _LEAST_MOTION:
