@@ -162,6 +162,37 @@ def test_tiles_of_several_sizes_share_an_order(grid, tiles, block_order, partiti
         assert (blocks.min_size, blocks.max_size) == (min(map(len, cut)), max(map(len, cut)))
 
 
+@settings(max_examples=40, deadline=None)
+@given(rows(), st.sampled_from(CHAINS), st.sampled_from(["nested", "raster"]), st.sampled_from(PARTITIONS))
+def test_tiles_of_several_sizes_in_every_segment(segments, tiles, block_order, partition):
+    """A row is its segments one after the other, each cut as if it were alone; a text like a video in raster runs."""
+    tile, kv_tile, *more = tiles
+    options = {"tile_thw": tile, "kv_tile_thw": kv_tile, "more_tiles": more, "block_order": block_order}
+    layout = TileLayout.build(segments, partition=partition, **options)
+    alone = [
+        TileLayout.build([Segment(s.grid_thw)], partition=partition if s.is_video else "raster_run", **options)
+        for s in segments
+    ]
+    starts = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
+    orders = [one.order + start for one, start in zip(alone, starts, strict=False)]
+    assert torch.equal(layout.order, torch.cat(orders))
+    for size, blocks in layout.tiles.items():
+        assert blocks.sizes.tolist() == [n for one in alone for n in one.tiles[size].sizes.tolist()]
+    videos = [(s, one) for s, one in zip(segments, alone, strict=True) if s.is_video]
+    assert layout.video_blocks.sizes.tolist() == [n for _, one in videos for n in one.blocks.sizes.tolist()]
+    owners = {sample: 0 for sample in (s.sample for s in segments)}
+    for segment, one in videos:
+        owners[segment.sample] += one.kv_blocks.num
+    assert layout.video_tiles == tuple(owners.values())
+    queries = [s for s, one in videos for _ in range(one.blocks.num)]
+    keys = [s for s, one in zip(segments, alone, strict=True) for _ in range(one.kv_blocks.num)]
+    candidates = [[q.sample == k.sample and k.is_video for k in keys] for q in queries]
+    always = [[q.sample == k.sample and not k.is_video for k in keys] for q in queries]
+    every = torch.ones(len(queries), len(keys), dtype=torch.bool)
+    assert (every if layout.candidates is None else layout.candidates).tolist() == candidates
+    assert (~every if layout.always is None else layout.always).tolist() == always
+
+
 def test_one_size_of_tiles_is_the_plain_layout():
     segments = [Segment((3, 5, 7))]
     plain = TileLayout.build(segments, tile_thw=(2, 4, 4))
@@ -345,8 +376,8 @@ def test_build_is_cached_immutable_and_usable_in_training():
             r"tiles must divide each other along every axis, got \(2, 2, 2\) and \(1, 4, 2\)",
         ),
         (
-            lambda: TileLayout.build([Segment((1, 2, 2))] * 2, tile_thw=(2, 2, 2), kv_tile_thw=(1, 2, 2)),
-            "tiles of several sizes are for rows of one video",
+            lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, more_tiles=[(1, 2, 2)]),
+            r"tiles of several sizes need a tile_thw, got None beside \(\(1, 2, 2\),\)",
         ),
         (
             lambda: TileLayout.build([Segment((1, 2, 2), sample=n) for n in (0, 1, 0)], tile_thw=None),

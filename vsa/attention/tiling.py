@@ -102,8 +102,7 @@ def nested_tiles(
         partition: see `TileLayout`.
         block_order: of cubes.
     """
-    order = run_order(grid, partition)
-    if order is not None:
+    if (order := run_order(grid, partition)) is not None:
         return order, {tile: run_tiles(len(order), math.prod(tile)).sizes for tile in chain}
     whole = cube_tiles(grid, chain[0], block_order)
     order, sizes = whole.order, {chain[0]: whole.sizes}
