@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(1, 8))
 TILES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-PARTITIONS = ["cube", "hilbert_run", "raster_run"]
+PARTITIONS = ["cube", "hilbert_run", "raster_run", "hilbert2d_run", "block3d_run"]
 
 
 @st.composite
@@ -34,6 +34,20 @@ def rows(draw) -> list[Segment]:
                 grid = (1, 1, math.prod(grid))
             segments.append(Segment((1, *grid[1:]) if kind == "image" else grid, kind, sample))
     return segments if any(s.is_video for s in segments) else [Segment((2, 3, 4), "video", 7), *segments]
+
+
+def run_order(grid: tuple[int, int, int], partition: str) -> list[int]:
+    """Raster indices in the order of the runs, by comparing coordinates."""
+    cells = list(itertools.product(*map(range, grid)))
+    index = {cell: i for i, cell in enumerate(cells)}
+    if partition == "hilbert_run":
+        return hilbert_order(grid).tolist()
+    if partition == "hilbert2d_run":
+        frame = hilbert_order((1, *grid[1:])).tolist()
+        return [index[t, *cells[i][1:]] for t in range(grid[0]) for i in frame]
+    if partition == "block3d_run":
+        cells.sort(key=lambda cell: ([n // 4 for n in cell], [n % 4 for n in cell]))
+    return [index[cell] for cell in cells]
 
 
 def coordinates(index: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
@@ -154,8 +168,7 @@ def test_tiles_of_several_sizes_share_an_order(grid, tiles, block_order, partiti
         ids = torch.tensor(cube_ids(grid, size))[layout.order]
         if partition != "cube":
             ids = torch.arange(math.prod(grid)) // math.prod(size)
-            curve = hilbert_order(grid) if partition == "hilbert_run" else torch.arange(math.prod(grid))
-            assert torch.equal(layout.order, curve)
+            assert layout.order.tolist() == run_order(grid, partition)
         cut = [ids[a:b] for a, b in itertools.pairwise(blocks.offsets.tolist())]
         assert all(len(block.unique()) == 1 for block in cut)
         assert sorted(int(block[0]) for block in cut) == sorted(set(ids.tolist()))
@@ -368,7 +381,7 @@ def test_build_is_cached_immutable_and_usable_in_training():
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=(4, 0, 4)), r"got \(4, 0, 4\)"),
         (
             lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, partition="x"),
-            "partition must be cube, hilbert_run or raster_run, got 'x'",
+            "partition must be one of cube, hilbert_run, raster_run, hilbert2d_run, block3d_run, got 'x'",
         ),
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, block_order="x"), "raster, got 'x'"),
         (

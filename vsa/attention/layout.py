@@ -82,8 +82,9 @@ class TileLayout:
         segments: the row's segments in order; their places are the same in raster and in tile-major order.
         tile_thw: tile of the video segments; None: raster order, one block per segment.
         kv_tile_thw: tile that a query tile selects; `tile_thw` unless the layout was built with another one.
-        partition: cube (cuboid tiles, ragged at the far edges), hilbert_run (runs of exactly tile-volume tokens along a
-            Hilbert curve, only the last one shorter) or raster_run (such runs in raster order).
+        partition: cube (cuboid tiles, ragged at the far edges), or runs of exactly tile-volume tokens, only the last
+            one shorter: hilbert_run (along a 3-D Hilbert curve), raster_run (in raster order), hilbert2d_run (frame
+            after frame along a 2-D curve), block3d_run (cube after cube of 4 x 4 x 4 tokens, raster inside).
         block_order: nested or raster order of cube tiles; runs follow their own order.
         device: where the tensors are.
         num_tokens: L.
@@ -157,7 +158,7 @@ class TileLayout:
             kv_tile_thw: of the tiles that are selected; None: `tile_thw`. Tiles of several sizes lie inside each other
                 in one token order, so each has to divide the next larger one.
             more_tiles: sizes of further tiles.
-            partition: cube, hilbert_run or raster_run.
+            partition: see `TileLayout`.
             block_order: nested or raster.
             device: None means cpu.
 
@@ -175,7 +176,7 @@ class TileLayout:
         if chain and tile is None:
             raise ValueError(f"tiles of several sizes need a tile_thw, got None beside {chain}")
         if partition not in get_args(Partition):
-            raise ValueError(f"partition must be cube, hilbert_run or raster_run, got {partition!r}")
+            raise ValueError(f"partition must be one of {', '.join(get_args(Partition))}, got {partition!r}")
         if block_order not in ("nested", "raster"):
             raise ValueError(f"block_order must be nested or raster, got {block_order!r}")
         samples = [sample for sample, _ in itertools.groupby(s.sample for s in segments)]

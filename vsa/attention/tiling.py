@@ -15,10 +15,12 @@ from vsa.attention.hilbert import hilbert_order
 
 Grid = tuple[int, int, int]
 BlockOrder = Literal["nested", "raster"]
-Partition = Literal["cube", "hilbert_run", "raster_run"]
+Partition = Literal["cube", "hilbert_run", "raster_run", "hilbert2d_run", "block3d_run"]
 
 # sizes of the aligned groups of blocks that nested order keeps compact
 SUPER_SIZES = (2, 4, 8)
+# cubes whose tokens follow each other in block3d_run
+RUN_CUBE: Grid = (4, 4, 4)
 # a layout below this share of filled slots is worth a warning
 MIN_FILL = 0.9
 
@@ -41,7 +43,14 @@ def run_order(grid: Grid, partition: Partition) -> Tensor | None:
     """
     if partition == "cube":
         return None
-    return hilbert_order(grid) if partition == "hilbert_run" else torch.arange(math.prod(grid), device="cpu")
+    if partition == "hilbert_run":
+        return hilbert_order(grid)
+    if partition == "hilbert2d_run":
+        frame = hilbert_order((1, *grid[1:]))
+        return (torch.arange(grid[0], device="cpu")[:, None] * len(frame) + frame).flatten()
+    if partition == "block3d_run":
+        return cube_tiles(grid, RUN_CUBE, "raster").order
+    return torch.arange(math.prod(grid), device="cpu")
 
 
 def run_tiles(num_tokens: int, size: int, order: Tensor | None = None) -> SegmentTiles:
