@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(1, 8))
 TILES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+PARTITIONS = ["cube", "hilbert_run", "raster_run", "hilbert2d_run", "block3d_run"]
 
 
 @st.composite
@@ -35,12 +36,26 @@ def rows(draw) -> list[Segment]:
     return segments if any(s.is_video for s in segments) else [Segment((2, 3, 4), "video", 7), *segments]
 
 
+def run_order(grid: tuple[int, int, int], partition: str) -> list[int]:
+    """Raster indices in the order of the runs, by comparing coordinates."""
+    cells = list(itertools.product(*map(range, grid)))
+    index = {cell: i for i, cell in enumerate(cells)}
+    if partition == "hilbert_run":
+        return hilbert_order(grid).tolist()
+    if partition == "hilbert2d_run":
+        frame = hilbert_order((1, *grid[1:])).tolist()
+        return [index[t, *cells[i][1:]] for t in range(grid[0]) for i in frame]
+    if partition == "block3d_run":
+        cells.sort(key=lambda cell: ([n // 4 for n in cell], [n % 4 for n in cell]))
+    return [index[cell] for cell in cells]
+
+
 def coordinates(index: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
     return torch.stack([index // (grid[1] * grid[2]), index // grid[2] % grid[1], index % grid[2]], dim=1)
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows(), TILES, st.sampled_from(["cube", "hilbert_run"]), st.sampled_from(["nested", "raster"]))
+@given(rows(), TILES, st.sampled_from(PARTITIONS), st.sampled_from(["nested", "raster"]))
 def test_permute_round_trip_and_blocks(segments, tile, partition, block_order):
     layout = TileLayout.build(segments, tile_thw=tile, partition=partition, block_order=block_order)
     x = torch.randn(2, layout.num_tokens, 3)
@@ -128,11 +143,12 @@ CHAINS = [
     ((4, 8, 8), (4, 8, 8), (4, 4, 4)),
     ((2, 4, 4), (2, 2, 4), (1, 2, 2)),
     ((3, 2, 2), (3, 4, 6), (1, 2, 2)),
+    ((1, 1, 16), (1, 1, 8), (1, 1, 2)),
 ]
 
 
 @settings(max_examples=40, deadline=None)
-@given(SIZES, st.sampled_from(CHAINS), st.sampled_from(["nested", "raster"]), st.sampled_from(["cube", "hilbert_run"]))
+@given(SIZES, st.sampled_from(CHAINS), st.sampled_from(["nested", "raster"]), st.sampled_from(PARTITIONS))
 def test_tiles_of_several_sizes_share_an_order(grid, tiles, block_order, partition):
     tile, kv_tile, *more = tiles
     layout = TileLayout.build(
@@ -150,13 +166,44 @@ def test_tiles_of_several_sizes_share_an_order(grid, tiles, block_order, partiti
     assert layout.num_video_tiles == layout.kv_blocks.num
     for size, blocks in layout.tiles.items():
         ids = torch.tensor(cube_ids(grid, size))[layout.order]
-        if partition == "hilbert_run":
+        if partition != "cube":
             ids = torch.arange(math.prod(grid)) // math.prod(size)
-            assert torch.equal(layout.order, hilbert_order(grid))
+            assert layout.order.tolist() == run_order(grid, partition)
         cut = [ids[a:b] for a, b in itertools.pairwise(blocks.offsets.tolist())]
         assert all(len(block.unique()) == 1 for block in cut)
         assert sorted(int(block[0]) for block in cut) == sorted(set(ids.tolist()))
         assert (blocks.min_size, blocks.max_size) == (min(map(len, cut)), max(map(len, cut)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows(), st.sampled_from(CHAINS), st.sampled_from(["nested", "raster"]), st.sampled_from(PARTITIONS))
+def test_tiles_of_several_sizes_in_every_segment(segments, tiles, block_order, partition):
+    """A row is its segments one after the other, each cut as if it were alone; a text like a video in raster runs."""
+    tile, kv_tile, *more = tiles
+    options = {"tile_thw": tile, "kv_tile_thw": kv_tile, "more_tiles": more, "block_order": block_order}
+    layout = TileLayout.build(segments, partition=partition, **options)
+    alone = [
+        TileLayout.build([Segment(s.grid_thw)], partition=partition if s.is_video else "raster_run", **options)
+        for s in segments
+    ]
+    starts = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
+    orders = [one.order + start for one, start in zip(alone, starts, strict=False)]
+    assert torch.equal(layout.order, torch.cat(orders))
+    for size, blocks in layout.tiles.items():
+        assert blocks.sizes.tolist() == [n for one in alone for n in one.tiles[size].sizes.tolist()]
+    videos = [(s, one) for s, one in zip(segments, alone, strict=True) if s.is_video]
+    assert layout.video_blocks.sizes.tolist() == [n for _, one in videos for n in one.blocks.sizes.tolist()]
+    owners = {sample: 0 for sample in (s.sample for s in segments)}
+    for segment, one in videos:
+        owners[segment.sample] += one.kv_blocks.num
+    assert layout.video_tiles == tuple(owners.values())
+    queries = [s for s, one in videos for _ in range(one.blocks.num)]
+    keys = [s for s, one in zip(segments, alone, strict=True) for _ in range(one.kv_blocks.num)]
+    candidates = [[q.sample == k.sample and k.is_video for k in keys] for q in queries]
+    always = [[q.sample == k.sample and not k.is_video for k in keys] for q in queries]
+    every = torch.ones(len(queries), len(keys), dtype=torch.bool)
+    assert (every if layout.candidates is None else layout.candidates).tolist() == candidates
+    assert (~every if layout.always is None else layout.always).tolist() == always
 
 
 def test_one_size_of_tiles_is_the_plain_layout():
@@ -205,6 +252,23 @@ def test_hilbert_runs_are_full_and_compact():
     runs = TileLayout.build([Segment((8, 8, 8))], tile_thw=tile, partition="hilbert_run")
     ids = torch.tensor(cube_ids((8, 8, 8), tile))[runs.order].view(8, 64)
     assert (ids == ids[:, :1]).all()
+
+
+def test_raster_runs_keep_the_order_and_every_run_full():
+    segments = [Segment((1, 1, 11), "text"), Segment((3, 5, 7))]
+    layout = TileLayout.build(segments, tile_thw=(1, 1, 16), partition="raster_run", block_order="raster")
+    assert layout.is_identity
+    # a text has runs of its own, so the first run of the video is whole
+    assert layout.blocks.sizes.tolist() == [11] + [16] * 6 + [9]
+    assert layout.video_blocks.sizes.tolist() == [16] * 6 + [9]
+    assert layout.fill == pytest.approx(105 / 112)
+    video = TileLayout.build([Segment((3, 5, 7))], tile_thw=(1, 1, 16), kv_tile_thw=(1, 1, 8), partition="raster_run")
+    assert video.is_identity
+    assert video.kv_blocks.sizes.tolist() == [8] * 13 + [1]
+    # the cuboid of these sides is cut at the end of every row
+    with pytest.warns(UserWarning, match="full"):
+        cube = TileLayout.build([Segment((3, 5, 7))], tile_thw=(1, 1, 16))
+    assert cube.num_blocks == 15
 
 
 def test_wan_480p_block_counts():
@@ -315,15 +379,18 @@ def test_build_is_cached_immutable_and_usable_in_training():
         (lambda: TileLayout.build([], tile_thw=None), "at least one segment"),
         (lambda: TileLayout.build([Segment((1, 1, 2), "text")], tile_thw=None), "at least one video or image"),
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=(4, 0, 4)), r"got \(4, 0, 4\)"),
-        (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, partition="x"), "hilbert_run, got 'x'"),
+        (
+            lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, partition="x"),
+            "partition must be one of cube, hilbert_run, raster_run, hilbert2d_run, block3d_run, got 'x'",
+        ),
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, block_order="x"), "raster, got 'x'"),
         (
             lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=(2, 2, 2), kv_tile_thw=(1, 4, 2)),
             r"tiles must divide each other along every axis, got \(2, 2, 2\) and \(1, 4, 2\)",
         ),
         (
-            lambda: TileLayout.build([Segment((1, 2, 2))] * 2, tile_thw=(2, 2, 2), kv_tile_thw=(1, 2, 2)),
-            "tiles of several sizes are for rows of one video",
+            lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, more_tiles=[(1, 2, 2)]),
+            r"tiles of several sizes need a tile_thw, got None beside \(\(1, 2, 2\),\)",
         ),
         (
             lambda: TileLayout.build([Segment((1, 2, 2), sample=n) for n in (0, 1, 0)], tile_thw=None),

@@ -40,6 +40,10 @@ def last_from(starts: Sequence[int], step: int | None) -> int | None:
     return None if step is None else max((i for i, start in enumerate(starts) if start <= step), default=None)
 
 
+Rounding = Literal["up", "down"]
+"""How a share of the tiles becomes a number of them; never less than one."""
+
+
 class Budget(NamedTuple):
     """A top-k or a sparsity; exactly one of the two."""
 
@@ -71,13 +75,13 @@ class DenoisingPlan:
             anew in any case.
         shared_cache: the unconditional pass of classifier-free guidance reuses the selections of the conditional one
             instead of having its own.
+        rounding: of tiles kept at a sparsity, of the schedule's as well: up, or down as in DFSAttn.
 
     Raises:
         ValueError: a value out of range, ranges that are empty or overlap, steps that do not ascend.
 
-    Source: dense first steps: GNA (12 of 35, 15 of 50, 9 of 28), FG-Attn (24%, 10%), DFSAttn (12 of 50). Its
-    schedule at 50 steps is `dense_steps=12, step_sparsity=[[12, 0.7], [24, 0.8], [36, 0.9]],
-    refresh=[[12, 12], [36, 14]], shared_cache=True`.
+    Source: dense first steps: GNA (12 of 35, 15 of 50, 9 of 28), FG-Attn (24%, 10%), DFSAttn (12 of 50), whose
+    schedules are `denoising=dfs` and `denoising=dfs_distilled`.
     """
 
     dense_steps: Count = 0
@@ -88,6 +92,7 @@ class DenoisingPlan:
     step_sparsity: Sequence[tuple[Count, ShareBelowOne]] = ()
     refresh: AtLeastOne | Sequence[tuple[Count, AtLeastOne]] = 1
     shared_cache: bool = False
+    rounding: Rounding = "up"
 
     def __post_init__(self) -> None:
         for name in ("topk_ranges", "sparsity_ranges", "step_topk", "step_sparsity", "refresh"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from vsa_kernels import BlockIndex
 
 from vsa.attention.layout import TileLayout
 
@@ -35,6 +36,17 @@ def dense_attn_per_sample(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -
         return dense_attn(q, k, v)
     parts = [dense_attn(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in layout.sample_spans]
     return torch.cat(parts, dim=1)
+
+
+def dense_index(layout: TileLayout) -> BlockIndex:
+    """The index `[1, 1, Nv, Nkv]` of dense attention: every tile of the query tile's own sample."""
+    shape = (layout.video_blocks.num, layout.kv_blocks.num)
+    seen = layout.candidates
+    if seen is None:
+        seen = torch.ones(shape, dtype=torch.bool, device=layout.device)
+    elif layout.always is not None:
+        seen = seen | layout.always
+    return BlockIndex.from_dense(seen[None, None])
 
 
 def text_attn(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> list[Tensor]:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from vsa.attention.tiling import (
     cube_tiles,
     nested_tiles,
     propose_tile,
+    run_order,
     run_tiles,
 )
 
@@ -83,9 +84,10 @@ class TileLayout:
         segments: the row's segments in order; their places are the same in raster and in tile-major order.
         tile_thw: tile of the video segments; None: raster order, one block per segment.
         kv_tile_thw: tile that a query tile selects; `tile_thw` unless the layout was built with another one.
-        partition: cube (cuboid tiles, ragged at the far edges) or hilbert_run (runs of exactly tile-volume tokens
-            along a Hilbert curve, only the last one shorter).
-        block_order: nested or raster order of cube tiles; Hilbert runs follow their curve.
+        partition: cube (cuboid tiles, ragged at the far edges), or runs of exactly tile-volume tokens, only the last
+            one shorter: hilbert_run (along a 3-D Hilbert curve), raster_run (in raster order), hilbert2d_run (frame
+            after frame along a 2-D curve), block3d_run (cube after cube of 4 x 4 x 4 tokens, raster inside).
+        block_order: nested or raster order of cube tiles; runs follow their own order.
         device: where the tensors are.
         num_tokens: L.
         num_blocks: N.
@@ -105,8 +107,9 @@ class TileLayout:
         text_spans: token range and sample position of each text or cond segment.
         video_spans: token ranges of the video tokens, neighbours merged.
         video_blocks: the Nv video blocks over the video tokens alone; `blocks` itself in a row without text.
-        candidates: bool `[Nv, N]`, video tiles of the query tile's own sample, which it may select; None: all N.
-        always: bool `[Nv, N]`, text tiles of the query tile's own sample; None in a row without text.
+        candidates: bool `[Nv, Nkv]` over `kv_blocks`, video tiles of the query tile's own sample, which it may select;
+            None: all of them.
+        always: bool `[Nv, Nkv]`, text tiles of the query tile's own sample; None in a row without text.
         derived: what `derive` has made.
     """
 
@@ -155,9 +158,9 @@ class TileLayout:
             segments: at least one; the segments of a sample stand together.
             tile_thw: tokens per tile along time, height, width; None for raster order.
             kv_tile_thw: of the tiles that are selected; None: `tile_thw`. Tiles of several sizes lie inside each other
-                in one token order, so each has to divide the next larger one; for rows of one video.
+                in one token order, so each has to divide the next larger one.
             more_tiles: sizes of further tiles.
-            partition: cube or hilbert_run.
+            partition: see `TileLayout`.
             block_order: nested or raster.
             device: None means cpu.
 
@@ -172,10 +175,10 @@ class TileLayout:
         kv_tile = tile if kv_tile_thw is None else _tile("kv_tile_thw", kv_tile_thw)
         sizes = {tile, kv_tile, *(_tile("more_tiles", sides) for sides in more_tiles)}
         chain = chain_of(sides for sides in sizes if sides is not None) if len(sizes) > 1 else ()
-        if chain and (tile is None or len(segments) > 1):
-            raise ValueError(f"tiles of several sizes are for rows of one video cut into tiles, got {segments}")
-        if partition not in ("cube", "hilbert_run"):
-            raise ValueError(f"partition must be cube or hilbert_run, got {partition!r}")
+        if chain and tile is None:
+            raise ValueError(f"tiles of several sizes need a tile_thw, got None beside {chain}")
+        if partition not in get_args(Partition):
+            raise ValueError(f"partition must be one of {', '.join(get_args(Partition))}, got {partition!r}")
         if block_order not in ("nested", "raster"):
             raise ValueError(f"block_order must be nested or raster, got {block_order!r}")
         samples = [sample for sample, _ in itertools.groupby(s.sample for s in segments)]
@@ -253,11 +256,14 @@ def _tile(name: str, sides: Sequence[int]) -> Grid:
 def _tiles(segment: Segment, tile: Grid | None, partition: Partition, block_order: BlockOrder) -> SegmentTiles:
     if tile is None:
         return run_tiles(segment.num_tokens, segment.num_tokens)
-    if not segment.is_video:
-        return run_tiles(segment.num_tokens, math.prod(tile))
-    if partition == "hilbert_run":
-        return run_tiles(segment.num_tokens, math.prod(tile), hilbert_order(segment.grid_thw))
+    if (order := run_order(segment.grid_thw, _partition(segment, partition))) is not None:
+        return run_tiles(segment.num_tokens, math.prod(tile), order)
     return cube_tiles(segment.grid_thw, tile, block_order)
+
+
+def _partition(segment: Segment, partition: Partition) -> Partition:
+    # a text has no cuboids and no curve
+    return partition if segment.is_video else "raster_run"
 
 
 def _offsets(sizes: Sequence[int]) -> Iterator[int]:
@@ -298,15 +304,17 @@ def _fill(segments: Sequence[Segment], parts: Sequence[SegmentTiles], tile: Grid
 
 
 def _select(
-    segments: Sequence[Segment], block_segment: Tensor, device: torch.device
+    segments: Sequence[Segment], num_tiles: Sequence[int], num_kv_tiles: Sequence[int], device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Candidates and always-visible tiles of a layout."""
+    """Candidates and always-visible tiles of a layout, from the query and kv tiles of each segment."""
     has_text = not all(s.is_video for s in segments)
     if not has_text and len({s.sample for s in segments}) == 1:
         return None, None
-    sample = torch.tensor([s.sample for s in segments], device="cpu")[block_segment]
-    is_video = torch.tensor([s.is_video for s in segments], device="cpu")[block_segment]
-    same = sample[is_video, None] == sample
+    queries = [(s.sample, n) for s, n in zip(segments, num_tiles, strict=True) if s.is_video]
+    of_query = torch.tensor([sample for sample, n in queries for _ in range(n)], device="cpu")
+    keys = [s for s, n in zip(segments, num_kv_tiles, strict=True) for _ in range(n)]
+    same = of_query[:, None] == torch.tensor([s.sample for s in keys], device="cpu")
+    is_video = torch.tensor([s.is_video for s in keys], device="cpu")
     return (same & is_video).to(device), (same & ~is_video).to(device) if has_text else None
 
 
@@ -325,30 +333,28 @@ def _build(
     device: torch.device,
 ) -> TileLayout:
     nested: dict[Grid, list[int]] = {}
-    if chain and tile is not None:
-        grid = segments[0].grid_thw
-        curve = hilbert_order(grid) if partition == "hilbert_run" else None
-        order, nested = nested_tiles(grid, chain, partition, block_order, curve)
-        parts = [SegmentTiles(order, nested[tile], {})]
+    if chain and tile is not None and kv_tile is not None:
+        cuts = [nested_tiles(s.grid_thw, chain, _partition(s, partition), block_order) for s in segments]
+        nested = {sides: [n for _, sizes in cuts for n in sizes[sides]] for sides in chain}
+        parts = [SegmentTiles(order, sizes[tile], {}) for order, sizes in cuts]
+        num_kv_tiles = [len(sizes[kv_tile]) for _, sizes in cuts]
     else:
         parts = [_tiles(segment, tile, partition, block_order) for segment in segments]
+        num_kv_tiles = [len(part.sizes) for part in parts]
     starts = list(_offsets([s.num_tokens for s in segments]))
     num_tokens = starts[-1]
-    rows = list(zip(segments, parts, starts[:-1], starts[1:], strict=True))
+    rows = list(zip(segments, parts, num_kv_tiles, starts[:-1], starts[1:], strict=True))
     samples = {sample: list(some) for sample, some in itertools.groupby(rows, lambda row: row[0].sample)}
-    video_tiles = [sum(len(p.sizes) for s, p, *_ in some if s.is_video) for some in samples.values()]
-    if nested and kv_tile is not None:
-        video_tiles = [len(nested[kv_tile])]
+    video_tiles = [sum(n for s, _, n, *_ in some if s.is_video) for some in samples.values()]
     video_sizes = [n for s, p, *_ in rows if s.is_video for n in p.sizes]
     if not video_sizes:
         raise ValueError(f"a row needs at least one video or image segment, got {[s.kind for s in segments]}")
     sizes = [size for part in parts for size in part.sizes]
-    order = torch.cat([part.order + start for _, part, start, _ in rows])
+    order = torch.cat([part.order + start for _, part, _, start, _ in rows])
     identity = torch.arange(num_tokens, device="cpu")
-    block_segment = torch.tensor([i for i, part in enumerate(parts) for _ in part.sizes], device="cpu")
     blocks = _blocks(sizes, device)
     tiles = {sides: _blocks(nested[sides], device) for sides in nested} | ({} if tile is None else {tile: blocks})
-    candidates, always = _select(segments, block_segment, device)
+    candidates, always = _select(segments, [len(part.sizes) for part in parts], num_kv_tiles, device)
     supers = () if tile is None or nested or (block_order == "raster" and partition == "cube") else SUPER_SIZES
     super_offsets = {
         g: torch.tensor(list(_offsets([n for p in parts for n in p.groups[g]])), dtype=torch.int32, device=device)
@@ -373,9 +379,9 @@ def _build(
         num_video_tiles=max(video_tiles),
         fill=_fill(segments, parts, tile, partition),
         super_offsets=super_offsets,
-        sample_spans=tuple((some[0][2], some[-1][3]) for some in samples.values()),
-        text_spans=tuple((a, b, list(samples).index(s.sample)) for s, _, a, b in rows if not s.is_video),
-        video_spans=_merged([(a, b) for s, _, a, b in rows if s.is_video]),
+        sample_spans=tuple((some[0][3], some[-1][4]) for some in samples.values()),
+        text_spans=tuple((a, b, list(samples).index(s.sample)) for s, *_, a, b in rows if not s.is_video),
+        video_spans=_merged([(a, b) for s, *_, a, b in rows if s.is_video]),
         video_blocks=blocks if len(video_sizes) == len(sizes) else _blocks(video_sizes, device),
         candidates=candidates,
         always=always,

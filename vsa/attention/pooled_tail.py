@@ -23,7 +23,15 @@ from vsa_kernels import block_mean_pool, block_sparse_attn
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
-from vsa.attention.scores import Score, mass_scores, mean_scores, per_head, subblock_scores, tile_logits, tiles_inside
+from vsa.attention.scores import (
+    Score,
+    mass_scores,
+    mean_scores,
+    per_head,
+    subblock_places,
+    subblock_scores,
+    tile_logits,
+)
 from vsa.attention.selection import select_blocks
 from vsa.attention.tiling import Grid, refuse_no_divisor
 from vsa.settings import AtLeastOne, checked
@@ -35,7 +43,7 @@ class PooledTail(AttentionMethod):
 
     Args:
         tile_thw: tokens per tile along time, height, width.
-        partition: cube or hilbert_run, see `TileLayout`.
+        partition: cube or a kind of runs, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
         order: 1 or 2, see the top of this file; the variance is that of each channel alone.
         score: what ranks the tiles of a row: mean (mean query times mean key, as VSA), mass (the mean over the tile's
@@ -84,7 +92,7 @@ class PooledTail(AttentionMethod):
             device=device,
         )
         if layout.can_derive and self.score == "subblock_lse":
-            layout.derive(tiles_inside, self.score_thw, self.tile_thw)
+            layout.derive(subblock_places, self.score_thw, self.tile_thw)
         return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ subblock_lse and mass estimate the share of its attention that a query tile has 
 one from every query; oracle is that share, for the price of dense attention, and no other selection of as many tiles a
 row holds more of it. random is the floor to that ceiling. For full tiles subblock_lse ranks as the router of VSA2
 (arXiv 2609.32882) and of DFSAttn, which average or sum the softmax over the cells of a tile; the logarithms of sizes,
-which ragged tiles need, are ours.
+which ragged tiles need, are ours. DFSAttn's own reading of ragged tiles is an option of `subblock_scores`.
 
 B batch, L tokens, Nq / Nkv query / kv tiles, H / Hkv heads, D head dim.
 """
@@ -22,7 +22,7 @@ B batch, L tokens, Nq / Nkv query / kv tiles, H / Hkv heads, D head dim.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ from vsa.attention.tiling import Grid
 Score = Literal["mean", "subblock_lse", "mass"]
 BoundScore = Literal["oracle", "random"]
 """What any other score lies between."""
+Ragged = Literal["weighted", "masked", "zeros"]
+"""How short and missing sub-blocks count, see `subblock_scores`."""
+
+# logits between sub-blocks that exist at a time: 1 GiB
+_LOGITS = 1 << 28
 
 
 def mean_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
@@ -45,14 +50,77 @@ def mean_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
     return q_mean @ per_head(k_mean, q.shape[2]).transpose(-1, -2)
 
 
-def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid) -> Tensor:
-    """`subblock_lse` with sub-blocks of `sub_thw` tokens, `[B, H, Nq, Nkv]`, at least fp32."""
-    subs = layout.tiles[sub_thw]
+class SubBlocks(NamedTuple):
+    """The sub-blocks of every video tile: R places a tile, some of them empty where a tile is short.
+
+    Args:
+        tiles: int64 `[Nv]`, the video tiles among all of the row.
+        number: int64 `[Nv * R]`, the sub-block at each place; at an empty one any.
+        present: bool `[Nv, R]`.
+    """
+
+    tiles: Tensor
+    number: Tensor
+    present: Tensor
+
+
+def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, ragged: Ragged = "weighted") -> Tensor:
+    """`subblock_lse` with sub-blocks of `sub_thw` tokens, of video tiles alone: the columns of texts are 0.
+
+    Args:
+        q, k: tile-major `[B, L, H, D]`, `[B, L, Hkv, D]`.
+        layout: with tiles of that size.
+        sub_thw: tokens of a sub-block.
+        ragged: weighted (as above, a sub-block votes with its tokens), masked (every sub-block has one vote, as far as
+            there are any) or zeros (tiles are filled up with zero tokens, which shorten the means and vote; DFSAttn's
+            code). All the same where tiles are full.
+
+    Returns:
+        `[B, H, Nv, Nkv]`, at least fp32; rows are the video tiles.
+    """
+    subs, heads = layout.tiles[sub_thw], q.shape[2]
+    rows, columns = (layout.derive(subblock_places, sub_thw, tile) for tile in (layout.tile_thw, layout.kv_tile_thw))
     q_mean, k_mean = (block_mean_pool(x.detach(), subs).transpose(1, 2) for x in (q, k))
-    logits = (q_mean * q.shape[-1] ** -0.5) @ per_head(k_mean, q.shape[2]).transpose(-1, -2)
-    shares = (logits + subs.sizes.to(logits.dtype).log()).softmax(-1)
-    rows, columns = (layout.derive(tiles_inside, sub_thw, tile) for tile in (layout.tile_thw, layout.kv_tile_thw))
-    return cell_means(shares, rows, columns) * columns.sizes
+    sizes = subs.sizes.to(q_mean.dtype)
+    bias, votes = torch.zeros_like(sizes)[columns.number].view_as(columns.present), rows.present.to(sizes.dtype)
+    if ragged == "zeros":
+        q_mean, k_mean = (x * (sizes / math.prod(sub_thw))[:, None] for x in (q_mean, k_mean))
+        votes = torch.ones_like(votes)
+    else:
+        bias = sizes.log()[columns.number].view_as(bias) if ragged == "weighted" else bias
+        bias = bias.masked_fill(~columns.present, -math.inf)
+    queries, keys = (x[:, :, part.number] for x, part in ((q_mean, rows), (per_head(k_mean, heads), columns)))
+    if ragged == "zeros":
+        queries, keys = (x * part.present.view(-1, 1) for x, part in ((queries, rows), (keys, columns)))
+    hidden = None
+    if layout.candidates is not None and len(layout.sample_spans) > 1:
+        hidden = ~layout.candidates[:, columns.tiles, None].expand(-1, -1, bias.shape[1])[:, None]
+    parts = -(-queries.shape[0] * heads * queries.shape[2] * keys.shape[2] // _LOGITS)
+    queries = queries * q.shape[-1] ** -0.5
+    scores = []
+    for some, those in zip(queries.chunk(parts, dim=1), keys.chunk(parts, dim=1), strict=True):
+        # [B, H, Nv, R, Nv', R']
+        logits = (some @ those.transpose(-1, -2)).unflatten(-1, bias.shape).unflatten(2, votes.shape) + bias
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, -math.inf)
+        shares = logits.flatten(-2).softmax(-1).unflatten(-1, bias.shape).sum(-1)
+        scores.append((shares * votes[..., None]).sum(3) / votes.sum(1)[:, None])
+    found = torch.cat(scores, dim=1)
+    if len(columns.tiles) == layout.kv_blocks.num:
+        return found
+    return found.new_zeros(*found.shape[:3], layout.kv_blocks.num).index_copy(-1, columns.tiles, found)
+
+
+def subblock_places(layout: TileLayout, sub_thw: Grid, tile_thw: Grid) -> SubBlocks:
+    """Where the sub-blocks of video tiles are, for `TileLayout.derive`."""
+    inside = tiles_inside(layout, sub_thw, tile_thw)
+    starts = layout.tiles[tile_thw].offsets[:-1].tolist()
+    video = [n for n, start in enumerate(starts) if not any(a <= start < b for a, b, _ in layout.text_spans)]
+    tiles = torch.tensor(video, device=layout.device)
+    place = torch.arange(inside.max_size, device=layout.device)
+    present = place < inside.sizes[tiles, None]
+    number = (inside.offsets[:-1].long()[tiles, None] + place).masked_fill(~present, 0)
+    return SubBlocks(tiles, number.flatten(), present)
 
 
 def mass_scores(tail: Tensor, layout: TileLayout) -> Tensor:

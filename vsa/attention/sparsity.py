@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any, Literal, Self
 
-from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk, per_layer
+from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Rounding, Row, Topk, per_layer
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 
 SparsityPoint = Literal["current", "dense", "target", "half", "double"]
@@ -24,23 +24,25 @@ LayerTopk = Mapping[Any, AtLeastOne]
 SPARSITY_POINTS: tuple[SparsityPoint, ...] = ("current", "dense", "target", "half", "double")
 
 
-def resolve_topk(sparsity: float | str, num_tiles: int) -> int:
-    """Tiles kept at a sparsity: `clamp(ceil((1 - sparsity) * num_tiles), 1, num_tiles)`.
+def resolve_topk(sparsity: float | str, num_tiles: int, rounding: Rounding = "up") -> int:
+    """Tiles kept at a sparsity: `clamp(ceil((1 - sparsity) * num_tiles), 1, num_tiles)`, or the floor.
 
     The sparsity is taken as the decimal number it is written as: in binary floats `(1 - 0.7) * 10` ceils to 4.
 
     Args:
         sparsity: share of tiles skipped, in [0, 1).
         num_tiles: kv tiles there are.
+        rounding: up (ceil) or down (floor).
 
     Raises:
         ValueError: sparsity outside [0, 1) or not a number, num_tiles below 1.
 
-    Source: VSA's code (methods 1.1); the paper gives top-k directly.
+    Source: up: VSA's code (methods 1.1), its paper gives top-k directly; down: DFSAttn's code (methods 5.2).
     """
     if num_tiles < 1:
         raise ValueError(f"num_tiles must be at least 1, got {num_tiles}")
-    kept = math.ceil((1 - _exact_sparsity(sparsity)) * num_tiles)
+    kept = (1 - _exact_sparsity(sparsity)) * num_tiles
+    kept = math.ceil(kept) if rounding == "up" else math.floor(kept)
     return max(1, min(kept, num_tiles))
 
 
@@ -112,7 +114,8 @@ def _exact_sparsity(sparsity: float | str) -> Fraction:
 
 def constant_topk(topk: Row, plan: DenoisingPlan, num_tiles: int) -> Topk:
     """A top-k on one grid with the other budgets of a plan, none of which keeps more than all tiles."""
-    return plan.on_grid(topk, lambda budget: ConstantSparsity(**budget._asdict()).target_topk(num_tiles))
+    own = DenoisingPlan(rounding=plan.rounding)
+    return plan.on_grid(topk, lambda budget: ConstantSparsity(**budget._asdict(), denoising=own).target_topk(num_tiles))
 
 
 @checked
@@ -316,7 +319,7 @@ class SparsitySchedule:
     def _wanted(self, num_tiles: int) -> int:
         # the end value before it is held to the tiles there are
         at = num_tiles if self._reference_tiles is None else self._reference_tiles
-        kept = self._topk if self._topk is not None else resolve_topk(self._sparsity or 0, at)
+        kept = self._topk if self._topk is not None else resolve_topk(self._sparsity or 0, at, self.denoising.rounding)
         if self._reference_tiles is None:
             return kept
         ratio = Fraction(num_tiles, self._reference_tiles)

@@ -42,6 +42,7 @@ from vsa.attention.scores import (
     oracle_scores,
     per_head,
     random_scores,
+    subblock_places,
     subblock_scores,
     tile_logits,
     tiles_inside,
@@ -70,7 +71,7 @@ class StagedAttention(AttentionMethod):
             that of the means. For comparisons: oracle (the exact mass, which costs dense attention) and random.
         score_seed: of random; layers differ by themselves.
         score_thw: tokens of a sub-block of subblock_lse; divides both tiles.
-        partition: cube or hilbert_run, see `TileLayout`; a window and conv pooling need cubes.
+        partition: cube or a kind of runs, see `TileLayout`; a window and conv pooling need cubes.
         block_order: nested or raster, see `TileLayout`.
         window_thw: tiles of the window along time, height, width, around the query's tile; of the larger tile where
             queries and keys differ.
@@ -317,9 +318,10 @@ class StagedAttention(AttentionMethod):
             self._window(layout)
         for pool in [] if self.pool is None else pool_modules(self.pool).values():
             pool.prepare(layout)
-        finer = (self.score_thw, self.score_thw) if self.score_thw is not None else (self.q_pool, self.kv_pool)
-        for small, large in zip(finer, (self.tile_thw, self.kv_tile_thw), strict=True):
+        for small, large in ((self.q_pool, self.tile_thw), (self.kv_pool, self.kv_tile_thw)):
             layout.derive(tiles_inside, small, large)
+            if self.score_thw is not None:
+                layout.derive(subblock_places, self.score_thw, large)
 
     def _check_tiles(self, *, pool: Tile | None, conv: bool) -> None:
         larger = {"tile_thw": self.tile_thw, "kv_tile_thw": self.kv_tile_thw}
@@ -329,9 +331,9 @@ class StagedAttention(AttentionMethod):
             refuse_no_divisor("score_thw", self.score_thw, **larger)
         tiles = (*larger.values(), self.q_pool, self.kv_pool, self.score_thw)
         chain_of(tile for tile in tiles if tile is not None)
-        if self.partition == "hilbert_run" and (self.has_window or conv):
+        if self.partition != "cube" and (self.has_window or conv):
             what = f"stages={self.stages}" if self.has_window else "pooling=conv"
-            raise ValueError(f"{what} needs partition=cube, got hilbert_run: its tiles have no places in a grid")
+            raise ValueError(f"{what} needs partition=cube, got {self.partition}: its tiles have no places in a grid")
 
 
 def _grid(tile: Sequence[int]) -> Grid:

@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from vsa_kernels import BlockIndex, block_sparse_attn
+from vsa_kernels import block_sparse_attn
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn, combine
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
-from vsa.attention.full import dense_attn_per_sample, text_attn
+from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
 from vsa.attention.layout import BlockOrder, Partition, Segment, TileLayout
 from vsa.attention.selection import select_blocks
 from vsa.settings import AtLeastOne, checked
@@ -43,7 +43,7 @@ class VideoSparseAttention(AttentionMethod):
 
     Args:
         tile_thw: tokens per tile along time, height, width; the paper's best is (4, 4, 4).
-        partition: cube or hilbert_run, see `TileLayout`.
+        partition: cube or a kind of runs, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
         fine_gate: False leaves the fine output as it is (finetuning); the coarse gate is always there.
         gate_init: identity (G_c = 0 and G_f = 1 for any input: a layer starts as plain sparse attention) or model
@@ -130,7 +130,7 @@ class VideoSparseAttention(AttentionMethod):
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
             fine = layout.merge(fine, text_attn(q, k, v, layout))
         if ctx.recorder is not None:
-            index = _all_tiles(layout) if index is None else index
+            index = dense_index(layout) if index is None else index
             ctx.record(self.layer_idx, index, q=q, k=k, fine=fine, coarse=coarse, scores=scores)
         return {"fine": fine, "coarse": coarse}
 
@@ -178,12 +178,3 @@ class VideoSparseAttention(AttentionMethod):
             kept = video * min(topk, tiles) / tiles if tiles else 0.0
             total += video * (kept + text) + text * (video + text)
         return total
-
-
-def _all_tiles(layout: TileLayout) -> BlockIndex:
-    seen = layout.candidates
-    if seen is None:
-        seen = torch.ones(layout.num_blocks, layout.num_blocks, dtype=torch.bool, device=layout.device)
-    elif layout.always is not None:
-        seen = seen | layout.always
-    return BlockIndex.from_dense(seen[None, None])

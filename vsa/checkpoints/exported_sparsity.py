@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vsa.attention.denoising import DenoisingTopk, Row, Topk
+from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Row, Topk
 from vsa.attention.sparsity import ConstantSparsity, SparsityPoint, topk_at
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 
@@ -40,7 +40,8 @@ class ExportedSparsity(ConstantSparsity):
         return self._exported(self._config.grid_topk, num_tiles, at)
 
     def _ending_at(self, topk: int | None, sparsity: float | None) -> ConstantSparsity:
-        return ConstantSparsity(topk=topk, sparsity=sparsity, dense_layers=self.dense_layers)
+        plan = DenoisingPlan(rounding=self.denoising.rounding)
+        return ConstantSparsity(topk=topk, sparsity=sparsity, dense_layers=self.dense_layers, denoising=plan)
 
     def _exported(self, grid_topk: tuple[tuple[int, ...], ...], num_tiles: int, at: SparsityPoint) -> Row:
         row = tuple(

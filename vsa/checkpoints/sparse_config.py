@@ -69,7 +69,7 @@ class SparseAttentionConfig:
         method: video_sparse, or the name of a method without parameters (`vsa.attention.named`).
         tile_thw: of video_sparse, tokens per tile along time, height, width; None of other methods, whose `settings`
             say it.
-        partition: of video_sparse, cube or hilbert_run, see `vsa.attention.layout.TileLayout`.
+        partition: of video_sparse, cube or a kind of runs, see `vsa.attention.layout.TileLayout`.
         block_order: of video_sparse, order of the tiles; results do not depend on it beyond rounding.
         fine_gate: the fine output has a gate too.
         gate_keys: names of the gate tensors among the weights.

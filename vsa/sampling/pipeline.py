@@ -134,8 +134,9 @@ class LoadedRun:
         if topk is not None and (topk if isinstance(topk, int) else max(topk)) > num_tiles:
             raise ValueError(f"topk {topk} is above the number of tiles {num_tiles} of latents {shape}")
         plan = self.sparsity.denoising if at != "dense" else DenoisingPlan()
-        asked = resolve_topk(sparsity, num_tiles) if sparsity is not None else topk
-        plan = replace(plan if asked is None else plan.without_budgets(), **(denoising or {}))
+        budgets = sparsity is None and topk is None
+        plan = replace(plan if budgets else plan.without_budgets(), **(denoising or {}))
+        asked = topk if sparsity is None else resolve_topk(sparsity, num_tiles, plan.rounding)
         chosen: Topk
         if asked is not None:
             chosen = constant_topk(asked, plan, num_tiles)

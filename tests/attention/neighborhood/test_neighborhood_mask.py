@@ -65,11 +65,11 @@ def draw(seed: int) -> Setting:
     window, stride, dilation, causal = zip(*axes, strict=True)
     tile, kv_tile, text = tuple(rng.randint(1, 4) for _ in range(3)), None, (0, 0)
     kind = rng.random()
-    if kind < 0.2:
+    if kind < 0.25:
         kv_tile = tuple(rng.choice([c for c in range(1, n + 1) if n % c == 0]) for n in tile)
-    elif kind < 0.4:
+    elif kind < 0.5:
         kv_tile = tuple(n * rng.randint(1, 3) for n in tile)
-    elif kind < 0.6:
+    if rng.random() < 0.4:
         text = (rng.choice((0, 3, 9)), rng.choice((0, 1, 5)))
     order = rng.choice(("nested", "raster"))
     return Setting(grid, window, stride, dilation, causal, tile, kv_tile, text, order)

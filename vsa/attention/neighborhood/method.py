@@ -50,7 +50,7 @@ class NeighborhoodAttention(AttentionMethod):
         causal_thw: no query sees a later key along this axis.
         tile_thw: tokens per tile of queries; null: of the tiles of 64 tokens, with sides that are powers of two, the
             one that visits the fewest, by grid.
-        kv_tile_thw: of keys and values; null: `tile_thw`. One of the two divides the other; for rows of one video.
+        kv_tile_thw: of keys and values; null: `tile_thw`. One of the two divides the other.
         block_order: nested or raster, see `TileLayout`.
         backend: of `block_sparse_attn`; null picks by device.
         **layer: see `AttentionMethod`.

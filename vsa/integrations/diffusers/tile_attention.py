@@ -103,7 +103,7 @@ class FixedBudget:
                 f"sparsity {sparsity} keeps less than one of the {num_tiles} tiles of grid {now.grid_thw}, "
                 f"at most {1 - 1 / num_tiles:.4g} is possible"
             )
-        return resolve_topk(sparsity, num_tiles)
+        return resolve_topk(sparsity, num_tiles, plan.rounding)
 
 
 class Row(NamedTuple):

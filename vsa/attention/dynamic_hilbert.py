@@ -1,0 +1,181 @@
+"""Dynamic sparse attention along a Hilbert curve (DFSAttn): blocks of the curve select blocks, scored by sub-blocks.
+
+With mean queries qm and keys km of sub-blocks, s = 1/sqrt(D), a query block i and a key block j:
+
+    A[u, w] = softmax over all sub-blocks w of  s qm_u km_w
+    S[i, j] = sum of A[u, w] over the sub-blocks u of i and w of j
+    out     = softmax(q k^T / sqrt(D)) v                            over the tokens of the top-k blocks of S
+
+Sub-blocks tell apart what the mean of a whole block blurs; with one a block S ranks as the plain product of means. The
+paper's budget, refreshes and dense first steps are a plan: `denoising=dfs`.
+
+B batch, L tokens, H heads, D head dim, Nv / N video / all blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, block_sparse_attn
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
+from vsa.attention.layout import Partition, Segment, TileLayout
+from vsa.attention.scores import subblock_places, subblock_scores
+from vsa.attention.selection import SampleTopk, select_blocks
+from vsa.attention.tiling import Grid
+from vsa.settings import AtLeastOne, checked
+
+Order = Literal["raster", "block3d", "hilbert2d", "hilbert"]
+_PARTITIONS: dict[Order, Partition] = {
+    "raster": "raster_run",
+    "block3d": "block3d_run",
+    "hilbert2d": "hilbert2d_run",
+    "hilbert": "hilbert_run",
+}
+
+
+@checked
+class DynamicHilbertAttention(AttentionMethod):
+    """DFSAttn as a layer's self-attention: no parameters, training-free.
+
+    Blocks are runs of `tokens` tokens of a video, only the last one shorter; `topk` counts them. Text and cond tokens
+    have blocks of their own, which every video query sees, and attend densely to their sample.
+
+    Args:
+        tokens: of a block of queries and of keys.
+        sub_tokens: of a sub-block, divides `tokens`; as many as `tokens`: no sub-blocks. The paper tries 16, 32, 64.
+        order: of tokens: hilbert (3-D curve), hilbert2d (frame after frame along a 2-D curve), block3d (cubes of
+            4 x 4 x 4 tokens, raster inside) or raster.
+        padding: of the scores of a short last block: masked (means over the tokens there are, no sub-blocks without
+            any) or zeros (the block is filled up with zero tokens, which shorten the means and take part in the
+            softmax; the paper's code). Padding is never attended to.
+        text_budget: within (text blocks count among the `topk`, which leaves at least one video block; of several
+            samples in a row, as many as the one with the most has) or exempt (they come on top).
+        allow_training: attend where a gradient is asked for, the selection being a constant to it.
+        backend: of `block_sparse_attn`; null picks by device.
+        **layer: see `AttentionMethod`.
+
+    Raises:
+        ValueError: sub-blocks that do not divide a block; on a call: a gradient without `allow_training`.
+
+    Source: DFSAttn, eqs. 11 and 12 and its public code. Its curve is Skilling's, ours takes steps to neighbours in any
+    box (`vsa.attention.hilbert`). Its code lets blocks begin in the video and end in the text, and takes the budget of
+    all blocks; here it is one of the video's.
+    """
+
+    selects = True
+
+    def __init__(
+        self,
+        *,
+        tokens: AtLeastOne = 128,
+        sub_tokens: AtLeastOne = 16,
+        order: Order = "hilbert",
+        padding: Literal["masked", "zeros"] = "masked",
+        text_budget: Literal["within", "exempt"] = "within",
+        allow_training: bool = False,
+        backend: Literal["reference", "gather", "triton"] | None = None,
+        **layer: Any,
+    ):
+        super().__init__(**layer)
+        if tokens % sub_tokens:
+            raise ValueError(f"sub_tokens={sub_tokens} must divide tokens={tokens}")
+        self.tokens, self.sub_tokens = tokens, sub_tokens
+        self.order: Order = order
+        self.padding: Literal["masked", "zeros"] = padding
+        self.text_budget = text_budget
+        self.allow_training = allow_training
+        self.backend = backend
+
+    def extra_repr(self) -> str:
+        return f"tokens={self.tokens}, sub_tokens={self.sub_tokens}, order={self.order}"
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        layout = TileLayout.build(
+            segments,
+            tile_thw=(1, 1, self.tokens),
+            more_tiles=[self._sub_thw],
+            partition=_PARTITIONS[self.order],
+            device=device,
+        )
+        if layout.device.type != "meta":
+            layout.derive(subblock_places, self._sub_thw, layout.tile_thw)
+        return layout
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        if torch.is_grad_enabled() and q.requires_grad and not self.allow_training:
+            raise ValueError(
+                "attention=dynamic_hilbert is training-free: its mask is a constant to the gradient; "
+                "set attention.allow_training=true to train with it"
+            )
+        layout, topk = ctx.layout, ctx.kept(q)
+        scores = None
+        if ctx.sample_topk is None and topk >= layout.num_video_tiles:
+            out = dense_attn_per_sample(q, k, v, layout)
+            index = dense_index(layout) if ctx.recorder is not None else None
+        else:
+            scores = ranked = self.scores(q, k, layout) if ctx.ranks else None
+            index = ctx.select(lambda kept: self._select(ranked, kept, layout))
+            blocks: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
+            video = block_sparse_attn(layout.take_video(q), k, v, index, **blocks, backend=self.backend)[0]
+            out = layout.merge(video, text_attn(q, k, v, layout))
+        if index is not None:
+            ctx.record(self.layer_idx, index, q=q, k=k, fine=out, scores=None if scores is None else scores.log())
+        return {"out": out}
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        return parts["out"]
+
+    def scores(self, q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
+        """S of the top of this file as a mean over the sub-blocks of i, `[B, H, Nv, N]`; 0 for text blocks.
+
+        Args:
+            q, k: tile-major `[B, L, H, D]`, `[B, L, Hkv, D]`.
+            layout: of this method.
+        """
+        return subblock_scores(q, k, layout, self._sub_thw, self.padding)
+
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        """Pairs of the selected blocks (exact when they are full), of text, and half of the pairs of sub-blocks."""
+        topk = self._video_topk(topk, layout)
+        total = 0.0
+        for sample, (start, stop) in enumerate(layout.sample_spans):
+            text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
+            video, tiles = stop - start - text, layout.video_tiles[sample]
+            kept = video * min(topk, tiles) / tiles if tiles else 0.0
+            total += video * (kept + text) + text * (video + text)
+        return total + layout.tiles[self._sub_thw].num ** 2 / 2
+
+    @property
+    def _sub_thw(self) -> Grid:
+        return 1, 1, self.sub_tokens
+
+    def _select(self, scores: Tensor | None, topk: int | SampleTopk, layout: TileLayout) -> BlockIndex:
+        assert scores is not None
+        if isinstance(topk, SampleTopk):
+            # as for one number: all stay all
+            most = layout.num_video_tiles
+            less = (topk.counts - self._text_tiles(layout)).clamp(min=1)
+            counts = torch.where(topk.counts < most, less, topk.counts)
+            topk = SampleTopk(counts, self._video_topk(topk.largest, layout))
+        else:
+            topk = self._video_topk(topk, layout)
+        return select_blocks(scores, topk, candidates=layout.candidates, always=layout.always)
+
+    def _video_topk(self, topk: int, layout: TileLayout) -> int:
+        """Video blocks of a top-k; all of them leave none to the text."""
+        return topk if topk >= layout.num_video_tiles else max(1, topk - self._text_tiles(layout))
+
+    def _text_tiles(self, layout: TileLayout) -> int:
+        """Text blocks that count among the top-k."""
+        if self.text_budget == "exempt":
+            return 0
+        own = [0] * len(layout.sample_spans)
+        for start, stop, sample in layout.text_spans:
+            own[sample] += -(-(stop - start) // self.tokens)
+        return max(own)
