@@ -93,15 +93,15 @@ def read_tuned(path: str) -> Tuned:
         ValueError: no such file, another format, or a value that is impossible; names the file, the key and the value.
     """
     try:
-        changed = Path(path).stat().st_mtime_ns
+        found = Path(path).stat()
     except OSError:
         raise ValueError(f"tuned={path}: no such file; `vsa tune-sparge` makes one") from None
     # every layer reads the same file
-    return _read(path, changed)
+    return _read(path, (found.st_mtime_ns, found.st_ino))
 
 
 @lru_cache(maxsize=8)
-def _read(path: str, _changed: int) -> Tuned:
+def _read(path: str, _version: tuple[int, int]) -> Tuned:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:
