@@ -7,6 +7,7 @@ from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.pooling import block_mean_pool
 from vsa_kernels.selection import select_topk
+from vsa_kernels.skipping import skipping_attn
 
 __all__ = [
     "BlockIndex",
@@ -16,4 +17,5 @@ __all__ = [
     "block_sparse_attn",
     "coarse_fine_attn",
     "select_topk",
+    "skipping_attn",
 ]

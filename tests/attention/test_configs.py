@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import Segment
+from vsa.attention.sparge.method import SpargeAttention
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.settings import arguments_of
@@ -16,7 +17,9 @@ from vsa.settings import arguments_of
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.mark.parametrize(("name", "cls"), [("video_sparse", VideoSparseAttention), ("full", FullAttention)])
+@pytest.mark.parametrize(
+    ("name", "cls"), [("video_sparse", VideoSparseAttention), ("full", FullAttention), ("sparge", SpargeAttention)]
+)
 def test_attention_configs_are_factories(name, cls):
     whole = {"tile_thw": [4, 4, 4], "start": OmegaConf.load(CONFIGS / "start" / "scratch.yaml")}
     whole["attention"] = OmegaConf.load(CONFIGS / "attention" / f"{name}.yaml")

@@ -61,6 +61,9 @@ class AttentionMethod(nn.Module):
     def reset_extra_parameters(self) -> None:
         """Put the extra modules at their documented start, after the model initialised every linear layer."""
 
+    def check_model(self, num_layers: int) -> None:
+        """Raise ValueError where the method has settings of another model; called when a model is built."""
+
     def layout(self, segments: Sequence[Segment], device) -> TileLayout:
         """The token order and tiles this method wants for a row of segments."""
         raise NotImplementedError

@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate": "vsa.cli.evaluate:evaluate",
     "inspect": "vsa.cli.inspect:inspect",
     "compare-attention": "vsa.cli.compare_attention:compare_attention",
+    "tune-sparge": "vsa.cli.tune_sparge:tune_sparge",
     "convert": "vsa.cli.convert:convert",
     "merge": "vsa.cli.merge:merge",
     "verify-export": "vsa.cli.verify_export:verify_export",

@@ -124,6 +124,8 @@ class VideoDiT(nn.Module):
             )
             for layer_idx in range(num_layers)
         )
+        for index in range(num_layers):
+            self._block(index).method.check_model(num_layers)
         self.norm_out = LayerNormFp32(dim, eps, elementwise_affine=False)
         self.proj_out = nn.Linear(dim, out_channels * math.prod(self.patch_size))
         self.scale_shift_table = nn.Parameter(torch.empty(1, 2, dim))
@@ -274,6 +276,7 @@ class VideoDiT(nn.Module):
             # a comparison must not move the caller's random state
             with torch.random.fork_rng(devices=[]):
                 made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
+            made.check_model(len(self.blocks))
             made = made.to(self.proj_out.weight).train(self.training)
             blocks.append(_shallow_copy(cast(TransformerBlock, block)).replace_method(made))
         model.blocks = nn.ModuleList(blocks).train(self.training)

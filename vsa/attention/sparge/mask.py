@@ -1,0 +1,176 @@
+"""The first stage of SpargeAttn: which kv blocks each query block attends to.
+
+With mean queries qm and keys km of blocks, s = 1/sqrt(D):
+
+    sim(X)    how alike the tokens of a block are
+    P_i       softmax over similar kv blocks j of  s qm_i km_j
+    kept_i    the largest set of the best j whose P_i sums to at most tau, at least one   (TopCdf)
+    always    all of a row i with sim(Q_i) < theta, all of a column j with sim(K_j) < theta
+
+A mean says nothing of a block whose tokens differ, so what is not similar is computed.
+
+B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
+
+Source: SpargeAttn (arXiv 2502.18137), sections 3.2 to 3.4; its code (thu-ml/SpargeAttn) where the readings differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, block_mean_pool
+from vsa_kernels.block_index import Blocks, by_block
+
+from vsa.attention.scores import per_head
+from vsa.attention.selection import HeadShares, RowRule, SampleTopk, select_blocks
+from vsa.settings import checked
+
+Span = tuple[int, int]
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Readings:
+    """Where the paper, its code and good sense differ.
+
+    Args:
+        similarity: cosine, the mean cosine of all pairs of a block's tokens, each with itself too: the squared norm of
+            the mean of the unit tokens (code, and the prose of the paper); or gram, mean(X X^T) / max(X X^T) (its
+            formula). Both lie in [0, 1], 1 for equal tokens; a block of zeros has 0.
+        scaled: the factor s (code); false: none (paper).
+        smooth_k: keys are compared after their mean over the sequence is subtracted (code). P does not change by it,
+            sim(K) does: keys share a large common part.
+        ragged_differs: a block shorter than the others is never similar, so always computed. The code does so by a
+            division 0/0; its tokens are as good as others'.
+        attention_sink: the first kv block of the row's own sample is listed in every row, and competes like the others.
+        causal: query block i sees kv block j when its first token is before the end of i. Blocks alone: what a token
+            of the last visible block sees is up to the attention.
+    """
+
+    similarity: Literal["cosine", "gram"] = "cosine"
+    scaled: bool = True
+    smooth_k: bool = True
+    ragged_differs: bool = False
+    attention_sink: bool = False
+    causal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStatistics:
+    """What the first stage knows of q and k; tau and theta only come after it.
+
+    Args:
+        scores: `[B, H, Nq, Nkv]` logits of means, at least fp32.
+        q_similarity: `[B, H, Nq]`.
+        kv_similarity: `[B, H, Nkv]`.
+        visible: bool `[Nq, Nkv]`, blocks that a row may list; None: all.
+        always: bool `[Nq, Nkv]`, blocks that it lists anyhow and that do not compete (text); None: none.
+        sink: bool `[Nq, Nkv]`, blocks that it lists on top of those that it chose; None: none.
+    """
+
+    scores: Tensor
+    q_similarity: Tensor
+    kv_similarity: Tensor
+    visible: Tensor | None = None
+    always: Tensor | None = None
+    sink: Tensor | None = None
+
+
+@torch.no_grad()
+def block_statistics(
+    q: Tensor,
+    k: Tensor,
+    q_blocks: Blocks,
+    kv_blocks: Blocks,
+    readings: Readings = Readings(),
+    *,
+    samples: Sequence[Span] = (),
+    candidates: Tensor | None = None,
+    always: Tensor | None = None,
+) -> BlockStatistics:
+    """Scores and similarities of blocks.
+
+    Args:
+        q: `[B, L, H, D]`.
+        k: `[B, S, Hkv, D]`.
+        q_blocks: of the queries.
+        kv_blocks: of the keys.
+        readings: see there.
+        samples: token ranges of the keys that have a mean of their own; none: all are one.
+        candidates: bool `[Nq, Nkv]`, blocks of the row's own sample that compete; None: all.
+        always: bool `[Nq, Nkv]`, blocks that are listed and do not compete (text).
+    """
+    heads, wide = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+    if readings.smooth_k:
+        spans = samples or ((0, k.shape[1]),)
+        k = torch.cat([k[:, a:b] - k[:, a:b].mean(1, keepdim=True, dtype=wide) for a, b in spans], dim=1)
+    q_mean, k_mean = (block_mean_pool(x, blocks).transpose(1, 2) for x, blocks in ((q, q_blocks), (k, kv_blocks)))
+    scores = q_mean @ per_head(k_mean, heads).transpose(-1, -2)
+    visible = candidates
+    if readings.causal:
+        before = kv_blocks.offsets[:-1] < q_blocks.offsets[1:, None]
+        visible = before if visible is None else before & visible
+    return BlockStatistics(
+        scores=scores * q.shape[-1] ** -0.5 if readings.scaled else scores,
+        q_similarity=block_similarity(q, q_blocks, readings),
+        kv_similarity=per_head(block_similarity(k, kv_blocks, readings), heads),
+        visible=visible,
+        always=always,
+        sink=_sink(visible, scores) if readings.attention_sink else None,
+    )
+
+
+def _sink(visible: Tensor | None, scores: Tensor) -> Tensor:
+    """The first visible block of each row."""
+    if visible is None:
+        visible = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
+    return visible & (visible.cumsum(-1) == 1)
+
+
+def block_similarity(x: Tensor, blocks: Blocks, readings: Readings = Readings()) -> Tensor:
+    """How alike the tokens of each block are, `[B, Hx, N]`, at least fp32; -inf where a ragged block differs.
+
+    Args:
+        x: `[B, tokens, Hx, D]`.
+        blocks: of x.
+        readings: `similarity` and `ragged_differs` of them.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    norms = wide.square().sum(-1)
+    if readings.similarity == "cosine":
+        unit = wide * norms.rsqrt().masked_fill(norms == 0, 0)[..., None]
+        found = block_mean_pool(unit, blocks).square().sum(-1)
+    else:
+        # no product of two tokens is above the largest with itself
+        largest = by_block(norms[..., None], blocks).amax((2, 4))
+        found = block_mean_pool(wide, blocks).square().sum(-1) / largest.masked_fill(largest == 0, 1)
+    if readings.ragged_differs:
+        found = found.masked_fill((blocks.sizes < blocks.max_size)[:, None], -torch.inf)
+    return found.transpose(1, 2)
+
+
+@torch.no_grad()
+def first_stage(
+    known: BlockStatistics, rule: RowRule | HeadShares | SampleTopk | int, theta: float | Tensor
+) -> BlockIndex:
+    """The kv blocks of every row.
+
+    Args:
+        known: scores and similarities.
+        rule: `sparge_top_p(tau)`, `HeadShares` of every head's tau, or a top-k (the code's other way to choose).
+        theta: blocks of a similarity below it are computed whatever their scores; a tensor is `[H]`, of every head. A
+            negative one turns the judge off.
+    """
+    threshold = theta[:, None] if isinstance(theta, Tensor) else theta
+    rows, columns = known.q_similarity < threshold, known.kv_similarity < threshold
+    forced = rows[..., None] | columns[..., None, :]
+    compete = ~columns[..., None, :]
+    if known.visible is not None:
+        forced, compete = forced & known.visible, compete & known.visible
+    if known.always is not None:
+        forced, compete = forced | known.always, compete & ~known.always
+    return select_blocks(known.scores, rule, candidates=compete, always=forced, union=known.sink)

@@ -1,0 +1,259 @@
+"""SpargeAttn as a layer's self-attention: training-free, without parameters.
+
+    first stage     which kv blocks a query block attends to, see `vsa.attention.sparge.mask`
+    second stage    which of their products with values are skipped, see `vsa_kernels.skipping_attn`
+
+B batch, L tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, block_sparse_attn, skipping_attn
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.full import text_attn
+from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.selection import HeadShares, RowRule, SampleTopk, sparge_top_p
+from vsa.attention.sparge.mask import BlockStatistics, Readings, block_statistics, first_stage
+from vsa.attention.sparge.tuned import HeadSettings, Tuned, read_tuned
+from vsa.settings import AtLeastOne, NonPositive, PositiveShare, checked
+
+SLICES = 4
+"""Slices of a query block that skip on their own; warps of the paper's kernel (c_w)."""
+
+
+class PerHead(NamedTuple):
+    """Hyperparameters of the heads of a layer, a number for all of them or a tensor `[H]`; no threshold: it is off."""
+
+    rule: RowRule | HeadShares
+    theta: float | Tensor
+    threshold: float | Tensor | None
+
+
+@checked
+class SpargeAttention(AttentionMethod):
+    """Query blocks attend to the kv blocks that hold a share tau of the softmax of block means.
+
+    How many they are depends on the data, so `topk` and `sparsity` have a meaning with rule=topk only, where a row
+    keeps the best `topk` similar blocks instead. That is the code's second interface, with n = max(1, int(share *
+    blocks)) and without a judge; here the count is that of the sparsity settings, ceil((1 - sparsity) * blocks).
+
+    Training-free: the mask is a constant to the gradient. A call that wants gradients is refused unless
+    `allow_training`, and then has no second stage.
+
+    Args:
+        q_tokens: tokens of a query block.
+        kv_tokens: tokens of a kv block; one of the two divides the other. They differ in rows of one video only.
+        order: of the tokens that blocks are cut from: raster, or hilbert, a curve along which neighbours stay together.
+        rule: cdf, by tau; or topk.
+        tau: share of the softmax that a row keeps, at most; 1 is dense attention. The default is the code's.
+        theta: a block whose tokens are less alike than this is always computed; below 0: no block is; null: the code's
+            0.6 with rule=cdf, -0.1 with rule=topk.
+        threshold: lambda: a slice of a query block's rows skips a kv block's values when no weight there is above
+            exp(lambda) of its row's largest so far; null: nothing is skipped.
+        keeps_sum: whether skipped weights stay in the softmax's denominator (paper), or not (code).
+        similarity: see `Readings`.
+        scaled: see `Readings`.
+        smooth_k: see `Readings`.
+        ragged_differs: see `Readings`.
+        attention_sink: see `Readings`.
+        tuned: file of `vsa tune-sparge` with tau, theta and threshold of every layer and head, in place of the three
+            above; its blocks, order and readings must be the ones here.
+        allow_training: whether gradients may be asked for.
+        backend: of attention; null picks by device.
+        **layer: see `AttentionMethod`.
+
+    Raises:
+        ValueError: blocks that do not divide each other, a file of another model, impossible values in it.
+
+    Source: Zhang et al., "SpargeAttn" (arXiv 2502.18137).
+    """
+
+    def __init__(
+        self,
+        *,
+        q_tokens: AtLeastOne = 128,
+        kv_tokens: AtLeastOne = 64,
+        order: Literal["raster", "hilbert"] = "hilbert",
+        rule: Literal["cdf", "topk"] = "cdf",
+        tau: PositiveShare = 0.98,
+        theta: float | None = None,
+        threshold: NonPositive | None = None,
+        keeps_sum: bool = True,
+        similarity: Literal["cosine", "gram"] = "cosine",
+        scaled: bool = True,
+        smooth_k: bool = True,
+        ragged_differs: bool = False,
+        attention_sink: bool = False,
+        tuned: str | None = None,
+        allow_training: bool = False,
+        backend: Literal["reference", "gather", "triton"] | None = None,
+        **layer: Any,
+    ):
+        super().__init__(**layer)
+        if max(q_tokens, kv_tokens) % min(q_tokens, kv_tokens):
+            raise ValueError(f"one of q_tokens={q_tokens} and kv_tokens={kv_tokens} must divide the other")
+        if (threshold is not None or tuned is not None) and q_tokens % SLICES:
+            raise ValueError(f"q_tokens={q_tokens} must be a multiple of {SLICES}, the slices of the second stage")
+        if tuned is not None and rule == "topk":
+            raise ValueError(f"rule=topk has no tau to take from tuned={tuned}")
+        if threshold is not None and backend == "gather":
+            raise ValueError(f"threshold={threshold} needs backend reference, triton or null, got gather")
+        self.q_tokens, self.kv_tokens, self.order, self.rule = q_tokens, kv_tokens, order, rule
+        self.selects = rule == "topk"
+        self.tau, self.theta = tau, {"cdf": 0.6, "topk": -0.1}[rule] if theta is None else float(theta)
+        self.threshold, self.keeps_sum = threshold, keeps_sum
+        # a compiled block cannot make a rule of its own
+        self.share = sparge_top_p(tau)
+        self.readings = Readings(
+            similarity=similarity,
+            scaled=scaled,
+            smooth_k=smooth_k,
+            ragged_differs=ragged_differs,
+            attention_sink=attention_sink,
+        )
+        self.allow_training, self.backend, self.path = allow_training, backend, tuned
+        self.file: Tuned | None = None
+        if tuned is not None:
+            self.file = read_tuned(tuned)
+            blocks = {"q_tokens": q_tokens, "kv_tokens": kv_tokens, "order": order}
+            self.file.refuse_other(tuned, **blocks, readings=self.readings, keeps_sum=keeps_sum)
+
+    def extra_repr(self) -> str:
+        what = f"tuned={self.path}" if self.path is not None else f"tau={self.tau}, theta={self.theta}"
+        return f"q_tokens={self.q_tokens}, kv_tokens={self.kv_tokens}, order={self.order}, rule={self.rule}, {what}"
+
+    def check_model(self, num_layers: int) -> None:
+        if self.file is not None:
+            assert self.path is not None
+            self.file.refuse_other(self.path, layers=num_layers)
+            self._tuned()
+
+    def _tuned(self) -> tuple[HeadSettings, ...] | None:
+        """Settings of the layer's heads, None without a file."""
+        if self.file is None:
+            return None
+        assert self.path is not None
+        self.file.refuse_other(self.path, heads=self.num_heads, head_dim=self.head_dim)
+        if self.layer_idx not in self.file.found:
+            raise ValueError(
+                f"{self.path} has no layer {self.layer_idx}, but {len(self.file.found)} of {self.file.layers}"
+            )
+        return tuple(self.file.found[self.layer_idx])
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        return TileLayout.build(
+            segments,
+            tile_thw=(1, 1, self.q_tokens),
+            kv_tile_thw=(1, 1, self.kv_tokens),
+            partition="hilbert_run" if self.order == "hilbert" else "raster_run",
+            device=device,
+        )
+
+    def statistics(self, q: Tensor, k: Tensor, layout: TileLayout) -> BlockStatistics:
+        """Scores and similarities of the blocks of a row of tokens q, k `[B, L, H, D]` in the layout's order."""
+        return block_statistics(
+            layout.take_video(q),
+            k,
+            layout.video_blocks,
+            layout.kv_blocks,
+            self.readings,
+            samples=layout.sample_spans,
+            candidates=layout.candidates,
+            always=layout.always,
+        )
+
+    def sparse(
+        self, q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, layout: TileLayout, threshold: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention to the listed blocks.
+
+        Args:
+            q: `[B, Lv, H, D]` of the video.
+            k: `[B, L, Hkv, D]`.
+            v: `[B, L, Hkv, D]`.
+            index: from `first_stage`.
+            layout: of the row.
+            threshold: `[H]` of the second stage, None without one.
+
+        Returns:
+            `[B, Lv, H, D]`, and what `skipping_attn` counts, None without a second stage.
+        """
+        blocks: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.kv_blocks}
+        if threshold is None:
+            return block_sparse_attn(q, k, v, index, **blocks, backend=self.backend)[0], None
+        options: dict[str, Any] = {"slice_rows": self.q_tokens // SLICES, "keeps_sum": self.keeps_sum}
+        # a gather of one block a turn is what its reference does
+        return skipping_attn(q, k, v, index, **blocks, thresholds=threshold, **options, backend=self.backend)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if trains and not self.allow_training:
+            raise ValueError(
+                "attention=sparge is training-free: its mask is a constant to the gradient; "
+                "set attention.allow_training=true to train with it"
+            )
+        layout = ctx.layout
+        ctx.kept(q)
+        per_head = self._per_head(q.device)
+        known = self.statistics(q, k, layout) if ctx.ranks else None
+
+        def choose(topk: int | SampleTopk) -> BlockIndex:
+            assert known is not None
+            return first_stage(known, topk if self.rule == "topk" else per_head.rule, per_head.theta)
+
+        index = ctx.select(choose)
+        threshold = None if trains else _of_heads(per_head.threshold, q)
+        video, skipped = self.sparse(layout.take_video(q), k, v, index, layout, threshold)
+        out = layout.merge(video, text_attn(q, k, v, layout))
+        scores = None if known is None else known.scores
+        ctx.record(self.layer_idx, index, q=q, k=k, fine=out, scores=scores, skipped=skipped)
+        return {"out": out}
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        return parts["out"]
+
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        """Pairs of the blocks' means and of attention: with rule=topk those of `topk` blocks a row, exact when blocks
+        are full and nothing is forced; tuned, those of its inputs; otherwise the data decide, and all are counted."""
+        total, heads = float(layout.video_blocks.num * layout.kv_blocks.num), self._tuned()
+        for sample, (start, stop) in enumerate(layout.sample_spans):
+            text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
+            video, blocks = stop - start - text, layout.video_tiles[sample]
+            share = min(topk, blocks) / blocks if self.selects and blocks else 1.0
+            if heads is not None:
+                share = 1 - math.fsum(head.sparsity for head in heads) / len(heads)
+            total += video * (video * share + text) + text * (video + text)
+        return total
+
+    def _per_head(self, device: torch.device) -> PerHead:
+        heads = self._tuned()
+        return PerHead(self.share, self.theta, self.threshold) if heads is None else per_head_tensors(heads, device)
+
+
+@lru_cache(maxsize=1024)
+def per_head_tensors(heads: tuple[HeadSettings, ...], device: torch.device) -> PerHead:
+    """The settings of a layer's heads on a device; kept, because a copy in every call would wait for it."""
+    with torch.inference_mode(False):
+        tau, theta = (
+            torch.tensor([getattr(head, name) for head in heads], dtype=torch.float64, device=device)
+            for name in ("tau", "theta")
+        )
+        off = all(head.threshold is None for head in heads)
+        bars = [-math.inf if head.threshold is None else head.threshold for head in heads]
+        bar = None if off else torch.tensor(bars, dtype=torch.float64, device=device)
+        return PerHead(HeadShares(tau), theta, bar)
+
+
+def _of_heads(threshold: float | Tensor | None, q: Tensor) -> Tensor | None:
+    if threshold is None or isinstance(threshold, Tensor):
+        return threshold
+    return torch.full((q.shape[2],), threshold, dtype=torch.float32, device=q.device)

@@ -1,0 +1,370 @@
+"""`vsa tune-sparge`: settings of every layer and head of SpargeAttn for a model, and a page with what they cost."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from vsa.attention.sparge.method import SpargeAttention
+from vsa.attention.sparge.tune import Input, Point, Search, tune_layer
+from vsa.attention.sparge.tuned import SHAPE, HeadSettings, Tuned, read_tuned
+from vsa.attention.tiling import Grid
+from vsa.checkpoints.weight_source import Group
+from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from vsa.errors import refuse_unwritable, usable_device
+from vsa.evaluation.comparison.captures import Capture, capture_clips, load_captures
+from vsa.evaluation.inspection.clip import open_clip, open_inspected
+from vsa.files import file_digest, write_whole
+from vsa.pages.charts import Chart, Panel, Series, draw_panel, write_csv
+from vsa.pages.page import Cell, Section, Table, figure_html, page, section_html
+from vsa.progress import progress_bar
+
+FILE, PAGE, DATA = "tuned.json", "tuning.html", "tuning"
+TIMESTEPS = (900.0, 700.0, 500.0, 300.0, 100.0)
+CAREFUL = (
+    "Errors are of attention's output in one layer, given the model's own inputs: what they do to a clip is another "
+    "question, which `vsa compare-attention --prompt` answers.",
+    "Sparsity counts pairs of blocks whose product is skipped, q k and with values alike; it is no speed-up.",
+)
+
+
+class Source(Protocol):
+    """Where q, k and v are from."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    name: str
+
+    def inputs(self, layer: int) -> int:
+        """How many there are of a layer."""
+        ...
+
+    def captures(self, layer: int) -> Sequence[Capture]:
+        """Those of one layer."""
+        ...
+
+
+def tune_sparge(
+    *,
+    run: str | None = None,
+    clips: str | None = None,
+    captures: Path | None = None,
+    out: Path | None = None,
+    q_tokens: int = 128,
+    kv_tokens: int = 64,
+    order: Literal["raster", "hilbert"] = "hilbert",
+    search: Search = Search(),  # noqa: B008
+    timesteps: Sequence[float] | None = None,
+    most_clips: int = 1,
+    latents: Grid = (21, 60, 104),
+    weights: Group | None = None,
+    pipeline: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    device: str | None = None,
+    seed: int = 0,
+) -> Path:
+    """Tune SpargeAttn for a model, layer by layer; layers that the file already has are kept.
+
+    Args:
+        run: a run, checkpoint or export whose q, k, v are captured, one layer after another.
+        clips: folder of videos, a video, or the id of a sample; see `open_clip`.
+        captures: file of `save_captures` with all layers, in place of a run.
+        out: folder to write to; None: `sparge`.
+        q_tokens: of `SpargeAttention`.
+        kv_tokens: of `SpargeAttention`.
+        order: of `SpargeAttention`.
+        search: what is tried.
+        timesteps: to capture at, in [0, 1000]; None: 900, 700, 500, 300, 100.
+        most_clips: videos of a folder that are used.
+        latents: latent frames, rows, columns of a clip for a dense export.
+        weights: of a run.
+        pipeline: Wan pipeline with the VAE and the text encoder of an export.
+        dtype: of q, k, v; None: bfloat16 on a GPU, float32 on a CPU.
+        device: None takes a GPU when there is one.
+        seed: of the noise.
+
+    Returns:
+        The file, which `attention.tuned` takes.
+
+    Raises:
+        ValueError: one line that names what cannot be tuned, or a file of others in the folder.
+    """
+    if (run is None) == (captures is None):
+        raise ValueError("give one of --run and --captures, got " + ("none" if run is None else "both"))
+    if run is not None and clips is None:
+        raise ValueError(f"--run {run} needs --clips to capture q, k, v of")
+    if run is None and clips is not None:
+        raise ValueError("--clips needs a model: give --run")
+    device = usable_device(device)
+    folder = Path("sparge") if out is None else out
+    refuse_unwritable(folder)
+    path = folder / FILE
+    if (folder / PAGE).exists() and not path.exists():
+        raise ValueError(f"{folder / PAGE} is not from `vsa tune-sparge`: choose another folder with --out")
+    # told before a model is opened
+    SpargeAttention(dim=1, num_heads=1, head_dim=1, q_tokens=q_tokens, kv_tokens=kv_tokens, threshold=-1.0)
+    source: Source
+    if run is not None:
+        assert clips is not None
+        source = _Model(run, clips, timesteps or TIMESTEPS, most_clips, seed, weights, pipeline, device, latents)
+    else:
+        assert captures is not None
+        source = _File(captures)
+    kind = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
+    made = {"source": source.name, "dtype": kind} | {
+        name: list(value) if isinstance(value, list | tuple) else value for name, value in asdict(search).items()
+    }
+    heads, head_dim = source.heads, source.head_dim
+    tuned = Tuned(
+        layers=source.layers,
+        heads=heads,
+        head_dim=head_dim,
+        q_tokens=q_tokens,
+        kv_tokens=kv_tokens,
+        order=order,
+        made=made,
+    )
+    found: dict[int, Sequence[HeadSettings]] = dict(_finished(path, tuned))
+    method = SpargeAttention(
+        dim=heads * head_dim, num_heads=heads, head_dim=head_dim, q_tokens=q_tokens, kv_tokens=kv_tokens, order=order
+    )
+    kept = {"l1": search.l1, "l2": search.l2}
+    calls = [source.inputs(layer) * search.steps for layer in range(source.layers)]
+    done = sum(calls[layer] for layer in found)
+    with progress_bar("tuning", sum(calls), done=done, transient=True) as advance:
+        for layer in (i for i in range(source.layers) if i not in found):
+            items = source.captures(layer)
+
+            def inputs(items: Sequence[Capture] = items) -> Iterator[Input]:
+                for item in items:
+                    q, k, v = (x.to(device, getattr(torch, kind)) for x in (item.q, item.k, item.v))
+                    yield Input(q, k, v, item.grid_thw)
+
+            found[layer], tried = tune_layer(method, inputs, search, advance)
+            write_csv(_points(folder, layer), Point._fields, tried)
+            # last: a layer of the file is a layer that is done
+            replace(tuned, found=found).write(path)
+    _write_page(folder, read_tuned(str(path)), kept)
+    return path
+
+
+class _Model:
+    """A model that looks at clips; one layer at a time, because all of them do not fit into memory."""
+
+    def __init__(
+        self,
+        run: str,
+        clips: str,
+        timesteps: Sequence[float],
+        most: int,
+        seed: int,
+        weights: Group | None,
+        pipeline: str | None,
+        device: str,
+        latents: Grid,
+    ):
+        if bad := [t for t in timesteps if not 0 <= t <= 1000]:
+            raise ValueError(f"--timesteps lie between 0 and 1000, got {bad[0]:g}")
+        self.run = open_inspected(run, pipeline=pipeline, weights=weights, device=device, dense_latents=latents)
+        names = [clips]
+        if Path(clips).is_dir():
+            suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
+            names = [str(path) for path in sorted(Path(clips).iterdir()) if path.suffix.lower() in suffixes][:most]
+            if not names:
+                raise ValueError(f"--clips {clips} holds no videos")
+        self.clips = [open_clip(self.run, name) for name in names]
+        self.timesteps, self.seed, self.layers = timesteps, seed, len(self.run.model.blocks)
+        at = ", ".join(f"{t:g}" for t in timesteps)
+        self.heads, self.head_dim = self.run.model.num_heads, self.run.model.head_dim
+        shown = "; ".join(clip.name for clip in self.clips)
+        self.name = f"{self.run.source}, step {self.run.step}: {shown} at {at}, seed {seed}"
+
+    def inputs(self, layer: int) -> int:
+        return len(self.clips) * len(self.timesteps)
+
+    def captures(self, layer: int) -> Sequence[Capture]:
+        return capture_clips(self.run, self.clips, layers=[layer], timesteps=self.timesteps, seed=self.seed).items
+
+
+class _File:
+    """Captures of all layers of a model."""
+
+    def __init__(self, path: Path):
+        self.items = load_captures(path).items
+        there = sorted({item.layer for item in self.items})
+        self.layers = there[-1] + 1
+        if missing := sorted(set(range(self.layers)) - set(there)):
+            listed = ", ".join(map(str, there))
+            raise ValueError(f"--captures {path} has layers {listed}: layer {missing[0]} is missing")
+        self.heads, self.head_dim = self.items[0].q.shape[2:]
+        self.name = f"{path.name}, sha256 {file_digest(path)[:16]}"
+
+    def inputs(self, layer: int) -> int:
+        return len(self.captures(layer))
+
+    def captures(self, layer: int) -> Sequence[Capture]:
+        return [item for item in self.items if item.layer == layer]
+
+
+def _fields(tuned: Tuned) -> dict[str, Any]:
+    return {name: getattr(tuned, name) for name in (*SHAPE, "readings", "keeps_sum", "made")}
+
+
+def _finished(path: Path, wanted: Tuned) -> Mapping[int, Sequence[HeadSettings]]:
+    """Layers that a file already has.
+
+    Raises:
+        ValueError: it was tuned for another model, or in another way.
+    """
+    if not path.exists():
+        return {}
+    there = read_tuned(str(path))
+    hint = "choose another folder with --out"
+    try:
+        there.refuse_other(str(path), **_fields(wanted) | {"made": there.made})
+    except ValueError as error:
+        raise ValueError(f"{error}: {hint}") from None
+    for name, value in wanted.made.items():
+        if there.made.get(name) != value:
+            raise ValueError(f"{path} was tuned with {name}={there.made.get(name)}, got {name}={value}: {hint}")
+    return there.found
+
+
+def _points(folder: Path, layer: int) -> Path:
+    return folder / DATA / f"layer-{layer:03}.csv"
+
+
+def _read_points(folder: Path, layer: int) -> list[Point]:
+    try:
+        with _points(folder, layer).open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except FileNotFoundError:
+        # deleted since: the choices are in the file itself
+        return []
+    points = []
+    for row in rows:
+        tau, theta, sparsity, error = (float(row[name]) for name in ("tau", "theta", "sparsity", "error"))
+        threshold = float(row["threshold"]) if row["threshold"] else None
+        points.append(Point(int(row["head"]), tau, theta, threshold, sparsity, error))
+    return points
+
+
+def _write_page(folder: Path, tuned: Tuned, bounds: Mapping[str, float]) -> None:
+    chart = error_chart(tuned, {layer: _read_points(folder, layer) for layer in tuned.found}, bounds)
+    write_csv(folder / DATA / f"{chart.key}.csv", chart.columns, chart.rows)
+    picture = draw_panel(chart.panels["all layers",], folder / DATA / f"{chart.key}.png", title=chart.title)
+    table = Section(title="By layer", note="Settings of every head: " + FILE, table=layer_table(tuned))
+    text = page(
+        title="SpargeAttn tuned",
+        facts={
+            "model": f"{tuned.layers} layers of {tuned.heads} heads x {tuned.head_dim}",
+            "blocks": f"{tuned.q_tokens} query tokens, {tuned.kv_tokens} kv tokens, {tuned.order} order",
+            "bounds": f"error below {bounds['l1']:g} after the first stage, below {bounds['l2']:g} after the second",
+            "q, k, v": f"{tuned.made['source']}, {tuned.made['dtype']}",
+        },
+        careful=CAREFUL,
+        body=[figure_html(chart, picture, DATA), section_html(table)],
+        charts=[chart],
+        footer=f"Everything that was tried, by layer: {DATA}/. To use: attention=sparge attention.tuned={FILE}",
+    )
+    write_whole(folder / PAGE, text)
+
+
+def error_chart(tuned: Tuned, tried: Mapping[int, Sequence[Point]], bounds: Mapping[str, float]) -> Chart:
+    """Error against sparsity: the choices of each layer, then all heads of one layer with what was tried."""
+    means = {
+        layer: (fmean(h.sparsity for h in heads), fmean(h.error for h in heads)) for layer, heads in tuned.found.items()
+    }
+    chosen = _cloud("mean of the heads", means.values(), [f"layer {layer}" for layer in means], colour=0)
+    panels = {("all layers",): _panel([chosen, *_bounds([chosen], bounds)])}
+    for layer, heads in sorted(tuned.found.items()):
+        texts = [_described(i, head) for i, head in enumerate(heads)]
+        own = _cloud("chosen", [(h.sparsity, h.error) for h in heads], texts, colour=0)
+        curves = [
+            _curve(f"head {i}", [p for p in tried[layer] if p.head == i], colour=1 + i) for i in range(len(heads))
+        ]
+        drawn = [curve for curve in curves if len(curve.x)]
+        panels[(f"layer {layer}",)] = _panel([own, *_bounds([own, *drawn], bounds), *drawn])
+    return Chart(
+        key="error",
+        title="Error against sparsity",
+        note="Chosen is the highest sparsity below the bounds; a line joins what of a head's settings no other one "
+        "beats in both. Lower and further right is better.",
+        panels=panels,
+        switches=("layers",),
+        columns=("layer", "head", "tau", "theta", "threshold", "sparsity", "error"),
+        rows=[
+            (layer, i, h.tau, h.theta, h.threshold, h.sparsity, h.error)
+            for layer, heads in sorted(tuned.found.items())
+            for i, h in enumerate(heads)
+        ],
+    )
+
+
+def _panel(series: Sequence[Series]) -> Panel:
+    return Panel(x_label="sparsity: skipped products of blocks", y_label="relative L1 error", series=series)
+
+
+def _described(number: int, head: HeadSettings) -> str:
+    bar = "off" if head.threshold is None else f"{head.threshold:g}"
+    return f"head {number}: tau {head.tau:g}, theta {head.theta:g}, lambda {bar}"
+
+
+def _cloud(name: str, places: Any, labels: Sequence[str], colour: int) -> Series:
+    x, y = np.array(list(places), dtype=float).reshape(-1, 2).T
+    return Series(name=name, x=x, y=y, points=True, labels=labels, colour=colour)
+
+
+def _curve(name: str, points: Sequence[Point], colour: int) -> Series:
+    """The points that no other one beats in both sparsity and error."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (-p.sparsity, p.error)):
+        if not best or point.error < best[-1].error:
+            best.append(point)
+    best.reverse()
+    x, y = np.array([(p.sparsity, p.error) for p in best], dtype=float).reshape(-1, 2).T
+    labels = [_described(p.head, HeadSettings(tau=p.tau, theta=p.theta, threshold=p.threshold)) for p in best]
+    return Series(name=name, x=x, y=y, colour=colour, labels=labels)
+
+
+def _bounds(series: Sequence[Series], bounds: Mapping[str, float]) -> list[Series]:
+    most = max((float(s.x.max()) for s in series if len(s.x)), default=1.0)
+    ends = np.array([0.0, max(most, 1e-3)])
+    return [
+        Series(name=name, x=ends, y=np.full(2, value), dashed=True, colour=8 + i)
+        for i, (name, value) in enumerate(bounds.items())
+    ]
+
+
+def layer_table(tuned: Tuned) -> Table:
+    """What was chosen in each layer."""
+    headings = [
+        ("layer", ""),
+        ("sparsity", "skipped products of blocks, mean of the heads; below: lowest and highest"),
+        ("error", "sum |out - dense| / sum |dense|, mean of the heads; below: the highest"),
+        ("tau", "mean of the heads"),
+        ("theta", "mean of the heads"),
+        ("lambda", "heads with a second stage"),
+        ("dense heads", "that no setting suits"),
+    ]
+    rows = []
+    for layer, heads in sorted(tuned.found.items()):
+        sparsity, error = [h.sparsity for h in heads], [h.error for h in heads]
+        texts = [
+            Cell(text=f"{fmean(sparsity):.1%}", sub=f"{min(sparsity):.1%} to {max(sparsity):.1%}"),
+            Cell(text=f"{fmean(error):.3g}", sub=f"{max(error):.3g}"),
+            *(Cell(text=f"{math.fsum(getattr(h, n) for h in heads) / len(heads):.3g}") for n in ("tau", "theta")),
+            Cell(text=f"{sum(h.threshold is not None for h in heads)} of {len(heads)}"),
+            Cell(text=str(sum(h.tau == 1 and h.threshold is None for h in heads))),
+        ]
+        rows.append([Cell(text=str(layer)), *texts])
+    return Table(headings=headings, rows=rows)
