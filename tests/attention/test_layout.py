@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
 
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(1, 8))
 TILES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+PARTITIONS = ["cube", "hilbert_run", "raster_run"]
 
 
 @st.composite
@@ -40,7 +41,7 @@ def coordinates(index: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows(), TILES, st.sampled_from(["cube", "hilbert_run"]), st.sampled_from(["nested", "raster"]))
+@given(rows(), TILES, st.sampled_from(PARTITIONS), st.sampled_from(["nested", "raster"]))
 def test_permute_round_trip_and_blocks(segments, tile, partition, block_order):
     layout = TileLayout.build(segments, tile_thw=tile, partition=partition, block_order=block_order)
     x = torch.randn(2, layout.num_tokens, 3)
@@ -128,11 +129,12 @@ CHAINS = [
     ((4, 8, 8), (4, 8, 8), (4, 4, 4)),
     ((2, 4, 4), (2, 2, 4), (1, 2, 2)),
     ((3, 2, 2), (3, 4, 6), (1, 2, 2)),
+    ((1, 1, 16), (1, 1, 8), (1, 1, 2)),
 ]
 
 
 @settings(max_examples=40, deadline=None)
-@given(SIZES, st.sampled_from(CHAINS), st.sampled_from(["nested", "raster"]), st.sampled_from(["cube", "hilbert_run"]))
+@given(SIZES, st.sampled_from(CHAINS), st.sampled_from(["nested", "raster"]), st.sampled_from(PARTITIONS))
 def test_tiles_of_several_sizes_share_an_order(grid, tiles, block_order, partition):
     tile, kv_tile, *more = tiles
     layout = TileLayout.build(
@@ -150,9 +152,10 @@ def test_tiles_of_several_sizes_share_an_order(grid, tiles, block_order, partiti
     assert layout.num_video_tiles == layout.kv_blocks.num
     for size, blocks in layout.tiles.items():
         ids = torch.tensor(cube_ids(grid, size))[layout.order]
-        if partition == "hilbert_run":
+        if partition != "cube":
             ids = torch.arange(math.prod(grid)) // math.prod(size)
-            assert torch.equal(layout.order, hilbert_order(grid))
+            curve = hilbert_order(grid) if partition == "hilbert_run" else torch.arange(math.prod(grid))
+            assert torch.equal(layout.order, curve)
         cut = [ids[a:b] for a, b in itertools.pairwise(blocks.offsets.tolist())]
         assert all(len(block.unique()) == 1 for block in cut)
         assert sorted(int(block[0]) for block in cut) == sorted(set(ids.tolist()))
@@ -205,6 +208,23 @@ def test_hilbert_runs_are_full_and_compact():
     runs = TileLayout.build([Segment((8, 8, 8))], tile_thw=tile, partition="hilbert_run")
     ids = torch.tensor(cube_ids((8, 8, 8), tile))[runs.order].view(8, 64)
     assert (ids == ids[:, :1]).all()
+
+
+def test_raster_runs_keep_the_order_and_every_run_full():
+    segments = [Segment((1, 1, 11), "text"), Segment((3, 5, 7))]
+    layout = TileLayout.build(segments, tile_thw=(1, 1, 16), partition="raster_run", block_order="raster")
+    assert layout.is_identity
+    # a text has runs of its own, so the first run of the video is whole
+    assert layout.blocks.sizes.tolist() == [11] + [16] * 6 + [9]
+    assert layout.video_blocks.sizes.tolist() == [16] * 6 + [9]
+    assert layout.fill == pytest.approx(105 / 112)
+    video = TileLayout.build([Segment((3, 5, 7))], tile_thw=(1, 1, 16), kv_tile_thw=(1, 1, 8), partition="raster_run")
+    assert video.is_identity
+    assert video.kv_blocks.sizes.tolist() == [8] * 13 + [1]
+    # the cuboid of these sides is cut at the end of every row
+    with pytest.warns(UserWarning, match="full"):
+        cube = TileLayout.build([Segment((3, 5, 7))], tile_thw=(1, 1, 16))
+    assert cube.num_blocks == 15
 
 
 def test_wan_480p_block_counts():
@@ -315,7 +335,10 @@ def test_build_is_cached_immutable_and_usable_in_training():
         (lambda: TileLayout.build([], tile_thw=None), "at least one segment"),
         (lambda: TileLayout.build([Segment((1, 1, 2), "text")], tile_thw=None), "at least one video or image"),
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=(4, 0, 4)), r"got \(4, 0, 4\)"),
-        (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, partition="x"), "hilbert_run, got 'x'"),
+        (
+            lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, partition="x"),
+            "partition must be cube, hilbert_run or raster_run, got 'x'",
+        ),
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, block_order="x"), "raster, got 'x'"),
         (
             lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=(2, 2, 2), kv_tile_thw=(1, 4, 2)),

@@ -256,7 +256,7 @@ def test_sub_blocks_rank_the_tiles_of_a_pooled_tail(monkeypatch):
         ({"score": "subblock_lse", "score_thw": (3, 2, 2)}, r"score_thw=\[3, 2, 2\] must divide tile_thw"),
         ({"kv_tile_thw": (0, 4, 2)}, r"kv_tile_thw=\[0,4,2\]: expected"),
         ({"partition": "hilbert_run", "stages": "c_fl"}, "stages=c_fl needs partition=cube"),
-        ({"partition": "hilbert_run", "pooling": "conv"}, "pooling=conv needs partition=cube"),
+        ({"partition": "raster_run", "pooling": "conv"}, "pooling=conv needs partition=cube, got raster_run"),
         (
             {"pooling": "conv", "conv_sharing": "all", "kv_tile_thw": (2, 4, 2)},
             "conv_sharing=all needs tiles of one size",

@@ -264,7 +264,7 @@ def test_bfloat16():
         ),
         (dict(topk=2, gates="fine"), "gates must be none, coarse or coarse_and_fine, got 'fine'"),
         (dict(topk=2, backend="cuda"), "backend must be one of .*, got 'cuda'"),
-        (dict(topk=2, partition="ball"), "partition must be cube or hilbert_run, got 'ball'"),
+        (dict(topk=2, partition="ball"), "partition must be cube, hilbert_run or raster_run, got 'ball'"),
         (dict(topk=2, tile_thw=(4, 4)), r"tile_thw must be three positive sizes, got \(4, 4\)"),
     ],
 )

@@ -33,7 +33,7 @@ BAD_SETTINGS = [
     (["model.attention_head_dim=7"], "attention_head_dim must be even and at least 6 for 3-D RoPE, got 7"),
     (["model.num_attention_heads=0"], "model.num_attention_heads=0: expected an integer of at least 1, got 0"),
     (["attention.tile_thw=[0,2,2]"], "attention.tile_thw=[0,2,2]: expected a list of 3 values, each an integer of at"),
-    (["attention.partition=spiral"], "attention.partition=spiral: expected one of cube, hilbert_run, got 'spiral'"),
+    (["attention.partition=spiral"], "attention.partition=spiral: expected one of cube, hilbert_run, raster_run, got"),
     (["attention.backend=nope"], "attention.backend=nope: expected one of reference, gather, triton, or null, got"),
     (["attention=nope"], "attention/nope"),
     (["model=nope"], "model/nope"),

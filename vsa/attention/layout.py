@@ -13,13 +13,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from vsa_kernels.block_index import Blocks
 
-from vsa.attention.hilbert import hilbert_order
 from vsa.attention.tiling import (
     MIN_FILL,
     SUPER_SIZES,
@@ -32,6 +31,7 @@ from vsa.attention.tiling import (
     cube_tiles,
     nested_tiles,
     propose_tile,
+    run_order,
     run_tiles,
 )
 
@@ -82,9 +82,9 @@ class TileLayout:
         segments: the row's segments in order; their places are the same in raster and in tile-major order.
         tile_thw: tile of the video segments; None: raster order, one block per segment.
         kv_tile_thw: tile that a query tile selects; `tile_thw` unless the layout was built with another one.
-        partition: cube (cuboid tiles, ragged at the far edges) or hilbert_run (runs of exactly tile-volume tokens
-            along a Hilbert curve, only the last one shorter).
-        block_order: nested or raster order of cube tiles; Hilbert runs follow their curve.
+        partition: cube (cuboid tiles, ragged at the far edges), hilbert_run (runs of exactly tile-volume tokens along a
+            Hilbert curve, only the last one shorter) or raster_run (such runs in raster order).
+        block_order: nested or raster order of cube tiles; runs follow their own order.
         device: where the tensors are.
         num_tokens: L.
         num_blocks: N.
@@ -156,7 +156,7 @@ class TileLayout:
             kv_tile_thw: of the tiles that are selected; None: `tile_thw`. Tiles of several sizes lie inside each other
                 in one token order, so each has to divide the next larger one; for rows of one video.
             more_tiles: sizes of further tiles.
-            partition: cube or hilbert_run.
+            partition: cube, hilbert_run or raster_run.
             block_order: nested or raster.
             device: None means cpu.
 
@@ -173,8 +173,8 @@ class TileLayout:
         chain = chain_of(sides for sides in sizes if sides is not None) if len(sizes) > 1 else ()
         if chain and (tile is None or len(segments) > 1):
             raise ValueError(f"tiles of several sizes are for rows of one video cut into tiles, got {segments}")
-        if partition not in ("cube", "hilbert_run"):
-            raise ValueError(f"partition must be cube or hilbert_run, got {partition!r}")
+        if partition not in get_args(Partition):
+            raise ValueError(f"partition must be cube, hilbert_run or raster_run, got {partition!r}")
         if block_order not in ("nested", "raster"):
             raise ValueError(f"block_order must be nested or raster, got {block_order!r}")
         samples = [sample for sample, _ in itertools.groupby(s.sample for s in segments)]
@@ -254,8 +254,9 @@ def _tiles(segment: Segment, tile: Grid | None, partition: Partition, block_orde
         return run_tiles(segment.num_tokens, segment.num_tokens)
     if not segment.is_video:
         return run_tiles(segment.num_tokens, math.prod(tile))
-    if partition == "hilbert_run":
-        return run_tiles(segment.num_tokens, math.prod(tile), hilbert_order(segment.grid_thw))
+    order = run_order(segment.grid_thw, partition)
+    if order is not None:
+        return run_tiles(segment.num_tokens, math.prod(tile), order)
     return cube_tiles(segment.grid_thw, tile, block_order)
 
 
@@ -326,8 +327,7 @@ def _build(
     nested: dict[Grid, list[int]] = {}
     if chain and tile is not None:
         grid = segments[0].grid_thw
-        curve = hilbert_order(grid) if partition == "hilbert_run" else None
-        order, nested = nested_tiles(grid, chain, partition, block_order, curve)
+        order, nested = nested_tiles(grid, chain, partition, block_order)
         parts = [SegmentTiles(order, nested[tile], {})]
     else:
         parts = [_tiles(segment, tile, partition, block_order) for segment in segments]

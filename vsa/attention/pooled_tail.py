@@ -35,7 +35,7 @@ class PooledTail(AttentionMethod):
 
     Args:
         tile_thw: tokens per tile along time, height, width.
-        partition: cube or hilbert_run, see `TileLayout`.
+        partition: cube, hilbert_run or raster_run, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
         order: 1 or 2, see the top of this file; the variance is that of each channel alone.
         score: what ranks the tiles of a row: mean (mean query times mean key, as VSA), mass (the mean over the tile's

@@ -70,7 +70,7 @@ class StagedAttention(AttentionMethod):
             that of the means. For comparisons: oracle (the exact mass, which costs dense attention) and random.
         score_seed: of random; layers differ by themselves.
         score_thw: tokens of a sub-block of subblock_lse; divides both tiles.
-        partition: cube or hilbert_run, see `TileLayout`; a window and conv pooling need cubes.
+        partition: cube, hilbert_run or raster_run, see `TileLayout`; a window and conv pooling need cubes.
         block_order: nested or raster, see `TileLayout`.
         window_thw: tiles of the window along time, height, width, around the query's tile; of the larger tile where
             queries and keys differ.
@@ -329,9 +329,9 @@ class StagedAttention(AttentionMethod):
             refuse_no_divisor("score_thw", self.score_thw, **larger)
         tiles = (*larger.values(), self.q_pool, self.kv_pool, self.score_thw)
         chain_of(tile for tile in tiles if tile is not None)
-        if self.partition == "hilbert_run" and (self.has_window or conv):
+        if self.partition != "cube" and (self.has_window or conv):
             what = f"stages={self.stages}" if self.has_window else "pooling=conv"
-            raise ValueError(f"{what} needs partition=cube, got hilbert_run: its tiles have no places in a grid")
+            raise ValueError(f"{what} needs partition=cube, got {self.partition}: its tiles have no places in a grid")
 
 
 def _grid(tile: Sequence[int]) -> Grid:

@@ -11,9 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.hilbert import hilbert_order
+
 Grid = tuple[int, int, int]
 BlockOrder = Literal["nested", "raster"]
-Partition = Literal["cube", "hilbert_run"]
+Partition = Literal["cube", "hilbert_run", "raster_run"]
 
 # sizes of the aligned groups of blocks that nested order keeps compact
 SUPER_SIZES = (2, 4, 8)
@@ -28,6 +30,18 @@ class SegmentTiles:
     order: Tensor
     sizes: list[int]
     groups: dict[int, list[int]]
+
+
+def run_order(grid: Grid, partition: Partition) -> Tensor | None:
+    """Raster indices of a grid's tokens in the order that the runs of a partition follow; None: it cuts cuboids.
+
+    Args:
+        grid: tokens along time, height, width.
+        partition: see `TileLayout`.
+    """
+    if partition == "cube":
+        return None
+    return hilbert_order(grid) if partition == "hilbert_run" else torch.arange(math.prod(grid), device="cpu")
 
 
 def run_tiles(num_tokens: int, size: int, order: Tensor | None = None) -> SegmentTiles:
@@ -76,7 +90,7 @@ def refuse_no_divisor(name: str, tile: Grid, **larger: Grid) -> None:
 
 
 def nested_tiles(
-    grid: Grid, chain: Sequence[Grid], partition: Partition, block_order: BlockOrder, curve: Tensor | None
+    grid: Grid, chain: Sequence[Grid], partition: Partition, block_order: BlockOrder
 ) -> tuple[Tensor, dict[Grid, list[int]]]:
     """One token order in which the tiles of every size of a chain are blocks, and the sizes of these blocks.
 
@@ -85,12 +99,12 @@ def nested_tiles(
     Args:
         grid: tokens along time, height, width.
         chain: as `chain_of` gives it.
-        curve: order of the tokens along the curve, of hilbert_run.
+        partition: see `TileLayout`.
+        block_order: of cubes.
     """
-    if partition == "hilbert_run":
-        num_tokens = math.prod(grid)
-        order = torch.arange(num_tokens, device="cpu") if curve is None else curve
-        return order, {tile: run_tiles(num_tokens, math.prod(tile)).sizes for tile in chain}
+    order = run_order(grid, partition)
+    if order is not None:
+        return order, {tile: run_tiles(len(order), math.prod(tile)).sizes for tile in chain}
     whole = cube_tiles(grid, chain[0], block_order)
     order, sizes = whole.order, {chain[0]: whole.sizes}
     for larger, tile in itertools.pairwise(chain):

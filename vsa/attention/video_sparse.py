@@ -43,7 +43,7 @@ class VideoSparseAttention(AttentionMethod):
 
     Args:
         tile_thw: tokens per tile along time, height, width; the paper's best is (4, 4, 4).
-        partition: cube or hilbert_run, see `TileLayout`.
+        partition: cube, hilbert_run or raster_run, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
         fine_gate: False leaves the fine output as it is (finetuning); the coarse gate is always there.
         gate_init: identity (G_c = 0 and G_f = 1 for any input: a layer starts as plain sparse attention) or model

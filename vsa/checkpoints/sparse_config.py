@@ -98,7 +98,7 @@ class SparseAttentionConfig:
     Args:
         method: file name of the method in `vsa.attention` (`video_sparse`).
         tile_thw: tokens per tile along time, height, width; None: neighborhood chooses it by grid.
-        partition: cube or hilbert_run, see `vsa.attention.layout.TileLayout`.
+        partition: cube, hilbert_run or raster_run, see `vsa.attention.layout.TileLayout`.
         block_order: order of the tiles; results do not depend on it beyond rounding.
         fine_gate: the fine output has a gate too.
         gate_keys: names of the gate tensors among the weights.
