@@ -193,7 +193,10 @@ def test_gathered_views_are_read_right(backend, device):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(("num_q", "num_kv", "size"), [(5, 33, 2), (7, 9, 8), *(further(*n) for n in ((1, 1, 4), (17, 70, 4), (24, 9, 8), (7, 64, 1)))])
+@pytest.mark.parametrize(
+    ("num_q", "num_kv", "size"),
+    [(5, 33, 2), (7, 9, 8), *(further(*n) for n in ((1, 1, 4), (17, 70, 4), (24, 9, 8), (7, 64, 1)))],
+)
 def test_triton_groups_as_torch_does(num_q, num_kv, size, triton_device):
     g = torch.Generator().manual_seed(num_q)
     mask = torch.rand(2, 1, num_q, num_kv, generator=g) < 0.4
@@ -244,7 +247,10 @@ def bad_groups(change):
     ("change", "message"),
     [
         (lambda g: {"members": g.members[0]}, r"members must be \[B, H, G, R\] for q .*, got \[1, 1, 2\]"),
-        (lambda g: {"kv_indices": g.kv_indices[:, :, :0]}, r"kv_indices must be \[1, 1, 1, 'Kmax'\], got \[1, 1, 0, 2\]"),
+        (
+            lambda g: {"kv_indices": g.kv_indices[:, :, :0]},
+            r"kv_indices must be \[1, 1, 1, 'Kmax'\], got \[1, 1, 0, 2\]",
+        ),
         (lambda g: {"kv_num_blocks": g.kv_num_blocks.long()}, "kv_num_blocks must be int32, got torch.int64"),
         (lambda g: {"kv_members": g.members[..., :1]}, r"kv_members must be \[1, 1, 1, 2\] of groups of at most 31"),
         (lambda g: {"order": torch.zeros(2, dtype=torch.int32)}, r"order must be \[1\], one entry a group, got \[2\]"),

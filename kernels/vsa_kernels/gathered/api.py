@@ -1,7 +1,7 @@
 """The public calls of gathered attention: checks, defaults, then the registered ops.
 
-B batch, L / S query / kv tokens, H / Hkv query / kv heads, D head dim, Nq / Nkv query / kv tiles, G groups, R tiles of a
-group, Kmax list capacity.
+B batch, L / S query / kv tokens, H / Hkv query / kv heads, D head dim, Nq / Nkv query / kv tiles, G groups, R tiles of
+a group, Kmax list capacity.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _check_groups(q: Tensor, groups: TileGroups) -> None:
     if len(members) != 4 or members[:2] != (q.shape[0], q.shape[2]) or 0 in members[1:]:
         raise ValueError(f"members must be [B, H, G, R] for q {list(q.shape)}, got {list(members)}")
     if len(shape) != 4 or shape[:3] != members[:3]:
-        raise ValueError(f"kv_indices must be {[*members[:3], 'Kmax']}, got {list(shape)}")
+        raise ValueError(f"kv_indices must be [B, H, G, Kmax] for members {list(members)}, got {list(shape)}")
     if groups.kv_num_blocks.shape != shape[:3]:
         raise ValueError(f"kv_num_blocks must be {list(shape[:3])}, got {list(groups.kv_num_blocks.shape)}")
     if groups.kv_members is not None and (groups.kv_members.shape != shape or members[3] > _MOST_TILEWISE):
@@ -100,8 +100,8 @@ def group_tiles(mask: Tensor, size: int, *, backend: str | None = None) -> Tenso
     """Groups of query tiles whose rows of a mask are alike, greedily, in every head of every sample.
 
     The first tile that is in no group leads the next one, together with the `size - 1` tiles in no group whose rows
-    have the smallest XOR distance to the leader's; equal distances go to the lowest tile. The last group may hold fewer.
-    Never waits for the device.
+    have the smallest XOR distance to the leader's; equal distances go to the lowest tile. The last group may hold
+    fewer. Never waits for the device.
 
     Args:
         mask: bool `[B, H, Nq, Nkv]`, kv tiles that each query tile keeps.

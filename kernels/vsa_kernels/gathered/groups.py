@@ -62,8 +62,8 @@ class TileGroups:
 def longest_first(kv_num_blocks: Tensor) -> Tensor:
     """Order of the groups in which the last ones to start are short, int32 `[B * H * G]`.
 
-    Lengths count in eighths of the longest list: groups of about one length stay side by side, so that those of one head
-    run at a time and share its keys and values in the cache.
+    Lengths count in eighths of the longest list: groups of about one length stay side by side, so that those of one
+    head run at a time and share its keys and values in the cache.
 
     Args:
         kv_num_blocks: int32 `[B, H, G]` kv tiles of each group.

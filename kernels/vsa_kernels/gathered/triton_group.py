@@ -1,7 +1,7 @@
 """Greedy grouping on the GPU: one program per head of a sample, no host in the loop.
 
 Rows of the mask are packed, 32 kv tiles a word, word by word next to each other over the query tiles; distances are
-counted bits of XORs. A tile's rank, its distance and then its number, is one integer, so that the smallest is a minimum.
+counted bits of XORs. A tile's rank, its distance and then its number, is one integer: the smallest is a minimum.
 
 B batch, H heads, Nq / Nkv query / kv tiles, G groups, R tiles of a group, W words of a row.
 """
@@ -41,10 +41,10 @@ def _group_kernel(
     o_q = tl.arange(0, BLOCK)
     # [BLOCK], 0 where a tile is in no group yet, else above every rank
     taken = tl.where(o_q < num_q, 0, _TAKEN)
-    for i in range(0, num_groups):
+    for i in range(num_groups):
         leader = tl.min(o_q | taken, 0)
         distance = tl.zeros([BLOCK], tl.int32)
-        for w in range(0, num_words):
+        for w in range(num_words):
             b_words = tl.load(p_words + w * num_q + o_q, mask=o_q < num_q, other=0)
             distance += _count_bits(b_words ^ tl.load(p_words + w * num_q + leader))
         rank = (distance * BLOCK + o_q) | taken

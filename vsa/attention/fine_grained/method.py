@@ -42,8 +42,8 @@ class FineGrainedAttention(AttentionMethod):
     by every token of their sample and see all of it themselves; a query tile's share is one of the video's tiles.
 
     Args:
-        q_tokens: of a query tile, consecutive in the order of tokens: 16, 32, 64 or 128.
-        kv_tokens: of a kv tile: 1 or a power of two up to 128. Other than `q_tokens` only in rows of one video.
+        q_tokens: of a query tile, consecutive in the order of tokens; the last tile may hold fewer.
+        kv_tokens: of a kv tile; other than `q_tokens` only in rows of one video.
         top_p: share of the mass that is kept, the tile that reaches it included; 1 keeps all.
         merge: xor or consecutive, and
         attend: union or tile, see `plan_groups`.
@@ -53,7 +53,7 @@ class FineGrainedAttention(AttentionMethod):
         **layer: see `AttentionMethod`.
 
     Raises:
-        ValueError: tiles of another size; in a forward: a gradient is wanted without `allow_training`.
+        ValueError: in a forward, a gradient is wanted without `allow_training`.
 
     Source: FG-Attn (arXiv 2509.16518v2), sections 5.2 and 5.3. Order and union are `plan_groups`'s.
     """
@@ -61,8 +61,8 @@ class FineGrainedAttention(AttentionMethod):
     def __init__(
         self,
         *,
-        q_tokens: int = 64,
-        kv_tokens: int = 64,
+        q_tokens: Literal[16, 32, 64, 128] = 64,
+        kv_tokens: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 64,
         top_p: PositiveShare = 0.9,
         merge: Merge = "xor",
         attend: Attend = "union",
@@ -72,10 +72,6 @@ class FineGrainedAttention(AttentionMethod):
         **layer: Any,
     ):
         super().__init__(**layer)
-        if q_tokens not in (16, 32, 64, 128):
-            raise ValueError(f"q_tokens must be 16, 32, 64 or 128, got {q_tokens}")
-        if kv_tokens < 1 or _ROWS % kv_tokens:
-            raise ValueError(f"kv_tokens must divide {_ROWS}, got {kv_tokens}")
         self.q_tokens, self.kv_tokens = q_tokens, kv_tokens
         self.merge: Merge = merge
         # `attend` is what every method does
