@@ -249,7 +249,7 @@ def bad_groups(change):
         (lambda g: {"members": g.members[0]}, r"members must be \[B, H, G, R\] for q .*, got \[1, 1, 2\]"),
         (
             lambda g: {"kv_indices": g.kv_indices[:, :, :0]},
-            r"kv_indices must be \[1, 1, 1, 'Kmax'\], got \[1, 1, 0, 2\]",
+            r"kv_indices must be .* \[1, 1, 1, 2\], got \[1, 1, 0, 2\]",
         ),
         (lambda g: {"kv_num_blocks": g.kv_num_blocks.long()}, "kv_num_blocks must be int32, got torch.int64"),
         (lambda g: {"kv_members": g.members[..., :1]}, r"kv_members must be \[1, 1, 1, 2\] of groups of at most 31"),
