@@ -24,7 +24,7 @@ METHODS = [
     ("attention=spatial_full", "~attention.tile_thw"),
     ("attention=strided_window", "~attention.tile_thw"),
     ("attention=neighborhood", "attention.tile_thw=[2,2,2]"),
-    ("attention=fine_grained", "attention.q_tokens=16", "attention.kv_tokens=4", "attention.allow_training=true"),
+    ("attention=fine_grained", "~attention.tile_thw", "attention.kv_tokens=4", "attention.allow_training=true"),
     ("attention=pooled_tail", "attention.order=2", "attention.score=mass"),
     ("attention=staged", "attention.stages=l"),
     ("attention=staged", "attention.stages=c_f_l", "attention.window_thw=[1,1,3]"),

@@ -252,3 +252,22 @@ def test_heads_are_scored_some_at_a_time(monkeypatch):
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         method_of(**options)
+
+
+@pytest.mark.slow
+def test_inference_compiles_and_exports_whole():
+    method = method_of(q_tokens=16, kv_tokens=8, top_p=0.6)
+    layout = method.layout([Segment((1, 9, 10))])
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return method(q, k, v, {}, AttnContext(layout=layout, topk=1))
+
+    tensors = tensors_of(90, dtype=torch.float32)
+    with torch.no_grad():
+        want = Layer()(*tensors)
+        torch.testing.assert_close(torch.compile(Layer(), backend="aot_eager", fullgraph=True)(*tensors), want)
+        exported = torch.export.export(Layer(), tensors)
+        torch.testing.assert_close(exported.module()(*tensors), want)
+    targets = {str(node.target) for node in exported.graph.nodes}
+    assert {"vsa_kernels.gathered_fwd.default", "vsa_kernels.group_tiles.default"} <= targets
