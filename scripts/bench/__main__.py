@@ -6,6 +6,7 @@
 fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
+fine_grained  FG-Attn's kernel on random masks of small tiles, its planning apart, and on lists of uneven length
 vsa     the whole operator
 layer   a DiT layer, dense against sparse
 step    a training step of a whole DiT
@@ -34,6 +35,7 @@ from vsa.files import atomic_file
 from vsa.machine import machine, versions
 
 from .cases import CASES, NETWORK_CASES, measure_shape
+from .fine_grained import mask_shapes, share_of, tokens_of
 from .neighborhood import grid_of, window_shapes
 from .peers import PEERS
 from .problems import LISTS, choose_shapes
@@ -57,6 +59,7 @@ def table(report: dict[str, Any]) -> str:
             "-" if r["op"].startswith(("dense", "free", "text", "VAE", "permutation")) else f"{r['sparsity']:.1%}"
         ),
         "lists": lambda r: r.get("lists"),
+        "computed": lambda r: _percent(r.get("computed")),
         "window": lambda r: r.get("window"),
         "stride": lambda r: r.get("stride") or "-",
         "dtype": lambda r: r["dtype"],
@@ -126,8 +129,9 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         raise ValueError("device cuda was asked for, and this torch sees no CUDA device")
     if args.repeats is not None and args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    plain = "reference" if args.case == "fine_grained" else "gather"
     setup = Setup(
-        backends=args.backends or ["triton" if device.type == "cuda" else "gather"],
+        backends=args.backends or ["triton" if device.type == "cuda" else plain],
         peers=[] if args.against == ["none"] else args.against,
         lists=getattr(args, "lists", "random"),
         device=device,
@@ -139,9 +143,11 @@ def run_case(args: argparse.Namespace, command: str) -> None:
     usual = CASES[args.case].gpu_shapes if device.type == "cuda" and not args.all else None
     if args.case == "neighborhood":
         shapes = window_shapes(args, device)
+    elif args.case == "fine_grained":
+        shapes = mask_shapes(args, device)
     else:
         shapes = choose_shapes(args.shapes or usual, args.all, device)
-    if args.case not in ("fine", "neighborhood") and args.shapes is None:
+    if args.case not in ("fine", "neighborhood", "fine_grained") and args.shapes is None:
         shapes = [shape for shape in shapes if shape.group == 1]
     report: dict[str, Any] = {
         "case": args.case,
@@ -176,7 +182,10 @@ def main(argv: list[str]) -> None:
         sub = commands.add_parser(name, help=case.run.__doc__)
         sub.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
         sub.add_argument(
-            "--backends", nargs="+", choices=BLOCK_SPARSE_BACKENDS, help="ours (default gather; triton on cuda)"
+            "--backends",
+            nargs="+",
+            choices=BLOCK_SPARSE_BACKENDS,
+            help="ours (default gather, of fine_grained reference; triton on cuda)",
         )
         which = sub.add_mutually_exclusive_group()
         which.add_argument(
@@ -202,6 +211,12 @@ def main(argv: list[str]) -> None:
                 "--q-tile", type=grid_of, metavar="TxHxW", help="tokens of a query tile (default by shape)"
             )
             sub.add_argument("--kv-tile", type=grid_of, metavar="TxHxW", help="of a kv tile; one divides the other")
+        elif name == "fine_grained":
+            sub.add_argument(
+                "--q-tokens", type=tokens_of, nargs="+", metavar="M", help="of a query tile (default by shape)"
+            )
+            sub.add_argument("--kv-tokens", type=tokens_of, nargs="+", metavar="N", help="of a kv tile")
+            sub.add_argument("--sparsities", type=share_of, nargs="+", metavar="SHARE", help="of the tiles, dropped")
         elif name not in NETWORK_CASES:
             sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
         sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; by time on cuda)")

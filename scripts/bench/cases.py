@@ -19,6 +19,7 @@ from . import checks
 from .checks import Layer
 from .denoise import denoise
 from .distill import distill
+from .fine_grained import check_groups, fine_grained
 from .neighborhood import check_strides, neighborhood
 from .peers import add_peers
 from .problems import Problem, Shape, pair_counts, problem
@@ -137,6 +138,7 @@ CASES = {
     "layer": Case(layer, _check_network),
     "step": Case(step, _check_network),
     "neighborhood": Case(neighborhood, lambda backend, s: [check_strides(backend, s.dtype, s.device)]),
+    "fine_grained": Case(fine_grained, lambda backend, s: [check_groups(backend, s.dtype, s.device)]),
     "distill": Case(distill, _check_network, ["wan1.3b-distill"]),
     "denoise": Case(denoise, _check_network, ["wan1.3b-distill"]),
 }
@@ -154,7 +156,7 @@ def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():
         got = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
-    if case not in (*NETWORK_CASES, "neighborhood"):
+    if case not in (*NETWORK_CASES, "neighborhood", "fine_grained"):
         common["lists"] = setup.lists
     return Measured([{**common, **row} for row in got.rows], got.skipped, got.notes)
 

@@ -36,6 +36,7 @@ _KINDS = {
             "_topk",
             "_combine",
             "_mark_kernel",
+            "_group_kernel",
             "_count_kernel",
             "_list_kernel",
             "_pad_kernel",

@@ -301,8 +301,26 @@ def operator(p: Problem) -> None:
         triton_op.backward(out, Saved(*saved), call)
 
 
-STAGES: tuple[Callable[[Problem], None], ...] = (fine, coarse, transpose, pooling, selection, gates, operator)
+def gathered(p: Problem) -> None:
+    """Groups of query tiles, with a mask of their members or without, and how they are found."""
+    from vsa_kernels.gathered import TileGroups, triton_fwd, triton_group
+
+    q_blocks, kv_blocks = p.sides()
+    size = max(1, 128 // q_blocks.max_size)
+    rows = (p.batch, p.heads, -(-p.num // size))
+    lists, counts = torch.empty(*rows, p.num, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    groups = TileGroups(
+        members=torch.empty(*rows, size, dtype=torch.int32), kv_indices=lists, kv_num_blocks=counts,
+        kv_members=lists if p.masked else None, order=counts.flatten(),
+    )  # fmt: skip
+    k, v = (p.tokens(kv_blocks, p.heads // p.group) for _ in range(2))
+    triton_fwd.forward(p.tokens(q_blocks, p.heads), k, v, groups, q_blocks, kv_blocks, 0.1)
+    triton_group.group(torch.zeros(1, 1, 2048, 96, dtype=torch.bool), size)
+
+
+STAGES: tuple[Callable[[Problem], None], ...] = (fine, coarse, transpose, pooling, selection, gates, operator, gathered)
 BY_SHAPE = (fine, pooling, gates, operator)
+MASKED = (fine, gathered)
 
 
 def annealing(topk: int, capacity: int) -> None:
@@ -340,10 +358,11 @@ def plan(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
         for dim, blocks in ((d, b) for d in (64, 128) for b in ((64, 64), (128, 64))):
             for even in (True, False):
                 sized = replace(tuned, head_dim=dim, blocks=blocks, even=even)
-                problems |= {sized: STAGES, replace(sized, masked=True): (fine,)}
+                problems |= {sized: STAGES, replace(sized, masked=True): MASKED}
+        problems |= {replace(tuned, blocks=blocks): (gathered,) for blocks in ((128, 32), (16, 1))}
     elif name == "dims":
         problems = {replace(tuned, head_dim=dim): STAGES for dim in DIMS}
-        problems |= {replace(tuned, head_dim=dim, masked=True): (fine,) for dim in DIMS}
+        problems |= {replace(tuned, head_dim=dim, masked=True): MASKED for dim in DIMS}
     elif name in ("fp16", "fp32"):
         for dim in (16, 64, 80, 128, 256):
             problems[replace(tuned, dtype=name, head_dim=dim, even=False)] = STAGES

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vsa.attention.compressed_kv import CompressedKV
+from vsa.attention.fine_grained.method import FineGrainedAttention
 from vsa.attention.grouped import GroupedAttention
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
@@ -33,9 +34,10 @@ METHODS = {
         NeighborhoodAttention, window_thw=(2, 4, 2), stride_thw=(2, 2, 2), tile_thw=(2, 2, 2), kv_tile_thw=(1, 2, 2)
     ),
     "whole windows": partial(NeighborhoodAttention, window_thw=(1.0, 1.0, 1.0)),
+    "fine tiles": partial(FineGrainedAttention, q_tokens=16, kv_tokens=4, top_p=0.6, allow_training=True),
 }
 QUICK = ("excluded window", "groups")
-UNSELECTIVE = ("groups", "pooled keys", "windows", "strided windows", "whole windows")
+UNSELECTIVE = ("groups", "pooled keys", "windows", "strided windows", "whole windows", "fine tiles")
 
 
 @pytest.mark.filterwarnings("ignore:tiles .* are .* full")

@@ -31,6 +31,7 @@ METHODS = [
         "attention.kv_tokens=4",
         "attention.allow_training=true",
     ),
+    ("attention=fine_grained", "~attention.tile_thw", "attention.kv_tokens=4", "attention.allow_training=true"),
     ("attention=pooled_tail", "attention.order=2", "attention.score=mass"),
     ("attention=staged", "attention.stages=l"),
     ("attention=staged", "attention.stages=c_f_l", "attention.window_thw=[1,1,3]"),

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from vsa_kernels.block_index import Blocks
 
-from vsa.attention.hilbert import hilbert_order
 from vsa.attention.rearrange import rearrange
 from vsa.attention.tiling import (
     MIN_FILL,

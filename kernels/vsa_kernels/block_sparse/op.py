@@ -26,7 +26,7 @@ _CALL = (
 )
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -46,7 +46,7 @@ def block_sparse_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
 
 def _outputs_like(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
     B, L, H, D = q.shape
-    return q.new_empty((B, L, H, D)), q.new_empty((B, H, L), dtype=_lse_dtype(q.dtype))
+    return q.new_empty((B, L, H, D)), q.new_empty((B, H, L), dtype=lse_dtype(q.dtype))
 
 
 block_sparse_fwd.register_fake(_outputs_like)

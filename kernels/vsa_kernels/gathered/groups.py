@@ -1,0 +1,75 @@
+"""Which query tiles are computed together, and which key tiles they share.
+
+B batch, H heads, Nq / Nkv query / kv tiles, G groups, R tiles of a group at most, Kmax list capacity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vsa_kernels.block_index import BlockIndex, pack
+
+_LENGTHS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileGroups:
+    """Groups of query tiles, each with one list of kv tiles; every query tile stands in one group.
+
+    Args:
+        members: int32 `[B, H, G, R]` query tiles of each group, first those that there are, then -1.
+        kv_indices: int32 `[B, H, G, Kmax]`; the first `kv_num_blocks` entries of a row are distinct and ascending, the
+            rest is never read.
+        kv_num_blocks: int32 `[B, H, G]`.
+        kv_members: int32 like `kv_indices`, bit r says that member r attends to the entry; None: all members do.
+        order: int32 `[B * H * G]`, in which the groups are computed, each of them once; None: as they stand. Changes no
+            result.
+    """
+
+    members: Tensor
+    kv_indices: Tensor
+    kv_num_blocks: Tensor
+    kv_members: Tensor | None = None
+    order: Tensor | None = None
+
+    def __post_init__(self):
+        pack(self, "members", "kv_indices", "kv_num_blocks")
+
+    def to_dense(self, num_q: int, num_kv: int) -> Tensor:
+        """Bool mask `[B, H, num_q, num_kv]` of the tiles that each query tile attends to."""
+        capacity, size = self.kv_indices.shape[-1], self.members.shape[-1]
+        listed = torch.arange(capacity, device=self.members.device) < self.kv_num_blocks[..., None]
+        # entries past the count are never read: send them to a spare column, and missing members to a spare row
+        column = torch.where(listed, self.kv_indices, num_kv).long()
+        row = torch.where(self.members < 0, num_q, self.members).long().flatten(2)
+        attending = torch.full_like(self.kv_indices, -1) if self.kv_members is None else self.kv_members
+        bits = attending.new_zeros((*column.shape[:-1], num_kv + 1)).scatter_(-1, column, attending)
+        # [B, H, G, R, Nkv]
+        member = torch.arange(size, device=bits.device, dtype=bits.dtype)[:, None]
+        by_member = (bits[..., None, :num_kv] >> member) & 1
+        mask = torch.zeros((*row.shape[:2], num_q + 1, num_kv), dtype=torch.bool, device=bits.device)
+        at = row[..., None].expand(*row.shape, num_kv)
+        return mask.scatter_(2, at, by_member.flatten(2, 3).bool())[:, :, :num_q]
+
+    def tile_index(self, num_q: int, num_kv: int) -> BlockIndex:
+        """The same mask as lists of every query tile `[B, H, num_q, num_kv]`, for `block_sparse_attn`."""
+        return BlockIndex.from_dense(self.to_dense(num_q, num_kv))
+
+
+def longest_first(kv_num_blocks: Tensor) -> Tensor:
+    """Order of the groups in which the last ones to start are short, int32 `[B * H * G]`.
+
+    Lengths count in eighths of the longest list: groups of about one length stay side by side, so that those of one
+    head run at a time and share its keys and values in the cache.
+
+    Args:
+        kv_num_blocks: int32 `[B, H, G]` kv tiles of each group.
+
+    Source: FG-Attn (arXiv 2509.16518), section 5.2: longest processing time first. The eighths are ours.
+    """
+    counts = kv_num_blocks.flatten()
+    length = counts * _LENGTHS // (counts.amax() + 1)
+    return torch.sort(length, descending=True, stable=True).indices.int()

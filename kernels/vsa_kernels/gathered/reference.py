@@ -1,0 +1,42 @@
+"""Gathered attention by a dense token mask, and greedy grouping step by step: the meaning of both ops.
+
+B batch, L / S query / kv tokens, H heads, D head dim, Nq / Nkv query / kv tiles, G groups, R tiles of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vsa_kernels.block_index import Blocks
+from vsa_kernels.block_sparse import reference
+from vsa_kernels.block_sparse.mask import BlockMask
+from vsa_kernels.gathered.groups import TileGroups
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, groups: TileGroups, q_blocks: Blocks, kv_blocks: Blocks, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `gathered_attn`."""
+    index = groups.tile_index(q_blocks.num, kv_blocks.num)
+    mask = BlockMask(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=None)
+    return reference.forward(q, k, v, mask, scale)
+
+
+def group(mask: Tensor, size: int) -> Tensor:
+    """Members int32 `[B, H, G, size]` of `group_tiles` from a bool mask `[B, H, Nq, Nkv]`, all heads at a time."""
+    batch, heads, num_q, _ = mask.shape
+    rows = mask.flatten(0, 1)
+    tile = torch.arange(num_q, device=mask.device)
+    free = torch.ones(rows.shape[:2], dtype=torch.bool, device=mask.device)
+    members = torch.full((batch * heads, -(-num_q // size), size), -1, dtype=torch.int32, device=mask.device)
+    for i, left in enumerate(range(num_q, 0, -size)):
+        # the first of the largest
+        leader = free.int().argmax(-1)[:, None, None].expand(-1, 1, rows.shape[2])
+        distance = (rows ^ rows.gather(1, leader)).sum(-1)
+        # all numbers differ, and the leader's is the smallest: no tile before it is free
+        rank = torch.where(free, distance * num_q + tile, torch.iinfo(torch.int64).max)
+        chosen = rank.topk(min(size, left), largest=False, sorted=True).indices
+        members[:, i, : chosen.shape[1]] = chosen.int()
+        free = free.scatter(1, chosen, False)
+    return members.unflatten(0, (batch, heads))

@@ -1,0 +1,173 @@
+"""FG-Attn as a layer's self-attention: masks of small tiles from their means, made anew from every q and k.
+
+    A = softmax over kv tiles j of  mean(q of tile i) mean(k of tile j) / sqrt(D)
+
+A query tile of `q_tokens` keeps the smallest set of kv tiles of `kv_tokens` whose mass is at least `top_p`. The matrix
+unit wants 128 rows and columns: R = 128 / q_tokens query tiles with alike sets are computed together, over the union of
+their sets, and the keys of the listed tiles are gathered from where they lie.
+
+B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, TileGroups, block_mean_pool, block_sparse_attn, gathered_attn
+
+from vsa.attention.base import AttentionMethod
+from vsa.attention.context import AttnContext
+from vsa.attention.dense import text_attn
+from vsa.attention.fine_grained.grouping import Attend, Merge, plan_groups
+from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.scores import per_head
+from vsa.attention.selection import RowRule, select_blocks
+from vsa.attention.stats import density
+from vsa.settings import PositiveShare, checked
+
+_ROWS = 128
+# of the heads that are scored at a time; the row rule sorts them and needs several times as much
+_SCORES = 1 << 26
+
+
+@checked
+class FineGrainedAttention(AttentionMethod):
+    """Every query tile attends to the fewest kv tiles that hold the share `top_p` of its tile's attention.
+
+    Training-free and without parameters; the mask is a constant to the gradient. Text and cond tokens of a row are seen
+    by every token of their sample and see all of it themselves; a query tile's share is one of the video's tiles.
+
+    Args:
+        q_tokens: of a query tile, consecutive in the order of tokens; the last tile may hold fewer.
+        kv_tokens: of a kv tile; other than `q_tokens` only in rows of one video.
+        top_p: share of the mass that is kept, the tile that reaches it included; 1 keeps all.
+        merge: xor or consecutive, and
+        attend: union or tile, see `plan_groups`.
+        order: of the tokens: raster, as published, or hilbert, along a space-filling curve.
+        backend: reference or triton, of the groups and of attention; null picks by device.
+        allow_training: compute gradients, with the mask as a constant, by `block_sparse_attn`.
+        **layer: see `AttentionMethod`.
+
+    Raises:
+        ValueError: in a forward, a gradient is wanted without `allow_training`.
+
+    Source: FG-Attn (arXiv 2509.16518v2), sections 5.2 and 5.3. Order and union are `plan_groups`'s.
+    """
+
+    def __init__(
+        self,
+        *,
+        q_tokens: Literal[16, 32, 64, 128] = 64,
+        kv_tokens: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 64,
+        top_p: PositiveShare = 0.9,
+        merge: Merge = "xor",
+        attend: Attend = "union",
+        order: Literal["raster", "hilbert"] = "raster",
+        backend: Literal["reference", "triton"] | None = None,
+        allow_training: bool = False,
+        **layer: Any,
+    ):
+        super().__init__(**layer)
+        self.q_tokens, self.kv_tokens = q_tokens, kv_tokens
+        self.merge: Merge = merge
+        # `attend` is what every method does
+        self.attends: Attend = attend
+        self.order, self.backend, self.allow_training = order, backend, allow_training
+        self.rule = RowRule(top_p=top_p, crossing="keep")
+
+    def extra_repr(self) -> str:
+        return f"q_tokens={self.q_tokens}, kv_tokens={self.kv_tokens}, top_p={self.rule.top_p}, merge={self.merge}"
+
+    def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
+        return TileLayout.build(
+            segments,
+            tile_thw=(1, 1, self.q_tokens),
+            kv_tile_thw=(1, 1, self.kv_tokens),
+            partition="hilbert_run" if self.order == "hilbert" else "raster_run",
+            device=device,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
+        layout = ctx.layout
+        ctx.kept(q)
+        trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if trains and not self.allow_training:
+            raise ValueError(
+                "attention=fine_grained is training-free: its mask is a constant to the gradient; "
+                "set attention.allow_training=true to train with it"
+            )
+        video = layout.take_video(q)
+        index = ctx.select(lambda _: self._select(video, k, layout))
+        groups = self._groups(index, layout)
+        how: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.kv_blocks}
+        if trains:
+            attended = groups.tile_index(layout.video_blocks.num, layout.kv_blocks.num)
+            out = block_sparse_attn(video, k, v, attended, **how, backend=self.backend)[0]
+        else:
+            out = gathered_attn(video, k, v, groups, **how, backend=self.backend)[0]
+        out = layout.merge(out, text_attn(q, k, v, layout))
+        if ctx.recorder is not None:
+            union = replace(groups, kv_members=None).tile_index(layout.video_blocks.num, layout.kv_blocks.num)
+            attended = union if self.attends == "union" else index
+            shares = {f"{name}_density": density(lists, **how) for name, lists in (("kept", index), ("merged", union))}
+            ctx.record(self.layer_idx, attended, q=q, k=k, fine=out, scores=mean_logits(video, k, layout), **shares)
+        return {"out": out}
+
+    def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
+        return parts["out"]
+
+    def pairs(self, layout: TileLayout, topk: int) -> float:
+        """The most pairs there can be, all of each sample: how many are kept is up to q and k.
+
+        A recorder gets the shares of them that a call keeps (`kept_density`) and, after merging, computes
+        (`merged_density`), `[B, H]` each.
+        """
+        return float(sum((stop - start) ** 2 for start, stop in layout.sample_spans))
+
+    def _select(self, q: Tensor, k: Tensor, layout: TileLayout) -> BlockIndex:
+        """What every video query tile keeps, `[B, H, Nq, Nkv]`, some heads at a time."""
+        rows = q.shape[0] * layout.video_blocks.num * layout.kv_blocks.num
+        group = q.shape[2] // k.shape[2]
+        step = max(1, _SCORES // (rows * group))
+        parts = [
+            select_blocks(
+                mean_logits(q[:, :, first * group : (first + step) * group], k[:, :, first : first + step], layout),
+                self.rule,
+                candidates=layout.candidates,
+                always=layout.always,
+            )
+            for first in range(0, k.shape[2], step)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        lists, counts = (torch.cat([getattr(x, name) for x in parts], 1) for name in ("kv_indices", "kv_num_blocks"))
+        return BlockIndex(kv_indices=lists, kv_num_blocks=counts)
+
+    def _groups(self, index: BlockIndex, layout: TileLayout) -> TileGroups:
+        return plan_groups(
+            index,
+            layout.kv_blocks.num,
+            _ROWS // self.q_tokens,
+            merge=self.merge,
+            attend=self.attends,
+            # tiles of several samples are those of keys too
+            samples=layout.video_tiles if len(layout.sample_spans) > 1 else (),
+            backend=self.backend,
+        )
+
+
+def mean_logits(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
+    """Logits `[B, H, Nq, Nkv]` of the means of video query tiles and of kv tiles, at least fp32, without a gradient.
+
+    Args:
+        q: `[B, Lv, H, D]` video queries.
+        k: `[B, L, Hkv, D]`.
+        layout: of the row.
+    """
+    q_mean = block_mean_pool(q.detach(), layout.video_blocks).transpose(1, 2) * q.shape[-1] ** -0.5
+    k_mean = block_mean_pool(k.detach(), layout.kv_blocks).transpose(1, 2)
+    return q_mean @ per_head(k_mean, q.shape[2]).transpose(-1, -2)
