@@ -11,10 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vsa_kernels import select_topk
 
-from vsa.attention.selection import RowRule, select_blocks
+from vsa.attention.selection import (
+    HeadShares,
+    RowRule,
+    fine_grained_top_p,
+    select_blocks,
+    sparge_top_p,
+    svg2_top_p,
+)
 
 WEIGHTS = [Fraction(1, 2**n) for n in range(7)]
 """Dyadic weights: their logarithms give a softmax whose sums are exact, with many ties."""
+
+
+def keeps(crossing, before, reached, wanted):
+    return {"keep": before < wanted, "drop": reached <= wanted, "exceed": before <= wanted}[crossing]
 
 
 def kept_by_definition(weights, rule, compete, first):
@@ -40,7 +51,7 @@ def kept_by_definition(weights, rule, compete, first):
             wanted, reached = Fraction(rule.top_p) * sum(map(share, group)), Fraction(0)
             for cell in ranked:
                 before, reached = reached, reached + share(cell)
-                if rule.top_p == 1 or (before < wanted if rule.crossing == "keep" else reached <= wanted):
+                if rule.top_p == 1 or keeps(rule.crossing, before, reached, wanted):
                     kept.add(cell)
     for i in range(rows):
         # at least the best of each row
@@ -48,16 +59,17 @@ def kept_by_definition(weights, rule, compete, first):
     return kept
 
 
+CROSSINGS = st.sampled_from(["keep", "drop", "exceed"])
 RULES = st.builds(
     RowRule,
     topk=st.integers(1, 6),
     top_p=st.sampled_from([None, 0.125, 0.5, 0.75, 1]),
-    crossing=st.sampled_from(["keep", "drop"]),
+    crossing=CROSSINGS,
     over=st.sampled_from(["row", "head"]),
 ) | st.builds(
     RowRule,
     top_p=st.sampled_from([0.125, 0.25, 0.5, 0.625, 0.75, 0.875, 1]),
-    crossing=st.sampled_from(["keep", "drop"]),
+    crossing=CROSSINGS,
     over=st.sampled_from(["row", "head"]),
 )
 
@@ -91,6 +103,73 @@ def test_rules_keep_what_their_definition_keeps(problem, rule, plain):
         expected = kept_by_definition(weights, rule, free, first)
         listed = torch.tensor([[(i, j) in expected for j in range(len(weights[0]))] for i in range(len(weights))])
         assert torch.equal(kept[head], listed | tensors["always"] | tensors["union"])
+
+
+@st.composite
+def problems_by_head(draw):
+    rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    weights = [
+        [[[draw(st.sampled_from(WEIGHTS)) for _ in range(columns)] for _ in range(rows)] for _ in "hh"] for _ in "bb"
+    ]
+    # every size of a mask that broadcasts
+    sizes = [
+        (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, rows])), columns)
+    ] * 2
+    bits = [draw(st.lists(st.booleans(), min_size=math.prod(size), max_size=math.prod(size))) for size in sizes]
+    return weights, *(torch.tensor(b).view(size) for b, size in zip(bits, sizes, strict=True))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    problems_by_head(),
+    st.tuples(*[st.sampled_from([0.125, 0.25, 0.5, 0.625, 0.75, 0.875, 1.0])] * 2),
+    CROSSINGS,
+    st.none() | st.integers(1, 4),
+)
+def test_heads_have_shares_and_masks_of_their_own(problem, shares, crossing, topk):
+    weights, compete, always = problem
+    scores = torch.tensor([[[[math.log(w) for w in row] for row in head] for head in b] for b in weights]).double()
+    rule = HeadShares(torch.tensor(shares), crossing) if topk is None else topk
+    kept = select_blocks(scores, rule, candidates=compete, always=always).to_dense(scores.shape[-1])
+    compete, always = compete.expand(scores.shape), always.expand(scores.shape)
+    for b, heads in enumerate(weights):
+        for h, rows in enumerate(heads):
+            free = (compete & ~always)[b, h].tolist()
+            nothing = [[False] * len(row) for row in rows]
+            same = RowRule(topk=topk, top_p=None if topk else shares[h], crossing=crossing)
+            expected = kept_by_definition(rows, same, free, nothing)
+            listed = torch.tensor([[(i, j) in expected for j in range(len(rows[0]))] for i in range(len(rows))])
+            assert torch.equal(kept[b, h], listed | always[b, h])
+
+
+def test_masks_of_heads_mean_the_same_as_masks_of_all(device):
+    scores = torch.randn(2, 3, 5, 9, generator=torch.Generator().manual_seed(6)).to(device)
+    always, candidates = (torch.rand(5, 9, generator=torch.Generator().manual_seed(i)).to(device) < 0.4 for i in (7, 8))
+    for rule in (4, RowRule(top_p=0.7), RowRule(topk=2, over="head"), RowRule(deviations=0.5)):
+        shared = select_blocks(scores, rule, candidates=candidates, always=always)
+        own = {"candidates": candidates.expand(2, 3, 5, 9), "always": always.expand(1, 3, 5, 9)}
+        assert torch.equal(shared.to_dense(9), select_blocks(scores, rule, **own).to_dense(9))
+    shares = HeadShares(torch.tensor([0.2, 0.9, 1.0], device=device))
+    kept = select_blocks(scores, shares).to_dense(9)
+    for head, tau in enumerate((0.2, 0.9, 1.0)):
+        assert torch.equal(kept[:, head], select_blocks(scores, sparge_top_p(tau)).to_dense(9)[:, head])
+
+
+def test_the_published_spellings_differ_at_the_crossing_entry():
+    """Thresholds on a cumulative sum and beside one, as the three sources write their loops."""
+    weights = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 8), Fraction(1, 8)]
+    scores = torch.tensor([float(w) for w in weights], dtype=torch.float64).log()[None, None, None]
+    rules = (sparge_top_p, fine_grained_top_p, svg2_top_p)
+    counts = {}
+    for p in (0.1, 0.5, 0.6, 0.7, 0.75, 0.875, 0.9):
+        counts[p] = [int(select_blocks(scores, rule(p)).kv_num_blocks) for rule in rules]
+        sums = [sum(weights[: n + 1]) for n in range(4)]
+        sparge = max(1, sum(total <= Fraction(p) for total in sums))
+        fine_grained = next(n for n, total in enumerate(sums, 1) if total >= Fraction(p))
+        svg2 = sum(total - w <= Fraction(p) for total, w in zip(sums, weights, strict=True))
+        assert counts[p] == [sparge, fine_grained, svg2]
+    # on the sum 3/4 the first two agree, beside it the last two
+    assert (counts[0.75], counts[0.7]) == ([2, 2, 3], [1, 2, 2])
 
 
 @pytest.mark.parametrize("over", ["row", "head"])
@@ -135,7 +214,13 @@ def test_scores_without_order_and_weight(device):
     assert kept(topk=2, top_p=0.1) == [False, True, False, True, False]
     assert kept(top_p=0.9) == [False, True, False, True, True]
     nothing = torch.full((1, 1, 2, 3), -math.inf, device=device)
-    for rule in (RowRule(top_p=0.9), RowRule(top_p=0.9, over="head"), RowRule(deviations=1.0)):
+    shares = [RowRule(top_p=0.9, crossing=crossing) for crossing in ("keep", "drop", "exceed")]
+    for rule in (
+        *shares,
+        RowRule(top_p=0.9, over="head"),
+        RowRule(deviations=1.0),
+        HeadShares(torch.tensor([0.9], device=device)),
+    ):
         assert select_blocks(nothing, rule).kv_num_blocks.tolist() == [[[1, 1]]]
 
 
@@ -153,8 +238,12 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"^deviations=nan: expected a number"):
         RowRule(deviations=math.nan)
     scores = torch.zeros(1, 1, 2, 3)
-    with pytest.raises(ValueError, match=r"union must be bool \[2, 3\], got torch.bool \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"union must be bool \[2, 3\] or \[1, 1, 2, 3\], got torch.bool \[3, 2\]"):
         select_blocks(scores, RowRule(topk=1), union=torch.zeros(3, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"always must be bool .* got torch.bool \[1, 2, 2, 3\]"):
+        select_blocks(scores, 1, always=torch.zeros(1, 2, 2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"shares must be of 1 heads, got 3"):
+        select_blocks(scores, HeadShares(torch.ones(3)))
     with pytest.raises(ValueError, match=r"scores must be a float"):
         select_blocks(scores.long(), RowRule(top_p=0.5))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from vsa_kernels.selection import order_keys
 from vsa_kernels.selection.api import list_capacity
 
 from vsa.settings import AtLeastOne, PositiveShare, checked
+
+Crossing = Literal["keep", "drop", "exceed"]
+"""What a share does with the entry that reaches it; see `RowRule`."""
 
 _UNITS = 1 << 32
 """Whole units that a row's softmax is counted in: sums of integers are exact, and the same on every device."""
@@ -33,8 +36,9 @@ class RowRule:
         topk: a count.
         top_p: share of the softmax over the row's logits; 1 keeps every candidate, those of weight 0 too.
         crossing: whether top_p keeps the entry that reaches the share (keep: the smallest set whose sum is at least
-            top_p; FG-Attn, NABLA, FastVideo's BSA) or not (drop: the largest set whose sum is at most top_p;
-            SpargeAttn's listing, LongCat).
+            top_p; FG-Attn, NABLA, FastVideo's BSA), does not (drop: the largest set whose sum is at most top_p;
+            SpargeAttn's listing, LongCat), or goes on until the sum is above it (exceed: the smallest set whose sum is
+            more than top_p; SVG2). `sparge_top_p`, `fine_grained_top_p` and `svg2_top_p` name the three.
         deviations: keeps scores above the row's mean + this many standard deviations (Sol-Attn's beta).
         over: row, or head: all rows of a head compete for `topk` * Nq entries, for `top_p` of the head's sum, or stand
             against the head's mean and deviation (VSA2, VMoBA), and one row may keep more than another. Scores of
@@ -46,7 +50,7 @@ class RowRule:
 
     topk: AtLeastOne | None = None
     top_p: PositiveShare | None = None
-    crossing: Literal["keep", "drop"] = "keep"
+    crossing: Crossing = "keep"
     deviations: float | None = None
     over: Literal["row", "head"] = "row"
 
@@ -61,6 +65,7 @@ class RowRule:
 
 
 _TOPK = RowRule(topk=1)
+_SHARES = {crossing: RowRule(top_p=1, crossing=crossing) for crossing in get_args(Crossing)}
 
 
 class SampleTopk(NamedTuple):
@@ -79,9 +84,50 @@ class SampleTopk(NamedTuple):
         return SampleTopk((self.counts - tiles).clamp(min=1), max(1, self.largest - tiles))
 
 
+class HeadShares(NamedTuple):
+    """A `top_p` of its own for every head.
+
+    Args:
+        shares: floating `[H]` on the device of the scores, above 0; 1 or more keeps every candidate.
+        crossing: of `RowRule`.
+    """
+
+    shares: Tensor
+    crossing: Crossing = "drop"
+
+
+def sparge_top_p(tau: float) -> RowRule:
+    """SpargeAttn's TopCdf: the largest set whose sum is at most tau, or the best entry alone where that is above it.
+
+    Without the entry that crosses tau: one entry fewer than `fine_grained_top_p` unless a sum is exactly tau. The
+    listing of the paper may keep nothing at all; its code keeps at least one, as this does.
+
+    Source: SpargeAttn (arXiv 2502.18137), Algorithm 1 and its code.
+    """
+    return RowRule(top_p=tau, crossing="drop")
+
+
+def fine_grained_top_p(p: float) -> RowRule:
+    """FG-Attn's: the smallest set whose sum is at least p, so with the entry that crosses p.
+
+    Source: FG-Attn (arXiv 2509.16518v2); NABLA and FastVideo's BSA spell it so, too.
+    """
+    return RowRule(top_p=p, crossing="keep")
+
+
+def svg2_top_p(p: float) -> RowRule:
+    """SVG2's: keeps an entry while the sum before it is at most p, so the smallest set whose sum is above p.
+
+    One entry more than `fine_grained_top_p` where a sum is exactly p, otherwise the same.
+
+    Source: code of Sparse VideoGen 2 (arXiv 2505.18875).
+    """
+    return RowRule(top_p=p, crossing="exceed")
+
+
 def select_blocks(
     scores: Tensor,
-    rule: RowRule | SampleTopk | int,
+    rule: RowRule | SampleTopk | HeadShares | int,
     *,
     candidates: Tensor | None = None,
     always: Tensor | None = None,
@@ -98,29 +144,34 @@ def select_blocks(
     Args:
         scores: `[B, H, Nq, Nkv]` any float dtype; logits, or shares of at least 0 for a rule over the head.
         rule: how many are kept; a number is a top-k, and so are those of `SampleTopk`, each of its sample.
-        candidates: bool `[Nq, Nkv]`, blocks that may compete; None: all. A row without any lists what the masks below
-            give it.
-        always: bool `[Nq, Nkv]`, blocks listed whatever their score; they do not compete (text).
-        first: bool `[Nq, Nkv]`, candidates that come before all others and count towards the rule (a local window
-            inside the budget).
-        union: bool `[Nq, Nkv]`, blocks listed on top of what the rule chose among all candidates (a static index).
-        backend: of `select_topk`, for a plain top-k.
+            `HeadShares` are shares of a row, each of its head.
+        candidates: blocks that may compete; None: all. A row without any lists what the masks below give it.
+        always: blocks listed whatever their score; they do not compete (text).
+        first: candidates that come before all others and count towards the rule (a local window inside the budget).
+        union: blocks listed on top of what the rule chose among all candidates (a static index).
+            All four are bool `[Nq, Nkv]`, or `[B, H, Nq, Nkv]` with any of these dims 1.
+        backend: of `select_topk`, for a plain top-k with masks `[Nq, Nkv]`.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
 
-    Source: reference of the rules: VSA (top-k), FG-Attn and NABLA (top-p), Sol-Attn (mean + beta * std), VSA2 (one
-    budget for the rows of a head).
+    Source: reference of the rules: VSA (top-k), SpargeAttn, FG-Attn and SVG2 (top-p, see `sparge_top_p` and the next
+    two), Sol-Attn (mean + beta * std), VSA2 (one budget for the rows of a head).
     """
     # a compiled block cannot make a rule of its own
-    topk, rule = (rule.topk, rule) if isinstance(rule, RowRule) else (rule, _TOPK)
-    if first is None and union is None and rule.is_topk:
-        if isinstance(topk, SampleTopk):
-            return _topk_per_sample(scores, topk, candidates, always, backend)
-        return select_topk(scores, topk or 1, candidates=candidates, always=always, backend=backend)
-    _check_masks(scores, candidates=candidates, always=always, first=first, union=union)
-    compete = torch.ones_like(scores[0, 0], dtype=torch.bool) if candidates is None else candidates
+    count, rule, shares = _parts_of(rule)
+    by_head = any(mask is not None and mask.dim() == 4 for mask in (candidates, always))
+    if first is None and union is None and rule.is_topk and shares is None and not by_head:
+        if isinstance(count, SampleTopk):
+            return _topk_per_sample(scores, count, candidates, always, backend)
+        return select_topk(scores, count or 1, candidates=candidates, always=always, backend=backend)
+    _check(scores, shares, candidates=candidates, always=always, first=first, union=union)
+    candidates, always, first, union = (
+        mask if mask is None or mask.dim() == 4 else mask[None, None] for mask in (candidates, always, first, union)
+    )
+    compete = torch.ones_like(scores[:1, :1], dtype=torch.bool) if candidates is None else candidates
     compete = compete if always is None else compete & ~always
+    compete = compete.expand(*compete.shape[:2], *scores.shape[2:])
     keys = order_keys(scores.detach())
     lowest = torch.iinfo(keys.dtype).min
     keys = keys.masked_fill(~compete, lowest)
@@ -128,10 +179,22 @@ def select_blocks(
     # at least the best candidate, one of the first where the row has any
     best = keys.masked_fill(first.any(-1, keepdim=True) & ~first, lowest)
     best = best == best.amax(-1, keepdim=True)
-    kept = ((best & (best.cumsum(-1) == 1)) | _by_rule(scores.detach(), keys, compete, first, rule, topk)) & compete
+    chosen = _by_rule(scores.detach(), keys, compete, first, rule, count, shares)
+    kept = ((best & (best.cumsum(-1) == 1)) | chosen) & compete
     for mask in (always, union):
         kept = kept if mask is None else kept | mask
     return BlockIndex.from_dense(kept)
+
+
+def _parts_of(
+    rule: RowRule | SampleTopk | HeadShares | int,
+) -> tuple[SampleTopk | int | None, RowRule, Tensor | float | None]:
+    """The top-k, the rule that says the rest, and the shares of a rule: `[H, 1, 1]` where heads have their own."""
+    if isinstance(rule, RowRule):
+        return rule.topk, rule, rule.top_p
+    if isinstance(rule, HeadShares):
+        return None, _SHARES[rule.crossing], rule.shares.double()[:, None, None]
+    return rule, _TOPK, None
 
 
 def _topk_per_sample(
@@ -153,48 +216,61 @@ def _topk_per_sample(
 
 
 def _by_rule(
-    scores: Tensor, keys: Tensor, compete: Tensor, first: Tensor, rule: RowRule, topk: SampleTopk | int | None
+    scores: Tensor,
+    keys: Tensor,
+    compete: Tensor,
+    first: Tensor,
+    rule: RowRule,
+    topk: SampleTopk | int | None,
+    shares: Tensor | float | None,
 ) -> Tensor:
     """Bool `[B, H, Nq, Nkv]`, entries that the rule keeps."""
     # a head's rows are one long row
     groups = {"row": scores.shape[2], "head": 1}[rule.over]
     rows_in_group = scores.shape[2] // groups
     keys = keys.unflatten(2, (groups, -1)).flatten(3)
-    allowed, leading = (mask.unflatten(0, (groups, -1)).flatten(1) for mask in (compete, first))
+    # [B|1, H|1, groups, M]
+    allowed, leading = (mask.unflatten(2, (groups, -1)).flatten(3) for mask in (compete, first))
     kept = torch.zeros_like(keys, dtype=torch.bool)
     if rule.deviations is not None:
         kept = _above(scores.unflatten(2, (groups, -1)).flatten(3), allowed, rule.deviations)
-    if topk is not None or rule.top_p is not None:
+    if topk is not None or shares is not None:
         # stable, so that equal keys stay in ascending order of their index
         ranking = torch.sort(keys, dim=-1, descending=True, stable=True).indices
         behind = (~leading).expand_as(keys).gather(-1, ranking).to(torch.int8)
         ranking = ranking.gather(-1, torch.sort(behind, dim=-1, stable=True).indices)
         slots = torch.zeros_like(kept)
         if topk is not None:
-            counts = allowed.sum(-1)[:, None]
+            counts = allowed.sum(-1, keepdim=True)
             if isinstance(topk, SampleTopk):
-                # [B, 1, groups, 1]
                 counts = counts.minimum(topk.counts.view(-1, 1, 1, 1) * rows_in_group)
             else:
                 counts = counts.clamp(max=topk * rows_in_group)
             slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts)
-        if rule.top_p is not None:
+        if shares is not None:
             weights = _softmax(scores, compete) if rule.over == "row" else scores.masked_fill(~compete, 0).clamp(min=0)
-            slots = slots | _share(weights.reshape(keys.shape).gather(-1, ranking), rule)
+            slots = slots | _share(weights.reshape(keys.shape).gather(-1, ranking), shares, rule.crossing)
         kept = kept | torch.zeros_like(kept).scatter_(-1, ranking, slots)
     return kept.unflatten(3, (rows_in_group, -1)).flatten(2, 3)
 
 
-def _share(ranked: Tensor, rule: RowRule) -> Tensor:
-    """Bool mask of the first entries of each row of weights that hold the share `top_p` of the row."""
-    top_p = rule.top_p or 0.0
-    if top_p >= 1:
+def _share(ranked: Tensor, shares: Tensor | float, crossing: Crossing) -> Tensor:
+    """Bool mask of the first entries of each row of weights that hold a share of the row."""
+    if isinstance(shares, float | int) and shares >= 1:
         return torch.ones_like(ranked, dtype=torch.bool)
     # a NaN has no weight
     units = (ranked.nan_to_num(0.0).double() * _UNITS).round().long()
     reached = units.cumsum(-1)
-    wanted = reached[..., -1:].double() * top_p
-    return reached - units < wanted if rule.crossing == "keep" else reached <= wanted
+    total = reached[..., -1:]
+    wanted = total.double() * shares
+    if crossing == "keep":
+        inside = reached - units < wanted
+    elif crossing == "drop":
+        # a row without any weight holds no share of it
+        inside = (reached <= wanted) & (total > 0)
+    else:
+        inside = (reached - units <= wanted) & (total > 0)
+    return inside | (shares >= 1) if isinstance(shares, Tensor) else inside
 
 
 def _softmax(scores: Tensor, compete: Tensor) -> Tensor:
@@ -212,13 +288,17 @@ def _above(scores: Tensor, allowed: Tensor, deviations: float) -> Tensor:
     return (values > mean + deviations * spread.sqrt()) & allowed
 
 
-def _check_masks(scores: Tensor, **masks: Tensor | None) -> None:
+def _check(scores: Tensor, shares: Tensor | float | None, **masks: Tensor | None) -> None:
     if scores.ndim != 4 or not scores.is_floating_point() or 0 in scores.shape[1:]:
         raise ValueError(f"scores must be a float [B, H, Nq, Nkv], got {scores.dtype} {list(scores.shape)}")
+    if isinstance(shares, Tensor) and shares.shape[0] not in (1, scores.shape[1]):
+        raise ValueError(f"shares must be of {scores.shape[1]} heads, got {shares.shape[0]}")
     for name, mask in masks.items():
         if mask is None:
             continue
-        if mask.dtype != torch.bool or mask.shape != scores.shape[2:]:
-            raise ValueError(f"{name} must be bool {list(scores.shape[2:])}, got {mask.dtype} {list(mask.shape)}")
+        plain, sizes = mask.shape == scores.shape[2:], tuple(zip(mask.shape, scores.shape, strict=False))
+        if mask.dtype != torch.bool or not (plain or (mask.dim() == 4 and all(n in (1, m) for n, m in sizes))):
+            fits = f"{list(scores.shape[2:])} or {list(scores.shape)}"
+            raise ValueError(f"{name} must be bool {fits}, got {mask.dtype} {list(mask.shape)}")
         if mask.device != scores.device:
             raise ValueError(f"{name} must be on {scores.device} like scores, got {mask.device}")
