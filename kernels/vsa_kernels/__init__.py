@@ -6,7 +6,7 @@ from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.pooling import block_mean_pool
-from vsa_kernels.selection import select_topk
+from vsa_kernels.selection import select_share, select_topk
 
 __all__ = [
     "BlockIndex",
@@ -15,5 +15,6 @@ __all__ = [
     "block_mean_pool",
     "block_sparse_attn",
     "coarse_fine_attn",
+    "select_share",
     "select_topk",
 ]
