@@ -5,13 +5,14 @@ from __future__ import annotations
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
-from vsa_kernels.pooling import block_mean_pool
+from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
 from vsa_kernels.selection import select_share, select_topk
 
 __all__ = [
     "BlockIndex",
     "Blocks",
     "CoarseFineOutput",
+    "block_mean_and_similarity",
     "block_mean_pool",
     "block_sparse_attn",
     "coarse_fine_attn",
