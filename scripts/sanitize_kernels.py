@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vsa_kernels import BlockIndex, block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels import (
+    BlockIndex,
+    block_mean_and_similarity,
+    block_mean_pool,
+    block_sparse_attn,
+    select_share,
+    select_topk,
+)
 from vsa_kernels.coarse_fine import coarse_fine_attn
 from vsa_kernels.testing import make_case
 
@@ -56,6 +63,9 @@ def problem(seed: int, at: torch.device) -> str:
 
     pooled = block_mean_pool(k, kv_blocks, backend="triton")
     _backward(pooled, k)
+    means, similarity = block_mean_and_similarity(k, kv_blocks, center=k.float().mean(1), backend="triton")
+    assert means.isfinite().all()
+    assert similarity.isfinite().all()
     scores = torch.randn(batch, heads, q_blocks.num, kv_blocks.num, device=at)
     marks = torch.rand(2, q_blocks.num, kv_blocks.num, device=at) < 0.4
     rows = torch.randint(1, kv_blocks.num + 1, (q_blocks.num,), device=at, dtype=torch.int32)
@@ -63,6 +73,8 @@ def problem(seed: int, at: torch.device) -> str:
         select_topk(scores, topk, backend="triton"),
         select_topk(scores, topk, candidates=marks[0], backend="triton"),
         select_topk(scores, rows, candidates=marks[0], always=marks[1], backend="triton"),
+        select_share(scores, 0.7, crossing="keep", backend="triton"),
+        select_share(scores, rng.random(), crossing="drop", candidates=marks[0], always=marks[1], backend="triton"),
         # broadcast over batch and heads, some empty, with spare entries out of range
         listed,
         masked,

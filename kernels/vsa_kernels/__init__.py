@@ -6,8 +6,8 @@ from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest_first
-from vsa_kernels.pooling import block_mean_pool
-from vsa_kernels.selection import select_topk
+from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
+from vsa_kernels.selection import select_share, select_topk
 from vsa_kernels.skipping import skipping_attn
 
 __all__ = [
@@ -15,12 +15,14 @@ __all__ = [
     "Blocks",
     "CoarseFineOutput",
     "TileGroups",
+    "block_mean_and_similarity",
     "block_mean_pool",
     "block_sparse_attn",
     "coarse_fine_attn",
     "gathered_attn",
     "group_tiles",
     "longest_first",
+    "select_share",
     "select_topk",
     "skipping_attn",
 ]

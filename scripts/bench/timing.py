@@ -34,6 +34,7 @@ _KINDS = {
             "_pool",
             "_scores",
             "_topk",
+            "_share",
             "_combine",
             "_mark_kernel",
             "_group_kernel",

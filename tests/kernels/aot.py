@@ -244,7 +244,7 @@ def transpose(p: Problem) -> None:
 
 
 def pooling(p: Problem) -> None:
-    """Means of q, k and v in one launch, and their gradient."""
+    """Means of q, k and v in one launch, their gradient, and means with similarities."""
     from vsa_kernels.pooling import triton_pool
 
     blocks, _ = p.sides()
@@ -254,12 +254,16 @@ def pooling(p: Problem) -> None:
     for xs in ((q,), (k, v), (q, k, v)):
         triton_pool.forward(xs, *sizes)
     triton_pool.backward(p.means(p.heads), *sizes, q.shape[1], q.dtype)
+    for center in (None, torch.empty(p.batch, p.heads, p.head_dim)):
+        triton_pool.mean_and_similarity(q, center, *sizes)
 
 
 def selection(p: Problem) -> None:
-    """Top-k, plain and with every option, over few, many and the most blocks."""
+    """Top-k and top-p, plain and with every option, over few, many and the most blocks."""
     for num_kv in (p.num, 1200, 4096):
         select(p, num_kv, 8, min(32, num_kv))
+    for num_kv in (p.num, 2048, 8192):
+        select_by_share(p, num_kv)
 
 
 def select(p: Problem, num_kv: int, topk: int, capacity: int) -> None:
@@ -271,6 +275,15 @@ def select(p: Problem, num_kv: int, topk: int, capacity: int) -> None:
     triton_topk.select(scores, topk, None, None, None, capacity)
     triton_topk.select(scores, topk, None, allowed, None, capacity)
     triton_topk.select(scores, None, rows, allowed, allowed, num_kv)
+
+
+def select_by_share(p: Problem, num_kv: int) -> None:
+    from vsa_kernels.selection import triton_share
+
+    scores, shares = torch.empty(1, p.heads, 4, num_kv), torch.empty(p.heads, dtype=torch.float64)
+    column, row = torch.empty(1, p.heads, 1, num_kv, dtype=torch.bool), torch.empty(1, 1, 4, 1, dtype=torch.bool)
+    triton_share.select(scores, shares, "keep", None, None)
+    triton_share.select(scores, shares, "drop", column, row)
 
 
 def gates(p: Problem) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vsa_kernels import Blocks, block_mean_pool
+from vsa_kernels import Blocks, block_mean_and_similarity, block_mean_pool
+from vsa_kernels.pooling.op import block_mean_and_similarity_op
 
 
 def loop(x, sizes):
@@ -49,6 +50,55 @@ def test_nan_stays_in_its_block(device):
     x[:, 4] = torch.nan
     got = block_mean_pool(x, Blocks.from_sizes([3, 4, 2], device))
     assert got.isnan().any(-1).squeeze().tolist() == [False, True, False]
+
+
+def pairs_of(x, sizes, center=None):
+    """Means, and the mean cosine of all pairs of a block's tokens, in fp64 and block by block."""
+    x = x.double() if center is None else x.double() - center.double()[:, None]
+    similarity = []
+    for part in x.split(sizes, dim=1):
+        lengths = part.norm(dim=-1, keepdim=True)
+        units = torch.where(lengths > 0, part / lengths, 0)
+        similarity.append(torch.einsum("blhd,bmhd->bhlm", units, units).mean((2, 3)))
+    return loop(x, sizes), torch.stack(similarity, 1)
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 4], [3, 5, 1]], ids=str)
+def test_similarity_is_the_mean_cosine_of_all_pairs(sizes, device):
+    x = torch.randn(2, sum(sizes), 3, 5, dtype=torch.float64, device=device) + 0.3
+    x[:, 2] = 0
+    for center in (None, x.mean(1)):
+        got = block_mean_and_similarity(x, Blocks.from_sizes(sizes, device), center=center)
+        for y, want in zip(got, pairs_of(x, sizes, center), strict=True):
+            torch.testing.assert_close(y, want)
+    half = block_mean_and_similarity(x.bfloat16().requires_grad_(), Blocks.from_sizes(sizes, device))
+    assert [y.dtype for y in half] == [torch.float32] * 2
+    assert not any(y.requires_grad for y in half)
+
+
+def test_similarity_of_known_directions(device):
+    # one direction at several lengths; both axes; opposite tokens; three tokens of zeros and one that is not
+    blocks = [[(1, 0), (5, 0), (2, 0), (0.1, 0)], [(1, 0), (0, 3)] * 2, [(1, 0), (-7, 0)] * 2, [(0, 0)] * 3 + [(3, 4)]]
+    x = torch.tensor(blocks, device=device).reshape(1, 16, 1, 2)
+    _, similarity = block_mean_and_similarity(x, Blocks.from_sizes([4] * 4, device))
+    torch.testing.assert_close(similarity.flatten().tolist(), [1.0, 0.5, 0.0, 1 / 16])
+
+
+def test_opcheck_similarity(device):
+    blocks = Blocks.from_sizes([2, 4, 3], device)
+    x, center = torch.randn(2, 9, 3, 4, device=device), torch.randn(2, 3, 4, device=device)
+    args = (x, center, blocks.offsets, blocks.max_size, blocks.min_size)
+    torch.library.opcheck(block_mean_and_similarity_op, args, test_utils=("test_schema", "test_faketensor"))
+    empty = block_mean_and_similarity(x[:0], blocks)
+    assert [y.shape for y in empty] == [(0, 3, 3, 4), (0, 3, 3)]
+
+
+def test_a_center_that_does_not_fit():
+    x, blocks = torch.zeros(1, 4, 2, 3), Blocks.from_sizes([4])
+    with pytest.raises(ValueError, match=r"center must be floating \[1, 2, 3\], got torch.float32 \[2, 3\]"):
+        block_mean_and_similarity(x, blocks, center=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="center must be on cpu like x, got meta"):
+        block_mean_and_similarity(x, blocks, center=torch.zeros(1, 2, 3, device="meta"))
 
 
 def test_bad_input():

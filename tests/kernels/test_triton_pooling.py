@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vsa_kernels import Blocks, block_mean_pool
+from vsa_kernels import Blocks, block_mean_and_similarity, block_mean_pool
 
 from tests.kernels.interpreted import INTERPRETED, further
+from tests.kernels.test_pooling import pairs_of
 
 SIZES = [[8, 8, 8], [3, 17, 1, 8], [64, 64], [256, 31]]
 fuzz = settings(
@@ -162,6 +163,25 @@ def test_opcheck(triton_device, sizes):
     torch.library.opcheck(block_mean_pool_fwd, (x, *offsets, "triton"))
     grad = tokens((2, 3, 3, 4), "heads first", torch.float32, triton_device)
     torch.library.opcheck(block_mean_pool_bwd, (grad, *offsets, 9, torch.float32, "triton"))
+
+
+@pytest.mark.parametrize("layout", ["plain", *map(further, ("packed", "heads first", "dims apart"))])
+@pytest.mark.parametrize("sizes", [[8, 8], [3, 17, 1]], ids=str)
+def test_similarity(triton_device, sizes, layout):
+    for dtype in dtypes(triton_device):
+        for dim, centered in ((20, True), (64, False)):
+            x = tokens((2, sum(sizes), 3, dim), layout, dtype, triton_device) + 0.5
+            # a token of zeros, and blocks as different in length as in direction
+            x = (x * torch.rand(sum(sizes), 1, 1, device=triton_device).to(dtype)).clone()
+            x[:, 1] = 0
+            center = x.float().mean(1) if centered else None
+            got = block_mean_and_similarity(x, Blocks.from_sizes(sizes, triton_device), center=center, backend="triton")
+            means, similarity = (y.to(triton_device) for y in pairs_of(x, sizes, center))
+            assert got[0].dtype == got[1].dtype == torch.float32
+            torch.testing.assert_close(got[0].double(), means, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(got[1].double(), similarity, rtol=1e-5, atol=1e-6)
+            # the control: similarity of tokens as long as they are is another
+            assert (got[0].double().square().sum(-1) - similarity).abs().max() > 1e-2
 
 
 def test_strides_past_two_billion(triton_device):

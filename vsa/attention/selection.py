@@ -8,23 +8,19 @@ B batch, H heads, Nq / Nkv query / kv blocks.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from vsa_kernels import BlockIndex, select_topk
-from vsa_kernels.selection import order_keys
+from vsa_kernels import BlockIndex, select_share, select_topk
+from vsa_kernels.selection import Crossing, order_keys, weight_units, within_share
 from vsa_kernels.selection.api import list_capacity
 
 from vsa.settings import AtLeastOne, PositiveShare, checked
 
-Crossing = Literal["keep", "drop", "exceed"]
-"""What a share does with the entry that reaches it; see `RowRule`."""
-
 _UNITS = 1 << 32
-"""Whole units that a row's softmax is counted in: sums of integers are exact, and the same on every device."""
+"""Whole units that the shares of a head are counted in: sums of integers are exact, and the same on every device."""
 
 
 @checked
@@ -62,6 +58,11 @@ class RowRule:
     def is_topk(self) -> bool:
         """Whether every row keeps the same count."""
         return self.top_p is None and self.deviations is None and self.over == "row"
+
+    @property
+    def is_share(self) -> bool:
+        """Whether every row keeps a share of its own softmax and nothing else."""
+        return self.topk is None and self.top_p is not None and self.deviations is None and self.over == "row"
 
 
 _TOPK = RowRule(topk=1)
@@ -150,7 +151,8 @@ def select_blocks(
         first: candidates that come before all others and count towards the rule (a local window inside the budget).
         union: blocks listed on top of what the rule chose among all candidates (a static index).
             All four are bool `[Nq, Nkv]`, or `[B, H, Nq, Nkv]` with any of these dims 1.
-        backend: of `select_topk`, for a plain top-k with masks `[Nq, Nkv]`.
+        backend: of `select_topk`, for a plain top-k with masks `[Nq, Nkv]`, or of `select_share`, for a plain share of
+            a row.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -165,6 +167,9 @@ def select_blocks(
         if isinstance(count, SampleTopk):
             return _topk_per_sample(scores, count, candidates, always, backend)
         return select_topk(scores, count or 1, candidates=candidates, always=always, backend=backend)
+    if first is None and union is None and rule.is_share and count is None and shares is not None:
+        masks = {"candidates": candidates, "always": always}
+        return select_share(scores, shares, crossing=rule.crossing, **masks, backend=backend)
     _check(scores, shares, candidates=candidates, always=always, first=first, union=union)
     candidates, always, first, union = (
         mask if mask is None or mask.dim() == 4 else mask[None, None] for mask in (candidates, always, first, union)
@@ -189,11 +194,11 @@ def select_blocks(
 def _parts_of(
     rule: RowRule | SampleTopk | HeadShares | int,
 ) -> tuple[SampleTopk | int | None, RowRule, Tensor | float | None]:
-    """The top-k, the rule that says the rest, and the shares of a rule: `[H, 1, 1]` where heads have their own."""
+    """The top-k, the rule that says the rest, and the share of a rule: `[H]` where heads have their own."""
     if isinstance(rule, RowRule):
         return rule.topk, rule, rule.top_p
     if isinstance(rule, HeadShares):
-        return None, _SHARES[rule.crossing], rule.shares.double()[:, None, None]
+        return None, _SHARES[rule.crossing], rule.shares
     return rule, _TOPK, None
 
 
@@ -248,35 +253,16 @@ def _by_rule(
                 counts = counts.clamp(max=topk * rows_in_group)
             slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts)
         if shares is not None:
-            weights = _softmax(scores, compete) if rule.over == "row" else scores.masked_fill(~compete, 0).clamp(min=0)
-            slots = slots | _share(weights.reshape(keys.shape).gather(-1, ranking), shares, rule.crossing)
+            shares = shares.double()[:, None, None] if isinstance(shares, Tensor) else shares
+            if rule.over == "row":
+                units = weight_units(scores, compete)
+            else:
+                weights = scores.masked_fill(~compete, 0).clamp(min=0)
+                # a NaN has no weight
+                units = (weights.nan_to_num(0.0).double() * _UNITS).round().long()
+            slots = slots | within_share(units.reshape(keys.shape).gather(-1, ranking), shares, rule.crossing)
         kept = kept | torch.zeros_like(kept).scatter_(-1, ranking, slots)
     return kept.unflatten(3, (rows_in_group, -1)).flatten(2, 3)
-
-
-def _share(ranked: Tensor, shares: Tensor | float, crossing: Crossing) -> Tensor:
-    """Bool mask of the first entries of each row of weights that hold a share of the row."""
-    if isinstance(shares, float | int) and shares >= 1:
-        return torch.ones_like(ranked, dtype=torch.bool)
-    # a NaN has no weight
-    units = (ranked.nan_to_num(0.0).double() * _UNITS).round().long()
-    reached = units.cumsum(-1)
-    total = reached[..., -1:]
-    wanted = total.double() * shares
-    if crossing == "keep":
-        inside = reached - units < wanted
-    elif crossing == "drop":
-        # a row without any weight holds no share of it
-        inside = (reached <= wanted) & (total > 0)
-    else:
-        inside = (reached - units <= wanted) & (total > 0)
-    return inside | (shares >= 1) if isinstance(shares, Tensor) else inside
-
-
-def _softmax(scores: Tensor, compete: Tensor) -> Tensor:
-    """Softmax of each row over its candidates, at least fp32; NaN in a row without any logit above -inf."""
-    logits = scores if scores.dtype == torch.float64 else scores.float()
-    return logits.masked_fill(~compete | scores.isnan(), -math.inf).softmax(-1)
 
 
 def _above(scores: Tensor, allowed: Tensor, deviations: float) -> Tensor:

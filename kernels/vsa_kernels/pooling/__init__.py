@@ -1,7 +1,7 @@
-"""Mean over the tokens of each block."""
+"""Mean over the tokens of each block, and how alike they are."""
 
 from __future__ import annotations
 
-from vsa_kernels.pooling.api import block_mean_pool
+from vsa_kernels.pooling.api import block_mean_and_similarity, block_mean_pool
 
-__all__ = ["block_mean_pool"]
+__all__ = ["block_mean_and_similarity", "block_mean_pool"]

@@ -73,3 +73,24 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 block_mean_pool_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("vsa_kernels::block_mean_and_similarity", mutates_args=())
+def block_mean_and_similarity_op(
+    x: Tensor, center: Tensor | None, offsets: Tensor, max_size: int, min_size: int, backend: str = "reference"
+) -> tuple[Tensor, Tensor]:
+    if not x.shape[0]:
+        return _means_and_similarity_like(x, center, offsets)
+    if backend == "triton":
+        from vsa_kernels.pooling import triton_pool
+
+        return triton_pool.mean_and_similarity(x, center, offsets, max_size, min_size)
+    return reference.mean_and_similarity(x, center, Blocks(offsets=offsets, max_size=max_size, min_size=min_size))
+
+
+def _means_and_similarity_like(x: Tensor, center: Tensor | None, offsets: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
+    means = _means_like(x, offsets)
+    return means, means.new_empty(means.shape[:3])
+
+
+block_mean_and_similarity_op.register_fake(_means_and_similarity_like)

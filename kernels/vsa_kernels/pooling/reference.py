@@ -1,4 +1,4 @@
-"""Block means in plain tensor operations, without atomics: bit-repeatable on every device."""
+"""Block means and similarities in plain tensor operations, without atomics: bit-repeatable on every device."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ def backward(grad: Tensor, blocks: Blocks, num_tokens: int, dtype: torch.dtype) 
         return whole.reshape(B, num_tokens, H, D).contiguous()
     block, _ = token_places(blocks, num_tokens)
     return share.index_select(1, block)
+
+
+def mean_and_similarity(x: Tensor, center: Tensor | None, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Means `[B, N, H, D]` and similarities `[B, N, H]` of x `[B, L, H, D]` less its center `[B, H, D]`."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x if center is None else x - center[:, None]
+    length = x.norm(dim=-1, keepdim=True)
+    sizes = blocks.sizes[:, None, None]
+    units = by_block(torch.where(length > 0, x / length, 0), blocks).sum(2) / sizes
+    return by_block(x, blocks).sum(2) / sizes, units.square().sum(-1)

@@ -1,4 +1,4 @@
-"""Block means as one streaming pass over the tokens, and their gradient as one streaming pass of stores.
+"""Block means, and similarities, as one streaming pass over the tokens; gradients as one streaming pass of stores.
 
 A program handles one block of tokens and a few heads of one tensor. Its columns are (head, dim) pairs, laid out so
 that one load instruction of its warps is one row of 16-byte accesses: sums over tokens stay inside a thread.
@@ -96,6 +96,49 @@ def _mean_pool_kernel(
 
 
 @triton.jit
+def _similarity_pool_kernel(
+    x, center, offsets, means, similarity, num_heads, num_blocks, stride_b, stride_l, stride_h, center_b, center_h,
+    HAS_CENTER: tl.constexpr,
+    SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    num_groups = tl.cdiv(num_heads, HEADS)
+    i_g = tl.program_id(0) % num_groups
+    i_n = tl.program_id(0) // num_groups
+    i_b = tl.program_id(1)
+    start, size = _span(offsets, i_n, SIZE)
+    o_t = tl.arange(0, BLOCK_T)
+    o_h = i_g * HEADS + tl.arange(0, HEADS)
+    o_d = tl.arange(0, BLOCK_D)
+    m_h = o_h < num_heads
+    # [HEADS, BLOCK_D]
+    m_c = m_h[:, None] & (o_d < D)[None, :]
+    p_x = x + i_b.to(tl.int64) * stride_b + start * stride_l + o_h.to(tl.int64)[:, None] * stride_h + o_d[None, :]
+    b_center = tl.zeros((HEADS, BLOCK_D), tl.float32)
+    if HAS_CENTER:
+        p_center = center + i_b.to(tl.int64) * center_b + o_h.to(tl.int64)[:, None] * center_h + o_d[None, :]
+        b_center = tl.load(p_center, mask=m_c, other=0.0)
+    b_sum = tl.zeros((HEADS, BLOCK_D), tl.float32)
+    b_units = tl.zeros((HEADS, BLOCK_D), tl.float32)
+    for t in range(0, size, BLOCK_T):
+        # [BLOCK_T, HEADS, BLOCK_D]
+        m_x = (t + o_t < size)[:, None, None] & m_c[None, :, :]
+        b_x = tl.load(p_x[None, :, :] + (t + o_t).to(tl.int64)[:, None, None] * stride_l, mask=m_x, other=0.0)
+        b_x = b_x.to(tl.float32)
+        if HAS_CENTER:
+            b_x = tl.where(m_x, b_x - b_center[None, :, :], 0.0)
+        b_sum += tl.sum(b_x, 0)
+        # [BLOCK_T, HEADS]
+        b_length = tl.sum(b_x * b_x, 2)
+        # a token of zeros stays one
+        b_inverse = 1.0 / tl.sqrt(tl.where(b_length == 0, 1.0, b_length))
+        b_units += tl.sum(b_x * b_inverse[:, :, None], 0)
+    row = (i_b.to(tl.int64) * num_blocks + i_n) * num_heads + o_h
+    tl.store(means + row[:, None] * D + o_d[None, :], tl.div_rn(b_sum, size.to(tl.float32)), mask=m_c)
+    b_units = tl.div_rn(b_units, size.to(tl.float32))
+    tl.store(similarity + row, tl.sum(b_units * b_units, 1), mask=m_h)
+
+
+@triton.jit
 def _mean_pool_grad_kernel(
     grad, dx, offsets, num_heads, num_blocks, num_tokens,
     SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -159,6 +202,48 @@ def forward(xs: Sequence[Tensor], offsets: Tensor, max_size: int, min_size: int)
         **constants,
     )
     return tuple(means)
+
+
+def mean_and_similarity(
+    x: Tensor, center: Tensor | None, offsets: Tensor, max_size: int, min_size: int
+) -> tuple[Tensor, Tensor]:
+    """Block means, and the squared norm of the mean of a block's tokens at length 1, in one read of the tokens.
+
+    Args:
+        x: `[B, L, H, D]` tokens in fp32, fp16 or bf16.
+        center: fp32 `[B, H, D]`, subtracted from every token first; None: nothing is.
+        offsets: int32 `[N + 1]` first token of every block.
+        max_size: tokens in the largest block.
+        min_size: tokens in the smallest block.
+
+    Returns:
+        fp32 `[B, N, H, D]` and `[B, N, H]`.
+    """
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    B, _, H, D = x.shape
+    N = offsets.shape[0] - 1
+    means = x.new_empty((B, N, H, D), dtype=torch.float32)
+    similarity = x.new_empty((B, N, H), dtype=torch.float32)
+    # a pointer that is never read stands in for what is absent
+    middle = means[:, 0] if center is None else center.contiguous()
+    constants = _tile(H, D, x.dtype)
+    launch(
+        _similarity_pool_kernel,
+        (triton.cdiv(H, constants["HEADS"]) * N, B),
+        x,
+        middle,
+        offsets,
+        means,
+        similarity,
+        H,
+        N,
+        *x.stride()[:3],
+        *middle.stride()[:2],
+        HAS_CENTER=center is not None,
+        SIZE=max_size if max_size == min_size else 0,
+        **constants,
+    )
+    return means, similarity
 
 
 def backward(

@@ -1,4 +1,4 @@
-"""The public call of block selection. B batch, H heads, Nq / Nkv query / kv blocks, Kmax list capacity."""
+"""The public calls of block selection. B batch, H heads, Nq / Nkv query / kv blocks, Kmax list capacity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 from vsa_kernels.block_index import BlockIndex
 from vsa_kernels.checks import check_allowed, check_device
 from vsa_kernels.dispatch import resolve_plain
-from vsa_kernels.selection.op import select_topk_op, unsupported
+from vsa_kernels.selection.op import MAX_COLUMNS, MAX_SHARE_COLUMNS, select_share_op, select_topk_op, unsupported
+from vsa_kernels.selection.weights import CROSSINGS, Crossing
 
 _CAPACITY_STEP = 32
 
@@ -44,19 +45,11 @@ def select_topk(
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (top-k).
     """
-    if scores.ndim != 4 or not scores.is_floating_point():
-        raise ValueError(f"scores must be a float [B, H, Nq, Nkv], got {scores.dtype} {list(scores.shape)}")
-    if 0 in scores.shape[1:]:
-        raise ValueError(f"scores must have at least one head, query block and kv block, got {list(scores.shape)}")
+    _check_scores(scores)
     num_q, num_kv = scores.shape[2], scores.shape[3]
     for name, allowed in (("candidates", candidates), ("always", always)):
         check_allowed(name, allowed, num_q, num_kv, "scores", scores)
-    # scores have no head dim to refuse
-    chosen, refusal = resolve_plain(backend, scores.device, scores.dtype), unsupported(scores)
-    if refusal is not None:
-        if backend == "triton":
-            raise ValueError(f"backend triton {refusal}")
-        chosen = "reference"
+    chosen = _resolve(backend, scores, MAX_COLUMNS)
     kept, per_row = None, None
     if isinstance(topk, Tensor):
         if topk.shape != (num_q,) or topk.dtype != torch.int32:
@@ -72,6 +65,87 @@ def select_topk(
     indices, counts = select_topk_op(scores.detach(), kept, per_row, candidates, always, capacity, chosen)
     least = known if candidates is None else None
     return BlockIndex(kv_indices=indices, kv_num_blocks=counts, max_blocks=known, min_blocks=least)
+
+
+def select_share(
+    scores: Tensor,
+    share: float | Tensor,
+    *,
+    crossing: Crossing,
+    candidates: Tensor | None = None,
+    always: Tensor | None = None,
+    backend: str | None = None,
+) -> BlockIndex:
+    """The best candidates of each row that hold a share of its softmax (top-p), and every `always` block with them.
+
+    Exact and deterministic: equal scores (0.0 and -0.0 are equal) go to the lowest index, NaN ranks below -inf, and
+    sums are of the whole units of `weights.py`, the same on every backend and device. A row with any candidate keeps
+    at least its best one; a share of 1 keeps all of them, those without weight too. The choice is not differentiable
+    and never waits for the device.
+
+    Args:
+        scores: `[B, H, Nq, Nkv]` logits of any float dtype.
+        share: above 0 and at most 1; or floating `[H]`, one per head, whose values are not read on the host (above 1
+            counts as 1; 0, less and NaN keep the best candidate alone).
+        crossing: keep: the smallest set that holds at least the share (FG-Attn, NABLA); drop: the largest set that
+            holds at most the share (SpargeAttn); exceed: the smallest set that holds more than the share (SVG2).
+        candidates: bool, blocks that may compete and make up the softmax; None: all. Broadcasts to the scores.
+        always: bool, blocks every row lists whatever their score; they neither compete nor count. Broadcasts too.
+        backend: `reference`, `triton` (at most 8192 kv blocks) or None (`triton` where it can run, else `reference`).
+
+    Returns:
+        Ascending index with capacity Nkv; the host knows no bound of its counts.
+
+    Raises:
+        ValueError: a share that is no share (numbers only), an unknown crossing, shapes, dtypes or devices that do not
+            fit, or a backend that is unknown or cannot take the scores.
+
+    Source: Zhang et al., "SpargeAttention" (arXiv 2502.18137), Algorithm 1 (TopCdf, drop); FG-Attn (arXiv 2509.16518),
+    section 5.3 (keep); code of Sparse VideoGen 2 (arXiv 2505.18875, exceed).
+    """
+    _check_scores(scores)
+    if crossing not in CROSSINGS:
+        raise ValueError(f"crossing must be one of {', '.join(CROSSINGS)}, got {crossing!r}")
+    candidates, always = _by_head("candidates", candidates, scores), _by_head("always", always, scores)
+    heads = scores.shape[1]
+    if isinstance(share, Tensor):
+        if share.shape not in ((heads,), (1,)) or not share.is_floating_point():
+            raise ValueError(f"share must be a number or floating {[heads]}, got {share.dtype} {list(share.shape)}")
+        check_device("share", share, "scores", scores)
+        shares = share.detach().double().expand(heads)
+    elif not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, got {share}")
+    else:
+        shares = scores.new_full((heads,), share, dtype=torch.float64)
+    chosen = _resolve(backend, scores, MAX_SHARE_COLUMNS)
+    indices, counts = select_share_op(scores.detach(), shares, crossing, candidates, always, chosen)
+    return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
+
+
+def _check_scores(scores: Tensor) -> None:
+    if scores.ndim != 4 or not scores.is_floating_point():
+        raise ValueError(f"scores must be a float [B, H, Nq, Nkv], got {scores.dtype} {list(scores.shape)}")
+    if 0 in scores.shape[1:]:
+        raise ValueError(f"scores must have at least one head, query block and kv block, got {list(scores.shape)}")
+
+
+def _by_head(name: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
+    """A mask with the four dims of the scores, 1 where it says the same for all."""
+    if mask is None:
+        return None
+    sizes, wanted = (1,) * (4 - mask.ndim) + tuple(mask.shape), tuple(scores.shape)
+    if mask.dtype != torch.bool or len(sizes) > 4 or any(n not in (1, m) for n, m in zip(sizes, wanted, strict=True)):
+        raise ValueError(f"{name} must be bool and broadcast to {list(wanted)}, got {mask.dtype} {list(mask.shape)}")
+    check_device(name, mask, "scores", scores)
+    return mask.view(sizes)
+
+
+def _resolve(backend: str | None, scores: Tensor, most: int) -> str:
+    # scores have no head dim to refuse
+    chosen, refusal = resolve_plain(backend, scores.device, scores.dtype), unsupported(scores, most)
+    if refusal is not None and backend == "triton":
+        raise ValueError(f"backend triton {refusal}")
+    return chosen if refusal is None else "reference"
 
 
 def list_capacity(topk: int, num_kv: int) -> int:

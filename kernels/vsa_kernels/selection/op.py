@@ -1,24 +1,27 @@
-"""Registered op of block selection; integer outputs, so there is no gradient and no matmul to count."""
+"""Registered ops of block selection; integer outputs, so there is no gradient and no matmul to count."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from vsa_kernels.selection import reference
+from vsa_kernels.selection.weights import Crossing
 
 MAX_COLUMNS = 4096
-"""Kv blocks up to which `triton` selects: it holds a row in registers."""
+"""Kv blocks up to which `triton` selects by count: it holds a row in registers."""
+MAX_SHARE_COLUMNS = 8192
+"""The same by share, where it takes more warps."""
 
 
-def unsupported(scores: Tensor) -> str | None:
-    """Why the backend `triton` cannot take these scores; None when it can."""
+def unsupported(scores: Tensor, most: int = MAX_COLUMNS) -> str | None:
+    """Why the backend `triton` cannot take these scores in rows of at most so many; None when it can."""
     if scores.dtype == torch.float64:
         return "takes no float64 scores"
-    if scores.shape[-1] > MAX_COLUMNS:
-        return f"takes at most {MAX_COLUMNS} kv blocks, got {scores.shape[-1]}"
+    if scores.shape[-1] > most:
+        return f"takes at most {most} kv blocks, got {scores.shape[-1]}"
     return None
 
 
@@ -47,3 +50,28 @@ def _lists_like(scores: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 select_topk_op.register_fake(_lists_like)
+
+
+@torch.library.custom_op("vsa_kernels::select_share", mutates_args=())
+def select_share_op(
+    scores: Tensor,
+    shares: Tensor,
+    crossing: str,
+    candidates: Tensor | None,
+    always: Tensor | None,
+    backend: str = "reference",
+) -> tuple[Tensor, Tensor]:
+    if not scores.shape[0]:
+        return _whole_lists_like(scores)
+    if backend == "triton":
+        from vsa_kernels.selection import triton_share
+
+        return triton_share.select(scores, shares, cast(Crossing, crossing), candidates, always)
+    return reference.select_share(scores, shares, cast(Crossing, crossing), candidates, always)
+
+
+def _whole_lists_like(scores: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
+    return scores.new_empty(scores.shape, dtype=torch.int32), scores.new_empty(scores.shape[:3], dtype=torch.int32)
+
+
+select_share_op.register_fake(_whole_lists_like)

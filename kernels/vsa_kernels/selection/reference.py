@@ -1,9 +1,11 @@
-"""Exact top-k by a stable sort of total-order integer keys."""
+"""Exact selection, by count or by share, by a stable sort of total-order integer keys."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from vsa_kernels.selection.weights import Crossing, weight_units, within_share
 
 
 def select(
@@ -33,6 +35,26 @@ def select(
     kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ranking, (slot < limit[:, None]).expand_as(ranking))
     if always is not None:
         kept = kept | always
+    return _lists(kept, capacity)
+
+
+def select_share(
+    scores: Tensor, shares: Tensor, crossing: Crossing, candidates: Tensor | None, always: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Indices `[B, H, Nq, Nkv]` and counts `[B, H, Nq]`; arguments as in `triton_share.select`."""
+    compete = torch.ones_like(scores, dtype=torch.bool) if candidates is None else candidates
+    if always is not None:
+        compete = compete & ~always
+    keys = order_keys(scores)
+    ranking = _ranking(keys.masked_fill(~compete, torch.iinfo(keys.dtype).min))
+    inside = within_share(weight_units(scores, compete).gather(-1, ranking), shares[:, None, None], crossing)
+    # at least the best
+    inside[..., 0] = True
+    kept = torch.zeros_like(inside).scatter_(-1, ranking, inside) & compete
+    return _lists(kept if always is None else kept | always, scores.shape[-1])
+
+
+def _lists(kept: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     # a stable sort of the negated mask lists the kept blocks first, ascending
     indices = torch.sort((~kept).to(torch.int8), dim=-1, stable=True).indices[..., :capacity]
     return indices.to(torch.int32).contiguous(), kept.sum(-1, dtype=torch.int32)

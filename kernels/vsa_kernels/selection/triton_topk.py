@@ -19,26 +19,12 @@ from torch import Tensor
 from vsa_kernels.launch import launch
 from vsa_kernels.selection import reference
 from vsa_kernels.selection.op import unsupported
+from vsa_kernels.selection.triton_keys import key_value, value_keys
 
 # Halvings of the value range before the key range is halved: values are spread far more evenly than their bits.
 _VALUE_STEPS = tl.constexpr(16)
 # Key of a tie in column 0, above the number of columns.
 _LAST_TIE = tl.constexpr(8192)
-
-
-@triton.jit
-def _value_keys(x):
-    """Unsigned keys in the order of the fp32 values x; -0.0 below 0.0, NaN anywhere."""
-    bits = x.to(tl.int32, bitcast=True)
-    # a negative value flips all bits, so that it descends with its magnitude, any other only the sign
-    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _key_value(key):
-    """The fp32 value of a key."""
-    bits = key.to(tl.int32, bitcast=True)
-    return (bits ^ (~(bits >> 31) | -2147483648)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -52,7 +38,7 @@ def _load_keys(
     # adding 0 turns -0.0 into 0.0
     b_x = tl.load(scores + o_n, mask=m_n, other=0.0).to(tl.float32) + 0.0
     # [BLOCK]
-    keys = tl.where(b_x == b_x, _value_keys(b_x), tl.full((BLOCK,), 1, tl.uint32))
+    keys = tl.where(b_x == b_x, value_keys(b_x), tl.full((BLOCK,), 1, tl.uint32))
     compete = m_n
     if HAS_CANDIDATES:
         compete = compete & (tl.load(candidates + o_n, mask=m_n, other=0) != 0)
@@ -143,12 +129,12 @@ def _topk_kernel(
     low = tl.full((), 1, tl.uint32)
     high = tl.where(limit == competing, low, highest + 1)
     num_reached = tl.where(limit == competing, limit, 0)
-    low_value = _key_value(lowest)
-    high_value = _key_value(highest)
+    low_value = key_value(lowest)
+    high_value = key_value(highest)
     step = 0
     while (high - low > 1) & (num_reached != limit):
         middle_value = 0.5 * low_value + 0.5 * high_value
-        middle = _value_keys(middle_value)
+        middle = value_keys(middle_value)
         # any threshold strictly inside is right, so the value (infinite, NaN or rounded) only has to be good
         good = (middle > low) & (middle < high) & (step < _VALUE_STEPS)
         middle = tl.where(good, middle, low + ((high - low) >> 1))
