@@ -122,6 +122,7 @@ def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe):
     assert all(row.seconds > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_plan_is_of_all_but_dense_attention(pipe):
     methods = parse_methods(["video_sparse topk=3", "spatial_full"], tile_thw=TILE)
     plan = pipeline_plan(pipe, methods, CLIP, {"dense_steps": 1, "step_topk": [(2, 5)]})
