@@ -99,8 +99,8 @@ def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe):
     assert sum(done) == len(methods) * CLIP.steps
     full, few, every, spatial = rows
     assert (full.density, full.psnr, full.ssim) == (1, None, None)
-    # the first of the two layers of spatial_full sees its frame
-    assert (every.density, spatial.density) == (1, (15 / 30 + 1) / 2)
+    # a frame of two
+    assert (every.density, spatial.density) == (1, 0.5)
 
     def sampled() -> Tensor:
         seeds = clip_seeds(2, 1).tolist()
@@ -122,12 +122,13 @@ def test_a_method_denoises_as_the_pipeline_under_its_mask(pipe):
     assert all(row.seconds > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_plan_is_of_all_but_dense_attention(pipe):
     methods = parse_methods(["video_sparse topk=3", "spatial_full"], tile_thw=TILE)
     plan = pipeline_plan(pipe, methods, CLIP, {"dense_steps": 1, "step_topk": [(2, 5)]})
     rows = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, plan, seed=2)
     # all tiles, its own 3, and 5; attention that selects none is dense in the first step
-    assert [row.density for row in rows] == pytest.approx([1, (1 + 0.3 + 0.5) / 3, (1 + 2 * 0.75) / 3])
+    assert [row.density for row in rows] == pytest.approx([1, (1 + 0.3 + 0.5) / 3, (1 + 2 * 0.5) / 3])
     alone = compare_pipeline(pipe, PROMPTS[:1], methods, CLIP, DenoisingPlan(dense_steps=3), seed=2)
     assert [row.density for row in alone] == [1, 1, 1]
     assert min(row.psnr or 0 for row in alone[1:]) > 80
