@@ -221,7 +221,7 @@ def problems(draw, most=(26, 10, 6)):
 
 
 @given(problems(), st.sampled_from(["static", "dynamic"]), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_counts_are_those_of_dense_masks(problem, tiling, one_d):
     check_counts(problem, tiling, one_d)
 
@@ -268,7 +268,7 @@ def test_every_option_changes_the_counts(change):
 
 
 @given(problems(), st.sampled_from(["static", "dynamic"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_without_masks_tiles_save_what_flops_save(problem, tiling):
     """The paper's criterion, where tiles divide the grid and no axis is causal."""
     halves = [math.gcd(n, side) for n, side in zip(problem["grid"], problem["kv_tile"], strict=True)]
@@ -286,7 +286,7 @@ def test_counting_in_portions_changes_nothing(problem, tiling):
 
 
 @given(problems(most=(12, 6, 4)), st.sampled_from(["static", "dynamic"]), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_only_dominated_strides_are_left_out(problem, tiling, one_d):
     del problem["stride"]
     strides = itertools.product(*(range(1, w + 1) for w in problem["window"]))
