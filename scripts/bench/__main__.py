@@ -6,6 +6,7 @@
 fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
+dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with what its selections cost
 vsa     the whole operator
 layer   a DiT layer, dense against sparse
 step    a training step of a whole DiT
@@ -33,13 +34,15 @@ from vsa.errors import one_line_errors
 from vsa.files import atomic_file
 from vsa.machine import machine, versions
 
-from .cases import CASES, NETWORK_CASES, measure_shape
+from .cases import CASES, OWN_LISTS, measure_shape
 from .neighborhood import grid_of, window_shapes
 from .peers import PEERS
 from .problems import LISTS, choose_shapes
 from .timing import Setup
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
+# first words of ops that skip nothing
+_NO_SPARSITY = ("dense", "free", "text", "VAE", "permutation", "reorder", "scores of", "top-")
 
 
 def table(report: dict[str, Any]) -> str:
@@ -53,9 +56,7 @@ def table(report: dict[str, Any]) -> str:
         "shape": lambda r: r["name"],
         "B x H x L x D": lambda r: " x ".join(str(r[name]) for name in _SIZE),
         "block": lambda r: r["block"] if r.get("q_block", r["block"]) == r["block"] else f"{r['q_block']}x{r['block']}",
-        "sparsity": lambda r: (
-            "-" if r["op"].startswith(("dense", "free", "text", "VAE", "permutation")) else f"{r['sparsity']:.1%}"
-        ),
+        "sparsity": lambda r: "-" if r["op"].startswith(_NO_SPARSITY) else f"{r['sparsity']:.1%}",
         "lists": lambda r: r.get("lists"),
         "window": lambda r: r.get("window"),
         "stride": lambda r: r.get("stride") or "-",
@@ -202,7 +203,7 @@ def main(argv: list[str]) -> None:
                 "--q-tile", type=grid_of, metavar="TxHxW", help="tokens of a query tile (default by shape)"
             )
             sub.add_argument("--kv-tile", type=grid_of, metavar="TxHxW", help="of a kv tile; one divides the other")
-        elif name not in NETWORK_CASES:
+        elif name not in OWN_LISTS:
             sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
         sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; by time on cuda)")
         sub.add_argument(
