@@ -7,6 +7,7 @@ fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
 fine_grained  FG-Attn's kernel on random masks of small tiles, its planning apart, and on lists of uneven length
+dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with what its selections cost
 vsa     the whole operator
 layer   a DiT layer, dense against sparse
 step    a training step of a whole DiT
@@ -34,7 +35,7 @@ from vsa.errors import one_line_errors
 from vsa.files import atomic_file
 from vsa.machine import machine, versions
 
-from .cases import CASES, NETWORK_CASES, measure_shape
+from .cases import CASES, OWN_LISTS, measure_shape
 from .fine_grained import mask_shapes, share_of, tokens_of
 from .neighborhood import grid_of, window_shapes
 from .peers import PEERS
@@ -42,6 +43,8 @@ from .problems import LISTS, choose_shapes
 from .timing import Setup
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
+# first words of ops that skip nothing
+_NO_SPARSITY = ("dense", "free", "text", "VAE", "permutation", "reorder", "scores of", "top-")
 
 
 def table(report: dict[str, Any]) -> str:
@@ -55,9 +58,7 @@ def table(report: dict[str, Any]) -> str:
         "shape": lambda r: r["name"],
         "B x H x L x D": lambda r: " x ".join(str(r[name]) for name in _SIZE),
         "block": lambda r: r["block"] if r.get("q_block", r["block"]) == r["block"] else f"{r['q_block']}x{r['block']}",
-        "sparsity": lambda r: (
-            "-" if r["op"].startswith(("dense", "free", "text", "VAE", "permutation")) else f"{r['sparsity']:.1%}"
-        ),
+        "sparsity": lambda r: "-" if r["op"].startswith(_NO_SPARSITY) else f"{r['sparsity']:.1%}",
         "lists": lambda r: r.get("lists"),
         "computed": lambda r: _percent(r.get("computed")),
         "window": lambda r: r.get("window"),
@@ -217,7 +218,7 @@ def main(argv: list[str]) -> None:
             )
             sub.add_argument("--kv-tokens", type=tokens_of, nargs="+", metavar="N", help="of a kv tile")
             sub.add_argument("--sparsities", type=share_of, nargs="+", metavar="SHARE", help="of the tiles, dropped")
-        elif name not in NETWORK_CASES:
+        elif name not in OWN_LISTS:
             sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
         sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; by time on cuda)")
         sub.add_argument(

@@ -19,6 +19,7 @@ from . import checks
 from .checks import Layer
 from .denoise import denoise
 from .distill import distill
+from .dynamic_hilbert import dynamic_hilbert
 from .fine_grained import check_groups, fine_grained
 from .neighborhood import check_strides, neighborhood
 from .peers import add_peers
@@ -139,11 +140,16 @@ CASES = {
     "step": Case(step, _check_network),
     "neighborhood": Case(neighborhood, lambda backend, s: [check_strides(backend, s.dtype, s.device)]),
     "fine_grained": Case(fine_grained, lambda backend, s: [check_groups(backend, s.dtype, s.device)]),
+    "dynamic_hilbert": Case(
+        dynamic_hilbert, lambda backend, s: [checks.check(backend, s.dtype, s.device)], ["wan14b-21x45x80"]
+    ),
     "distill": Case(distill, _check_network, ["wan1.3b-distill"]),
     "denoise": Case(denoise, _check_network, ["wan1.3b-distill"]),
 }
 NETWORK_CASES = ("layer", "step", "distill", "denoise")
-"""Those of whole layers and networks, which list their own blocks."""
+"""Those of whole layers and networks."""
+OWN_LISTS = (*NETWORK_CASES, "neighborhood", "fine_grained", "dynamic_hilbert")
+"""Those that list their own blocks."""
 
 
 def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
@@ -156,7 +162,7 @@ def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():
         got = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
-    if case not in (*NETWORK_CASES, "neighborhood", "fine_grained"):
+    if case not in OWN_LISTS:
         common["lists"] = setup.lists
     return Measured([{**common, **row} for row in got.rows], got.skipped, got.notes)
 

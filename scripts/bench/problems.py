@@ -92,6 +92,8 @@ EXTRA_SHAPES = (
     Shape(name="wan14b-720p", grid_thw=(16, 60, 80), heads=40, head_dim=128, topk=120),
     # 80% sparse, as distillation is published
     Shape(name="wan1.3b-distill", grid_thw=(16, 28, 52), heads=12, head_dim=128, topk=73),
+    # tiles of 128, as DFSAttn's blocks
+    Shape(name="wan14b-21x45x80", grid_thw=(21, 45, 80), tile_thw=(4, 8, 4), heads=40, head_dim=128, topk=177),
     # tries the script itself, on any device
     Shape(name="smoke", grid_thw=(3, 5, 4), tile_thw=(2, 2, 2), heads=2, head_dim=16, topk=4),
 )

@@ -7,6 +7,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from vsa.attention.dynamic_hilbert import DynamicHilbertAttention
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import Segment
 from vsa.attention.sparge.method import SpargeAttention
@@ -18,7 +19,13 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize(
-    ("name", "cls"), [("video_sparse", VideoSparseAttention), ("full", FullAttention), ("sparge", SpargeAttention)]
+    ("name", "cls"),
+    [
+        ("video_sparse", VideoSparseAttention),
+        ("full", FullAttention),
+        ("sparge", SpargeAttention),
+        ("dynamic_hilbert", DynamicHilbertAttention),
+    ],
 )
 def test_attention_configs_are_factories(name, cls):
     whole = {"tile_thw": [4, 4, 4], "start": OmegaConf.load(CONFIGS / "start" / "scratch.yaml")}

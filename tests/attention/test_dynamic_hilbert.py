@@ -82,14 +82,12 @@ class Setting:
             found = [x[sub].sum(0) / (self.sub_tokens if zero else len(sub)) for sub in block]
             return found + [torch.zeros(DIM, dtype=x.dtype)] * (places - len(block) if zero else 0)
 
-        keys = [means(k, block) for block in subs]
+        keys = [torch.stack(means(k, block)) for block in subs]
         total = torch.zeros(len(video), len(video), dtype=q.dtype)
         for i, block in enumerate(subs):
-            for query in means(q, block):
-                weights = [[math.exp(float(query @ key) / math.sqrt(DIM)) for key in keys_of] for keys_of in keys]
-                mass = sum(map(sum, weights))
-                for j, some in enumerate(weights):
-                    total[i, j] += sum(some) / mass
+            weights = (torch.stack(means(q, block)) @ torch.cat(keys).T / math.sqrt(DIM)).exp()
+            shares = (weights / weights.sum(1, keepdim=True)).sum(0)
+            total[i] = torch.stack([share.sum() for share in shares.split([len(some) for some in keys])])
         return total
 
     def mask(self, q, k):
@@ -101,11 +99,11 @@ class Setting:
         seen, margin = torch.zeros(HEADS, self.length, self.length, dtype=torch.bool), math.inf
         texts = [token for block in text for token in block]
         for head in range(HEADS):
-            scores = self.scores(q[0, :, head], k[0, :, head])
+            scores = self.scores(q[0, :, head], k[0, :, head]).tolist()
             for i, block in enumerate(video):
-                ranked = sorted(range(len(video)), key=lambda j: (-float(scores[i, j]), j))
+                ranked = sorted(range(len(video)), key=lambda j, row=scores[i]: (-row[j], j))
                 if kept < len(video):
-                    margin = min(margin, float(scores[i, ranked[kept - 1]] - scores[i, ranked[kept]]))
+                    margin = min(margin, scores[i][ranked[kept - 1]] - scores[i][ranked[kept]])
                 visible = [token for j in ranked[:kept] for token in video[j]] + texts
                 seen[head, torch.tensor(block)[:, None], torch.tensor(visible)] = True
             seen[head, texts] = True
@@ -162,7 +160,7 @@ def drawn(draw) -> Setting:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @example(Setting())
 @example(Setting(texts=(3, 20), padding="zeros"))
 @given(drawn())
@@ -171,7 +169,7 @@ def test_masks_and_outputs_by_definition(setting):
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(drawn())
 def test_masks_and_outputs_by_definition_thousands_of_times(setting):
     check(setting)

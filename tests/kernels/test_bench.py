@@ -207,6 +207,32 @@ def test_a_window_is_three_numbers(bench, strides, text, capsys):
     assert f"must be three positive numbers as in 18x24x24, got '{text}'" in capsys.readouterr().err
 
 
+def test_a_schedule_is_the_mean_of_its_steps(bench, tmp_path, capsys):
+    out = tmp_path / "report.json"
+    bench.main(["dynamic_hilbert", *FAST, "--out", str(out)])
+    report = json.loads(out.read_text())
+    # 8 blocks: 30%, 20% and 10% of them, rounded down to one at least
+    rows = {row["op"]: row for row in report["rows"]}
+    assert list(rows) == [
+        *("dense", "reorder of q, k, v, out", "scores of sub-blocks"),
+        *("top-2", "gather, top-2", "top-1", "gather, top-1"),
+        *("gather, mean of the sparse steps", "gather, mean, reordered in each"),
+    ]
+    assert {row["pass"] for row in rows.values()} == {"forward"}
+    # 12 steps of 38 keep 2 blocks, 26 one; three of them select
+    ms = {name: row["median_ms"] for name, row in rows.items()}
+    mean = 12 * ms["gather, top-2"] + 26 * ms["gather, top-1"] + 3 * ms["scores of sub-blocks"]
+    mean = (mean + ms["top-2"] + 2 * ms["top-1"]) / 38
+    assert ms["gather, mean of the sparse steps"] == pytest.approx(mean, abs=1e-3)
+    assert ms["gather, mean, reordered in each"] == pytest.approx(mean + ms["reorder of q, k, v, out"], abs=1e-3)
+    assert rows["gather, mean of the sparse steps"]["sparsity"] == pytest.approx(1 - 50 / 38 / 8)
+    assert rows["gather, mean of the sparse steps"]["baseline"] == "dense"
+    printed = capsys.readouterr().out
+    assert (
+        "tiny: 38 of 50 steps are sparse, 83.55% in the mean: bound 6.08x by listed blocks; 3 of them select" in printed
+    )
+
+
 def test_a_wrong_neighborhood_stops_its_case(bench, checks, strides, monkeypatch, capsys):
     monkeypatch.setattr(strides, "run", _damaged(strides.run, lambda got: {**got, "dq": got["dq"] * 1.01}))
     with pytest.raises(ValueError, match="backend gather is wrong, no speed is printed: dq"):

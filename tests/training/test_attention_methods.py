@@ -32,6 +32,13 @@ METHODS = [
         "attention.allow_training=true",
     ),
     ("attention=fine_grained", "~attention.tile_thw", "attention.kv_tokens=4", "attention.allow_training=true"),
+    (
+        "attention=dynamic_hilbert",
+        "~attention.tile_thw",
+        "attention.tokens=4",
+        "attention.sub_tokens=2",
+        "attention.allow_training=true",
+    ),
     ("attention=pooled_tail", "attention.order=2", "attention.score=mass"),
     ("attention=staged", "attention.stages=l"),
     ("attention=staged", "attention.stages=c_f_l", "attention.window_thw=[1,1,3]"),
@@ -116,6 +123,14 @@ def test_an_export_without_its_attention_says_so(training, tmp_path):
     training("attention=pooled_tail", "trainer.max_steps=1")
     told = convert(open_weights(training.folder()), tmp_path / "out", Conversion(golden=False))
     assert f"no file of {tmp_path / 'out'} says that the weights were trained with PooledTail" in told[-1]
+
+
+def test_a_training_free_method_says_how_to_train_it(training):
+    runs = ("attention=dynamic_hilbert", "~attention.tile_thw", "attention.tokens=4", "attention.sub_tokens=2")
+    with pytest.raises(
+        ValueError, match=r"^attention=dynamic_hilbert is training-free: .* set attention\.allow_training"
+    ):
+        training(*runs, "trainer.max_steps=1")
 
 
 WINDOWS = ("attention=neighborhood", "attention.window_thw=[2,3,1.0]", "attention.tile_thw=[1,2,2]")
