@@ -223,6 +223,20 @@ def fine(p: Problem) -> None:
         triton_bwd.backward(out, delta, lse, q, k, v, mask, 0.1, **share)
 
 
+def skipping(p: Problem) -> None:
+    """Attention that skips, with both denominators."""
+    from vsa_kernels.skipping import triton_skipping
+
+    if p.dtype == "fp32":
+        # whole blocks of exact fp32 spill; it is for tests
+        return
+    mask, kv_heads = p.mask(), p.heads // p.group
+    q, k, v = p.tokens(mask.q_blocks, p.heads), *(p.tokens(mask.kv_blocks, kv_heads) for _ in range(2))
+    lists, rows = (mask.index, mask.q_blocks, mask.kv_blocks, torch.empty(p.heads)), p.blocks[0] // 4
+    for keeps_sum in (True, False):
+        triton_skipping.forward(q, k, v, *lists, rows, keeps_sum, 0.1)
+
+
 def coarse(p: Problem) -> None:
     """Dense attention over the block means, in whole tiles and not."""
     from vsa_kernels.block_sparse import triton_bwd, triton_fwd
@@ -331,7 +345,9 @@ def gathered(p: Problem) -> None:
     triton_group.group(torch.zeros(1, 1, 2048, 96, dtype=torch.bool), size)
 
 
-STAGES: tuple[Callable[[Problem], None], ...] = (fine, coarse, transpose, pooling, selection, gates, operator, gathered)
+STAGES: tuple[Callable[[Problem], None], ...] = (
+    fine, skipping, coarse, transpose, pooling, selection, gates, operator, gathered,
+)  # fmt: skip
 BY_SHAPE = (fine, pooling, gates, operator)
 MASKED = (fine, gathered)
 
