@@ -5,6 +5,7 @@
 
 fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
+selection  which blocks: by share beside top-k and a sort, and SpargeAttn's prediction beside dense attention
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
 fine_grained  FG-Attn's kernel on random masks of small tiles, its planning apart, and on lists of uneven length
 dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with what its selections cost
@@ -148,7 +149,7 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         shapes = mask_shapes(args, device)
     else:
         shapes = choose_shapes(args.shapes or usual, args.all, device)
-    if args.case not in ("fine", "neighborhood", "fine_grained") and args.shapes is None:
+    if args.case not in ("fine", "selection", "neighborhood", "fine_grained") and args.shapes is None:
         shapes = [shape for shape in shapes if shape.group == 1]
     report: dict[str, Any] = {
         "case": args.case,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ from .dynamic_hilbert import dynamic_hilbert
 from .fine_grained import check_groups, fine_grained
 from .neighborhood import check_strides, neighborhood
 from .peers import add_peers
-from .problems import Problem, Shape, pair_counts, problem
+from .problems import SELECTION_SHAPES, Problem, Shape, pair_counts, problem
+from .selection import check_selection, selection
 from .step import TEXT_TOKENS, TrainingStep, attention_of
 from .timing import BACKWARD, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
 
@@ -138,6 +140,11 @@ CASES = {
     "vsa": Case(vsa, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
     "layer": Case(layer, _check_network),
     "step": Case(step, _check_network),
+    "selection": Case(
+        selection,
+        lambda backend, s: check_selection(replace(s, backends=[backend])),
+        [s.name for s in SELECTION_SHAPES],
+    ),
     "neighborhood": Case(neighborhood, lambda backend, s: [check_strides(backend, s.dtype, s.device)]),
     "fine_grained": Case(fine_grained, lambda backend, s: [check_groups(backend, s.dtype, s.device)]),
     "dynamic_hilbert": Case(
@@ -157,8 +164,8 @@ def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     say(f"{case} {shape.name}")
     if shape.group > 1 and case in NETWORK_CASES:
         return Measured([], {case: "has query blocks of one tile"})
-    if shape.group > 1 and case != "fine":
-        raise ValueError(f"shape {shape.name} has query blocks of its own: it is for the case fine")
+    if shape.group > 1 and case not in ("fine", "selection"):
+        raise ValueError(f"shape {shape.name} has query blocks of its own: it is for the cases fine and selection")
     with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():
         got = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}

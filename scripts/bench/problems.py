@@ -97,6 +97,13 @@ EXTRA_SHAPES = (
     # tries the script itself, on any device
     Shape(name="smoke", grid_thw=(3, 5, 4), tile_thw=(2, 2, 2), heads=2, head_dim=16, topk=4),
 )
+# of the case selection: blocks of SpargeAttn, 256 to 2,048 of keys
+SELECTION_SHAPES = tuple(
+    Shape(
+        name=f"sparge-{16 * n}k", grid_thw=(16 * n, 32, 32), heads=24, head_dim=128, topk=128 * n, group=2,
+    )
+    for n in (1, 2, 4, 8)
+)  # fmt: skip
 
 
 def choose_shapes(names: list[str] | None, everything: bool, device: torch.device) -> list[Shape]:
@@ -111,7 +118,7 @@ def choose_shapes(names: list[str] | None, everything: bool, device: torch.devic
         ValueError: an unknown name.
     """
     defaults = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    known = {shape.name: shape for shape in (*CPU_SHAPES, *GPU_SHAPES, *EXTRA_SHAPES)}
+    known = {shape.name: shape for shape in (*CPU_SHAPES, *GPU_SHAPES, *EXTRA_SHAPES, *SELECTION_SHAPES)}
     if everything:
         return [*defaults, *(s for s in EXTRA_SHAPES if s.name != "smoke" and device.type == "cuda")]
     unknown = [name for name in names or () if name not in known]

@@ -273,10 +273,10 @@ def pooling(p: Problem) -> None:
 
 
 def selection(p: Problem) -> None:
-    """Top-k and top-p, plain and with every option, over few, many and the most blocks."""
+    """Top-k and top-p, plain and with every option, over few and many blocks, and a top-k over the most."""
     for num_kv in (p.num, 1200, 4096):
         select(p, num_kv, 8, min(32, num_kv))
-    for num_kv in (p.num, 2048, 8192):
+    for num_kv in (p.num, 2048):
         select_by_share(p, num_kv)
 
 
@@ -298,6 +298,12 @@ def select_by_share(p: Problem, num_kv: int) -> None:
     column, row = torch.empty(1, p.heads, 1, num_kv, dtype=torch.bool), torch.empty(1, 1, 4, 1, dtype=torch.bool)
     triton_share.select(scores, shares, "keep", None, None)
     triton_share.select(scores, shares, "drop", column, row)
+
+
+def widest_selection(p: Problem) -> None:
+    """Top-p where one warp has the most blocks, and over the most."""
+    for num_kv in (1024, 4096, 8192):
+        select_by_share(p, num_kv)
 
 
 def gates(p: Problem) -> None:
@@ -389,6 +395,7 @@ def plan(name: str) -> Iterator[tuple[str, Callable[[], None]]]:
                 sized = replace(tuned, head_dim=dim, blocks=blocks, even=even)
                 problems |= {sized: STAGES, replace(sized, masked=True): MASKED}
         problems |= {replace(tuned, blocks=blocks): (gathered,) for blocks in ((128, 32), (16, 1))}
+        problems[tuned] = (*STAGES, widest_selection)
     elif name == "dims":
         problems = {replace(tuned, head_dim=dim): STAGES for dim in DIMS}
         problems |= {replace(tuned, head_dim=dim, masked=True): MASKED for dim in DIMS}

@@ -401,6 +401,27 @@ def _seconds(rows, name: str) -> str:
     return f"{rows[f'{name}: iteration with generator update']['median_ms'] / 1e3:.3f}"
 
 
+def test_selection_runs_and_a_wrong_share_stops_it(bench, monkeypatch, tmp_path, capsys):
+    module = importlib.import_module("scripts.bench.selection")
+    wide = replace(bench.tiny, name="wide", grid_thw=(4, 8, 4), group=2)
+    monkeypatch.setattr(importlib.import_module("scripts.bench.problems"), "CPU_SHAPES", (bench.tiny, wide))
+    out = tmp_path / "report.json"
+    bench.main(["selection", "--repeats", "1", "--out", str(out)])
+    report = json.loads(out.read_text())
+    ours = ("share", "share, masks of heads", "top-k", "means and similarity", "prediction")
+    assert [r["op"] for r in report["rows"]] == 2 * ["dense", *(f"reference: {op}" for op in ours), "stable sort"]
+    assert "selection by share on reference: right" in capsys.readouterr().out
+    right = module.select_share
+    for damage, match in (
+        (lambda x, share, **kw: right(x, share / 2, **kw), "reference: the blocks of query block . are not the share"),
+        (lambda x, share, **kw: right(x, 0.9, **kw), "does not notice a wrong share"),
+    ):
+        monkeypatch.setattr(module, "select_share", damage)
+        with pytest.raises(ValueError, match=match):
+            bench.main(["selection", "--repeats", "1"])
+    assert capsys.readouterr().out == ""
+
+
 @pytest.fixture
 def at_work(bench):
     return importlib.import_module("scripts.bench.distill").Distillation(bench.tiny, "gather", False, CPU)
@@ -590,7 +611,10 @@ def test_old_reports_still_print(bench, capsys):
     ("argv", "message"),
     [
         (["fine", "--shapes", "nowhere"], "--shapes must be of tiny, .*, got nowhere"),
-        (["vsa", "--shapes", "wide-16k-d128"], "wide-16k-d128 has query blocks of its own"),
+        (
+            ["vsa", "--shapes", "wide-16k-d128"],
+            "wide-16k-d128 has query blocks of its own: it is for the cases fine and selection",
+        ),
         (["fine", *FAST, "--repeats", "0"], "--repeats must be at least 1, got 0"),
         pytest.param(
             ["fine", "--device", "cuda"],

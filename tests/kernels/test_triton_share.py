@@ -102,7 +102,7 @@ def families(num):
     return torch.stack(rows)[None, None]
 
 
-@pytest.mark.parametrize("crossing", ["keep", "drop", "exceed"])
+@pytest.mark.parametrize("crossing", ["keep", "drop", further("exceed")])
 @pytest.mark.parametrize("num", [65, *map(further, (1, 32, 161, 1024))])
 def test_hard_rows(triton_device, num, crossing):
     # a share of its own for every row

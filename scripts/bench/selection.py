@@ -1,0 +1,117 @@
+"""Selection by share (top-p) beside top-k, a sort and dense attention, and SpargeAttn's whole prediction.
+
+What to expect on an H200, on paper and not yet measured (24 heads, D=128, query blocks of 128 tokens, key blocks of 64;
+4.2 TB/s read or written, 132 multiprocessors that issue 64 integer instructions per clock at 1.7 GHz):
+
+- Memory: scores are read and lists written once, 8 bytes per entry: 101 MB, 24 us at 64K tokens; 403 MB, 96 us at 128K.
+- Instructions per entry: about 70 for key, weight and list, and 3 for each of some 20 sums over the row, 130 in all:
+  12.6 M entries, 115 us at 64K; 50 M entries, 460 us at 128K. Selection is bound by these, not by memory.
+- Prediction: two reads of k and one of q add 290 us at 64K and 580 us at 128K, the scores in fp32 65 us and 260 us.
+- Sum: 0.47 ms at 64K, 1.3 ms at 128K. Dense attention takes 88 and 352 ms at 600 TFLOP/s, so 0.53% and 0.37% of it;
+  the paper's own prediction takes 0.6% and 0.5% (SpargeAttn, Table 3).
+
+B batch, H heads, Nq / Nkv query / kv blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, Blocks, block_mean_and_similarity, select_share, select_topk
+
+from .peers import dense_ops
+from .problems import Shape, problem
+from .timing import FORWARD, Measured, Op, Setup, Skipped, attempt, measure
+
+_SHARE, _CROSSING = 0.9, "drop"
+# of the sums in a check, far below the weight of an entry near the share
+_SLACK = 1e-5
+
+
+def selection(shape: Shape, setup: Setup) -> Measured:
+    """Selection by share of given scores beside top-k and a sort; SpargeAttn's prediction beside dense attention."""
+    p = problem(shape, setup.lists, setup.dtype, setup.device)
+    ops, skipped = list[Op](), Skipped()
+    for name, make in dense_ops(p.case).items():
+        attempt(ops, skipped, name, lambda make=make: replace(make(), passes=(FORWARD,)))
+    q, k, q_blocks, kv_blocks = p.case.q, p.case.k, p.case.q_blocks, p.case.kv_blocks
+    g = torch.Generator(device=setup.device).manual_seed(1)
+    size = (shape.batch, shape.heads, q_blocks.num, kv_blocks.num)
+    scores = 2 * torch.randn(size, generator=g, device=setup.device)
+    # columns of heads that are listed whatever their score, as SpargeAttn's judge makes them
+    judged = torch.rand((*size[:2], 1, size[3]), generator=g, device=setup.device) < 0.1
+    topk = min(shape.topk, kv_blocks.num)
+    for name in _backends(setup):
+        refuse_wrong(scores, select_share(scores, _SHARE, crossing=_CROSSING, backend=name), f"backend {name}")
+        calls = {
+            "share": lambda name=name: select_share(scores, _SHARE, crossing=_CROSSING, backend=name),
+            "share, masks of heads": lambda name=name: select_share(
+                scores, _SHARE, crossing=_CROSSING, candidates=~judged, always=judged, backend=name
+            ),
+            "top-k": lambda name=name: select_topk(scores, topk, backend=name),
+            "means and similarity": lambda name=name: block_mean_and_similarity(k, kv_blocks, backend=name),
+            "prediction": lambda name=name: predict(q, k, q_blocks, kv_blocks, name),
+        }
+        ops += [Op(name=f"{name}: {what}", call=call, passes=(FORWARD,), ahead=True) for what, call in calls.items()]
+    ops.append(Op(name="stable sort", call=lambda: scores.sort(dim=-1, stable=True), passes=(FORWARD,), ahead=True))
+    return Measured(measure(ops, setup), skipped)
+
+
+def predict(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks, backend: str) -> BlockIndex:
+    """SpargeAttn's first stage: means and self-similarity, scores, judge, and the share."""
+    center = k.mean(1, dtype=torch.float32)
+    q_means, q_alike = block_mean_and_similarity(q, q_blocks, backend=backend)
+    k_means, k_alike = block_mean_and_similarity(k, kv_blocks, center=center, backend=backend)
+    scores = (q_means.transpose(1, 2) * q.shape[-1] ** -0.5) @ k_means.permute(0, 2, 3, 1)
+    alike = k_alike.transpose(1, 2)[:, :, None] > 0
+    always = ~alike | (q_alike.transpose(1, 2)[..., None] <= 0)
+    return select_share(scores, _SHARE, crossing=_CROSSING, candidates=alike, always=always, backend=backend)
+
+
+def check_selection(setup: Setup) -> list[str]:
+    """One line per backend once its choice on a small problem is right and a wrong share would have been noticed.
+
+    Raises:
+        ValueError: a wrong choice, or a check that notices nothing.
+    """
+    g = torch.Generator().manual_seed(0)
+    scores = 2 * torch.randn(2, 3, 5, 61, generator=g).to(setup.device)
+    for name in _backends(setup):
+        refuse_wrong(scores, select_share(scores, _SHARE, crossing=_CROSSING, backend=name), f"backend {name}")
+        damaged = select_share(scores, _SHARE - 0.1, crossing=_CROSSING, backend=name)
+        try:
+            refuse_wrong(scores, damaged, f"backend {name}")
+        except ValueError:
+            continue
+        raise ValueError(f"the check of backend {name} does not notice a wrong share, no speed is printed")
+    return [f"selection by share on {name}: right by fp64 sums; a wrong share is noticed" for name in _backends(setup)]
+
+
+def refuse_wrong(scores: Tensor, index: BlockIndex, what: str) -> None:
+    """Compare some rows of an index with fp64 sums of the softmax.
+
+    Raises:
+        ValueError: a row that is no largest set of the best blocks whose sum is at most the share.
+    """
+    B, H, Nq, _ = scores.shape
+    for b, h, n in {(0, 0, 0), (0, H // 2, Nq // 2), (B - 1, H - 1, Nq - 1)}:
+        row = scores[b, h, n].double()
+        weights = row.softmax(0)
+        listed = index.kv_indices[b, h, n, : int(index.kv_num_blocks[b, h, n])].long()
+        inside = torch.zeros_like(row, dtype=torch.bool)
+        inside[listed] = True
+        # NaN-free scores: the best block left out
+        following = row.masked_fill(inside, -torch.inf).argmax()
+        ordered = bool((listed.diff() > 0).all()) and (bool(inside.all()) or row[listed].min() >= row[following])
+        mass = float(weights[listed].sum())
+        small = mass <= _SHARE + _SLACK or len(listed) == 1
+        large = mass + float(weights[following]) > _SHARE - _SLACK or bool(inside.all())
+        if not (ordered and small and large):
+            raise ValueError(f"{what}: the blocks of query block {n} are not the share, no speed is printed")
+
+
+def _backends(setup: Setup) -> list[str]:
+    # selection has no gather of its own
+    return list(dict.fromkeys("triton" if name == "triton" else "reference" for name in setup.backends))
