@@ -48,7 +48,11 @@ class AttentionMethod(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """The constructor's settings without those of a layer and the backend, as JSON has them: what makes it anew."""
-        return json.loads(json.dumps({name: getattr(self, name) for name in own_settings(type(self))}))
+        return json.loads(json.dumps({name: self.setting(name) for name in own_settings(type(self))}))
+
+    def setting(self, name: str) -> Any:
+        """One of them."""
+        return getattr(self, name)
 
     @classmethod
     def refuse_grid(cls, grid: Grid, settings: Mapping[str, Any]) -> None:

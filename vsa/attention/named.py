@@ -6,11 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vsa.attention.base import AttentionMethod, own_settings
+from vsa.attention.dynamic_hilbert import DynamicHilbertAttention
+from vsa.attention.fine_grained.method import FineGrainedAttention
 from vsa.attention.neighborhood.method import NeighborhoodAttention
+from vsa.attention.sparge.method import SpargeAttention
 from vsa.attention.tiling import Grid
 from vsa.settings import fits, hints_of, refusal
 
-WITHOUT_PARAMETERS: Mapping[str, type[AttentionMethod]] = {"neighborhood": NeighborhoodAttention}
+WITHOUT_PARAMETERS: Mapping[str, type[AttentionMethod]] = {
+    "neighborhood": NeighborhoodAttention,
+    "sparge": SpargeAttention,
+    "fine_grained": FineGrainedAttention,
+    "dynamic_hilbert": DynamicHilbertAttention,
+}
 """By the name of their config. Methods of other names are described by fields of their own, or not at all."""
 
 

@@ -8,7 +8,7 @@ was converted there and back is a run to sample again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.attention.named import WITHOUT_PARAMETERS
 from vsa.attention.sparsity import resolve_topk
 from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
@@ -31,7 +32,7 @@ from vsa.checkpoints.weights import WeightSource
 from vsa.diffusion.sampler import step_list
 from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
-from vsa.settings import shown
+from vsa.settings import arguments_of, shown
 
 Target = Literal[Layout, "run"]
 FASTVIDEO_TILE = (4, 4, 4)
@@ -229,7 +230,7 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     if sparse is not None:
         kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
         if sparse.settings is not None:
-            kind = ", ".join([sparse.method, *(f"{name}={shown(value)}" for name, value in sparse.settings.items())])
+            kind = ", ".join([sparse.method, *_unusual(sparse)])
     told = [f"{len(source)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source} in {out}"]
     attention = str(source.run_config.get("attention", {}).get("_target_", "")).rpartition(".")[2]
     if sparse is None and attention not in ("", "FullAttention"):
@@ -238,6 +239,15 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
         steps = list(source.step_list)
         told.append(f"no file of {out} has the steps {steps} of this dense generator, --to run keeps them")
     return told
+
+
+def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:
+    """Settings of a method that are not its defaults."""
+    arguments = arguments_of(WITHOUT_PARAMETERS[sparse.method])
+    for name, value in (sparse.settings or {}).items():
+        default = arguments[name].default
+        if value != (list(default) if isinstance(default, tuple) else default):
+            yield f"{name}=..." if isinstance(value, Mapping) else f"{name}={shown(value)}"
 
 
 def with_dtypes(model: VideoDiT, source: WeightSource) -> VideoDiT:

@@ -104,7 +104,7 @@ def test_all_of_the_mass_is_full_attention(order):
 
 def test_equal_tiles_select_by_the_row_rule_on_mean_scores():
     q, k, v = tensors_of(200)
-    method = method_of(q_tokens=32, kv_tokens=32, top_p=0.7, attend="tile")
+    method = method_of(q_tokens=32, kv_tokens=32, top_p=0.7, attended="tile")
     _, recorded = run(method, [(1, 10, 20)], (q, k, v))
     means = [torch.stack([x[:, i : i + 32].mean(1) for i in range(0, 200, 32)], 2) for x in (q, k)]
     scores = means[0] @ means[1].transpose(-1, -2) / 8**0.5
@@ -146,7 +146,7 @@ def test_texts_and_samples(attend):
         Segment((1, 6, 9), sample=1),
     ]
     q, k, v = tensors_of(129)
-    method = method_of(q_tokens=16, kv_tokens=16, top_p=0.6, attend=attend)
+    method = method_of(q_tokens=16, kv_tokens=16, top_p=0.6, attended=attend)
     out, recorded = run(method, segments, (q, k, v))
     samples = []
     for start, stop, text in ((0, 75, 5), (75, 129, 0)):
@@ -165,7 +165,7 @@ def test_texts_and_samples(attend):
 def test_densities_are_those_before_and_after_merging():
     q, k, v = tensors_of(230)
     _, union = run(method_of(q_tokens=16, kv_tokens=8, top_p=0.6), [(1, 10, 23)], (q, k, v))
-    _, tile = run(method_of(q_tokens=16, kv_tokens=8, top_p=0.6, attend="tile"), [(1, 10, 23)], (q, k, v))
+    _, tile = run(method_of(q_tokens=16, kv_tokens=8, top_p=0.6, attended="tile"), [(1, 10, 23)], (q, k, v))
     rows = kept_tiles(q[0], k[0], 16, 8, 0.6)
     kept = [token_mask(head, [[i] for i in range(15)], 230, 16, 8).double().mean() for head in rows]
     merged = [token_mask(head, greedy_groups(head, 8), 230, 16, 8).double().mean() for head in rows]

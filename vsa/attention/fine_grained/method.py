@@ -45,8 +45,8 @@ class FineGrainedAttention(AttentionMethod):
         q_tokens: of a query tile, consecutive in the order of tokens; the last tile may hold fewer.
         kv_tokens: of a kv tile; other than `q_tokens` only in rows of one video.
         top_p: share of the mass that is kept, the tile that reaches it included; 1 keeps all.
-        merge: xor or consecutive, and
-        attend: union or tile, see `plan_groups`.
+        merge: xor or consecutive, see `plan_groups`.
+        attended: union or tile, see `plan_groups`.
         order: of the tokens: raster, as published, or hilbert, along a space-filling curve.
         backend: reference or triton, of the groups and of attention; null picks by device.
         allow_training: compute gradients, with the mask as a constant, by `block_sparse_attn`.
@@ -58,6 +58,8 @@ class FineGrainedAttention(AttentionMethod):
     Source: FG-Attn (arXiv 2509.16518v2), sections 5.2 and 5.3. Order and union are `plan_groups`'s.
     """
 
+    predicts = True
+
     def __init__(
         self,
         *,
@@ -65,7 +67,7 @@ class FineGrainedAttention(AttentionMethod):
         kv_tokens: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 64,
         top_p: PositiveShare = 0.9,
         merge: Merge = "xor",
-        attend: Attend = "union",
+        attended: Attend = "union",
         order: Literal["raster", "hilbert"] = "raster",
         backend: Literal["reference", "triton"] | None = None,
         allow_training: bool = False,
@@ -74,10 +76,9 @@ class FineGrainedAttention(AttentionMethod):
         super().__init__(**layer)
         self.q_tokens, self.kv_tokens = q_tokens, kv_tokens
         self.merge: Merge = merge
-        # `attend` is what every method does
-        self.attends: Attend = attend
+        self.attended: Attend = attended
         self.order, self.backend, self.allow_training = order, backend, allow_training
-        self.rule = RowRule(top_p=top_p, crossing="keep")
+        self.top_p, self.rule = top_p, RowRule(top_p=top_p, crossing="keep")
 
     def extra_repr(self) -> str:
         return f"q_tokens={self.q_tokens}, kv_tokens={self.kv_tokens}, top_p={self.rule.top_p}, merge={self.merge}"
@@ -112,7 +113,7 @@ class FineGrainedAttention(AttentionMethod):
         out = layout.merge(out, text_attn(q, k, v, layout))
         if ctx.recorder is not None:
             union = replace(groups, kv_members=None).tile_index(layout.video_blocks.num, layout.kv_blocks.num)
-            attended = union if self.attends == "union" else index
+            attended = union if self.attended == "union" else index
             shares = {f"{name}_density": density(lists, **how) for name, lists in (("kept", index), ("merged", union))}
             ctx.record(self.layer_idx, attended, q=q, k=k, fine=out, scores=mean_logits(video, k, layout), **shares)
         return {"out": out}
@@ -153,7 +154,7 @@ class FineGrainedAttention(AttentionMethod):
             layout.kv_blocks.num,
             _ROWS // self.q_tokens,
             merge=self.merge,
-            attend=self.attends,
+            attend=self.attended,
             # tiles of several samples are those of keys too
             samples=layout.video_tiles if len(layout.sample_spans) > 1 else (),
             backend=self.backend,

@@ -9,7 +9,8 @@ B batch, L tokens, H heads, D head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -23,9 +24,10 @@ from vsa.attention.full import text_attn
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.selection import HeadShares, RowRule, SampleTopk, sparge_top_p
 from vsa.attention.sparge.mask import BlockStatistics, Readings, block_statistics, first_stage
-from vsa.attention.sparge.tuned import HeadSettings, Tuned, read_tuned
+from vsa.attention.sparge.tuned import HeadSettings, Tuned, parse_tuned, read_tuned
 from vsa.settings import AtLeastOne, NonPositive, PositiveShare, checked
 
+READINGS = tuple(field.name for field in fields(Readings))
 SLICES = 4
 """Slices of a query block that skip on their own; warps of the paper's kernel (c_w)."""
 
@@ -65,8 +67,8 @@ class SpargeAttention(AttentionMethod):
         smooth_k: see `Readings`.
         ragged_differs: see `Readings`.
         attention_sink: see `Readings`.
-        tuned: file of `vsa tune-sparge` with tau, theta and threshold of every layer and head, in place of the three
-            above; its blocks, order and readings must be the ones here.
+        tuned: file of `vsa tune-sparge`, or what it holds: tau, theta and threshold of each layer and head, in place of
+            the three above; its blocks, order and readings must be the ones here.
         allow_training: whether gradients may be asked for.
         backend: of attention; null picks by device.
         **layer: see `AttentionMethod`.
@@ -93,7 +95,7 @@ class SpargeAttention(AttentionMethod):
         smooth_k: bool = True,
         ragged_differs: bool = False,
         attention_sink: bool = False,
-        tuned: str | None = None,
+        tuned: str | Mapping[str, Any] | None = None,
         allow_training: bool = False,
         backend: Literal["reference", "gather", "triton"] | None = None,
         **layer: Any,
@@ -108,7 +110,7 @@ class SpargeAttention(AttentionMethod):
         if threshold is not None and backend == "gather":
             raise ValueError(f"threshold={threshold} needs backend reference, triton or null, got gather")
         self.q_tokens, self.kv_tokens, self.order, self.rule = q_tokens, kv_tokens, order, rule
-        self.selects = rule == "topk"
+        self.selects, self.predicts = rule == "topk", rule == "cdf"
         self.tau, self.theta = tau, {"cdf": 0.6, "topk": -0.1}[rule] if theta is None else float(theta)
         self.threshold, self.keeps_sum = threshold, keeps_sum
         # a compiled block cannot make a rule of its own
@@ -120,12 +122,20 @@ class SpargeAttention(AttentionMethod):
             ragged_differs=ragged_differs,
             attention_sink=attention_sink,
         )
-        self.allow_training, self.backend, self.path = allow_training, backend, tuned
+        self.allow_training, self.backend = allow_training, backend
+        self.path = tuned if isinstance(tuned, str | None) else "tuned"
         self.file: Tuned | None = None
         if tuned is not None:
-            self.file = read_tuned(tuned)
+            assert self.path is not None
+            self.file = read_tuned(tuned) if isinstance(tuned, str) else parse_tuned(tuned, self.path)
             blocks = {"q_tokens": q_tokens, "kv_tokens": kv_tokens, "order": order}
-            self.file.refuse_other(tuned, **blocks, readings=self.readings, keeps_sum=keeps_sum)
+            self.file.refuse_other(self.path, **blocks, readings=self.readings, keeps_sum=keeps_sum)
+
+    def setting(self, name: str) -> Any:
+        if name == "tuned":
+            # the file stays where it is, and an export goes elsewhere
+            return None if self.file is None else self.file.values()
+        return getattr(self.readings if name in READINGS else self, name)
 
     def extra_repr(self) -> str:
         what = f"tuned={self.path}" if self.path is not None else f"tau={self.tau}, theta={self.theta}"

@@ -65,12 +65,17 @@ class Tuned:
     made: Mapping[str, Any] = field(default_factory=dict)
     found: Mapping[int, Sequence[HeadSettings]] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+    def values(self) -> dict[str, Any]:
+        """What the file holds, as plain values."""
         values = {"format": FORMAT, **{name: getattr(self, name) for name in SHAPE}}
         values |= {"readings": asdict(self.readings), "keeps_sum": self.keeps_sum, "made": dict(self.made)}
+        return values | {"found": {str(i): [asdict(head) for head in heads] for i, heads in sorted(self.found.items())}}
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        values = self.values()
         # a line for each layer
-        rows = [f'  "{i}": {json.dumps([asdict(head) for head in heads])}' for i, heads in sorted(self.found.items())]
+        rows = [f'  "{layer}": {json.dumps(heads)}' for layer, heads in values.pop("found").items()]
         text = json.dumps(values, indent=1).removesuffix("\n}") + ',\n "found": {\n' + ",\n".join(rows) + "\n }\n}\n"
         write_whole(path, text)
 
@@ -103,8 +108,23 @@ def read_tuned(path: str) -> Tuned:
 @lru_cache(maxsize=8)
 def _read(path: str, _version: tuple[int, int]) -> Tuned:
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
+        return parse_tuned(json.loads(Path(path).read_text(encoding="utf-8")), path)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no complete file of `vsa tune-sparge`: {type(error).__name__}: {error}") from None
+
+
+def parse_tuned(values: Any, path: str) -> Tuned:
+    """What `Tuned.values` gave.
+
+    Args:
+        values: plain values.
+        path: where they are from, for messages.
+
+    Raises:
+        ValueError: see `read_tuned`.
+    """
+    try:
+        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
             raise ValueError(f"{path} is not from `vsa tune-sparge`: its format is not {FORMAT}")
         rows = {int(layer): heads for layer, heads in values["found"].items()}
         for layer, heads in rows.items():
@@ -116,7 +136,7 @@ def _read(path: str, _version: tuple[int, int]) -> Tuned:
             made=values["made"],
             found={layer: [HeadSettings(**head) for head in heads] for layer, heads in rows.items()},
         )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no complete file of `vsa tune-sparge`: {type(error).__name__}: {error}") from None
 
 

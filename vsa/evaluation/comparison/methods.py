@@ -11,7 +11,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.layout import TileLayout
 from vsa.attention.sparsity import resolve_topk
 from vsa.attention.tiling import Grid
-from vsa.config import attention_config, build, config_folder, shown
+from vsa.config import attention_config, build, shown
 from vsa.settings import AtLeastOne, ShareBelowOne, fits
 
 BUDGETS = {"topk": AtLeastOne, "sparsity": ShareBelowOne}
@@ -118,10 +118,10 @@ def usual_methods(sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4,
     # sub-blocks of one token are the oracle
     if half != tuple(tile_thw) and math.prod(half) > 1:
         scores.insert(1, f"subblock_lse score_thw=[{','.join(map(str, half))}]")
-    ranked = ["video_sparse", *(f"staged stages=f score={score}" for score in scores), "pooled_tail"]
+    ranked = ["video_sparse", *(f"staged stages=f score={score}" for score in scores), "pooled_tail", "dynamic_hilbert"]
     fixed = ["neighborhood", "strided_window", "spatial_temporal", "compressed_kv"]
-    there = [name for name in fixed if (config_folder() / "attention" / f"{name}.yaml").is_file()]
-    return ["full", *there, *(f"{name} sparsity={sparsity:g}" for name in ranked for sparsity in sparsities)]
+    shares = ["sparge tau=0.9", "sparge tau=0.6", "fine_grained top_p=0.9", "fine_grained top_p=0.6"]
+    return ["full", *fixed, *shares, *(f"{name} sparsity={sparsity:g}" for name in ranked for sparsity in sparsities)]
 
 
 def parse_methods(texts: Sequence[str], *, tile_thw: Grid = (4, 4, 4)) -> list[Method]:

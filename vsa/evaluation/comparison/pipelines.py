@@ -193,7 +193,8 @@ def pipeline_plan(
     for method in methods:
         method.kept(method.make(dim=24, num_heads=1, head_dim=24, layer_idx=0).layout([Segment(grid)], "cpu"))
     if not any(map(_selects, methods)):
-        plan.refuse_without_selection(", ".join(method.label for method in methods))
+        predicts = any(method.predicts for method in methods)
+        plan.refuse_without_topk(", ".join(method.label for method in methods), predicts=predicts)
     return plan
 
 
@@ -226,7 +227,8 @@ def compare_pipeline(
     rows: list[Denoised] = []
     reference: Tensor | None = None
     for method in methods:
-        followed = DenoisingPlan() if not rows else plan if _selects(method) else plan.without_selections()
+        own = plan.for_method(selects=_selects(method), predicts=method.predicts)
+        followed = own if rows else DenoisingPlan()
         densities, clock = _Densities(), _Clock()
         factory = partial(_watched, method, densities)
         with clock.of(transformers(pipe)):

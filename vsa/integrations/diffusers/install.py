@@ -354,6 +354,7 @@ def install(
     for i, block in enumerate(family.blocks(transformer)):
         attn = getattr(block, family.attention)
         applied.methods.append(_layer_method(factory, attn, i, family, backend))
+        applied.methods[i].check_model(len(family.blocks(transformer)))
         added = applied.methods[i].extra_modules()
         for name in added:
             if hasattr(block, name):
