@@ -42,6 +42,24 @@ def make_config(*, attention: str = "video_sparse") -> dict[str, Any]:
             "window_thw": [1.0, 0.5, 3],
             "causal_thw": [True, False, False],
         },
+        "sparge": {
+            "_target_": "vsa.attention.sparge.method.SpargeAttention",
+            "q_tokens": 16,
+            "kv_tokens": 8,
+            "tau": 0.4,
+            "theta": -1,
+        },
+        "fine_grained": {
+            "_target_": "vsa.attention.fine_grained.method.FineGrainedAttention",
+            "q_tokens": 16,
+            "kv_tokens": 4,
+            "top_p": 0.3,
+        },
+        "dynamic_hilbert": {
+            "_target_": "vsa.attention.dynamic_hilbert.DynamicHilbertAttention",
+            "tokens": 8,
+            "sub_tokens": 4,
+        },
     }
     return {
         "model": {

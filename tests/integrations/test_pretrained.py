@@ -14,7 +14,9 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from tests.integrations import tiny
+from vsa.attention.denoising import DenoisingPlan
 from vsa.attention.layout import Segment
+from vsa.attention.named import WITHOUT_PARAMETERS
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.sparse_config import (
@@ -25,7 +27,7 @@ from vsa.checkpoints.sparse_config import (
     write_sparse_config,
 )
 from vsa.checkpoints.wan import export_pretrained, sparse_settings
-from vsa.integrations.diffusers import applied_attention, load_sparse, remove
+from vsa.integrations.diffusers import applied_attention, apply, load_sparse, remove
 from vsa.models.video_dit import VideoDiT
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* full")
@@ -156,6 +158,83 @@ def test_windows_of_an_export_are_those_of_the_transformer(tmp_path):
         with pytest.raises(ValueError, match=message):
             load_sparse(folder, transformer=transformer, **options)
     assert applied_attention(transformer) is None
+
+
+HEADS = [{"tau": 0.3, "theta": -1.0, "threshold": None}, {"tau": 0.8, "theta": 0.2, "threshold": -2.0}]
+TUNED = {
+    "format": "vsa-sparge-1",
+    "layers": 2,
+    "heads": 2,
+    "head_dim": 16,
+    "q_tokens": 16,
+    "kv_tokens": 8,
+    "order": "hilbert",
+    "readings": {},
+    "keeps_sum": True,
+    "made": {},
+    "found": {"0": HEADS, "1": HEADS[::-1]},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "other"),
+    [
+        ("sparge", {"q_tokens": 16, "kv_tokens": 8, "tau": 0.4, "theta": -1.0}, {"tau": 0.9}),
+        ("sparge", {"q_tokens": 16, "kv_tokens": 8, "tuned": TUNED}, {"tuned": None}),
+        ("sparge", {"q_tokens": 16, "kv_tokens": 8, "rule": "topk"}, {"order": "raster"}),
+        ("fine_grained", {"q_tokens": 16, "kv_tokens": 4, "top_p": 0.4}, {"top_p": 0.8}),
+        ("dynamic_hilbert", {"tokens": 16, "sub_tokens": 8}, {"order": "raster"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@torch.no_grad()
+def test_methods_without_parameters_run_in_a_transformer_as_in_our_model(method, settings, other, tmp_path):
+    model = tiny.stirred(VideoDiT(attention=partial(WITHOUT_PARAMETERS[method], **settings), **MODEL))
+    tiles = model.blocks[0].method.layout((Segment(tiny.GRID),), "cpu").num_video_tiles
+    topk = 2 if model.selects else tiles
+    config = SparseAttentionConfig(
+        **sparse_settings(model), grid_topk=((topk, topk),), num_tiles=(tiles,), grids=(tiny.GRID,)
+    )
+    folder = export_pretrained(model, tmp_path / "out", sparse=config)
+    expected = model(*inputs(), topk=topk)
+    transformer = load_sparse(folder)
+    assert tiny.difference(transformer(*inputs()).sample, expected) < 1e-5
+    # the same by name, in a transformer that was loaded as a dense one
+    remove(transformer)
+    dense = transformer(*inputs()).sample
+    budget = {"topk": 2} if model.selects else {}
+    apply(transformer, method, settings=settings, **budget)
+    assert tiny.difference(transformer(*inputs()).sample, expected) < 1e-5
+    assert applied_attention(transformer).describe()["q_tokens" if "q_tokens" in settings else "tokens"] == 16
+    remove(transformer)
+    # controls: no method, another setting
+    assert tiny.difference(dense, expected) > 1e-3
+    apply(transformer, method, settings={**settings, **other}, **budget)
+    assert tiny.difference(transformer(*inputs()).sample, expected) > 1e-4
+    remove(transformer)
+    if not model.selects:
+        with pytest.raises(ValueError, match="selects no tiles, got topk=2"):
+            apply(transformer, method, settings=settings, topk=2)
+        # what is selected can be kept all the same
+        apply(transformer, method, settings=settings, denoising=DenoisingPlan(refresh=2))
+        remove(transformer)
+        with pytest.raises(ValueError, match=r"denoising has step_topk=.*, but .* has no top-k"):
+            apply(transformer, method, settings=settings, denoising=DenoisingPlan(step_topk=[(1, 2)]))
+
+
+@torch.no_grad()
+def test_a_tuned_file_of_another_model_is_refused(tmp_path):
+    transformer = tiny.wan().model
+    for change, message in (
+        ({"layers": 3}, "tuned was tuned for layers=3, got layers=2"),
+        ({"heads": 1, "found": {"0": HEADS[:1], "1": HEADS[:1]}}, "tuned was tuned for heads=1, got heads=2"),
+        ({"found": {"0": HEADS}}, "tuned has no layer 1, but 1 of 2"),
+        ({"found": {"0": HEADS, "1": [{**HEADS[0], "tau": 0}, HEADS[1]]}}, "layer 1, head 0: tau=0: expected a number"),
+    ):
+        settings = {"q_tokens": 16, "kv_tokens": 8, "tuned": {**TUNED, **change}}
+        with pytest.raises(ValueError, match=message):
+            apply(transformer, "sparge", settings=settings)
+        assert applied_attention(transformer) is None
 
 
 def edit(folder: Path, key: str, tensor: torch.Tensor | None) -> None:

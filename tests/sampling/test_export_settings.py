@@ -118,25 +118,36 @@ def test_a_converted_run_is_sampled_by_the_command(make_run, tmp_path):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
-def test_windows_are_exported_with_golden_tensors_and_verified(make_run, tmp_path, capsys):
-    run = make_run(attention="neighborhood")
+@pytest.mark.parametrize(
+    ("method", "told", "change"),
+    [
+        ("neighborhood", "window_thw=[1.0,0.5,3], causal_thw=[true,false,false]) from", {"window_thw": [1.0, 0.75, 3]}),
+        ("sparge", "q_tokens=16, kv_tokens=8, tau=0.4, theta=-1.0) from", {"tau": 0.9}),
+        ("fine_grained", "q_tokens=16, kv_tokens=4, top_p=0.3) from", {"top_p": 0.9}),
+        ("dynamic_hilbert", "tokens=8, sub_tokens=4) from", {"order": "raster"}),
+    ],
+)
+def test_methods_without_parameters_are_exported_and_verified(method, told, change, make_run, tmp_path, capsys):
+    run = make_run(attention=method)
     convert([str(run), str(tmp_path / "export")])
-    assert "(neighborhood, window_thw=[1.0,0.5,3]" in capsys.readouterr().out
+    assert f"({method}, {told}" in capsys.readouterr().out
     vsa_command("verify-export", tmp_path / "export", "--device", "cpu")
     assert "2 layers of" in capsys.readouterr().out
     convert([str(tmp_path / "export"), str(tmp_path / "back"), "--to", "run"])
     convert([str(tmp_path / "back"), str(tmp_path / "again")])
     for path in (tmp_path / "export").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
-    # control: another window is another model
+    # the same clips from the run and from what came back
+    clips = latents_of(load_run(run, device="cpu"))
+    assert (latents_of(load_run(tmp_path / "back", device="cpu")) - clips).abs().max() < 1e-5
+    # control: another setting is another model
     path = tmp_path / "export" / "sparse_attention.json"
     values = json.loads(path.read_text())
-    assert values["settings"]["window_thw"] == [1.0, 0.5, 3]
-    values["settings"]["window_thw"] = [1.0, 0.75, 3]
+    values["settings"] |= change
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"layer 0 has error .*, above its tolerance"):
         vsa_command("verify-export", tmp_path / "export", "--device", "cpu")
-    with pytest.raises(ValueError, match="FastVideo runs method=video_sparse only, the source has method=neighborhood"):
+    with pytest.raises(ValueError, match=f"FastVideo runs method=video_sparse only, the source has method={method}"):
         convert([str(run), str(tmp_path / "fastvideo"), "--to", "fastvideo"])
     with pytest.raises(ValueError, match="says its own top-k and grid"):
         convert([str(run), str(tmp_path / "topk"), "--topk", "2", "--grid", "4", "4", "4"])

@@ -55,6 +55,11 @@ class AttentionMethod(nn.Module):
         return getattr(self, name)
 
     @classmethod
+    def selection_with(cls, settings: Mapping[str, Any]) -> tuple[bool, bool]:
+        """`selects` and `predicts` of a method with these settings."""
+        return cls.selects, cls.predicts
+
+    @classmethod
     def refuse_grid(cls, grid: Grid, settings: Mapping[str, Any]) -> None:
         """Raise ValueError when a method with these settings cannot run on a token grid."""
 

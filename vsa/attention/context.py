@@ -145,7 +145,9 @@ class AttnContext:
             **tensors: references, not copies, what is None left out. q, k `[B, L, H, D]`; scores `[B, H, Nq, Nkv]`
                 logits the tiles were ranked by; fine `[B, L, H, D]` output of the selected tiles; coarse output
                 `[B, N, H, D]` per tile or `[B, L, H, D]` per token, or tail `[B, L, H, D]`, the output of all other
-                tiles; gate_compress, gate_fine `[B, L, H, D]` factors of coarse and fine.
+                tiles; gate_compress, gate_fine `[B, L, H, D]` factors of coarse and fine; kept_density, merged_density
+                `[B, H]` shares of pairs before and after groups of query tiles are merged; skipped `[B, H, Nq]`, how
+                often a second stage skipped.
         """
         if self.recorder is None:
             return

@@ -182,7 +182,8 @@ class SparseAttentionConfig:
         refuse_settings(self.method, settings, self.grids)
         if self.selects:
             return
-        self.denoising.refuse_without_topk(self.method, predicts=WITHOUT_PARAMETERS[self.method].predicts)
+        _, predicts = WITHOUT_PARAMETERS[self.method].selection_with(settings)
+        self.denoising.refuse_without_topk(self.method, predicts=predicts)
         all_tiles = tuple((n,) * self.num_layers for n in self.num_tiles)
         if self.topk_ranges or self.step_topk or self.grid_topk != all_tiles:
             raise ValueError(f"{self.method} selects no tiles, its grid_topk must be all of {list(self.num_tiles)}")
@@ -208,7 +209,7 @@ class SparseAttentionConfig:
     @property
     def selects(self) -> bool:
         """Whether its method has a top-k."""
-        return self.settings is None or WITHOUT_PARAMETERS[self.method].selects
+        return self.settings is None or WITHOUT_PARAMETERS[self.method].selection_with(self.settings)[0]
 
     @property
     def denoising(self) -> DenoisingPlan:

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from tests.attention.neighborhood.oracle import grid_mask
+from vsa.attention.dynamic_hilbert import DynamicHilbertAttention
+from vsa.attention.fine_grained.method import FineGrainedAttention
 from vsa.attention.full import FullAttention
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.attention.pooled_tail import PooledTail
+from vsa.attention.sparge.method import SpargeAttention
 from vsa.attention.staged import StagedAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
@@ -36,6 +39,11 @@ METHODS = {
     "large_kv": partial(StagedAttention, stages="c_f", tile_thw=(2, 1, 2), kv_tile_thw=TILE),
     "cells": partial(StagedAttention, stages="c_f", tile_thw=TILE, pool_thw=(1, 1, 2)),
     "tail": partial(PooledTail, tile_thw=TILE),
+}
+PREDICTED = {
+    "sparge": partial(SpargeAttention, q_tokens=8, kv_tokens=4, tau=0.5, theta=-1.0, threshold=-1.0),
+    "fine_grained": partial(FineGrainedAttention, q_tokens=16, kv_tokens=4, top_p=0.5),
+    "dynamic_hilbert": partial(DynamicHilbertAttention, tokens=8, sub_tokens=4),
 }
 
 
@@ -171,6 +179,25 @@ def test_recall_of_windows_counts_the_tokens_that_are_seen():
             sizes = inspection.layout.blocks.sizes.long()
             whole = (dense * tiles.repeat_interleave(sizes, 0).repeat_interleave(sizes, 1)).sum(1).mean().item()
             assert whole > recall + 0.05
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_recall_of_lists_that_follow_from_the_data(name):
+    model = make_model(PREDICTED[name])
+    inspection = look(model, timesteps=(400,))
+    rows, columns = (blocks.sizes.long() for blocks in (inspection.layout.blocks, inspection.layout.kv_blocks))
+    found = recorded(model, 400)[1]
+    lists, counts = found["kv_indices"], found["kv_num_blocks"]
+    for head in (0, 1):
+        tiles = torch.zeros(len(rows), len(columns))
+        for row, count in enumerate(counts[0, head].tolist()):
+            tiles[row, lists[0, head, row, :count].long()] = 1
+        mask = tiles.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        q, k = found["q"][0, :, head].double(), found["k"][0, :, head].double()
+        recall = ((q @ k.T / 12**0.5).softmax(-1) * mask).sum(1).mean().item()
+        assert float(inspection.table("recall")[0, 1, head]) == pytest.approx(recall, abs=1e-5)
+        # control
+        assert 0.1 < recall < 0.999
 
 
 def test_neighbours_are_the_tiles_that_stand_together_in_space():

@@ -131,6 +131,10 @@ class SpargeAttention(AttentionMethod):
             blocks = {"q_tokens": q_tokens, "kv_tokens": kv_tokens, "order": order}
             self.file.refuse_other(self.path, **blocks, readings=self.readings, keeps_sum=keeps_sum)
 
+    @classmethod
+    def selection_with(cls, settings: Mapping[str, Any]) -> tuple[bool, bool]:
+        return settings["rule"] == "topk", settings["rule"] == "cdf"
+
     def setting(self, name: str) -> Any:
         if name == "tuned":
             # the file stays where it is, and an export goes elsewhere

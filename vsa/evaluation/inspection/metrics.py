@@ -130,6 +130,10 @@ def head_metrics(
     return torch.stack([torch.stack([metrics[name] for metrics in by_head]) for name in HEAD_METRICS]).cpu()
 
 
+BY_HEAD = ("scores", "kept_density", "merged_density", "skipped", *LISTS)
+"""Recorded tensors `[B, H, ...]`; all others are `[B, L, H, D]`."""
+
+
 def one_head(tensors: Mapping[str, Tensor], head: int) -> dict[str, Tensor]:
     """What was recorded, of one head; lists that all heads share stay as they are."""
     heads = tensors["q"].shape[2]
@@ -137,7 +141,7 @@ def one_head(tensors: Mapping[str, Tensor], head: int) -> dict[str, Tensor]:
     def part(name: str, tensor: Tensor) -> Tensor:
         if name == "mask_bits":
             return tensor
-        dim = 1 if name in ("scores", *LISTS) else 2
+        dim = 1 if name in BY_HEAD else 2
         # keys may be shared by groups of heads
         place = head * tensor.shape[dim] // heads
         return tensor.narrow(dim, place, 1)
