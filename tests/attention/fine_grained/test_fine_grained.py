@@ -53,12 +53,12 @@ def settings_of(draw):
         "kv_tokens": draw(st.sampled_from([1, 2, 8, 16, 64, 128])),
         "top_p": draw(st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.99, 1])),
         "merge": draw(st.sampled_from(["xor", "consecutive"])),
-        "attend": draw(st.sampled_from(["union", "tile"])),
+        "attended": draw(st.sampled_from(["union", "tile"])),
         "seed": draw(st.integers(0, 1000)),
     }
 
 
-RAGGED = {"merge": "xor", "attend": "union", "top_p": 0.6, "seed": 1}
+RAGGED = {"merge": "xor", "attended": "union", "top_p": 0.6, "seed": 1}
 
 
 @settings(deadline=None, max_examples=25)
@@ -71,7 +71,7 @@ def test_masks_and_outputs_are_those_of_the_definition(setting):
     q, k, v = tensors_of(length, seed=seed)
     out, recorded = run(method, [grid], (q, k, v))
     rows = kept_tiles(q[0], k[0], setting["q_tokens"], setting["kv_tokens"], setting["top_p"])
-    masks, size = [], 128 // setting["q_tokens"] if setting["attend"] == "union" else 1
+    masks, size = [], 128 // setting["q_tokens"] if setting["attended"] == "union" else 1
     for head in rows:
         order = range(len(head))
         groups = [list(order[i : i + size]) for i in range(0, len(head), size)]
@@ -138,15 +138,15 @@ def test_hilbert_order_changes_the_tiles():
     torch.testing.assert_close(out[:, order], moved)
 
 
-@pytest.mark.parametrize("attend", ["union", "tile"])
-def test_texts_and_samples(attend):
+@pytest.mark.parametrize("attended", ["union", "tile"])
+def test_texts_and_samples(attended):
     segments = [
         Segment((1, 1, 5), kind="text", sample=0),
         Segment((1, 7, 10), sample=0),
         Segment((1, 6, 9), sample=1),
     ]
     q, k, v = tensors_of(129)
-    method = method_of(q_tokens=16, kv_tokens=16, top_p=0.6, attended=attend)
+    method = method_of(q_tokens=16, kv_tokens=16, top_p=0.6, attended=attended)
     out, recorded = run(method, segments, (q, k, v))
     samples = []
     for start, stop, text in ((0, 75, 5), (75, 129, 0)):
@@ -154,7 +154,7 @@ def test_texts_and_samples(attend):
         rows = kept_tiles(parts[0][0, text:], parts[1][0, text:], 16, 16, 0.6)
         mask = torch.ones(2, stop - start, stop - start, dtype=torch.bool)
         for h, head in enumerate(rows):
-            groups = greedy_groups(head, 8 if attend == "union" else 1)
+            groups = greedy_groups(head, 8 if attended == "union" else 1)
             mask[h, text:, text:] = token_mask(head, groups, stop - start - text, 16, 16)
         samples.append(attention(*parts, mask))
     torch.testing.assert_close(out, torch.cat(samples, 1))
