@@ -1,0 +1,42 @@
+"""docs/attention.md lists every attention method, by names and settings that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vsa.attention.base import own_settings
+from vsa.attention.named import WITHOUT_PARAMETERS
+
+ROOT = Path(__file__).parents[1]
+
+
+def rows() -> dict[str, str]:
+    """Each method's row, by its name."""
+    page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    table = [line for line in page.splitlines() if line.startswith("| `")]
+    return {name: line for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+
+
+def test_every_method_has_a_row():
+    assert set(rows()) == {path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml")}
+    for name, line in rows().items():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == 5, name
+        assert all(cells), name
+
+
+def test_settings_that_a_row_names_exist():
+    for name in ("sparge", "fine_grained"):
+        budget = rows()[name].strip("|").split("|")[2]
+        named = set(re.findall(r"`(\w+)`", budget))
+        assert named, name
+        assert named <= set(own_settings(WITHOUT_PARAMETERS[name])), name
+
+
+def test_links_lead_somewhere():
+    page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)", page)
+    assert links
+    for link in links:
+        assert (ROOT / "docs" / link).is_file(), link
