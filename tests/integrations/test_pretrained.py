@@ -287,7 +287,7 @@ def old_version(folder: Path) -> None:
         (bend_gate, r"blocks\.1\.to_gate_compress\.bias has shape \(16,\), the model needs \(32,\)"),
         (change(fine_gate=False), r"tensors the model has no place for: blocks\.0\.to_gate_fine\.bias"),
         (change(grid_topk=((3,),)), "has 1 layers, the transformer has 2"),
-        (change(method="sparge"), "method must be .* got 'sparge'"),
+        (change(method="spargel"), "method must be .* got 'spargel'"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(exported, damage, message):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.data.datamodule as datamodule
@@ -385,6 +387,26 @@ def test_an_error_of_all_ranks_is_reported_once(training, tiny_overrides, tmp_pa
     assert "vsa/training" not in err
     assert launcher == "torchrun" or "Traceback" not in err
     assert not (training.folder() / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_failing_rank_ends_by_its_own_error_and_not_by_a_signal(stops):
+    # in place of rank 0, and of a rank that it started
+    main = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child = subprocess.Popen(["false"])
+    child.wait()
+    watch = _ChildProcessObserver(main.pid, [child], sleep_period=0)
+    # so that it looks after the stop, not before
+    looks, look = threading.Event(), watch._run
+    watch._run = lambda: looks.wait() and look()
+    watch.start()
+    if stops:
+        with pytest.raises(ValueError, match="mine"), rank_zero_reports(ValueError):
+            raise ValueError("mine")
+    looks.set()
+    watch.join()
+    main.communicate(b"\n")
+    assert main.returncode == (0 if stops else -signal.SIGKILL)
 
 
 def test_ranks_wait_for_the_report_of_rank_0(monkeypatch):

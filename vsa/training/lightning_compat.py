@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import threading
 from typing import Any
 
 import lightning as L
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -58,6 +60,14 @@ def close_bars(bar: TQDMProgressBar, done: int) -> None:
             each.close()
 
 
+def stop_watching() -> None:
+    """Let this process end on its own terms: of one whose child failed Lightning's watch makes a killed one."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            # it ends where no child is left
+            thread._child_processes = []
+
+
 class MeshStrategy(ModelParallelStrategy):
     """The strategy of modules that shard their networks, over a mesh that a subclass makes."""
 
@@ -75,4 +85,5 @@ class MeshStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """End the processes this one started: they fail for the same reason or wait for this one for ever."""
         if isinstance(self._launcher, _SubprocessScriptLauncher):
+            stop_watching()
             self._launcher.kill(signal.SIGKILL)

@@ -19,7 +19,7 @@ from vsa.errors import is_out_of_memory, too_large
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import AtLeastOne, checked
-from vsa.training.lightning_compat import MeshStrategy
+from vsa.training.lightning_compat import MeshStrategy, stop_watching
 
 aten = torch.ops.aten
 
@@ -231,6 +231,9 @@ def rank_zero_reports(*errors: type[Exception], patience: float = 5.0) -> Iterat
     except errors:
         if rank_zero_only.rank != 0:
             time.sleep(patience)
+        else:
+            # while this one reports, those it started may end
+            stop_watching()
         raise
 
 
