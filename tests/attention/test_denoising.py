@@ -402,3 +402,18 @@ def test_expected_tiles_over_samples():
     topk = DenoisingTopk(base=4, ranges=((0.0, 0.25, (8, 12)),))
     assert expected_topk(topk, 2, lambda start, stop: stop - start) == (5, 6)
     assert expected_topk(4, 2, lambda start, stop: 0.0) == 4
+
+
+def test_a_method_follows_what_it_has_a_use_for():
+    kept = DenoisingPlan(dense_steps=2, dense_layers=(1,), refresh=3, shared_cache=True)
+    plan = replace(kept, rounding="down", step_topk=[(4, 1)])
+    assert plan.for_method(selects=True, predicts=False) is plan
+    assert plan.for_method(selects=False, predicts=True) == kept
+    kept.refuse_without_topk("it", predicts=True)
+    least = DenoisingPlan(dense_steps=2, dense_layers=(1,))
+    assert plan.for_method(selects=False, predicts=False) == least
+    least.refuse_without_topk("it")
+    with pytest.raises(ValueError, match="denoising has refresh=3, but it selects no tiles"):
+        kept.refuse_without_topk("it")
+    with pytest.raises(ValueError, match=r"denoising has step_topk=\(\(4, 1\),\), but it has no top-k"):
+        DenoisingPlan(step_topk=[(4, 1)]).refuse_without_topk("it", predicts=True)

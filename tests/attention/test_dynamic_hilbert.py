@@ -244,6 +244,10 @@ def test_training_is_asked_for_and_has_a_constant_mask(texts):
     leaves = [x.requires_grad_() for x in setting.tensors()]
     with pytest.raises(ValueError, match=r"^attention=dynamic_hilbert is training-free: .* set attention"):
         run(setting.method(), setting, leaves)
+    # of any of the three
+    for i in range(3):
+        with pytest.raises(ValueError, match="is training-free"):
+            run(setting.method(), setting, [x if i == j else x.detach() for j, x in enumerate(leaves)])
     with torch.no_grad():
         expected, mask = run(setting.method(), setting, leaves)
     out, _ = run(setting.method(allow_training=True), setting, leaves)

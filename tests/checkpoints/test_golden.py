@@ -213,6 +213,21 @@ def test_command_passes_and_fails_with_both_numbers(tmp_path, capsys, command_li
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("name", "moves"), [("kv_num_blocks", True), ("skipped", True), ("scores", False)])
+def test_an_input_whose_tiles_or_skips_hang_on_rounding_is_passed_over(name, moves, monkeypatch):
+    calls = []
+
+    def recorded(model, case, recorder):
+        calls.append(case.hidden)
+        recorder(0, {"kv_indices": torch.zeros(3), name: torch.tensor(len(calls))})
+
+    monkeypatch.setattr(golden, "attention_output", recorded)
+    case = GoldenCase(layer=0, hidden=torch.ones(1, 4, 2), grid_thw=(1, 2, 2), topk=1)
+    assert golden._is_steady(None, case, 0) is not moves
+    assert torch.equal(calls[0], case.hidden)
+    assert 0 < (calls[1] - case.hidden).abs().max() < 1e-3
+
+
 def windows_export(folder: Path, *, grid: tuple[int, int, int] = (4, 6, 6), **config: Any) -> VideoDiT:
     method = partial(NeighborhoodAttention, window_thw=WINDOW, stride_thw=STRIDE)
     model = VideoDiT(attention=method, **SIZES)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
 from vsa.evaluation import sparge_tuning
 from vsa.evaluation.comparison import folder
-from vsa.evaluation.comparison.captures import Capture, Captures, save_captures
+from vsa.evaluation.comparison.captures import Capture, Captures, load_captures, save_captures
 
 GRIDS = ((2, 4, 6), (3, 4, 4))
 SMALL = ["--q-tokens", "8", "--kv-tokens", "4", "--taus", "0.5,0.9", "--thetas", "-1,0.3", "--thresholds", "-1,-4"]
@@ -139,7 +142,37 @@ def test_a_model_is_tuned_on_what_it_sees(tiny_run_dir, tmp_path, command_line):
     assert (status, err) == (0, "")
     file = json.loads((tmp_path / "tuned" / "tuned.json").read_text())
     assert sorted(file["found"]) == [str(i) for i in range(file["layers"])]
-    assert "clip.mp4 at 900, 200, seed 0" in file["made"]["source"]
+    assert re.search(
+        r", ema weights: clip.mp4 \([0-9a-f]{16}\) at 900, 200, seed 0, latents .*, pipeline None",
+        file["made"]["source"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda x: replace(x, q=x.q * math.nan), "layer 1: head 0: its q, k, v or its attention hold NaN"),
+        (lambda x: replace(x, q=x.q[:, :, :2], k=x.k[:, :, :2], v=x.v[:, :, :2]), "layer 1 have heads and head dims"),
+        (lambda x: replace(x, k=x.k[..., :3]), "layer 1 have heads and head dims [(4, 5), (4, 3), (4, 5)]"),
+    ],
+)
+def test_tensors_that_cannot_be_tuned_on_are_one_line(damage, message, tmp_path, command_line, monkeypatch):  # noqa: F811
+    items = load_captures(written(tmp_path / "q.safetensors", range(2))).items
+    items = [damage(item) if item.layer == 1 else item for item in items]
+    monkeypatch.setattr(sparge_tuning, "load_captures", lambda path: Captures(items=items, source=""))
+    status, _, err = tune(command_line, "--captures", tmp_path / "q.safetensors", "--out", tmp_path / "out")
+    assert status == 1
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_table_of_points_is_named(captures, tmp_path, command_line):  # noqa: F811
+    out = tmp_path / "tuned"
+    assert tune(command_line, "--captures", captures, "--out", out)[0] == 0
+    (out / "tuning" / "layer-001.csv").write_text("head,tau\n\n0,1\n")
+    status, _, err = tune(command_line, "--captures", captures, "--out", out)
+    assert status == 1
+    assert "layer-001.csv is damaged: delete it" in err
 
 
 @pytest.mark.parametrize(
@@ -154,6 +187,8 @@ def test_a_model_is_tuned_on_what_it_sees(tiny_run_dir, tmp_path, command_line):
         (["--captures", "HOLES", "--l1", "0.9"], "0 < l1 <= l2, got l1=0.9 and l2=0.5"),
         (["--captures", "HOLES", "--taus", "0.5,2"], "taus must be numbers above 0 and below 1, got 2"),
         (["--captures", "HOLES", "--thetas", "a"], "--thetas: expected float values with commas between them, got a"),
+        (["--captures", "HOLES", "--timesteps", "900"], "--timesteps is an option of --run only"),
+        (["--captures", "HOLES", "--weights", "ema"], "--weights is an option of --run only"),
         (["--captures", "HOLES", "--kv-tokens", "3"], "one of q_tokens=8 and kv_tokens=3 must divide the other"),
     ],
 )

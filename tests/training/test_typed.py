@@ -84,6 +84,20 @@ def test_what_the_attention_has_a_use_for_is_not_refused(training, attention, wo
         run_module.train(config(training, attention), Typed.of(hydra("seed=0", *words, attention=attention)))
 
 
+def test_a_run_of_its_own_config_has_no_groups():
+    saved = hydra("name=again")
+    saved.runtime.choices = {}
+    Typed.of(saved).refuse_without_selection()
+
+
+@pytest.mark.parametrize("word", ["sparsity.denoising.refresh=2", "sparsity.denoising.shared_cache=true"])
+def test_selections_without_a_topk_may_be_kept(word):
+    typed = Typed.of(hydra(word, attention="sparge"))
+    typed.refuse_without_selection(predicts=True)
+    with pytest.raises(ValueError, match="has no meaning for attention=sparge"):
+        typed.refuse_without_selection()
+
+
 def test_jobs_of_one_command_share_what_only_some_have_a_use_for():
     words = ("attention=full", "sparsity.topk=2")
     assert Typed.of(hydra(*words, mode=RunMode.MULTIRUN)) == NOTHING

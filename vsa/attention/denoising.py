@@ -51,7 +51,7 @@ class Budget(NamedTuple):
     sparsity: float | None = None
 
 
-_DENSE = ("dense_steps", "dense_layers")
+_DENSE, _KEPT = ("dense_steps", "dense_layers"), ("refresh", "shared_cache")
 
 
 @checked
@@ -169,7 +169,7 @@ class DenoisingPlan:
             method: its name.
             predicts: whether its tiles depend on q and k, so that they can be kept.
         """
-        used = (*_DENSE, *(("refresh", "shared_cache") if predicts else ()))
+        used = (*_DENSE, *(_KEPT if predicts else ()))
         for name, value in self.changes().items():
             if name not in used:
                 reason = "has no top-k" if predicts else "selects no tiles"
@@ -183,7 +183,8 @@ class DenoisingPlan:
         """What of the plan a method has a use for, see `AttentionMethod.selects` and `predicts`."""
         if selects:
             return self
-        return self.without_budgets() if predicts else DenoisingPlan(**{name: getattr(self, name) for name in _DENSE})
+        names = (*_DENSE, *(_KEPT if predicts else ()))
+        return DenoisingPlan(**{name: getattr(self, name) for name in names})
 
     def changes(self) -> dict[str, Any]:
         """Its options that have not their default, as plain values for a record."""

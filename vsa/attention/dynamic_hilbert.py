@@ -108,7 +108,7 @@ class DynamicHilbertAttention(AttentionMethod):
         return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        if torch.is_grad_enabled() and q.requires_grad and not self.allow_training:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) and not self.allow_training:
             raise ValueError(
                 "attention=dynamic_hilbert is training-free: its mask is a constant to the gradient; "
                 "set attention.allow_training=true to train with it"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vsa.attention.context import INDEX, AttnContext, Recorder
 from vsa.attention.layout import Segment, TileLayout
+from vsa.attention.named import name_of
 from vsa.attention.neighborhood.axis import AxisRule
 from vsa.attention.neighborhood.method import NeighborhoodAttention
 from vsa.checkpoints.sparse_config import (
@@ -201,7 +202,8 @@ def _clear_case(
 ) -> tuple[int, GoldenCase, Tensor]:
     """The first seed whose selection is no near tie, with its case and output."""
     margins: list[float] = []
-    predicts = model.predicts and not dense
+    block = cast(TransformerBlock, model.blocks[layer])
+    by_data = name_of(block.method) is not None and not dense
 
     def recorder(layer_idx: int, tensors: dict[str, Tensor]) -> None:
         scores = tensors["scores"].float()
@@ -215,7 +217,7 @@ def _clear_case(
         case = GoldenCase(layer=layer, hidden=hidden, grid_thw=grid, topk=topk, dense=dense)
         margins.clear()
         out = attention_output(model, case, recorder if topk < num_tiles else None)
-        if predicts and not _is_steady(model, case, seed):
+        if by_data and not _is_steady(model, case, seed):
             continue
         if not margins or margins[0] >= _MIN_MARGIN:
             return seed, case, out
@@ -223,11 +225,11 @@ def _clear_case(
 
 
 def _is_steady(model: VideoDiT, case: GoldenCase, seed: int) -> bool:
-    """Whether inputs that differ by rounding visit the same tiles, for a method whose rule is not a top-k."""
+    """Whether inputs that differ by rounding visit the same tiles and skip the same products."""
     found: list[dict[str, Tensor]] = []
 
     def recorder(layer_idx: int, tensors: dict[str, Tensor]) -> None:
-        found.append({name: tensors[name].clone() for name in INDEX if name in tensors})
+        found.append({name: tensors[name].clone() for name in (*INDEX, "skipped") if name in tensors})
 
     noise = torch.Generator().manual_seed(seed)
     for size in (0.0, _MIN_MARGIN, -_MIN_MARGIN):

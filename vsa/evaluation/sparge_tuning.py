@@ -104,6 +104,9 @@ def tune_sparge(
         raise ValueError(f"--run {run} needs --clips to capture q, k, v of")
     if run is None and clips is not None:
         raise ValueError("--clips needs a model: give --run")
+    for name, value in {"timesteps": timesteps, "weights": weights, "pipeline": pipeline}.items():
+        if run is None and value is not None:
+            raise ValueError(f"--{name} is an option of --run only")
     device = usable_device(device)
     folder = Path("sparge") if out is None else out
     refuse_unwritable(folder)
@@ -149,7 +152,10 @@ def tune_sparge(
                     q, k, v = (x.to(device, getattr(torch, kind)) for x in (item.q, item.k, item.v))
                     yield Input(q, k, v, item.grid_thw)
 
-            found[layer], tried = tune_layer(method, inputs, search, advance)
+            try:
+                found[layer], tried = tune_layer(method, inputs, search, advance)
+            except ValueError as error:
+                raise ValueError(f"layer {layer}: {error}") from None
             write_csv(_points(folder, layer), Point._fields, tried)
             # last: a layer of the file is a layer that is done
             replace(tuned, found=found).write(path)
@@ -185,8 +191,11 @@ class _Model:
         self.timesteps, self.seed, self.layers = timesteps, seed, len(self.run.model.blocks)
         at = ", ".join(f"{t:g}" for t in timesteps)
         self.heads, self.head_dim = self.run.model.num_heads, self.run.model.head_dim
-        shown = "; ".join(clip.name for clip in self.clips)
-        self.name = f"{self.run.source}, step {self.run.step}: {shown} at {at}, seed {seed}"
+        digests = [f" ({file_digest(Path(name))[:16]})" if Path(name).is_file() else "" for name in names]
+        shown = "; ".join(clip.name + digest for clip, digest in zip(self.clips, digests, strict=True))
+        self.name = f"{self.run.source}, step {self.run.step}, {self.run.weights} weights: {shown} at {at}, seed {seed}"
+        for name, value in {"latents": latents, "pipeline": pipeline}.items():
+            self.name += f", {name} {value}"
 
     def inputs(self, layer: int) -> int:
         return len(self.clips) * len(self.timesteps)
@@ -206,6 +215,13 @@ class _File:
             listed = ", ".join(map(str, there))
             raise ValueError(f"--captures {path} has layers {listed}: layer {missing[0]} is missing")
         self.heads, self.head_dim = self.items[0].q.shape[2:]
+        for item in self.items:
+            sizes = [tuple(x.shape[2:]) for x in (item.q, item.k, item.v)]
+            if sizes != [(self.heads, self.head_dim)] * 3:
+                raise ValueError(
+                    f"--captures {path}: q, k, v of layer {item.layer} have heads and head dims {sizes}, "
+                    f"layer {self.items[0].layer} has {self.heads, self.head_dim}"
+                )
         self.name = f"{path.name}, sha256 {file_digest(path)[:16]}"
 
     def inputs(self, layer: int) -> int:
@@ -251,10 +267,13 @@ def _read_points(folder: Path, layer: int) -> list[Point]:
         # deleted since: the choices are in the file itself
         return []
     points = []
-    for row in rows:
-        tau, theta, sparsity, error = (float(row[name]) for name in ("tau", "theta", "sparsity", "error"))
-        threshold = float(row["threshold"]) if row["threshold"] else None
-        points.append(Point(int(row["head"]), tau, theta, threshold, sparsity, error))
+    try:
+        for row in rows:
+            tau, theta, sparsity, error = (float(row[name]) for name in ("tau", "theta", "sparsity", "error"))
+            threshold = float(row["threshold"]) if row["threshold"] else None
+            points.append(Point(int(row["head"]), tau, theta, threshold, sparsity, error))
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{_points(folder, layer)} is damaged: delete it, and its points are left out") from None
     return points
 
 

@@ -196,7 +196,7 @@ def _check_model(cfg: DictConfig, datamodule: Any, typed: Typed = NOTHING) -> No
     with without_memory():
         model = model_factory(cfg)()
     if not model.selects:
-        typed.refuse_without_selection()
+        typed.refuse_without_selection(predicts=model.predicts)
     channels = datamodule.codec.channels
     # an image condition takes input channels of its own; it is compared with the data when training starts
     conditioned = model.in_channels > channels == model.out_channels

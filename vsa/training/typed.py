@@ -14,6 +14,8 @@ from hydra.types import RunMode
 
 OF_ALL_METHODS = ("sparsity.denoising", "sparsity.denoising.dense_steps", "sparsity.denoising.dense_layers")
 """Settings of the group that attention without a top-k has a use for too."""
+OF_PREDICTED = ("sparsity.denoising.refresh", "sparsity.denoising.shared_cache")
+"""Those that it has a use for where its tiles follow from q and k."""
 
 
 def sets_tiles_kept(override: str) -> bool:
@@ -45,11 +47,18 @@ class Typed:
         if hydra.mode == RunMode.MULTIRUN:
             return NOTHING
         overrides = tuple(o.lstrip("+") for o in hydra.overrides.task if sets_tiles_kept(o))
-        return cls(overrides=overrides, attention=str(hydra.runtime.choices["attention"]))
+        # a run's own config has no groups to choose from
+        return cls(overrides=overrides, attention=str(hydra.runtime.choices.get("attention", "of this config")))
 
-    def refuse_without_selection(self) -> None:
-        """Raise ValueError when a value is set; for attention that selects no tiles."""
+    def refuse_without_selection(self, *, predicts: bool = False) -> None:
+        """Raise ValueError when a value is set; for attention that selects no tiles.
+
+        Args:
+            predicts: see `AttentionMethod.predicts`.
+        """
         for override in self.overrides:
+            if predicts and override.partition("=")[0] in OF_PREDICTED:
+                continue
             if not override.startswith("~") and not override.endswith("=null"):
                 raise ValueError(f"{override} has no meaning for attention={self.attention}: it selects no tiles")
 

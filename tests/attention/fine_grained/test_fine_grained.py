@@ -162,6 +162,31 @@ def test_texts_and_samples(attended):
     assert method.pairs(method.layout(segments), 1) == 75**2 + 54**2
 
 
+@pytest.mark.parametrize("sizes", [(32, 16), (16, 32), (64, 4), (16, 1)], ids=str)
+def test_tiles_of_two_sizes_beside_text_and_samples(sizes):
+    segments = [
+        Segment((1, 1, 5), kind="text", sample=0),
+        Segment((1, 7, 10), sample=0),
+        Segment((1, 6, 9), sample=1),
+    ]
+    q, k, v = tensors_of(129)
+    q_tokens, kv_tokens = sizes
+    samples = []
+    for start, stop in ((0, 75), (75, 129)):
+        parts = [x[:, start:stop] for x in (q, k, v)]
+        samples.append(attention(*parts, torch.ones(2, stop - start, stop - start, dtype=torch.bool)))
+    expected = torch.cat(samples, 1)
+    out, _ = run(method_of(q_tokens=q_tokens, kv_tokens=kv_tokens, top_p=1), segments, (q, k, v))
+    torch.testing.assert_close(out, expected)
+    # a sample's own groups: with fewer tiles each sample is as it is alone
+    less, _ = run(method_of(q_tokens=q_tokens, kv_tokens=kv_tokens, top_p=0.3), segments, (q, k, v))
+    alone, _ = run(
+        method_of(q_tokens=q_tokens, kv_tokens=kv_tokens, top_p=0.3), [(1, 6, 9)], [x[:, 75:] for x in (q, k, v)]
+    )
+    torch.testing.assert_close(less[:, 75:], alone)
+    assert not torch.allclose(less, expected, atol=1e-3)
+
+
 def test_densities_are_those_before_and_after_merging():
     q, k, v = tensors_of(230)
     _, union = run(method_of(q_tokens=16, kv_tokens=8, top_p=0.6), [(1, 10, 23)], (q, k, v))

@@ -250,6 +250,12 @@ def test_heads_have_settings_of_their_own(tmp_path):
             "threshold=1.0: expected a number of at",
         ),
         ({"found": {5: [HeadSettings(tau=1, theta=0)] * 4}}, {}, "found has layer 5, but layers is 2"),
+        ({"found": {0: [HeadSettings(tau=1, theta=0, sparsity="no")] * 4}}, {}, "sparsity=no: expected a number"),
+        (
+            {"found": {i: [HeadSettings(tau=1, theta=0, threshold=-1.0)] * 4 for i in (0, 1)}},
+            {"backend": "gather"},
+            "need backend reference, triton or null, got gather",
+        ),
     ],
 )
 def test_files_of_another_model_are_refused(tmp_path, file, settings, message):
@@ -273,6 +279,27 @@ def test_another_head_count_is_refused(tmp_path):
         method.check_model(2)
 
 
+@pytest.mark.parametrize("rule", ["cdf", "topk"])
+def test_dense_layers_skip_nothing(rule):
+    qkv = fields((3, 4, 5))
+    method = SpargeAttention(**SIZES, q_tokens=8, kv_tokens=4, rule=rule, threshold=-0.5)
+    out, _ = run(method, (3, 4, 5), qkv, dense=True)
+    assert torch.allclose(out, dense_attn(*qkv), atol=1e-12)
+    # control
+    assert not torch.allclose(run(method, (3, 4, 5), qkv)[0], dense_attn(*qkv), atol=1e-3)
+
+
+@pytest.mark.parametrize("smooth_k", [True, False])
+def test_nan_is_not_hidden(smooth_k):
+    q, k, v = fields((3, 4, 5))
+    k[0, 30, 2] = math.nan
+    method = SpargeAttention(**SIZES, q_tokens=8, kv_tokens=4, tau=0.3, theta=-1.0, smooth_k=smooth_k)
+    out, _ = run(method, (3, 4, 5), (q, k, v))
+    assert out[0, :, 2].isnan().all()
+    assert out[0, :, [0, 1, 3]].isfinite().all()
+    assert out[1].isfinite().all()
+
+
 def test_bad_input(tmp_path):
     for settings, message in (
         ({"q_tokens": 48, "kv_tokens": 32}, "one of q_tokens=48 and kv_tokens=32 must divide the other"),
@@ -282,6 +309,8 @@ def test_bad_input(tmp_path):
         ({"threshold": 2.0}, "^threshold=2.0: expected a number of at most 0"),
         ({"order": "cube"}, "^order=cube: expected one of raster, hilbert"),
         ({"tuned": str(tmp_path / "none.json")}, "none.json: no such file"),
+        ({"tuned": str(tmp_path)}, "no such file"),
+        ({"tuned": {"format": "vsa-sparge-1"}, "rule": "topk"}, "rule=topk has no tau to take from tuned=..."),
         ({"threshold": -1.0, "backend": "gather"}, "threshold=-1.0 needs backend reference"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -24,6 +24,7 @@ from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
 from vsa.diffusion.flow_matching import noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
+from vsa.evaluation.comparison import pipelines
 from vsa.evaluation.comparison.methods import parse_methods
 from vsa.evaluation.comparison.pipelines import capture_pipeline, compare_pipeline, pipeline_plan, transformer_at
 from vsa.evaluation.inspection.clip import Clip
@@ -176,3 +177,14 @@ def test_a_pipeline_by_command(pipe, tmp_path: Path):
     run_command(compare_attention, *again, "--repeats", "1", "--device", "cpu", "--out", tmp_path / "again")
     file = json.loads((tmp_path / "again" / "comparison.json").read_text())
     assert [row["error_l1"] for row in file["rows"]] == pytest.approx([row["error_l1"] for row in record["rows"]])
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_densities_are_measured_where_they_differ(predicts, monkeypatch):
+    measured = iter((0.5, 0.25))
+    monkeypatch.setattr(pipelines._Densities, "_measure", lambda *_: next(measured))
+    method = SimpleNamespace(predicts=predicts)
+    found = pipelines._Densities()
+    for dense in (True, False, False):
+        found.add(method, 0, SimpleNamespace(topk=3, dense=dense), None, None, None, {})
+    assert found.calls == [1.0, 0.5, 0.25 if predicts else 0.5]

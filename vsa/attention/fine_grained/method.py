@@ -43,7 +43,7 @@ class FineGrainedAttention(AttentionMethod):
 
     Args:
         q_tokens: of a query tile, consecutive in the order of tokens; the last tile may hold fewer.
-        kv_tokens: of a kv tile; other than `q_tokens` only in rows of one video.
+        kv_tokens: of a kv tile.
         top_p: share of the mass that is kept, the tile that reaches it included; 1 keeps all.
         merge: xor or consecutive, see `plan_groups`.
         attended: union or tile, see `plan_groups`.
@@ -148,6 +148,14 @@ class FineGrainedAttention(AttentionMethod):
         lists, counts = (torch.cat([getattr(x, name) for x in parts], 1) for name in ("kv_indices", "kv_num_blocks"))
         return BlockIndex(kv_indices=lists, kv_num_blocks=counts)
 
+    def _query_tiles(self, layout: TileLayout) -> list[int]:
+        """Video query tiles of each sample of a row, in their order."""
+        counts: dict[int, int] = {}
+        for segment in layout.segments:
+            own = -(-segment.num_tokens // self.q_tokens) if segment.is_video else 0
+            counts[segment.sample] = counts.get(segment.sample, 0) + own
+        return list(counts.values())
+
     def _groups(self, index: BlockIndex, layout: TileLayout) -> TileGroups:
         return plan_groups(
             index,
@@ -155,8 +163,7 @@ class FineGrainedAttention(AttentionMethod):
             _ROWS // self.q_tokens,
             merge=self.merge,
             attend=self.attended,
-            # tiles of several samples are those of keys too
-            samples=layout.video_tiles if len(layout.sample_spans) > 1 else (),
+            samples=self._query_tiles(layout) if len(layout.sample_spans) > 1 else (),
             backend=self.backend,
         )
 

@@ -163,10 +163,11 @@ def first_stage(
         known: scores and similarities.
         rule: `sparge_top_p(tau)`, `HeadShares` of every head's tau, or a top-k (the code's other way to choose).
         theta: blocks of a similarity below it are computed whatever their scores; a tensor is `[H]`, of every head. A
-            negative one turns the judge off.
+            negative one turns the judge off, but for blocks with NaN, which are always computed.
     """
     threshold = theta[:, None] if isinstance(theta, Tensor) else theta
-    rows, columns = known.q_similarity < threshold, known.kv_similarity < threshold
+    # a mean of tokens that are not numbers stands for nothing either
+    rows, columns = (~(similarity >= threshold) for similarity in (known.q_similarity, known.kv_similarity))
     forced = rows[..., None] | columns[..., None, :]
     compete = ~columns[..., None, :]
     if known.visible is not None:

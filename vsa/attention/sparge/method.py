@@ -106,7 +106,8 @@ class SpargeAttention(AttentionMethod):
         if (threshold is not None or tuned is not None) and q_tokens % SLICES:
             raise ValueError(f"q_tokens={q_tokens} must be a multiple of {SLICES}, the slices of the second stage")
         if tuned is not None and rule == "topk":
-            raise ValueError(f"rule=topk has no tau to take from tuned={tuned}")
+            shown = tuned if isinstance(tuned, str) else "..."
+            raise ValueError(f"rule=topk has no tau to take from tuned={shown}")
         if threshold is not None and backend == "gather":
             raise ValueError(f"threshold={threshold} needs backend reference, triton or null, got gather")
         self.q_tokens, self.kv_tokens, self.order, self.rule = q_tokens, kv_tokens, order, rule
@@ -130,6 +131,9 @@ class SpargeAttention(AttentionMethod):
             self.file = read_tuned(tuned) if isinstance(tuned, str) else parse_tuned(tuned, self.path)
             blocks = {"q_tokens": q_tokens, "kv_tokens": kv_tokens, "order": order}
             self.file.refuse_other(self.path, **blocks, readings=self.readings, keeps_sum=keeps_sum)
+            skips = any(head.threshold is not None for heads in self.file.found.values() for head in heads)
+            if skips and backend == "gather":
+                raise ValueError(f"thresholds of {self.path} need backend reference, triton or null, got gather")
 
     @classmethod
     def selection_with(cls, settings: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -225,7 +229,7 @@ class SpargeAttention(AttentionMethod):
             return first_stage(known, topk if self.rule == "topk" else per_head.rule, per_head.theta)
 
         index = ctx.select(choose)
-        threshold = None if trains else _of_heads(per_head.threshold, q)
+        threshold = None if trains or ctx.dense else _of_heads(per_head.threshold, q)
         video, skipped = self.sparse(layout.take_video(q), k, v, index, layout, threshold)
         out = layout.merge(video, text_attn(q, k, v, layout))
         scores = None if known is None else known.scores

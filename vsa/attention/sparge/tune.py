@@ -184,6 +184,8 @@ class _Sums:
     def points(self, settings: Sequence, named: Callable[..., tuple[float, float, float | None]]) -> list[list[Point]]:
         """The points of each head."""
         table = torch.stack([x for x in self.sums if x is not None]).cpu()
+        if bad := (~table.isfinite()).any(0).any(0).nonzero().flatten().tolist():
+            raise ValueError(f"head {bad[0]}: its q, k, v or its attention hold NaN or infinity")
         error, sparsity = table[:, 0] / table[:, 1].clamp(min=1e-300), table[:, 2] / table[:, 3]
         return [
             [

@@ -97,10 +97,9 @@ def read_tuned(path: str) -> Tuned:
     Raises:
         ValueError: no such file, another format, or a value that is impossible; names the file, the key and the value.
     """
-    try:
-        found = Path(path).stat()
-    except OSError:
-        raise ValueError(f"tuned={path}: no such file; `vsa tune-sparge` makes one") from None
+    if not Path(path).is_file():
+        raise ValueError(f"tuned={path}: no such file; `vsa tune-sparge` makes one")
+    found = Path(path).stat()
     # every layer reads the same file
     return _read(path, (found.st_mtime_ns, found.st_ino))
 
@@ -123,12 +122,12 @@ def parse_tuned(values: Any, path: str) -> Tuned:
     Raises:
         ValueError: see `read_tuned`.
     """
+    if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+        raise ValueError(f"{path} is not from `vsa tune-sparge`: its format is not {FORMAT}")
     try:
-        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
-            raise ValueError(f"{path} is not from `vsa tune-sparge`: its format is not {FORMAT}")
         rows = {int(layer): heads for layer, heads in values["found"].items()}
         for layer, heads in rows.items():
-            _check(path, layer, heads, values)
+            _check(layer, heads, values)
         return Tuned(
             **{name: values[name] for name in SHAPE},
             readings=Readings(**values["readings"]),
@@ -138,15 +137,17 @@ def parse_tuned(values: Any, path: str) -> Tuned:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no complete file of `vsa tune-sparge`: {type(error).__name__}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-def _check(path: str, layer: int, heads: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> None:
+def _check(layer: int, heads: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> None:
     if not 0 <= layer < values["layers"]:
-        raise ValueError(f"{path}: found has layer {layer}, but layers is {values['layers']}")
+        raise ValueError(f"found has layer {layer}, but layers is {values['layers']}")
     if len(heads) != values["heads"]:
-        raise ValueError(f"{path}: layer {layer} has {len(heads)} heads, but heads is {values['heads']}")
+        raise ValueError(f"layer {layer} has {len(heads)} heads, but heads is {values['heads']}")
     for number, head in enumerate(heads):
-        place = f"{path}: layer {layer}, head {number}"
+        place = f"layer {layer}, head {number}"
         tau, theta, threshold = (head[name] for name in ("tau", "theta", "threshold"))
         if not (_is_number(tau) and 0 < tau <= 1):
             raise ValueError(f"{place}: tau={tau}: expected a number above 0 and of at most 1")
@@ -154,6 +155,9 @@ def _check(path: str, layer: int, heads: Sequence[Mapping[str, Any]], values: Ma
             raise ValueError(f"{place}: theta={theta}: expected a number")
         if threshold is not None and not (_is_number(threshold) and threshold <= 0):
             raise ValueError(f"{place}: threshold={threshold}: expected a number of at most 0, or null")
+        for name in ("sparsity", "error"):
+            if not _is_number(value := head.get(name, 0.0)):
+                raise ValueError(f"{place}: {name}={value}: expected a number")
 
 
 def _is_number(value: Any) -> bool:

@@ -61,7 +61,8 @@ def comparison_plan(run: LoadedRun, methods: Sequence[Method], options: Mapping[
     predicts = run.model.predicts or any(method.predicts for method in methods)
     selecting = any(method.topk is not None or method.sparsity is not None for method in methods)
     if not selecting and not run.model.selects:
-        plan.refuse_without_topk(", ".join(method.label for method in methods), predicts=predicts)
+        # what the run itself has is left out where it has no meaning
+        DenoisingPlan(**options).refuse_without_topk(", ".join(method.label for method in methods), predicts=predicts)
     return plan
 
 

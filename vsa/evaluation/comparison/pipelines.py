@@ -260,7 +260,8 @@ def _watched(method: Method, densities: _Densities, **layer: Any) -> Watched:
 
 
 class _Densities:
-    """Computed token pairs over all pairs of every call, measured once for a layer at a top-k, in `seconds`."""
+    """Computed token pairs over all pairs of every call: measured once for a layer at a top-k, in each call where the
+    data decide; what that takes are `seconds`."""
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -269,7 +270,7 @@ class _Densities:
 
     def add(self, method: AttentionMethod, layer: int, ctx: AttnContext, q, k, v, extra: dict[str, Tensor]) -> None:
         key = (layer, ctx.topk, ctx.dense)
-        if key not in self._known:
+        if key not in self._known or (method.predicts and not ctx.dense):
             self._known[key] = 1.0 if ctx.dense else self._measure(method, ctx, q, k, v, extra)
         self.calls.append(self._known[key])
 
