@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vsa.attention.context import AttnContext
@@ -127,3 +128,18 @@ def required_settings(method: type[AttentionMethod]) -> tuple[str, ...]:
     """Those of them that have no default."""
     arguments = arguments_of(method)
     return tuple(name for name in own_settings(method) if arguments[name].default is inspect.Parameter.empty)
+
+
+def trains(name: str, allowed: bool, *tensors: Tensor) -> bool:
+    """Whether gradients are asked for, of a method whose mask is a constant to them.
+
+    Raises:
+        ValueError: they are, and the method has not been allowed to.
+    """
+    asked = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if asked and not allowed:
+        raise ValueError(
+            f"attention={name} is training-free: its mask is a constant to the gradient; "
+            "set attention.allow_training=true to train with it"
+        )
+    return asked

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, block_sparse_attn
 
-from vsa.attention.base import AttentionMethod
+from vsa.attention.base import AttentionMethod, trains
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
 from vsa.attention.layout import Partition, Segment, TileLayout
@@ -108,11 +108,7 @@ class DynamicHilbertAttention(AttentionMethod):
         return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) and not self.allow_training:
-            raise ValueError(
-                "attention=dynamic_hilbert is training-free: its mask is a constant to the gradient; "
-                "set attention.allow_training=true to train with it"
-            )
+        trains("dynamic_hilbert", self.allow_training, q, k, v)
         layout, topk = ctx.layout, ctx.kept(q)
         scores = None
         if ctx.sample_topk is None and topk >= layout.num_video_tiles:

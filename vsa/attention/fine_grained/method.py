@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, TileGroups, block_mean_pool, block_sparse_attn, gathered_attn
 
-from vsa.attention.base import AttentionMethod
+from vsa.attention.base import AttentionMethod, trains
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import text_attn
 from vsa.attention.fine_grained.grouping import Attend, Merge, plan_groups
@@ -95,17 +95,12 @@ class FineGrainedAttention(AttentionMethod):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         layout = ctx.layout
         ctx.kept(q)
-        trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if trains and not self.allow_training:
-            raise ValueError(
-                "attention=fine_grained is training-free: its mask is a constant to the gradient; "
-                "set attention.allow_training=true to train with it"
-            )
+        training = trains("fine_grained", self.allow_training, q, k, v)
         video = layout.take_video(q)
         index = ctx.select(lambda _: self._select(video, k, layout))
         groups = self._groups(index, layout)
         how: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.kv_blocks}
-        if trains:
+        if training:
             attended = groups.tile_index(layout.video_blocks.num, layout.kv_blocks.num)
             out = block_sparse_attn(video, k, v, attended, **how, backend=self.backend)[0]
         else:

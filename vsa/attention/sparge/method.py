@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, block_sparse_attn, skipping_attn
 
-from vsa.attention.base import AttentionMethod
+from vsa.attention.base import AttentionMethod, trains
 from vsa.attention.context import AttnContext
 from vsa.attention.full import text_attn
 from vsa.attention.layout import Segment, TileLayout
@@ -213,13 +213,7 @@ class SpargeAttention(AttentionMethod):
         return skipping_attn(q, k, v, index, **blocks, thresholds=threshold, **options, backend=self.backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if trains and not self.allow_training:
-            raise ValueError(
-                "attention=sparge is training-free: its mask is a constant to the gradient; "
-                "set attention.allow_training=true to train with it"
-            )
-        layout = ctx.layout
+        layout, training = ctx.layout, trains("sparge", self.allow_training, q, k, v)
         ctx.kept(q)
         per_head = self._per_head(q.device)
         known = self.statistics(q, k, layout) if ctx.ranks else None
@@ -229,7 +223,7 @@ class SpargeAttention(AttentionMethod):
             return first_stage(known, topk if self.rule == "topk" else per_head.rule, per_head.theta)
 
         index = ctx.select(choose)
-        threshold = None if trains or ctx.dense else _of_heads(per_head.threshold, q)
+        threshold = None if training or ctx.dense else _of_heads(per_head.threshold, q)
         video, skipped = self.sparse(layout.take_video(q), k, v, index, layout, threshold)
         out = layout.merge(video, text_attn(q, k, v, layout))
         scores = None if known is None else known.scores
