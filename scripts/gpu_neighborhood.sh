@@ -18,7 +18,7 @@ if has tests; then
   files="tests/kernels/test_triton_masks.py tests/kernels/test_hopper_fwd.py tests/kernels/test_cuda_graphs.py
     tests/kernels/test_triton_index.py tests/kernels/test_triton_views.py tests/kernels/test_triton_fuzz.py"
   work=$(mktemp -d)
-  $PY -m pytest --collect-only -q -m "not slow" $files 2>"$work/err" | grep :: >"$work/ids" || cat "$work/err"
+  $PY -m pytest --collect-only -m "not slow" $files 2>"$work/err" | grep :: >"$work/ids" || cat "$work/err"
   # masks of a test with its neighbours apart: round robin
   split -n r/8 "$work/ids" "$work/shard."
   begin=$(date +%s)
