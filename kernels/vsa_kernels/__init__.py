@@ -7,7 +7,7 @@ from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest_first
 from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
-from vsa_kernels.selection import select_share, select_topk
+from vsa_kernels.selection import mean_scores, select_share, select_topk
 from vsa_kernels.skipping import skipping_attn
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "gathered_attn",
     "group_tiles",
     "longest_first",
+    "mean_scores",
     "select_share",
     "select_topk",
     "skipping_attn",

@@ -198,9 +198,9 @@ Pieces = dict[tuple[str, str], Callable[[], Any]]
 
 def _triton_pieces(p: Problem) -> Pieces:
     from vsa_kernels.block_sparse import triton_bwd, triton_fwd, triton_index
-    from vsa_kernels.coarse_fine.triton_scores import scores
     from vsa_kernels.pooling import triton_pool
     from vsa_kernels.selection import triton_topk
+    from vsa_kernels.selection.triton_scores import scores
 
     case, topk = p.case, min(p.shape.topk, p.case.kv_blocks.num)
     q, k, v, blocks = case.q, case.k, case.v, case.q_blocks

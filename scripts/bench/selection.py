@@ -15,11 +15,20 @@ B batch, H heads, Nq / Nkv query / kv blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from vsa_kernels import BlockIndex, Blocks, block_mean_and_similarity, select_share, select_topk
+from vsa_kernels import (
+    BlockIndex,
+    Blocks,
+    block_mean_and_similarity,
+    block_mean_pool,
+    mean_scores,
+    select_share,
+    select_topk,
+)
 
 from .peers import dense_ops
 from .problems import Shape, problem
@@ -55,19 +64,38 @@ def selection(shape: Shape, setup: Setup) -> Measured:
             "prediction": lambda name=name: predict(q, k, q_blocks, kv_blocks, name),
         }
         ops += [Op(name=f"{name}: {what}", call=call, passes=(FORWARD,), ahead=True) for what, call in calls.items()]
+        if setup.device.type == "cuda":
+            replay = captured(calls["prediction"])
+            ops.append(Op(name=f"{name}: prediction, CUDA graph", call=replay, passes=(FORWARD,), ahead=True))
     ops.append(Op(name="stable sort", call=lambda: scores.sort(dim=-1, stable=True), passes=(FORWARD,), ahead=True))
     return Measured(measure(ops, setup), skipped)
 
 
+def captured(call: Callable[[], object]) -> Callable[[], None]:
+    """A call as a CUDA graph, after one that compiles its kernels."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def predict(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks, backend: str) -> BlockIndex:
     """SpargeAttn's first stage: means and self-similarity, scores, judge, and the share."""
-    center = k.mean(1, dtype=torch.float32)
+    means = block_mean_pool(k, kv_blocks, backend=backend)
+    weights = (kv_blocks.sizes / k.shape[1]).expand(k.shape[0], 1, -1)
+    center = (weights @ means.flatten(2)).view(means[:, 0].shape)
     q_means, q_alike = block_mean_and_similarity(q, q_blocks, backend=backend)
     k_means, k_alike = block_mean_and_similarity(k, kv_blocks, center=center, backend=backend)
-    scores = (q_means.transpose(1, 2) * q.shape[-1] ** -0.5) @ k_means.permute(0, 2, 3, 1)
+    scores = mean_scores(q_means, k_means, half=True, backend=backend)
     alike = k_alike.transpose(1, 2)[:, :, None] > 0
-    always = ~alike | (q_alike.transpose(1, 2)[..., None] <= 0)
-    return select_share(scores, _SHARE, crossing=_CROSSING, candidates=alike, always=always, backend=backend)
+    # every block of a row that is not alike
+    shares = torch.where(q_alike.transpose(1, 2) > 0, _SHARE, 1.0)
+    return select_share(scores, shares, crossing=_CROSSING, candidates=alike, always=~alike, backend=backend)
 
 
 def check_selection(setup: Setup) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -137,7 +138,13 @@ def test_gathered_attention_at_real_sizes(tokens, tilewise):
     sizes = [[n] * (1000 // n) + [1000 % n] if 1000 % n else [n] * (1000 // n) for n in (q_tokens, kv_tokens)]
     shape: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 128, "density": 0.3}
     problem = gathered(*sizes, 128 // q_tokens, torch.device("cuda"), tilewise=tilewise, **shape)
-    check(problem, problem.attend("triton"))
+    from vsa_kernels.gathered import hopper_fwd
+
+    with mock.patch.object(hopper_fwd, "launch", wraps=hopper_fwd.launch) as launch:
+        check(problem, problem.attend("triton"))
+    # the Hopper kernel copies whole rows of 16 tokens or more
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert launch.call_count == int(on_hopper and kv_tokens >= 16)
 
 
 @pytest.mark.parametrize("damage", ["entry", "bit", further("member"), further("scale")])

@@ -169,7 +169,13 @@ def test_lists_of_any_length_broadcast(head_dim, index_batch, index_heads, launc
 def test_scales(head_dim, scale, launch):
     case = make_case([64] * 3, [64] * 6, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
     case = replace(listing(case, 3, empty=(2,)), scale=scale)
-    assert_right(case, run(case, "triton"))
+    got = run(case, "triton")
+    if scale == 0:
+        # the smallest normal number stands for 0
+        for name in ("dq", "dk"):
+            assert got[name].abs().max() < 1e-36
+            got[name] = torch.zeros_like(got[name])
+    assert_right(case, got)
     assert launch.call_count == 1
 
 

@@ -19,6 +19,12 @@ crossings = st.sampled_from(["keep", "drop", "exceed"])
 shares = st.sampled_from([1e-9, 0.1, 0.25, 0.5, 0.9, 0.999, 1 - 1e-12, 1.0])
 
 
+def tensors_of_shares(shape):
+    number = math.prod(shape)
+    drawn = st.lists(shares, min_size=number, max_size=number)
+    return drawn.map(lambda x: torch.tensor(x, dtype=torch.float64).view(shape))
+
+
 def lists(index, row):
     return index.kv_indices[row][: int(index.kv_num_blocks[row])].tolist()
 
@@ -64,8 +70,9 @@ def test_matches_sums_in_python(data, num_q, num_kv, dtype, crossing):
     draw, size = data.draw, num_q * num_kv
     scores = torch.tensor(draw(st.lists(values, min_size=2 * size, max_size=2 * size)))
     scores = scores.to(dtype).view(1, 2, num_q, num_kv)
-    share = draw(shares | st.lists(shares, min_size=2, max_size=2))
-    by_head = torch.tensor(share, dtype=torch.float64) if isinstance(share, list) else share
+    # one, of each head, or of each row
+    share = draw(st.sampled_from([(), (2,), (1, 2, num_q), (1, 1, num_q)]).flatmap(tensors_of_shares))
+    by_row = (share.view(1, 2, 1) if share.ndim == 1 else share).expand(1, 2, num_q)
     shapes = [(num_q, num_kv), (1, 2, 1, num_kv), (1, 2, num_q, 1), (1, 2, num_q, num_kv)]
     masks = []
     for _ in range(2):
@@ -74,14 +81,16 @@ def test_matches_sums_in_python(data, num_q, num_kv, dtype, crossing):
         count = 0 if shape is None else math.prod(shape)
         mask = draw(st.lists(bits, min_size=count, max_size=count))
         masks.append(None if shape is None else torch.tensor(mask).view(shape))
-    index = select_share(scores, by_head, crossing=crossing, candidates=masks[0], always=masks[1])
+    index = select_share(
+        scores, share if share.ndim else share.item(), crossing=crossing, candidates=masks[0], always=masks[1]
+    )
     candidates, always = (
         torch.full_like(scores, default, dtype=torch.bool) if m is None else m.expand(scores.shape)
         for m, default in zip(masks, (True, False), strict=True)
     )
     for h, n in ((h, n) for h in range(2) for n in range(num_q)):
         row, compete = scores[0, h, n].tolist(), (candidates & ~always)[0, h, n].tolist()
-        own = share[h] if isinstance(share, list) else share
+        own = by_row[0, h, n].item()
         allowed = (candidates[0, h, n].tolist(), always[0, h, n].tolist())
         assert lists(index, (0, h, n)) == expected(row, units_of(row, compete), own, crossing, *allowed)
 
@@ -141,7 +150,7 @@ def test_opcheck_and_meta(device):
     from vsa_kernels.selection.op import select_share_op
 
     scores = torch.randn(2, 3, 4, 5, device=device)
-    each = torch.tensor([0.3, 0.9, 1.0], dtype=torch.float64, device=device)
+    each = torch.tensor([0.3, 0.9, 1.0], dtype=torch.float64, device=device).view(1, 3, 1)
     mask = torch.rand(1, 3, 1, 5, device=device) < 0.5
     torch.library.opcheck(
         select_share_op, (scores, each, "keep", mask, ~mask), test_utils=("test_schema", "test_faketensor")
@@ -170,10 +179,13 @@ def test_compiles_whole():
         ({"share": 0.0}, "share must be above 0 and at most 1, got 0.0"),
         ({"share": math.nan}, "share must be above 0 and at most 1, got nan"),
         ({"share": 90}, "share must be above 0 and at most 1, got 90"),
-        ({"share": torch.ones(3)}, r"share must be a number or floating \[2\], got torch.float32 \[3\]"),
+        (
+            {"share": torch.ones(3)},
+            r"share must be a number, or floating \[2\] or \[1, 2, 3\], got torch.float32 \[3\]",
+        ),
         (
             {"share": torch.ones(2, dtype=torch.long)},
-            r"share must be a number or floating \[2\], got torch.int64 \[2\]",
+            r"share must be a number, or floating \[2\] or \[1, 2, 3\], got torch.int64 \[2\]",
         ),
         ({"share": torch.ones(2, device="meta")}, "share must be on cpu like scores, got meta"),
         ({"crossing": "past"}, "crossing must be one of keep, drop, exceed, got 'past'"),

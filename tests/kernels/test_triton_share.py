@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vsa_kernels import select_share
 
 from tests.kernels.interpreted import INTERPRETED, further
-from tests.kernels.test_share import crossings, expected, shares, units_of, values
+from tests.kernels.test_share import crossings, expected, shares, tensors_of_shares, units_of, values
 
 fuzz = settings(
     max_examples=5 if INTERPRETED else 25,
@@ -48,6 +48,24 @@ def assert_as_reference(device, scores, share, crossing, candidates=None, always
     listed = torch.arange(num, device=device) < got.kv_num_blocks[..., None]
     assert torch.equal(got.kv_indices, want.kv_indices * listed)
     return got
+
+
+@fuzz
+@given(*ANY_ROWS)
+def test_ties_masks_and_shares_of_rows(triton_device, data, num_q, num_kv, crossing):
+    draw, size = data.draw, 2 * num_q * num_kv
+    scores = torch.tensor(draw(st.lists(values, min_size=size, max_size=size))).view(1, 2, num_q, num_kv)
+    share = draw(st.sampled_from([(1, 2, num_q), (1, 1, num_q), (1, 2, 1)]).flatmap(tensors_of_shares))
+    assert_as_reference(triton_device, scores, share, crossing)
+
+
+def test_scores_that_are_close_to_each_other(triton_device):
+    """The threshold is looked for between the least and the largest score, however near they are."""
+    g = torch.Generator().manual_seed(0)
+    near = 40 + 1e-5 * torch.randn(1, 1, 3, 200, generator=g)
+    near[:, :, 1, 7], near[:, :, 2, 9] = -math.inf, -1e30
+    for share in (0.05, 0.5, 0.95):
+        assert_as_reference(triton_device, near, share, "keep")
 
 
 @fuzz
@@ -157,7 +175,7 @@ def test_opcheck(triton_device):
     from vsa_kernels.selection.op import select_share_op
 
     scores = torch.randn(1, 2, 1, 5, device=triton_device)
-    each = torch.tensor([0.3, 0.9], dtype=torch.float64, device=triton_device)
+    each = torch.tensor([0.3, 0.9], dtype=torch.float64, device=triton_device).view(1, 2, 1)
     mask = torch.rand(1, 2, 1, 5, device=triton_device) < 0.5
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(select_share_op, (scores, each, "drop", mask, ~mask, "triton"), test_utils=utils)
@@ -166,7 +184,7 @@ def test_opcheck(triton_device):
 def test_what_does_not_fit_takes_the_reference(triton_device):
     from vsa_kernels.selection import reference, triton_share
 
-    each = torch.tensor([0.5], dtype=torch.float64, device=triton_device)
+    each = torch.full((1, 1, 1), 0.5, dtype=torch.float64, device=triton_device)
     for scores in (torch.randn(1, 1, 1, 8193), torch.randn(1, 1, 2, 3, dtype=torch.float64)):
         x = scores.to(triton_device)
         got, want = (

@@ -13,9 +13,9 @@ from vsa_kernels.block_sparse import triton_bwd, triton_fwd
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.coarse_fine import triton_gate
 from vsa_kernels.coarse_fine.op import Call, Saved
-from vsa_kernels.coarse_fine.triton_scores import scores as coarse_scores
 from vsa_kernels.pooling import triton_pool
 from vsa_kernels.selection import triton_topk
+from vsa_kernels.selection.triton_scores import scores as coarse_scores
 
 # of the scores that exist at a time; all of them would be 230 MB for 1200 blocks and 40 heads
 _SCORE_BYTES = 64 << 20

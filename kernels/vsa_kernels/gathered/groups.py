@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vsa_kernels.block_index import BlockIndex, pack
+from vsa_kernels.block_index import BlockIndex, Blocks, pack
 
 _LENGTHS = 8
 
@@ -73,3 +73,14 @@ def longest_first(kv_num_blocks: Tensor) -> Tensor:
     counts = kv_num_blocks.flatten()
     length = counts * _LENGTHS // (counts.amax() + 1)
     return torch.sort(length, descending=True, stable=True).indices.int()
+
+
+def full_entries(groups: TileGroups, kv_blocks: Blocks) -> Tensor:
+    """Leading entries of every list that stand before the first short kv tile, int32 `[B, H, G]`."""
+    if kv_blocks.min_size == kv_blocks.max_size:
+        return groups.kv_num_blocks
+    tile = torch.arange(kv_blocks.num, device=kv_blocks.offsets.device)
+    first_short = torch.where(kv_blocks.sizes < kv_blocks.max_size, tile, kv_blocks.num).amin()
+    slot = torch.arange(groups.kv_indices.shape[-1], device=tile.device)
+    full = (groups.kv_indices < first_short) & (slot < groups.kv_num_blocks[..., None])
+    return full.sum(-1, dtype=torch.int32)

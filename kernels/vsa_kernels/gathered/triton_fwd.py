@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vsa_kernels.block_index import Blocks
-from vsa_kernels.block_sparse.triton_tiles import LN2, LOG2E
-from vsa_kernels.gathered.groups import TileGroups
-from vsa_kernels.launch import config, launch
+from vsa_kernels.block_sparse.triton_tiles import LN2, LOG2E, is_flat
+from vsa_kernels.gathered.groups import TileGroups, full_entries
+from vsa_kernels.launch import capability, config, launch
 
 
 @triton.jit
@@ -115,13 +115,37 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, groups: TileGroups, q_blocks: Blocks, kv_blocks: Blocks, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `gathered_attn`."""
+    if _suits_hopper(q, k, v, kv_blocks):
+        from vsa_kernels.gathered import hopper_fwd
+
+        return hopper_fwd.forward(q, k, v, groups, q_blocks, kv_blocks, scale)
+    return _run(q, k, v, groups, q_blocks, kv_blocks, scale)
+
+
+def _suits_hopper(q: Tensor, k: Tensor, v: Tensor, kv_blocks: Blocks) -> bool:
+    # the kernel of `hopper_fwd` has one chip's instructions, copies whole rows of 16 to 64 tokens, and descriptors
+    # without a copy of k and v
+    size = kv_blocks.max_size
+    return (
+        capability(q.device) == (9, 0)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[3] in (64, 128)
+        and (size in (16, 32) or size % 64 == 0)
+        and q.stride(-1) == 1
+        and all(x.stride(-1) == 1 and is_flat(x) for x in (k, v))
+    )
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, groups: TileGroups, q_blocks: Blocks, kv_blocks: Blocks, scale: float
+) -> tuple[Tensor, Tensor]:
     B, L, H, D = q.shape
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     lists = [
         None if x is None else x.contiguous()
         for x in (
             *(groups.members, groups.kv_indices, groups.kv_num_blocks),
-            *(_full_entries(groups, kv_blocks), groups.kv_members, groups.order),
+            *(full_entries(groups, kv_blocks), groups.kv_members, groups.order),
         )
     ]
     out = q.new_empty((B, L, H, D))
@@ -141,14 +165,3 @@ def forward(
         TILEWISE=groups.kv_members is not None, ORDERED=groups.order is not None, PRECISION="ieee", **options,
     )  # fmt: skip
     return out, lse
-
-
-def _full_entries(groups: TileGroups, kv_blocks: Blocks) -> Tensor:
-    """Leading entries of every list that stand before the first short kv tile, int32 `[B, H, G]`."""
-    if kv_blocks.min_size == kv_blocks.max_size:
-        return groups.kv_num_blocks
-    tile = torch.arange(kv_blocks.num, device=kv_blocks.offsets.device)
-    first_short = torch.where(kv_blocks.sizes < kv_blocks.max_size, tile, kv_blocks.num).amin()
-    slot = torch.arange(groups.kv_indices.shape[-1], device=tile.device)
-    full = (groups.kv_indices < first_short) & (slot < groups.kv_num_blocks[..., None])
-    return full.sum(-1, dtype=torch.int32)

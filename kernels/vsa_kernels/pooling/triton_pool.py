@@ -1,7 +1,8 @@
 """Block means, and similarities, as one streaming pass over the tokens; gradients as one streaming pass of stores.
 
-A program handles one block of tokens and a few heads of one tensor. Its columns are (head, dim) pairs, laid out so
-that one load instruction of its warps is one row of 16-byte accesses: sums over tokens stay inside a thread.
+A program of the means handles one block of tokens and a few heads of one tensor. Its columns are (head, dim) pairs,
+laid out so that one load instruction of its warps is one row of 16-byte accesses: sums over tokens stay inside a
+thread.
 
 B batch, L tokens, H heads, D head dim, N blocks.
 """
@@ -22,6 +23,8 @@ from vsa_kernels.launch import launch
 _ROW_BYTES = 1024
 # Rows in flight per thread.
 _BLOCK_T = 8
+# Elements in the registers of the one warp that takes similarities.
+_TILE = 16 * 128
 
 
 @triton.jit
@@ -98,44 +101,47 @@ def _mean_pool_kernel(
 @triton.jit
 def _similarity_pool_kernel(
     x, center, offsets, means, similarity, num_heads, num_blocks, stride_b, stride_l, stride_h, center_b, center_h,
-    HAS_CENTER: tl.constexpr,
-    SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr,
+    HAS_CENTER: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    num_groups = tl.cdiv(num_heads, HEADS)
-    i_g = tl.program_id(0) % num_groups
-    i_n = tl.program_id(0) // num_groups
-    i_b = tl.program_id(1)
+    # one warp does one head of one block, so that sums need no barrier; heads of the same tokens run side by side
+    i_h, i_n, i_b = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads, tl.program_id(1)
     start, size = _span(offsets, i_n, SIZE)
     o_t = tl.arange(0, BLOCK_T)
-    o_h = i_g * HEADS + tl.arange(0, HEADS)
     o_d = tl.arange(0, BLOCK_D)
-    m_h = o_h < num_heads
-    # [HEADS, BLOCK_D]
-    m_c = m_h[:, None] & (o_d < D)[None, :]
-    p_x = x + i_b.to(tl.int64) * stride_b + start * stride_l + o_h.to(tl.int64)[:, None] * stride_h + o_d[None, :]
-    b_center = tl.zeros((HEADS, BLOCK_D), tl.float32)
+    m_d = o_d < D
+    p_x = x + i_b.to(tl.int64) * stride_b + start * stride_l + i_h.to(tl.int64) * stride_h + o_d[None, :]
+    b_center = tl.zeros((BLOCK_D,), tl.float32)
     if HAS_CENTER:
-        p_center = center + i_b.to(tl.int64) * center_b + o_h.to(tl.int64)[:, None] * center_h + o_d[None, :]
-        b_center = tl.load(p_center, mask=m_c, other=0.0)
-    b_sum = tl.zeros((HEADS, BLOCK_D), tl.float32)
-    b_units = tl.zeros((HEADS, BLOCK_D), tl.float32)
+        b_center = tl.load(center + i_b.to(tl.int64) * center_b + i_h * center_h + o_d, mask=m_d, other=0.0)
+    b_sum = tl.zeros((BLOCK_D,), tl.float32)
+    b_units = tl.zeros((BLOCK_D,), tl.float32)
     for t in range(0, size, BLOCK_T):
-        # [BLOCK_T, HEADS, BLOCK_D]
-        m_x = (t + o_t < size)[:, None, None] & m_c[None, :, :]
-        b_x = tl.load(p_x[None, :, :] + (t + o_t).to(tl.int64)[:, None, None] * stride_l, mask=m_x, other=0.0)
-        b_x = b_x.to(tl.float32)
-        if HAS_CENTER:
-            b_x = tl.where(m_x, b_x - b_center[None, :, :], 0.0)
+        # [BLOCK_T, BLOCK_D]
+        p_tile = p_x + (t + o_t).to(tl.int64)[:, None] * stride_l
+        if SIZE > 0 and SIZE % BLOCK_T == 0 and D == BLOCK_D:
+            b_x = tl.load(p_tile).to(tl.float32)
+            if HAS_CENTER:
+                b_x -= b_center[None, :]
+        else:
+            m_x = (t + o_t < size)[:, None] & m_d[None, :]
+            b_x = tl.load(p_tile, mask=m_x, other=0.0).to(tl.float32)
+            if HAS_CENTER:
+                b_x = tl.where(m_x, b_x - b_center[None, :], 0.0)
         b_sum += tl.sum(b_x, 0)
-        # [BLOCK_T, HEADS]
-        b_length = tl.sum(b_x * b_x, 2)
+        # [BLOCK_T]
+        b_length = tl.sum(b_x * b_x, 1)
         # a token of zeros stays one
-        b_inverse = 1.0 / tl.sqrt(tl.where(b_length == 0, 1.0, b_length))
-        b_units += tl.sum(b_x * b_inverse[:, :, None], 0)
-    row = (i_b.to(tl.int64) * num_blocks + i_n) * num_heads + o_h
-    tl.store(means + row[:, None] * D + o_d[None, :], tl.div_rn(b_sum, size.to(tl.float32)), mask=m_c)
-    b_units = tl.div_rn(b_units, size.to(tl.float32))
-    tl.store(similarity + row, tl.sum(b_units * b_units, 1), mask=m_h)
+        b_inverse = tl.rsqrt(tl.where(b_length == 0, 1.0, b_length))
+        b_units += tl.sum(b_x * b_inverse[:, None], 0)
+    row = (i_b.to(tl.int64) * num_blocks + i_n) * num_heads + i_h
+    if SIZE > 0 and (SIZE & (SIZE - 1)) == 0:
+        # exact, as the division is
+        b_sum *= 1.0 / SIZE
+    else:
+        b_sum = tl.div_rn(b_sum, size.to(tl.float32))
+    tl.store(means + row * D + o_d, b_sum, mask=m_d)
+    b_units /= size.to(tl.float32)
+    tl.store(similarity + row, tl.sum(b_units * b_units, 0))
 
 
 @triton.jit
@@ -226,10 +232,11 @@ def mean_and_similarity(
     similarity = x.new_empty((B, N, H), dtype=torch.float32)
     # a pointer that is never read stands in for what is absent
     middle = means[:, 0] if center is None else center.contiguous()
-    constants = _tile(H, D, x.dtype)
+    block_d = triton.next_power_of_2(D)
+    block_t = max(min(triton.next_power_of_2(max_size), _TILE // block_d), 1)
     launch(
         _similarity_pool_kernel,
-        (triton.cdiv(H, constants["HEADS"]) * N, B),
+        (H * N, B),
         x,
         middle,
         offsets,
@@ -241,7 +248,10 @@ def mean_and_similarity(
         *middle.stride()[:2],
         HAS_CENTER=center is not None,
         SIZE=max_size if max_size == min_size else 0,
-        **constants,
+        D=D,
+        BLOCK_D=block_d,
+        BLOCK_T=block_t,
+        num_warps=1,
     )
     return means, similarity
 

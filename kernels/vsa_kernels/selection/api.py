@@ -6,9 +6,16 @@ import torch
 from torch import Tensor
 
 from vsa_kernels.block_index import BlockIndex
-from vsa_kernels.checks import check_allowed, check_device
+from vsa_kernels.checks import check_allowed, check_device, check_qkv
 from vsa_kernels.dispatch import resolve_plain
-from vsa_kernels.selection.op import MAX_COLUMNS, MAX_SHARE_COLUMNS, select_share_op, select_topk_op, unsupported
+from vsa_kernels.selection.op import (
+    MAX_COLUMNS,
+    MAX_SHARE_COLUMNS,
+    mean_scores_op,
+    select_share_op,
+    select_topk_op,
+    unsupported,
+)
 from vsa_kernels.selection.weights import CROSSINGS, Crossing
 
 _CAPACITY_STEP = 32
@@ -85,8 +92,8 @@ def select_share(
 
     Args:
         scores: `[B, H, Nq, Nkv]` logits of any float dtype.
-        share: above 0 and at most 1; or floating `[H]`, one per head, whose values are not read on the host (above 1
-            counts as 1; 0, less and NaN keep the best candidate alone).
+        share: above 0 and at most 1; or floating, one per head `[H]` or per row `[B|1, H|1, Nq|1]`, whose values are
+            not read on the host (above 1 counts as 1; 0, less and NaN keep the best candidate alone).
         crossing: keep: the smallest set that holds at least the share (FG-Attn, NABLA); drop: the largest set that
             holds at most the share (SpargeAttn); exceed: the smallest set that holds more than the share (SVG2).
         candidates: bool, blocks that may compete and make up the softmax; None: all. Broadcasts to the scores.
@@ -107,19 +114,41 @@ def select_share(
     if crossing not in CROSSINGS:
         raise ValueError(f"crossing must be one of {', '.join(CROSSINGS)}, got {crossing!r}")
     candidates, always = _by_head("candidates", candidates, scores), _by_head("always", always, scores)
-    heads = scores.shape[1]
     if isinstance(share, Tensor):
-        if share.shape not in ((heads,), (1,)) or not share.is_floating_point():
-            raise ValueError(f"share must be a number or floating {[heads]}, got {share.dtype} {list(share.shape)}")
-        check_device("share", share, "scores", scores)
-        shares = share.detach().double().expand(heads)
+        shares = _by_row(share, scores)
     elif not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, got {share}")
     else:
-        shares = scores.new_full((heads,), share, dtype=torch.float64)
+        shares = scores.new_full((1, 1, 1), share, dtype=torch.float64)
     chosen = _resolve(backend, scores, MAX_SHARE_COLUMNS)
     indices, counts = select_share_op(scores.detach(), shares, crossing, candidates, always, chosen)
     return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
+
+
+def mean_scores(
+    q_mean: Tensor, k_mean: Tensor, *, scale: float | None = None, half: bool = False, backend: str | None = None
+) -> Tensor:
+    """Logits between block means, for a selection; not differentiable.
+
+    Args:
+        q_mean: `[B, Nq, H, D]` means of query blocks, fp32 or fp64, as `block_mean_pool` gives them.
+        k_mean: `[B, Nkv, Hkv, D]` of key blocks, H a multiple of Hkv.
+        scale: factor, default D ** -0.5.
+        half: the tokens behind the means are half precision, so that tf32 products are accurate enough (`triton`).
+        backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
+
+    Returns:
+        `[B, H, Nq, Nkv]` in the dtype of the means.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or a backend that is unknown or cannot take the means.
+    """
+    check_qkv(q_mean, k_mean, k_mean)
+    if q_mean.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"means must be float32 or float64, got {q_mean.dtype}")
+    chosen = resolve_plain(backend, q_mean.device, q_mean.dtype, q_mean.shape[3])
+    factor = q_mean.shape[3] ** -0.5 if scale is None else scale
+    return mean_scores_op(q_mean.detach(), k_mean.detach(), factor, half, chosen)
 
 
 def _check_scores(scores: Tensor) -> None:
@@ -138,6 +167,23 @@ def _by_head(name: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
         raise ValueError(f"{name} must be bool and broadcast to {list(wanted)}, got {mask.dtype} {list(mask.shape)}")
     check_device(name, mask, "scores", scores)
     return mask.view(sizes)
+
+
+def _by_row(share: Tensor, scores: Tensor) -> Tensor:
+    """Shares fp64 `[B|1, H|1, Nq|1]` from one per head or per row."""
+    sizes, rows = tuple(share.shape), tuple(scores.shape[:3])
+    if len(sizes) == 1:
+        sizes = (1, *sizes, 1)
+    if (
+        not share.is_floating_point()
+        or len(sizes) != 3
+        or any(n not in (1, m) for n, m in zip(sizes, rows, strict=True))
+    ):
+        raise ValueError(
+            f"share must be a number, or floating {[rows[1]]} or {list(rows)}, got {share.dtype} {list(share.shape)}"
+        )
+    check_device("share", share, "scores", scores)
+    return share.detach().double().view(sizes)
 
 
 def _resolve(backend: str | None, scores: Tensor, most: int) -> str:

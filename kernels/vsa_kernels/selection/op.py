@@ -1,4 +1,4 @@
-"""Registered ops of block selection; integer outputs, so there is no gradient and no matmul to count."""
+"""Registered ops of block selection: scores of means, and lists. They have no gradient."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from vsa_kernels.modes import without_autocast
 from vsa_kernels.selection import reference
 from vsa_kernels.selection.weights import Crossing
 
@@ -75,3 +77,29 @@ def _whole_lists_like(scores: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
 
 
 select_share_op.register_fake(_whole_lists_like)
+
+
+@torch.library.custom_op("vsa_kernels::mean_scores", mutates_args=())
+def mean_scores_op(q_mean: Tensor, k_mean: Tensor, scale: float, half: bool, backend: str = "reference") -> Tensor:
+    if backend == "triton" and q_mean.shape[0]:
+        from vsa_kernels.selection import triton_scores
+
+        (B, _, H, _), precision = q_mean.shape, "tf32" if half else "ieee"
+        rows = triton_scores.scores(q_mean.contiguous(), k_mean.contiguous(), scale, 0, B * H, precision=precision)
+        return rows.view(B, H, *rows.shape[1:])
+    with without_autocast(q_mean.device):
+        return reference.mean_scores(q_mean, k_mean, scale)
+
+
+def _scores_like(q_mean: Tensor, k_mean: Tensor, *_args: Any) -> Tensor:
+    B, num_q, H, _ = q_mean.shape
+    return q_mean.new_empty((B, H, num_q, k_mean.shape[1]))
+
+
+mean_scores_op.register_fake(_scores_like)
+
+
+@register_flop_formula(torch.ops.vsa_kernels.mean_scores)
+def _scores_flops(q_shape: Any, k_shape: Any, *_args: Any, out_shape: Any = None, **_: Any) -> int:
+    B, num_q, H, D = q_shape
+    return 2 * B * H * num_q * k_shape[1] * D

@@ -47,11 +47,17 @@ def select_share(
         compete = compete & ~always
     keys = order_keys(scores)
     ranking = _ranking(keys.masked_fill(~compete, torch.iinfo(keys.dtype).min))
-    inside = within_share(weight_units(scores, compete).gather(-1, ranking), shares[:, None, None], crossing)
+    inside = within_share(weight_units(scores, compete).gather(-1, ranking), shares[..., None], crossing)
     # at least the best
     inside[..., 0] = True
     kept = torch.zeros_like(inside).scatter_(-1, ranking, inside) & compete
     return _lists(kept if always is None else kept | always, scores.shape[-1])
+
+
+def mean_scores(q_mean: Tensor, k_mean: Tensor, scale: float) -> Tensor:
+    """Logits `[B, H, Nq, Nkv]` of means `[B, Nq, H, D]` and `[B, Nkv, Hkv, D]`."""
+    keys = k_mean.transpose(1, 2).repeat_interleave(q_mean.shape[2] // k_mean.shape[2], 1)
+    return (q_mean.transpose(1, 2) * scale) @ keys.transpose(2, 3)
 
 
 def _lists(kept: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,6 @@ _LOG2_E = tl.constexpr(weights.LOG2_E)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = (tl.constexpr(c) for c in weights.POWER)
 # Bits by which the units of a row of `MAX_SHARE_COLUMNS` can exceed 30: all of them the largest, 2^24.
 _EXCESS_BITS = tl.constexpr(8)
-# Halvings of the value range, which leave about one of 2,048 scores, before those of the keys that are there.
-_VALUE_STEPS = tl.constexpr(14)
 
 
 @triton.jit
@@ -60,9 +58,10 @@ def _mass(keys, units, threshold):
 @triton.jit
 def _share_kernel(
     scores, shares, candidates, always, indices, counts, num_kv, num_q, num_heads,
-    stride_b, stride_h, stride_q,
+    stride_b, stride_h, stride_q, shares_b, shares_h, shares_q,
     candidates_b, candidates_h, candidates_q, candidates_n, always_b, always_h, always_q, always_n,
     CROSSING: tl.constexpr, HAS_CANDIDATES: tl.constexpr, HAS_ALWAYS: tl.constexpr, BLOCK: tl.constexpr,
+    VALUE_STEPS: tl.constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0)
     i_q = (i_row % num_q).to(tl.int64)
@@ -100,7 +99,7 @@ def _share_kernel(
     units = (units + ((1 << excess) >> 1)) >> excess
     total = tl.sum(units, 0)
 
-    share = tl.load(shares + i_h)
+    share = tl.load(shares + i_b * shares_b + i_h * shares_h + i_q * shares_q)
     # NaN is no share, either
     share = tl.where(share > 0, tl.minimum(share, 1.0), 0.0)
     wanted = total.to(tl.float64) * share
@@ -115,16 +114,17 @@ def _share_kernel(
     low = tl.where(everything, 0, tl.where(total > 0, 1, highest)).to(tl.uint32)
     high = tl.where(everything, 0, highest).to(tl.uint32) + 1
     reached = 0
-    low_value = largest - _FARTHEST
+    # scores are often closer to each other than weights reach
+    low_value = tl.maximum(tl.min(tl.where(weighty, b_x, largest), 0), largest - _FARTHEST)
     high_value = largest
     step = 0
     while high - low > 1:
         middle_value = 0.5 * low_value + 0.5 * high_value
         middle = value_keys(middle_value)
         # any threshold strictly inside is right, so the value (infinite, NaN or rounded) only has to be good
-        good = (middle > low) & (middle < high) & (step < _VALUE_STEPS)
+        good = (middle > low) & (middle < high) & (step < VALUE_STEPS)
         middle = tl.where(good, middle, low + ((high - low) >> 1))
-        if step >= _VALUE_STEPS:
+        if step >= VALUE_STEPS:
             # up to the next key that is there, and in every other step this one itself
             next_key = tl.max(tl.where(keys < high, keys, 0), 0)
             high = next_key + 1
@@ -169,7 +169,7 @@ def select(
 
     Args:
         scores: `[B, H, Nq, Nkv]` logits.
-        shares: fp64 `[H]`.
+        shares: fp64 `[B|1, H|1, Nq|1]`.
         crossing: what happens to the entry that reaches the share.
         candidates: bool `[B|1, H|1, Nq|1, Nkv|1]`, blocks that compete; None: all.
         always: bool of such a shape, blocks on top of them; None: none.
@@ -184,13 +184,14 @@ def select(
     B, H, Nq, Nkv = scores.shape
     indices = scores.new_empty((B, H, Nq, Nkv), dtype=torch.int32)
     counts = scores.new_empty((B, H, Nq), dtype=torch.int32)
+    shares = shares.expand(scores.shape[:3])
     # a pointer that is never read stands in for what is absent
     allowed, forced = (indices if x is None else x.expand(scores.shape).view(torch.uint8) for x in (candidates, always))
     launch(
         _share_kernel,
         (B * H * Nq,),
         scores,
-        shares.contiguous(),
+        shares,
         allowed,
         forced,
         indices,
@@ -199,6 +200,7 @@ def select(
         Nq,
         H,
         *scores.stride()[:3],
+        *shares.stride(),
         *allowed.stride(),
         *forced.stride(),
         CROSSING=crossing,
@@ -210,6 +212,7 @@ def select(
 
 
 def _tile(num_kv: int) -> dict[str, Any]:
-    # constants of a launch; a key and its units are two registers, and one warp needs no barriers
+    # constants of a launch; a key and its units are two registers, and one warp needs no barriers. Halvings of the
+    # range of values leave about one score, before those of the keys that are there
     width = max(triton.next_power_of_2(num_kv), 32)
-    return {"BLOCK": width, "num_warps": min(max(width // 1024, 1), 8)}
+    return {"BLOCK": width, "VALUE_STEPS": width.bit_length() + 1, "num_warps": min(max(width // 1024, 1), 8)}
