@@ -280,6 +280,14 @@ def selection(p: Problem) -> None:
         select_by_share(p, num_kv)
 
 
+def mean_scores(p: Problem) -> None:
+    """Scores between block means of fp32 and of half precision."""
+    from vsa_kernels.selection import triton_scores
+
+    for half in (True, False):
+        triton_scores.scores(p.means(p.heads), p.means(p.heads // p.group), 0.1, 0, 1, precision="tf32" if half else "ieee")
+
+
 def select(p: Problem, num_kv: int, topk: int, capacity: int) -> None:
     from vsa_kernels.selection import triton_topk
 
@@ -347,7 +355,9 @@ def gathered(p: Problem) -> None:
         kv_members=lists if p.masked else None, order=counts.flatten(),
     )  # fmt: skip
     k, v = (p.tokens(kv_blocks, p.heads // p.group) for _ in range(2))
-    triton_fwd.forward(p.tokens(q_blocks, p.heads), k, v, groups, q_blocks, kv_blocks, 0.1)
+    # Hopper has a kernel of its own for contiguous heads, and the other one for those of a wider projection
+    for keys, values in ((k, v), (torch.cat([x, x], -1)[..., : p.head_dim] for x in (k, v))):
+        triton_fwd.forward(p.tokens(q_blocks, p.heads), keys, values, groups, q_blocks, kv_blocks, 0.1)
     triton_group.group(torch.zeros(1, 1, 2048, 96, dtype=torch.bool), size)
 
 
