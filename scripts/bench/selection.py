@@ -17,18 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
-from vsa_kernels import (
-    BlockIndex,
-    Blocks,
-    block_mean_and_similarity,
-    block_mean_pool,
-    mean_scores,
-    select_share,
-    select_topk,
-)
+from vsa_kernels import BlockIndex, Blocks, block_mean_and_similarity, select_share, select_topk
+
+from vsa.attention.selection import sparge_top_p
+from vsa.attention.sparge.mask import block_statistics, first_stage
 
 from .peers import dense_ops
 from .problems import Shape, problem
@@ -61,12 +57,13 @@ def selection(shape: Shape, setup: Setup) -> Measured:
             ),
             "top-k": lambda name=name: select_topk(scores, topk, backend=name),
             "means and similarity": lambda name=name: block_mean_and_similarity(k, kv_blocks, backend=name),
-            "prediction": lambda name=name: predict(q, k, q_blocks, kv_blocks, name),
         }
         ops += [Op(name=f"{name}: {what}", call=call, passes=(FORWARD,), ahead=True) for what, call in calls.items()]
-        if setup.device.type == "cuda":
-            replay = captured(calls["prediction"])
-            ops.append(Op(name=f"{name}: prediction, CUDA graph", call=replay, passes=(FORWARD,), ahead=True))
+    prediction = partial(predict, q, k, q_blocks, kv_blocks)
+    ops.append(Op(name="prediction", call=prediction, passes=(FORWARD,), ahead=True))
+    if setup.device.type == "cuda":
+        replay = captured(prediction)
+        ops.append(Op(name="prediction, CUDA graph", call=replay, passes=(FORWARD,), ahead=True))
     ops.append(Op(name="stable sort", call=lambda: scores.sort(dim=-1, stable=True), passes=(FORWARD,), ahead=True))
     return Measured(measure(ops, setup), skipped)
 
@@ -84,18 +81,9 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def predict(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks, backend: str) -> BlockIndex:
-    """SpargeAttn's first stage: means and self-similarity, scores, judge, and the share."""
-    means = block_mean_pool(k, kv_blocks, backend=backend)
-    weights = (kv_blocks.sizes / k.shape[1]).expand(k.shape[0], 1, -1)
-    center = (weights @ means.flatten(2)).view(means[:, 0].shape)
-    q_means, q_alike = block_mean_and_similarity(q, q_blocks, backend=backend)
-    k_means, k_alike = block_mean_and_similarity(k, kv_blocks, center=center, backend=backend)
-    scores = mean_scores(q_means, k_means, half=True, backend=backend)
-    alike = k_alike.transpose(1, 2)[:, :, None] > 0
-    # every block of a row that is not alike
-    shares = torch.where(q_alike.transpose(1, 2) > 0, _SHARE, 1.0)
-    return select_share(scores, shares, crossing=_CROSSING, candidates=alike, always=~alike, backend=backend)
+def predict(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> BlockIndex:
+    """The first stage of `SpargeAttention`; random blocks are alike for a threshold of 0, so that shares decide."""
+    return first_stage(block_statistics(q, k, q_blocks, kv_blocks), sparge_top_p(_SHARE), 0.0)
 
 
 def check_selection(setup: Setup) -> list[str]:

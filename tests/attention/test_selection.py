@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from vsa_kernels import select_topk
 
 from vsa.attention.selection import (
-    HeadShares,
     RowRule,
+    Shares,
     fine_grained_top_p,
     select_blocks,
     sparge_top_p,
@@ -129,7 +129,7 @@ def problems_by_head(draw):
 def test_heads_have_shares_and_masks_of_their_own(problem, shares, crossing, topk):
     weights, compete, always = problem
     scores = torch.tensor([[[[math.log(w) for w in row] for row in head] for head in b] for b in weights]).double()
-    rule = HeadShares(torch.tensor(shares), crossing) if topk is None else topk
+    rule = Shares(torch.tensor(shares), crossing) if topk is None else topk
     kept = select_blocks(scores, rule, candidates=compete, always=always).to_dense(scores.shape[-1])
     compete, always = compete.expand(scores.shape), always.expand(scores.shape)
     for b, heads in enumerate(weights):
@@ -149,7 +149,7 @@ def test_masks_of_heads_mean_the_same_as_masks_of_all(device):
         shared = select_blocks(scores, rule, candidates=candidates, always=always)
         own = {"candidates": candidates.expand(2, 3, 5, 9), "always": always.expand(1, 3, 5, 9)}
         assert torch.equal(shared.to_dense(9), select_blocks(scores, rule, **own).to_dense(9))
-    shares = HeadShares(torch.tensor([0.2, 0.9, 1.0], device=device))
+    shares = Shares(torch.tensor([0.2, 0.9, 1.0], device=device))
     kept = select_blocks(scores, shares).to_dense(9)
     for head, tau in enumerate((0.2, 0.9, 1.0)):
         assert torch.equal(kept[:, head], select_blocks(scores, sparge_top_p(tau)).to_dense(9)[:, head])
@@ -219,7 +219,7 @@ def test_scores_without_order_and_weight(device):
         *shares,
         RowRule(top_p=0.9, over="head"),
         RowRule(deviations=1.0),
-        HeadShares(torch.tensor([0.9], device=device)),
+        Shares(torch.tensor([0.9], device=device)),
     ):
         assert select_blocks(nothing, rule).kv_num_blocks.tolist() == [[[1, 1]]]
 
@@ -243,7 +243,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"always must be bool .* got torch.bool \[1, 2, 2, 3\]"):
         select_blocks(scores, 1, always=torch.zeros(1, 2, 2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"share must be a number, or floating \[1\] or \[1, 1, 2\], got .*32 \[3\]"):
-        select_blocks(scores, HeadShares(torch.ones(3)))
+        select_blocks(scores, Shares(torch.ones(3)))
     with pytest.raises(ValueError, match=r"scores must be a float"):
         select_blocks(scores.long(), RowRule(top_p=0.5))
 

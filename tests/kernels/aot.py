@@ -284,8 +284,9 @@ def mean_scores(p: Problem) -> None:
     """Scores between block means of fp32 and of half precision."""
     from vsa_kernels.selection import triton_scores
 
-    for half in (True, False):
-        triton_scores.scores(p.means(p.heads), p.means(p.heads // p.group), 0.1, 0, 1, precision="tf32" if half else "ieee")
+    q, k = p.means(p.heads), p.means(p.heads // p.group)
+    for precision in ("tf32", "ieee"):
+        triton_scores.scores(q, k, 0.1, 0, 1, precision=precision)
 
 
 def select(p: Problem, num_kv: int, topk: int, capacity: int) -> None:
@@ -362,7 +363,7 @@ def gathered(p: Problem) -> None:
 
 
 STAGES: tuple[Callable[[Problem], None], ...] = (
-    fine, skipping, coarse, transpose, pooling, selection, gates, operator, gathered,
+    fine, skipping, coarse, transpose, pooling, mean_scores, selection, gates, operator, gathered,
 )  # fmt: skip
 BY_SHAPE = (fine, pooling, gates, operator)
 MASKED = (fine, gathered)

@@ -50,6 +50,10 @@ def test_nan_stays_in_its_block(device):
     x[:, 4] = torch.nan
     got = block_mean_pool(x, Blocks.from_sizes([3, 4, 2], device))
     assert got.isnan().any(-1).squeeze().tolist() == [False, True, False]
+    for center in (None, torch.ones(1, 1, 2, device=device)):
+        results = block_mean_and_similarity(x, Blocks.from_sizes([3, 4, 2], device), center=center)
+        for result in results:
+            assert result.reshape(3, -1).isnan().any(-1).tolist() == [False, True, False]
 
 
 def pairs_of(x, sizes, center=None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from vsa.config import Sweep
 from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates, variants_of
+from vsa.training.typed import without_tiles_kept
 
 STAGED = ("attention=staged", "attention.stages=l")
 
@@ -83,6 +85,11 @@ def test_points_are_named_after_what_differs():
     assert high.name == "c_f-lr0.002"
 
 
+def of_selecting(own):
+    """What stays of the overrides where these two select nothing."""
+    return without_tiles_kept(own) if {"attention=neighborhood", "attention=full"} & set(own) else own
+
+
 def test_attention_that_selects_no_tiles_leaves_out_how_many_are_kept():
     """An axis of sparsity is one point there, and its name says nothing of it."""
     sweep = Sweep(
@@ -94,7 +101,7 @@ def test_attention_that_selects_no_tiles_leaves_out_how_many_are_kept():
         sweep,
         {"model": ["small", "large"]},
         shared=("sparsity=linear",),
-        selects=lambda own: not {"attention=neighborhood", "attention=full"} & set(own),
+        used=of_selecting,
     )
     assert {point.name: point.overrides for point in points} == {
         **{
@@ -106,5 +113,16 @@ def test_attention_that_selects_no_tiles_leaves_out_how_many_are_kept():
         **{f"few-{size}": ("attention=full", f"model={size}") for size in ("small", "large")},
     }
     alone = Sweep(axes={"sparsity.sparsity": [0.5, 0.75]})
-    with pytest.raises(ValueError, match=r"point sparsity0.5 says how many tiles are kept, but its attention selects"):
-        variants_of(alone, {}, selects=lambda own: False)
+    with pytest.raises(ValueError, match=r"point sparsity0.5 says how many tiles are kept, but its attention has no"):
+        variants_of(alone, {}, used=without_tiles_kept)
+
+
+def test_a_prediction_is_kept_over_steps_where_there_is_no_topk():
+    axes = {"sparsity.denoising.refresh": [2, 4]}
+    sweep = Sweep(variants={"sparge": ("attention=sparge",)}, axes=axes, control=False)
+    points = variants_of(sweep, {}, shared=("sparsity.topk=2",), used=partial(without_tiles_kept, predicts=True))
+    assert {point.name: point.overrides for point in points} == {
+        f"sparge-refresh{n}": ("attention=sparge", f"sparsity.denoising.refresh={n}") for n in (2, 4)
+    }
+    # the control: attention that predicts nothing
+    assert names(variants_of(sweep, {}, used=without_tiles_kept)) == ["sparge"]

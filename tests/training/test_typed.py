@@ -94,6 +94,9 @@ def test_a_run_of_its_own_config_has_no_groups():
 def test_selections_without_a_topk_may_be_kept(word):
     typed = Typed.of(hydra(word, attention="sparge"))
     typed.refuse_without_selection(predicts=True)
+    assert without_tiles_kept([word, "sparsity.topk=2"], predicts=True) == (word,)
+    with pytest.raises(ValueError, match=r"^sparsity\.topk=2 has no meaning for attention=sparge: it has no top-k$"):
+        Typed.of(hydra("sparsity.topk=2", attention="sparge")).refuse_without_selection(predicts=True)
     with pytest.raises(ValueError, match="has no meaning for attention=sparge"):
         typed.refuse_without_selection()
 

@@ -85,11 +85,12 @@ class SampleTopk(NamedTuple):
         return SampleTopk((self.counts - tiles).clamp(min=1), max(1, self.largest - tiles))
 
 
-class HeadShares(NamedTuple):
-    """A `top_p` of its own for every head.
+class Shares(NamedTuple):
+    """A `top_p` of its own for every head or row.
 
     Args:
-        shares: floating `[H]` on the device of the scores, above 0; 1 or more keeps every candidate.
+        shares: floating `[H]` or `[B|1, H|1, Nq|1]` on the device of the scores, above 0; 1 or more keeps every
+            candidate.
         crossing: of `RowRule`.
     """
 
@@ -128,7 +129,7 @@ def svg2_top_p(p: float) -> RowRule:
 
 def select_blocks(
     scores: Tensor,
-    rule: RowRule | SampleTopk | HeadShares | int,
+    rule: RowRule | SampleTopk | Shares | int,
     *,
     candidates: Tensor | None = None,
     always: Tensor | None = None,
@@ -145,7 +146,7 @@ def select_blocks(
     Args:
         scores: `[B, H, Nq, Nkv]` any float dtype; logits, or shares of at least 0 for a rule over the head.
         rule: how many are kept; a number is a top-k, and so are those of `SampleTopk`, each of its sample.
-            `HeadShares` are shares of a row, each of its head.
+            `Shares` are shares of a row, each of its head or its own.
         candidates: blocks that may compete; None: all. A row without any lists what the masks below give it.
         always: blocks listed whatever their score; they do not compete (text).
         first: candidates that come before all others and count towards the rule (a local window inside the budget).
@@ -192,12 +193,12 @@ def select_blocks(
 
 
 def _parts_of(
-    rule: RowRule | SampleTopk | HeadShares | int,
+    rule: RowRule | SampleTopk | Shares | int,
 ) -> tuple[SampleTopk | int | None, RowRule, Tensor | float | None]:
-    """The top-k, the rule that says the rest, and the share of a rule: `[H]` where heads have their own."""
+    """The top-k, the rule that says the rest, and the share of a rule: a tensor where heads or rows have their own."""
     if isinstance(rule, RowRule):
         return rule.topk, rule, rule.top_p
-    if isinstance(rule, HeadShares):
+    if isinstance(rule, Shares):
         return None, _SHARES[rule.crossing], rule.shares
     return rule, _TOPK, None
 
@@ -253,7 +254,9 @@ def _by_rule(
                 counts = counts.clamp(max=topk * rows_in_group)
             slots = slots | (torch.arange(keys.shape[-1], device=keys.device) < counts)
         if shares is not None:
-            shares = shares.double()[:, None, None] if isinstance(shares, Tensor) else shares
+            if isinstance(shares, Tensor):
+                # [H, 1, 1] or [B|1, H|1, Nq|1, 1]
+                shares = shares.double()[:, None, None] if shares.dim() == 1 else shares.double()[..., None]
             if rule.over == "row":
                 units = weight_units(scores, compete)
             else:
@@ -277,8 +280,12 @@ def _above(scores: Tensor, allowed: Tensor, deviations: float) -> Tensor:
 def _check(scores: Tensor, shares: Tensor | float | None, **masks: Tensor | None) -> None:
     if scores.ndim != 4 or not scores.is_floating_point() or 0 in scores.shape[1:]:
         raise ValueError(f"scores must be a float [B, H, Nq, Nkv], got {scores.dtype} {list(scores.shape)}")
-    if isinstance(shares, Tensor) and shares.shape[0] not in (1, scores.shape[1]):
-        raise ValueError(f"shares must be of {scores.shape[1]} heads, got {shares.shape[0]}")
+    rows = scores.shape[:3]
+    if isinstance(shares, Tensor) and not (
+        (shares.dim() == 1 and shares.shape[0] in (1, rows[1]))
+        or (shares.dim() == 3 and all(n in (1, m) for n, m in zip(shares.shape, rows, strict=True)))
+    ):
+        raise ValueError(f"shares must be {[rows[1]]} or {list(rows)}, got {list(shares.shape)}")
     for name, mask in masks.items():
         if mask is None:
             continue

@@ -125,7 +125,8 @@ class LoadedRun:
             for name, value in {"topk": topk, "sparsity": sparsity}.items():
                 if value is not None:
                     method: Any = self.model.blocks[0].method
-                    raise ValueError(f"{name} {value} has no meaning for {type(method).__name__}: it selects no tiles")
+                    reason = "has no top-k" if self.model.predicts else "selects no tiles"
+                    raise ValueError(f"{name} {value} has no meaning for {type(method).__name__}: it {reason}")
             asked_plan, name = DenoisingPlan(**(denoising or {})), type(self.model.blocks[0].method).__name__
             asked_plan.refuse_without_topk(name, predicts=self.model.predicts)
             topk = num_tiles

@@ -11,7 +11,6 @@ from typing import Any
 from vsa.checkpoints.run_folder import check_name
 from vsa.config import Sweep
 from vsa.settings import shown
-from vsa.training.typed import without_tiles_kept
 
 DENSE = "attention=full"
 SPARSE_GROUPS = ("attention", "sparsity", "start", "tile_thw")
@@ -38,17 +37,18 @@ def variants_of(
     axes: Mapping[str, Sequence[str]],
     *,
     shared: Sequence[str] = (),
-    selects: Callable[[Sequence[str]], bool] = lambda overrides: True,
+    used: Callable[[Sequence[str]], tuple[str, ...]] = tuple,
 ) -> list[Point]:
     """All points before learning rates and seeds, every one with its dense control unless that is turned off.
 
-    Points whose attention selects no tiles leave out how many are kept, and those that differ in nothing else are one.
+    Points leave out what their attention has no use for (how many tiles are kept, where it selects none), and those
+    that differ in nothing else are one.
 
     Args:
         sweep: its variants are combined with its axes.
         axes: further ones from the command line, values as text.
         shared: overrides about the tiles that are kept, of all points.
-        selects: whether the attention of a point's overrides selects tiles.
+        used: the overrides of a point that its attention has a use for.
 
     Raises:
         ValueError: no point, a name that is no folder, or two points of one name.
@@ -61,16 +61,13 @@ def variants_of(
     points: list[Point] = []
     for chosen in product(*parts) if parts else ():
         overrides = (*shared, *(o for _, own in chosen for o in own))
-        if selects(overrides):
-            points.append(Point("-".join(label for label, _ in chosen), overrides, DENSE in overrides))
-            continue
-        used = without_tiles_kept(overrides)
-        labels = [label for label, own in chosen if without_tiles_kept(own) or not own]
+        kept = used(overrides)
+        labels = [label for label, own in chosen if not own or set(own) & set(kept)]
         if not labels:
             said = ", ".join(label for label, _ in chosen)
-            raise ValueError(f"the sweep's point {said} says how many tiles are kept, but its attention selects none")
-        point = Point("-".join(labels), used, DENSE in used)
-        if point not in points:
+            raise ValueError(f"the sweep's point {said} says how many tiles are kept, but its attention has no top-k")
+        point = Point("-".join(labels), kept, DENSE in kept)
+        if kept == overrides or point not in points:
             points.append(point)
     if sweep.control:
         known = {_kept(point.overrides) for point in points if point.control}

@@ -72,7 +72,7 @@ class PointSweeper(Sweeper):
         shared = [text for text in settings if sets_tiles_kept(text)]
         settings = [text for text in settings if text not in shared]
         started = SweepRun(self, sweep, folder, settings, seed=config.seed, overwrite=config.overwrite)
-        points = variants_of(sweep, axes, shared=shared, selects=lambda own: self.selects([*settings, *own]))
+        points = variants_of(sweep, axes, shared=shared, used=lambda own: self.used(own, settings))
         try:
             with locked(folder), Watch(folder) as watch:
                 started.train(points, where, watch)
@@ -103,17 +103,19 @@ class PointSweeper(Sweeper):
         """The config of a run."""
         return _without_hydra(self._loader.load_sweep_config(self._config, list(overrides)))
 
-    def selects(self, overrides: Sequence[str]) -> bool:
-        """Whether the attention of a run selects tiles; asked where an override is about those that are kept."""
-        if not any(map(sets_tiles_kept, overrides)):
-            return True
-        try:
-            attention = self.compose(overrides).attention
-            check_targets({"attention": attention})
-            return build(attention)(dim=24, num_heads=1, head_dim=24).selects
-        except (ValueError, OSError, TypeError, *INPUT_ERRORS):
-            # told with the point
-            return True
+    def used(self, own: Sequence[str], shared: Sequence[str] = ()) -> tuple[str, ...]:
+        """What a run's attention has a use for of its own overrides; `shared` are those of all runs."""
+        if any(map(sets_tiles_kept, own)):
+            try:
+                attention = self.compose([*shared, *own]).attention
+                check_targets({"attention": attention})
+                method = build(attention)(dim=24, num_heads=1, head_dim=24)
+                if not method.selects:
+                    return without_tiles_kept(own, predicts=method.predicts)
+            except (ValueError, OSError, TypeError, *INPUT_ERRORS):
+                # told with the point
+                pass
+        return tuple(own)
 
     @property
     def flags(self) -> list[str]:
@@ -149,8 +151,8 @@ class QueueLauncher(Launcher):
         """
         config, sweep = self._config, Sweep(name="search", control=False)
         folder = Path(str(config.output_dir)) / str(config.name) / str(sweep.name)
-        used = [own if self._sweeper.selects(own) else without_tiles_kept(own) for own in job_overrides]
-        points = [Point(f"trial-{initial_job_idx + i}", tuple(own)) for i, own in enumerate(used)]
+        used = map(self._sweeper.used, job_overrides)
+        points = [Point(f"trial-{initial_job_idx + i}", own) for i, own in enumerate(used)]
         search = SweepRun(self._sweeper, sweep, folder, [], seed=config.seed, overwrite=config.overwrite)
         try:
             with locked(folder), Watch(folder) as watch:

@@ -18,15 +18,21 @@ OF_PREDICTED = ("sparsity.denoising.refresh", "sparsity.denoising.shared_cache")
 """Those that it has a use for where its tiles follow from q and k."""
 
 
-def sets_tiles_kept(override: str) -> bool:
-    """Whether an override of a command line is about how many tiles are kept: `sparsity=linear`, `sparsity.topk=8`."""
+def sets_tiles_kept(override: str, *, predicts: bool = False) -> bool:
+    """Whether an override of a command line is about how many tiles are kept: `sparsity=linear`, `sparsity.topk=8`.
+
+    Args:
+        override: as typed.
+        predicts: see `AttentionMethod.predicts`; what keeps a prediction over steps is then not about their number.
+    """
     key = override.lstrip("+~").partition("=")[0]
-    return (key == "sparsity" or key.startswith("sparsity.")) and key not in OF_ALL_METHODS
+    others = (*OF_ALL_METHODS, *OF_PREDICTED) if predicts else OF_ALL_METHODS
+    return (key == "sparsity" or key.startswith("sparsity.")) and key not in others
 
 
-def without_tiles_kept(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The overrides that attention which selects no tiles has a use for."""
-    return tuple(o for o in overrides if not sets_tiles_kept(o))
+def without_tiles_kept(overrides: Sequence[str], *, predicts: bool = False) -> tuple[str, ...]:
+    """The overrides that attention which selects no tiles, or `predicts` them without a top-k, has a use for."""
+    return tuple(o for o in overrides if not sets_tiles_kept(o, predicts=predicts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +57,16 @@ class Typed:
         return cls(overrides=overrides, attention=str(hydra.runtime.choices.get("attention", "of this config")))
 
     def refuse_without_selection(self, *, predicts: bool = False) -> None:
-        """Raise ValueError when a value is set; for attention that selects no tiles.
+        """Raise ValueError when a value is set; for attention that selects no tiles, or predicts them.
 
         Args:
             predicts: see `AttentionMethod.predicts`.
         """
+        reason = "has no top-k" if predicts else "selects no tiles"
         for override in self.overrides:
-            if predicts and override.partition("=")[0] in OF_PREDICTED:
-                continue
-            if not override.startswith("~") and not override.endswith("=null"):
-                raise ValueError(f"{override} has no meaning for attention={self.attention}: it selects no tiles")
+            says_nothing = override.startswith("~") or override.endswith("=null")
+            if sets_tiles_kept(override, predicts=predicts) and not says_nothing:
+                raise ValueError(f"{override} has no meaning for attention={self.attention}: it {reason}")
 
 
 NOTHING = Typed()

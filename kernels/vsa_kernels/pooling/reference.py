@@ -34,5 +34,5 @@ def mean_and_similarity(x: Tensor, center: Tensor | None, blocks: Blocks) -> tup
     x = x if center is None else x - center[:, None]
     length = x.norm(dim=-1, keepdim=True)
     sizes = blocks.sizes[:, None, None]
-    units = by_block(torch.where(length > 0, x / length, 0), blocks).sum(2) / sizes
+    units = by_block(torch.where(length == 0, 0, x / length), blocks).sum(2) / sizes
     return by_block(x, blocks).sum(2) / sizes, units.square().sum(-1)

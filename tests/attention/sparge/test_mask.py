@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from vsa_kernels.block_index import Blocks
 
 from tests.attention.sparge.oracle import mask
-from vsa.attention.selection import HeadShares, sparge_top_p
-from vsa.attention.sparge.mask import Readings, block_similarity, block_statistics, first_stage
+from vsa.attention.selection import Shares, sparge_top_p
+from vsa.attention.sparge.mask import Readings, block_statistics, first_stage, mean_and_similarity
 
 SETTINGS = {
     "heads": st.sampled_from([(1, 1), (2, 2), (4, 2)]),
@@ -54,7 +54,7 @@ def check(heads, tokens, sizes, alike, readings, seed, tau, theta, topk=None):
     q_blocks, kv_blocks = (blocks_of(n, size) for n, size in zip(tokens, sizes, strict=True))
     taus, thetas = (torch.tensor(values[: heads[0]], dtype=torch.float64) for values in (tau, theta))
     known = block_statistics(q, k, q_blocks, kv_blocks, readings)
-    kept = first_stage(known, HeadShares(taus) if topk is None else topk, thetas).to_dense(kv_blocks.num).int()
+    kept = first_stage(known, Shares(taus) if topk is None else topk, thetas).to_dense(kv_blocks.num).int()
     assert kept.shape == (2, heads[0], q_blocks.num, kv_blocks.num)
     clear = True
     for b in range(2):
@@ -129,7 +129,7 @@ def test_a_definition_with_another_reading_is_noticed(readings):
 def masks_at(tau, theta, tokens=(40, 58), seed=1):
     q, k = fields(tokens, (2, 2), 1.0, seed)
     known = block_statistics(q, k, blocks_of(tokens[0], 8), blocks_of(tokens[1], 4))
-    rule = HeadShares(tau) if isinstance(tau, torch.Tensor) else sparge_top_p(tau)
+    rule = Shares(tau) if isinstance(tau, torch.Tensor) else sparge_top_p(tau)
     return known, first_stage(known, rule, theta).to_dense(15)
 
 
@@ -172,19 +172,32 @@ def test_the_order_inside_a_block_does_not_matter():
 def test_similarity_of_known_blocks():
     tokens = torch.tensor([[3.0, 0.0], [3.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]])[None, :, None]
     blocks = Blocks.from_sizes([2, 1, 2])
-    assert block_similarity(tokens, blocks)[0, 0].tolist() == [1.0, 1.0, 0.0]
+    assert mean_and_similarity(tokens, blocks)[1].flatten().tolist() == [1.0, 1.0, 0.0]
     blocks = Blocks.from_sizes([3, 2])
     # unit tokens x, x, y and 3x, 3x, y
-    assert block_similarity(tokens, blocks)[0, 0, 0].item() == pytest.approx((4 + 1) / 9)
-    gram = block_similarity(tokens, blocks, Readings(similarity="gram"))
-    assert gram[0, 0].tolist() == pytest.approx([(36 + 1) / 9 / 9, 0.0])
+    assert mean_and_similarity(tokens, blocks)[1][0, 0].item() == pytest.approx((4 + 1) / 9)
+    _, gram = mean_and_similarity(tokens, blocks, Readings(similarity="gram"))
+    assert gram.flatten().tolist() == pytest.approx([(36 + 1) / 9 / 9, 0.0])
 
 
 def test_similarity_of_noise_is_that_of_the_paper():
     """Random tokens have 1/n by the code's formula: its "Random Sim-k" of .019 for 64 keys, Table 9."""
     noise = torch.randn(1, 64 * 200, 1, 128, generator=torch.Generator().manual_seed(0))
-    found = block_similarity(noise, blocks_of(64 * 200, 64)).mean().item()
+    found = mean_and_similarity(noise, blocks_of(64 * 200, 64))[1].mean().item()
     assert found == pytest.approx(1 / 64, rel=0.05)
+
+
+def test_autocast_changes_no_mask():
+    q, k = (x.float() for x in fields((40, 56), (4, 2), 1.0, 2))
+    blocks = blocks_of(40, 8), blocks_of(56, 4)
+    for readings in (Readings(), Readings(similarity="gram")):
+        plain = block_statistics(q, k, *blocks, readings)
+        with torch.autocast("cpu", torch.bfloat16):
+            lowered = block_statistics(q, k, *blocks, readings)
+            # the control: what the products of fp32 tensors are there
+            assert (q[:, 0] @ q[:, 0].mT).dtype == torch.bfloat16
+        for name in ("scores", "q_similarity", "kv_similarity"):
+            assert torch.equal(getattr(lowered, name), getattr(plain, name))
 
 
 def test_samples_have_a_mean_of_their_own():

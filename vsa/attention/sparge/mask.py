@@ -22,11 +22,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from vsa_kernels import BlockIndex, block_mean_pool
+from vsa_kernels import BlockIndex, block_mean_and_similarity, block_mean_pool, mean_scores
 from vsa_kernels.block_index import Blocks, by_block
+from vsa_kernels.modes import without_autocast
 
 from vsa.attention.scores import per_head
-from vsa.attention.selection import HeadShares, RowRule, SampleTopk, select_blocks
+from vsa.attention.selection import RowRule, SampleTopk, Shares, select_blocks
 from vsa.settings import checked
 
 Span = tuple[int, int]
@@ -104,24 +105,34 @@ def block_statistics(
         candidates: bool `[Nq, Nkv]`, blocks of the row's own sample that compete; None: all.
         always: bool `[Nq, Nkv]`, blocks that are listed and do not compete (text).
     """
-    heads, wide = q.shape[2], torch.promote_types(q.dtype, torch.float32)
-    if readings.smooth_k:
-        spans = samples or ((0, k.shape[1]),)
-        k = torch.cat([k[:, a:b] - k[:, a:b].mean(1, keepdim=True, dtype=wide) for a, b in spans], dim=1)
-    q_mean, k_mean = (block_mean_pool(x, blocks).transpose(1, 2) for x, blocks in ((q, q_blocks), (k, kv_blocks)))
-    scores = q_mean @ per_head(k_mean, heads).transpose(-1, -2)
+    heads, half, center = q.shape[2], q.dtype.itemsize == 2, None
+    with without_autocast(q.device):
+        if readings.smooth_k and len(samples) > 1:
+            wide = torch.promote_types(k.dtype, torch.float32)
+            k = torch.cat([k[:, a:b] - k[:, a:b].mean(1, keepdim=True, dtype=wide) for a, b in samples], dim=1)
+        elif readings.smooth_k:
+            center = _mean_token(k, kv_blocks)
+        q_mean, q_similarity = mean_and_similarity(q, q_blocks, readings)
+        k_mean, k_similarity = mean_and_similarity(k, kv_blocks, readings, center)
+        scores = mean_scores(q_mean, k_mean, scale=None if readings.scaled else 1.0, half=half)
     visible = candidates
     if readings.causal:
         before = kv_blocks.offsets[:-1] < q_blocks.offsets[1:, None]
         visible = before if visible is None else before & visible
     return BlockStatistics(
-        scores=scores * q.shape[-1] ** -0.5 if readings.scaled else scores,
-        q_similarity=block_similarity(q, q_blocks, readings),
-        kv_similarity=per_head(block_similarity(k, kv_blocks, readings), heads),
+        scores=scores,
+        q_similarity=q_similarity.transpose(1, 2),
+        kv_similarity=per_head(k_similarity.transpose(1, 2), heads),
         visible=visible,
         always=always,
         sink=_sink(visible, scores) if readings.attention_sink else None,
     )
+
+
+def _mean_token(x: Tensor, blocks: Blocks) -> Tensor:
+    """`[B, H, D]`, at least fp32, the mean of all tokens x `[B, L, H, D]`, from the means of their blocks."""
+    means = block_mean_pool(x, blocks)
+    return ((blocks.sizes.to(means.dtype) / x.shape[1]) @ means.flatten(2)).view(means[:, 0].shape)
 
 
 def _sink(visible: Tensor | None, scores: Tensor) -> Tensor:
@@ -131,45 +142,55 @@ def _sink(visible: Tensor | None, scores: Tensor) -> Tensor:
     return visible & (visible.cumsum(-1) == 1)
 
 
-def block_similarity(x: Tensor, blocks: Blocks, readings: Readings = Readings()) -> Tensor:
-    """How alike the tokens of each block are, `[B, Hx, N]`, at least fp32; -inf where a ragged block differs.
+@torch.no_grad()
+def mean_and_similarity(
+    x: Tensor, blocks: Blocks, readings: Readings = Readings(), center: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mean of each block `[B, N, H, D]` and how alike its tokens are, `[B, N, H]`, at least fp32.
 
     Args:
-        x: `[B, tokens, Hx, D]`.
+        x: `[B, L, H, D]`.
         blocks: of x.
-        readings: `similarity` and `ragged_differs` of them.
+        readings: `similarity` and `ragged_differs` of them; a ragged block that differs has -inf.
+        center: `[B, H, D]`, subtracted from every token; None: zeros.
     """
-    wide = x if x.dtype == torch.float64 else x.float()
-    norms = wide.square().sum(-1)
     if readings.similarity == "cosine":
-        unit = wide * norms.rsqrt().masked_fill(norms == 0, 0)[..., None]
-        found = block_mean_pool(unit, blocks).square().sum(-1)
+        means, similarity = block_mean_and_similarity(x, blocks, center=center)
     else:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide if center is None else wide - center[:, None]
+        means = block_mean_pool(wide, blocks)
         # no product of two tokens is above the largest with itself
-        largest = by_block(norms[..., None], blocks).amax((2, 4))
-        found = block_mean_pool(wide, blocks).square().sum(-1) / largest.masked_fill(largest == 0, 1)
+        largest = by_block(wide.square().sum(-1, keepdim=True), blocks).amax((2, 4))
+        similarity = means.square().sum(-1) / largest.masked_fill(largest == 0, 1)
     if readings.ragged_differs:
-        found = found.masked_fill((blocks.sizes < blocks.max_size)[:, None], -torch.inf)
-    return found.transpose(1, 2)
+        similarity = similarity.masked_fill((blocks.sizes < blocks.max_size)[:, None], -torch.inf)
+    return means, similarity
 
 
 @torch.no_grad()
-def first_stage(
-    known: BlockStatistics, rule: RowRule | HeadShares | SampleTopk | int, theta: float | Tensor
-) -> BlockIndex:
+def first_stage(known: BlockStatistics, rule: RowRule | Shares | SampleTopk | int, theta: float | Tensor) -> BlockIndex:
     """The kv blocks of every row.
 
     Args:
         known: scores and similarities.
-        rule: `sparge_top_p(tau)`, `HeadShares` of every head's tau, or a top-k (the code's other way to choose).
+        rule: `sparge_top_p(tau)`, `Shares` of every head's tau, or a top-k (the code's other way to choose).
         theta: blocks of a similarity below it are computed whatever their scores; a tensor is `[H]`, of every head. A
             negative one turns the judge off, but for blocks with NaN, which are always computed.
     """
     threshold = theta[:, None] if isinstance(theta, Tensor) else theta
     # a mean of tokens that are not numbers stands for nothing either
     rows, columns = (~(similarity >= threshold) for similarity in (known.q_similarity, known.kv_similarity))
-    forced = rows[..., None] | columns[..., None, :]
-    compete = ~columns[..., None, :]
+    forced = columns[..., None, :]
+    compete = ~forced
+    if isinstance(rule, RowRule) and rule.is_share:
+        assert rule.top_p is not None
+        share = torch.full_like(known.q_similarity, rule.top_p, dtype=torch.float64)
+        rule = Shares(share.masked_fill(rows, 1.0), rule.crossing)
+    elif isinstance(rule, Shares):
+        rule = Shares(torch.where(rows, 1.0, rule.shares[:, None].double()), rule.crossing)
+    else:
+        forced = forced | rows[..., None]
     if known.visible is not None:
         forced, compete = forced & known.visible, compete & known.visible
     if known.always is not None:

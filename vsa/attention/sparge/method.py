@@ -22,7 +22,7 @@ from vsa.attention.base import AttentionMethod, trains
 from vsa.attention.context import AttnContext
 from vsa.attention.full import text_attn
 from vsa.attention.layout import Segment, TileLayout
-from vsa.attention.selection import HeadShares, RowRule, SampleTopk, sparge_top_p
+from vsa.attention.selection import RowRule, SampleTopk, Shares, sparge_top_p
 from vsa.attention.sparge.mask import BlockStatistics, Readings, block_statistics, first_stage
 from vsa.attention.sparge.tuned import HeadSettings, Tuned, parse_tuned, read_tuned
 from vsa.settings import AtLeastOne, NonPositive, PositiveShare, checked
@@ -35,7 +35,7 @@ SLICES = 4
 class PerHead(NamedTuple):
     """Hyperparameters of the heads of a layer, a number for all of them or a tensor `[H]`; no threshold: it is off."""
 
-    rule: RowRule | HeadShares
+    rule: RowRule | Shares
     theta: float | Tensor
     threshold: float | Tensor | None
 
@@ -262,7 +262,7 @@ def per_head_tensors(heads: tuple[HeadSettings, ...], device: torch.device) -> P
         off = all(head.threshold is None for head in heads)
         bars = [-math.inf if head.threshold is None else head.threshold for head in heads]
         bar = None if off else torch.tensor(bars, dtype=torch.float64, device=device)
-        return PerHead(HeadShares(tau), theta, bar)
+        return PerHead(Shares(tau), theta, bar)
 
 
 def _of_heads(threshold: float | Tensor | None, q: Tensor) -> Tensor | None:
