@@ -17,11 +17,17 @@ import torch
 from torch import Tensor
 from vsa_kernels import (
     BlockIndex,
+    TileGroups,
     block_mean_and_similarity,
     block_mean_pool,
     block_sparse_attn,
+    gathered_attn,
+    group_tiles,
+    longest_first,
+    mean_scores,
     select_share,
     select_topk,
+    skipping_attn,
 )
 from vsa_kernels.coarse_fine import coarse_fine_attn
 from vsa_kernels.testing import make_case
@@ -66,6 +72,8 @@ def problem(seed: int, at: torch.device) -> str:
     means, similarity = block_mean_and_similarity(k, kv_blocks, center=k.float().mean(1), backend="triton")
     assert means.isfinite().all()
     assert similarity.isfinite().all()
+    q_means = block_mean_pool(q, q_blocks, backend="triton")
+    assert mean_scores(q_means, means, half=dtype != torch.float32, backend="triton").isfinite().all()
     scores = torch.randn(batch, heads, q_blocks.num, kv_blocks.num, device=at)
     marks = torch.rand(2, q_blocks.num, kv_blocks.num, device=at) < 0.4
     rows = torch.randint(1, kv_blocks.num + 1, (q_blocks.num,), device=at, dtype=torch.int32)
@@ -89,8 +97,35 @@ def problem(seed: int, at: torch.device) -> str:
         out, lse = block_sparse_attn(q, k, v, index, kv_valid=valid, **sides)
         _backward(out, q, k, v)
         assert not lse.isnan().any(), "lse is NaN"
+    _without_gradient(q.detach(), k.detach(), v.detach(), scores, sides, largest[0])
     shape = f"B {batch} H {heads}/{kv_heads} D {head_dim} L {q.shape[1]} S {k.shape[1]} blocks {largest} topk {topk}"
     return f"{dtype} {shape}".removeprefix("torch.")
+
+
+def _without_gradient(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, sides: dict[str, Any], largest: int) -> None:
+    """Attention that skips, and attention of gathered tiles, over lists of several lengths."""
+    batch, heads, num_q, num_kv = scores.shape
+    shares = torch.rand(batch, 1, num_q, device=q.device)
+    chosen = select_share(scores, shares, crossing="exceed", backend="triton")
+    bars = torch.full((heads,), -1.0, device=q.device)
+    rows = 1 << (max(1, largest // 4).bit_length() - 1)
+    for keeps_sum in (True, False):
+        out, _ = skipping_attn(q, k, v, chosen, thresholds=bars, slice_rows=rows, keeps_sum=keeps_sum, **sides)
+        assert out.isfinite().all()
+    for size in (1, 3):
+        out, lse = gathered_attn(q, k, v, _groups(chosen.to_dense(num_kv), size), **sides)
+        assert out.isfinite().all()
+        assert lse.isfinite().all()
+
+
+def _groups(mask: Tensor, size: int) -> TileGroups:
+    """Groups of tiles with the lists that any of their members has."""
+    members = group_tiles(mask, size, backend="triton")
+    flat = members.clamp(min=0).long().flatten(2)[..., None].expand(-1, -1, -1, mask.shape[3])
+    rows = (mask.gather(2, flat) & (members.flatten(2) >= 0)[..., None]).unflatten(2, members.shape[2:]).any(3)
+    index = BlockIndex.from_dense(rows)
+    order = longest_first(index.kv_num_blocks)
+    return TileGroups(members=members, kv_indices=index.kv_indices, kv_num_blocks=index.kv_num_blocks, order=order)
 
 
 def _backward(out: Tensor, *inputs: Tensor | None) -> None:

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Neighborhood and dynamic attention on a GPU, about 20 minutes on an H200: kernel tests, benches, memcheck, comparison.
+# Usage, in the repository root:  scripts/gpu_methods.sh
+#   OUT     folder of tests.log, CASE.json, CASE.txt, memcheck.log and compare-SHAPE/; default outputs/gpu_methods
+#   PHASES  which parts, default "tests bench memcheck compare"; each alone is below ten minutes
+# `compare` needs the packages of `pip install -e .`; the others need torch, triton, pytest and hypothesis.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 2
+OUT=${OUT:-outputs/gpu_methods}; mkdir -p "$OUT"
+PHASES=${PHASES:-tests bench memcheck compare}
+export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+unset TRITON_INTERPRET
+python=${PYTHON:-python3} failed=0
+has() { case " $PHASES " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
+run() { # NAME SECONDS COMMAND...: output to a file, its end to the screen
+  local name=$1 limit=$2; shift 2
+  echo "== $name"
+  timeout "$limit" "$@" >"$OUT/$name.txt" 2>&1 || { echo "exit status $?: $*"; failed=1; }
+  tail -n 30 "$OUT/$name.txt"
+}
+"$python" -c "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())" \
+  | tee "$OUT/machine.txt" || exit 2
+
+if has tests; then
+  run tests 420 "$python" -m pytest -q -p no:cacheprovider -m "not slow" \
+    tests/kernels/test_gathered.py tests/kernels/test_skipping.py tests/kernels/test_share.py tests/kernels/test_triton_share.py \
+    tests/kernels/test_mean_scores.py tests/kernels/test_triton_pooling.py tests/kernels/test_triton_masks.py \
+    tests/attention/test_selection.py tests/attention/sparge tests/attention/fine_grained
+fi
+if has bench; then
+  for case in neighborhood selection fine_grained dynamic_hilbert; do
+    run "$case" 200 "$python" -m scripts.bench "$case" --device cuda --out "$OUT/$case.json"
+  done
+fi
+if has memcheck; then
+  tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+  if [ -n "$tool" ]; then
+    # without torch's caching allocator every tensor is an allocation of its own, which the tool can guard
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run memcheck 420 "$tool" --tool memcheck --error-exitcode 1 \
+      "$python" scripts/sanitize_kernels.py --problems 20
+  else
+    echo "memcheck: not run, compute-sanitizer is not on this machine (it comes with the CUDA toolkit)"; failed=1
+  fi
+fi
+if has compare; then
+  # token grids of Mochi, HunyuanVideo and Wan2.1 720p, with their heads
+  while read -r shape grid heads; do
+    # shellcheck disable=SC2086
+    run "compare-$shape" 240 "$python" -m vsa.cli compare-attention --synthetic $grid --heads "$heads" --head-dim 128 \
+      --device cuda --out "$OUT/compare-$shape"
+  done <<'SHAPES'
+mochi 14 30 53 24
+hunyuan 30 48 80 24
+wan 21 45 80 40
+SHAPES
+fi
+exit "$failed"
