@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import vsa.training.callbacks.samples as samples_module
+import vsa.training.callbacks.step_profile as step_profile
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.run_checkpoint import optimizer_state
 from vsa.data.video_files import read_video
@@ -419,10 +420,22 @@ def test_debug_overfit_drives_the_loss_down(training):
     assert sorted(training.losses("overfit")) == [1, 2]
 
 
-def test_debug_profile_leaves_a_report(training):
-    training("debug=profile", "trainer.max_steps=3")
-    report = next(training.folder("profile").glob("*profile*.txt")).read_text()
-    assert "Self CPU" in report
+def test_debug_profile_says_where_the_time_goes(training, monkeypatch):
+    told = []
+    monkeypatch.setattr(step_profile, "rank_zero_info", told.append)
+    trainer = training("debug=profile", "trainer.max_steps=5")
+    # two steps as they are and two traced, after the first
+    assert trainer.global_step == 5
+    record = json.loads((training.folder("profile") / "profile.json").read_text())
+    assert record["steps"] == 2
+    assert sum(kind["milliseconds"] for kind in record["kinds"].values()) == pytest.approx(
+        record["profiled_milliseconds"]
+    )
+    assert {"sparse attention operator", "linear layers", "optimizer"} <= set(record["kinds"])
+    assert record["kinds"]["linear layers"]["floor"] > 0
+    assert any("the step without the profiler" in line for line in told)
+    with pytest.raises(ValueError, match=r"at least 3 steps, trainer\.max_steps=2 leaves 2"):
+        training("debug=profile", "trainer.max_steps=2")
 
 
 def test_debug_anomaly_names_the_operation(training):

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +50,11 @@ def stop_without_validation(trainer: L.Trainer) -> None:
 def attach_loggers(trainer: L.Trainer, loggers: list[Any]) -> None:
     """Use these loggers from now on; given to the constructor, some would make their files before all is checked."""
     trainer.loggers = loggers
+
+
+def use_profiler(trainer: L.Trainer, profiler: Profiler) -> None:
+    """Let the hooks and loops of this trainer report to a profiler; a callback cannot give it to the constructor."""
+    trainer.profiler = profiler  # type: ignore[attr-defined]
 
 
 def close_bars(bar: TQDMProgressBar, done: int) -> None:

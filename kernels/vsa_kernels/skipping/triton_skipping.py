@@ -56,8 +56,8 @@ def _skipping_kernel(
         b_gap = b_local - b_new
         if not EVEN_Q:
             b_gap = tl.where(o_m < q_size, b_gap, -float("inf"))
-        # [slices]; one past the end of the block has no rows and skips nothing. Not by a reshape of b_gap: Triton 3.7 does
-        # not compile that for sm_100
+        # [slices]; one past the end of the block has no rows and skips nothing. A reshape of b_gap in place of the mask
+        # is what Triton 3.7 does not compile for sm_100
         m_slice = o_m[None, :] // SLICE == tl.arange(0, BLOCK_M // SLICE)[:, None]
         s_gap = tl.max(tl.where(m_slice, b_gap[None, :], -float("inf")), 1)
         s_keep = (s_gap >= bar) | (s_gap == -float("inf"))

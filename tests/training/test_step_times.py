@@ -1,0 +1,151 @@
+"""Traces whose times are known by construction, and one of torch's own."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from vsa.training.step_times import (
+    ATTENTION,
+    COMMUNICATION,
+    COPIES,
+    DATA,
+    ELEMENTWISE,
+    HOST,
+    LINEAR,
+    OPERATOR,
+    merged,
+    step_times,
+)
+
+MM = {"Input Dims": [[8, 4], [4, 16]], "Input type": ["float", "float"]}
+ADD = {"Input Dims": [[8, 16], [8, 16], []], "Input type": ["c10::BFloat16", "c10::BFloat16", "Scalar"]}
+
+
+def event(cat, name, ts, dur, tid=1, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def launch(op, ts, correlation, tid=1, **args):
+    """An operator of 4 us with its launch inside."""
+    inside = event("cuda_runtime", "cudaLaunchKernel", ts + 1, 2, tid, correlation=correlation)
+    return [event("cpu_op", op, ts, 4, tid, **args), inside]
+
+
+def kernel(name, ts, dur, correlation, stream=7, cat="kernel"):
+    return event(cat, name, ts, dur, stream, correlation=correlation)
+
+
+WINDOW = [event("user_annotation", "window", 0, 1000)]
+
+
+def gpu_trace():
+    """1000 us of two steps: host at 0 to 300, the device from 100 on."""
+    strategy, module = "[Strategy]S.training_step", "[LightningModule]M.on_before_optimizer_step"
+    return [
+        *WINDOW,
+        event("user_annotation", "[_TrainingEpochLoop].train_dataloader_next", 0, 60),
+        # lightning calls everything from the optimizer
+        event("user_annotation", "Optimizer.step#AdamW.step", 60, 200),
+        event("user_annotation", strategy, 61, 60),
+        event("cpu_op", "vsa_kernels::coarse_fine_fwd", 62, 10),
+        *launch("aten::copy_", 63, 1),
+        *launch("aten::_scaled_dot_product_cudnn_attention", 75, 2),
+        *launch("aten::mm", 80, 3, **MM),
+        *launch("aten::add", 90, 4, **ADD),
+        *launch("aten::copy_", 100, 5, **ADD),
+        event("user_annotation", module, 125, 20),
+        *launch("aten::linalg_vector_norm", 126, 6),
+        *launch("aten::_fused_adamw_", 150, 7),
+        # the backward is of another thread
+        *launch("aten::mm", 110, 8, tid=2, **MM),
+        # before and behind the window
+        *launch("aten::mm", -20, 20, **MM),
+        kernel("gemm", -10, 5, 20),
+        kernel("warm_up", 100, 50, 1),
+        kernel("cudnn_sdpa", 150, 100, 2),
+        kernel("nvjet", 250, 100, 3),
+        kernel("vectorized", 350, 30, 4),
+        kernel("Memcpy DtoD", 380, 20, 5, cat="gpu_memcpy"),
+        kernel("norm", 400, 10, 6),
+        kernel("multi_tensor", 410, 90, 7),
+        kernel("nvjet", 500, 100, 8),
+        # 40 us behind the last product, 60 us alone
+        kernel("ncclDevKernel_AllGather", 560, 100, 9, stream=20),
+        # on two streams at once
+        kernel("elementwise", 700, 50, 4),
+        kernel("elementwise", 720, 50, 4, stream=8),
+    ]
+
+
+def test_every_microsecond_of_a_device_has_one_kind():
+    times = step_times(gpu_trace(), "window", 2)
+    spent = {kind: 2e3 * ms for kind, ms in times.milliseconds.items() if ms}
+    assert spent == pytest.approx(
+        {
+            OPERATOR: 50,
+            ATTENTION: 100,
+            LINEAR: 200,
+            ELEMENTWISE: 30 + 70,
+            COPIES: 20,
+            "gradient norms": 10,
+            "optimizer": 90,
+            COMMUNICATION: 60,
+            DATA: 60,
+            # 60 to 100, 660 to 700, 770 to 1000
+            HOST: 40 + 40 + 230,
+        }
+    )
+    assert times.total == pytest.approx(0.5)
+    assert 2e3 * times.hidden == pytest.approx(40)
+    assert times.flops == 2 * 2 * 8 * 4 * 16 / 2
+    assert times.bytes == {ELEMENTWISE: 3 * 8 * 16 * 2 / 2, COPIES: 3 * 8 * 16 * 2 / 2}
+
+
+def test_the_thread_of_the_window_decides_where_there_is_no_device():
+    trace = [
+        *WINDOW,
+        event("user_annotation", "[_TrainingEpochLoop].train_dataloader_next", 10, 100),
+        # the part that computes is no wait
+        event("cpu_op", "aten::stack", 50, 20),
+        event("cpu_op", "aten::linear", 200, 100),
+        event("cpu_op", "aten::addmm", 220, 60, **MM),
+        event("user_annotation", "[Callback]EMA.on_train_batch_end", 400, 100),
+        event("cpu_op", "aten::_foreach_lerp_", 410, 50),
+        event("cpu_op", "aten::mm", 0, 900, tid=3, **MM),
+    ]
+    spent = {kind: 1e3 * ms for kind, ms in step_times(trace, "window", 1).milliseconds.items() if ms}
+    assert spent == pytest.approx({ELEMENTWISE: 20 + 40, LINEAR: 60, "averaged weights": 50, DATA: 80, HOST: 750})
+
+
+def test_a_trace_of_torch_is_read(tmp_path):
+    a, b = torch.randn(64, 32), torch.randn(32, 128)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled, record_function("mine"):
+        for _ in range(3):
+            (a @ b).relu_()
+    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    times = step_times(trace, "mine", 3)
+    assert times.flops == 2 * 64 * 32 * 128
+    assert times.milliseconds[LINEAR] > 0
+    assert times.milliseconds[ELEMENTWISE] > 0
+    assert times.milliseconds[OPERATOR] == 0
+    window = next(e for e in trace if e.get("name") == "mine" and e.get("cat") == "user_annotation")
+    assert times.total == pytest.approx(window["dur"] / 3e3)
+    with pytest.raises(ValueError, match="the trace has no region 'other'"):
+        step_times(trace, "other", 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), max_size=12))
+def test_a_union_holds_what_any_interval_holds(spans):
+    intervals = [(a, a + n) for a, n in spans]
+    union = merged(intervals)
+    held = {i for a, b in union for i in range(int(a), int(b))}
+    assert held == {i for a, b in intervals for i in range(a, b)}
+    assert all(b < c for (_, b), (c, _) in pairwise(union))

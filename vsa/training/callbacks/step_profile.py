@@ -1,0 +1,202 @@
+"""`debug=profile`: a few steps under torch's profiler, as a table of where their time goes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from vsa.data.batch import VideoBatch
+from vsa.files import write_whole
+from vsa.settings import AtLeastOne, checked
+from vsa.training.lightning_compat import stop_without_validation, use_profiler
+from vsa.training.modules.base import DiffusionModule
+from vsa.training.step_times import COPIES, ELEMENTWISE, LINEAR, OPERATOR, StepTimes, step_times
+
+WINDOW = "profiled steps"
+
+
+class Regions(Profiler):
+    """Lightning's hooks and loops as regions of the trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[str, Any] = {}
+
+    def start(self, action_name: str) -> None:
+        self._open[action_name] = record_function(action_name)
+        self._open[action_name].__enter__()
+
+    def stop(self, action_name: str) -> None:
+        if (region := self._open.pop(action_name, None)) is not None:
+            region.__exit__(None, None, None)
+
+
+@checked
+class StepProfile(L.Callback):
+    """Times `steps` steps as they are, then traces as many, prints where their time goes, and ends the run.
+
+    Written are `profile.json`, the table, and `trace.json.gz`, for chrome://tracing or ui.perfetto.dev. Beside a time
+    stands its floor: FLOPs at the speed of a large matrix product, bytes at the bandwidth of a large copy, both
+    measured on the device afterwards. The profiler itself takes time of the host, so compare the two times of a step.
+    Several ranks: rank 0 is traced.
+
+    Args:
+        run_dir: folder of the two files.
+        steps: that are traced; fewer in a short run.
+        warm_up: steps before.
+    """
+
+    # what others do after a step belongs to it
+    order = 3
+
+    def __init__(self, run_dir: str, steps: AtLeastOne = 5, warm_up: AtLeastOne = 10):
+        self.folder, self.steps, self.warm_up = Path(run_dir), steps, warm_up
+        self._stack = ExitStack()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        use_profiler(trainer, Regions())
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        self._first, left = trainer.global_step, trainer.max_steps - trainer.global_step
+        if trainer.max_steps >= 0:
+            if left < 3:
+                raise ValueError(
+                    f"a profile takes at least 3 steps, trainer.max_steps={trainer.max_steps} leaves {left}"
+                )
+            self.steps = min(self.steps, (left - 1) // 2)
+            self.warm_up = min(self.warm_up, left - 2 * self.steps)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: VideoBatch, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % pl_module.accumulate:
+            return
+        done = trainer.global_step - self._first - self.warm_up
+        if done == 0:
+            self._began = _now(pl_module.device)
+        elif done == self.steps:
+            self._plain = (_now(pl_module.device) - self._began) / self.steps * 1e3
+            if trainer.is_global_zero:
+                kinds = [ProfilerActivity.CPU]
+                kinds += [ProfilerActivity.CUDA] if pl_module.device.type == "cuda" else []
+                self._profile = self._stack.enter_context(profile(activities=kinds, record_shapes=True))
+                self._stack.enter_context(record_function(WINDOW))
+        elif done == 2 * self.steps:
+            _now(pl_module.device)
+            self._stack.close()
+            if trainer.is_global_zero:
+                self._report(pl_module, batch)
+            stop_without_validation(trainer)
+
+    def _report(self, module: Any, batch: VideoBatch) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "trace.json.gz"
+        self._profile.export_chrome_trace(str(path))
+        with gzip.open(path) as file:
+            times = step_times(json.load(file)["traceEvents"], WINDOW, self.steps)
+        device = module.device
+        flops = module.step_flops(batch, module.global_step - 1)
+        operator = flops.self_attention * len(batch.sample_ids) * module.accumulate
+        speed, bandwidth = matrix_speed(device), copy_bandwidth(device)
+        floors = {
+            OPERATOR: operator / speed * 1e3,
+            LINEAR: times.flops / speed * 1e3,
+            **{kind: times.bytes[kind] / bandwidth * 1e3 for kind in (ELEMENTWISE, COPIES)},
+        }
+        if not module.model.selects:
+            # dense attention is not the operator's
+            del floors[OPERATOR]
+        name = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        )
+        record = {
+            "device": name,
+            "torch": torch.__version__,
+            "steps": self.steps,
+            "milliseconds": self._plain,
+            "profiled_milliseconds": times.total,
+            "kinds": {
+                kind: {"milliseconds": ms, "floor": floors.get(kind)}
+                for kind, ms in times.milliseconds.items()
+                if ms or kind in floors
+            },
+            "communication_hidden_milliseconds": times.hidden,
+            "matrix_flops_per_second": speed,
+            "copy_bytes_per_second": bandwidth,
+        }
+        write_whole(self.folder / "profile.json", json.dumps(record, indent=1))
+        rank_zero_info(_table(times, floors, record))
+        rank_zero_info(f"trace: {path}")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # a run that failed while it was traced
+        self._stack.close()
+
+
+def _table(times: StepTimes, floors: dict[str, float], record: dict[str, Any]) -> str:
+    table = Table(title=f"one step on {record['device']}, mean of {record['steps']}")
+    table.add_column("part")
+    for heading in ("ms", "share", "floor, ms"):
+        table.add_column(heading, justify="right")
+    for kind, ms in times.milliseconds.items():
+        if ms or kind in floors:
+            floor = f"{floors[kind]:.3g}" if kind in floors else ""
+            table.add_row(kind, f"{ms:.3g}", f"{ms / times.total:.1%}", floor)
+    table.add_section()
+    table.add_row("the step, profiled", f"{times.total:.4g}")
+    table.add_row("the step without the profiler", f"{record['milliseconds']:.4g}")
+    if times.hidden:
+        table.add_row("communication behind computation", f"{times.hidden:.3g}")
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+        console.print(
+            f"floors: {record['matrix_flops_per_second'] / 1e12:.3g} TFLOP/s in a matrix product, "
+            f"{record['copy_bytes_per_second'] / 1e9:.4g} GB/s in a copy, measured here"
+        )
+    return capture.get()
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, after the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def matrix_speed(device: torch.device) -> float:
+    """FLOPs per second of a large product, in bf16 on a GPU and fp32 on a CPU."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: a @ b, device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy that no cache holds."""
+    source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The best of five, after one."""
+    call()
+    times = []
+    for _ in range(5):
+        began = _now(device)
+        call()
+        times.append(_now(device) - began)
+    return min(times)

@@ -1,0 +1,284 @@
+"""Where the time of a training step goes, from a trace of torch's profiler.
+
+A trace is the list of events in Chrome's format: operators and regions of each thread of the host, launches, and on a
+GPU kernels and copies, joined to their launch by its correlation. Times in it are microseconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OPERATOR, ATTENTION, LINEAR = "sparse attention operator", "other attention", "linear layers"
+ELEMENTWISE, COPIES = "elementwise and norms", "copies and casts"
+COMMUNICATION, DATA, HOST = "communication, exposed", "waiting for data", "host: launches and Python"
+REGIONS = {
+    # forward and backward, inside the optimizer's call in Lightning: what encloses them says nothing
+    ".training_step": None,
+    ".backward": None,
+    ".on_before_optimizer_step": "gradient norms",
+    "Optimizer.step#": "optimizer",
+    "]EMA": "averaged weights",
+    "[Callback]": "logging and callbacks",
+    ".batch_to_device": "data to the device",
+    ".transfer_batch_to_device": "data to the device",
+}
+"""Kinds of time that are a region of the host, the innermost deciding, by part of its name."""
+FETCH = ".train_dataloader_next"
+KINDS: tuple[str, ...] = (
+    OPERATOR, ATTENTION, LINEAR, ELEMENTWISE, COPIES, *dict.fromkeys(filter(None, REGIONS.values())),
+    COMMUNICATION, DATA, HOST,
+)  # fmt: skip
+
+_LINEAR = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"}
+_ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "efficient_attention")
+_COPIES = ("copy", "aten::cat", "aten::clone", "aten::contiguous", "memcpy", "memset", "fsdp::", "chunk_cat")
+_ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
+_BYTES = {
+    "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1,
+}  # fmt: skip
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """One step in the mean over those of a trace.
+
+    Args:
+        milliseconds: of each kind of `KINDS`; their sum is the time of the step.
+        hidden: milliseconds of communication while something was computed.
+        flops: of products of linear layers.
+        bytes: that elementwise operators read and write, and that copies do; from the sizes of their arguments.
+    """
+
+    milliseconds: Mapping[str, float]
+    hidden: float
+    flops: float
+    bytes: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Milliseconds of the step."""
+        return sum(self.milliseconds.values())
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """An event of the host, in what it was called from."""
+
+    name: str
+    start: float
+    stop: float
+    arguments: Mapping[str, Any]
+    is_operator: bool
+    parent: _Call | None
+    inner: float = field(default=0.0)
+    calls_operators: bool = field(default=False)
+
+    def names(self) -> Iterable[str]:
+        """From the innermost on."""
+        call: _Call | None = self
+        while call is not None:
+            yield call.name
+            call = call.parent
+
+
+def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> StepTimes:
+    """The time of each kind in the region called `window` of a trace, by step.
+
+    Where the trace has kernels, times are of the device, and while it does nothing, of what the host does; otherwise
+    they are of the thread of the window.
+
+    Args:
+        trace: the events.
+        window: name of a region that holds the steps from end to end.
+        steps: in it.
+
+    Raises:
+        ValueError: no such region.
+    """
+    found = [e for e in trace if e.get("ph") == "X" and e.get("name") == window and e.get("cat") == "user_annotation"]
+    if not found:
+        raise ValueError(f"the trace has no region {window!r}")
+    start, thread = float(found[0]["ts"]), found[0]["tid"]
+    stop = start + float(found[0]["dur"])
+    calls, launched = _calls(trace, window)
+    own = [c for c in calls.get(thread, []) if start <= c.start < stop]
+    kernels = [e for e in trace if e.get("ph") == "X" and e.get("cat") in _ON_GPU and start <= float(e["ts"]) < stop]
+    if kernels:
+        spent, hidden = _device_times(kernels, launched, own, (start, stop))
+    else:
+        spent, hidden = _host_times(own, stop - start), 0.0
+    inside = [c for of_thread in calls.values() for c in of_thread if start <= c.start < stop and c.is_operator]
+    flops, moved = 0.0, {ELEMENTWISE: 0.0, COPIES: 0.0}
+    for call in inside:
+        kind = _kind(call.name, call)
+        if kind == LINEAR:
+            flops += _product_flops(call)
+        elif kind in moved and not call.calls_operators:
+            moved[kind] += _bytes(call)
+    return StepTimes(
+        milliseconds={kind: us / 1e3 / steps for kind, us in spent.items()},
+        hidden=hidden / 1e3 / steps,
+        flops=flops / steps,
+        bytes={kind: total / steps for kind, total in moved.items()},
+    )
+
+
+def _calls(trace: Sequence[Mapping[str, Any]], window: str) -> tuple[dict[Any, list[_Call]], dict[Any, _Call]]:
+    """Calls of every thread in order of their start, and the launch of every correlation."""
+    events = [
+        e
+        for e in trace
+        if e.get("ph") == "X" and e.get("cat") in {"cpu_op", "user_annotation", *_LAUNCHES} and e["name"] != window
+    ]
+    events.sort(key=lambda e: (str(e["tid"]), float(e["ts"]), -float(e["dur"])))
+    calls: dict[Any, list[_Call]] = {}
+    launched: dict[Any, _Call] = {}
+    stack: list[_Call] = []
+    thread = None
+    for event in events:
+        if event["tid"] != thread:
+            thread, stack = event["tid"], []
+        start = float(event["ts"])
+        while stack and stack[-1].stop <= start:
+            stack.pop()
+        call = _Call(
+            name=event["name"],
+            start=start,
+            stop=start + float(event["dur"]),
+            arguments=event.get("args", {}),
+            is_operator=event["cat"] == "cpu_op",
+            parent=stack[-1] if stack else None,
+        )
+        if event["cat"] in _LAUNCHES:
+            launched[call.arguments.get("correlation")] = call
+        if call.parent is not None:
+            call.parent.inner += call.stop - call.start
+            call.parent.calls_operators |= call.is_operator
+        stack.append(call)
+        calls.setdefault(thread, []).append(call)
+    return calls, launched
+
+
+def _kind(name: str, call: _Call | None) -> str:
+    """What a kernel or an operator is for, by its own name and by what it was called from."""
+    names = [] if call is None else list(call.names())
+    if "nccl" in name.lower():
+        return COMMUNICATION
+    if any(n.startswith("vsa_kernels::") for n in names):
+        return OPERATOR
+    if any(part in n for n in names for part in _ATTENTION):
+        return ATTENTION
+    for n in names:
+        # the innermost region that says something
+        part = next((part for part in REGIONS if part in n), None)
+        if part is not None:
+            if (region := REGIONS[part]) is not None:
+                return region
+            break
+    if any(n in _LINEAR for n in names):
+        return LINEAR
+    lowered = [name.lower(), *(n.lower() for n in names[:2])]
+    return COPIES if any(part in n for n in lowered for part in _COPIES) else ELEMENTWISE
+
+
+def _device_times(
+    kernels: Sequence[Mapping[str, Any]], launched: Mapping[Any, _Call], own: Sequence[_Call], window: Interval
+) -> tuple[dict[str, float], float]:
+    """Microseconds of each kind, and of communication beside computation."""
+    spent = dict.fromkeys(KINDS, 0.0)
+    computing: list[Interval] = []
+    moving: list[Interval] = []
+    reached = window[0]
+    for event in sorted(kernels, key=lambda e: float(e["ts"])):
+        start = float(event["ts"])
+        stop = min(start + float(event["dur"]), window[1])
+        kind = _kind(event["name"], launched.get(event.get("args", {}).get("correlation")))
+        if kind == COMMUNICATION:
+            moving.append((start, stop))
+            continue
+        computing.append((start, stop))
+        # of kernels on several streams the first one counts
+        spent[kind] += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    busy, either = merged(computing), merged([*computing, *moving])
+    spent[COMMUNICATION] = _length(either) - _length(busy)
+    idle = _without((window,), either)
+    fetching = merged([(c.start, c.stop) for c in own if c.name.endswith(FETCH)])
+    spent[DATA] = _length(idle) - _length(_without(idle, fetching))
+    spent[HOST] = _length(idle) - spent[DATA]
+    return spent, _length(merged(moving)) - spent[COMMUNICATION]
+
+
+def _host_times(own: Sequence[_Call], total: float) -> dict[str, float]:
+    """Microseconds of each kind, of calls without what they call."""
+    spent = dict.fromkeys(KINDS, 0.0)
+    for call in own:
+        alone = call.stop - call.start - call.inner
+        if call.is_operator:
+            spent[_kind(call.name, call)] += alone
+        elif call.name.endswith(FETCH):
+            spent[DATA] += alone
+    spent[HOST] = total - sum(spent.values())
+    return spent
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of intervals, ascending and apart."""
+    result: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], stop))
+        else:
+            result.append((start, stop))
+    return result
+
+
+def _without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
+    """What of ascending intervals lies in none of the ascending holes."""
+    result = []
+    stops = [stop for _, stop in holes]
+    for start, stop in intervals:
+        at = start
+        for a, b in holes[bisect_left(stops, start) :]:
+            if a >= stop:
+                break
+            if a > at:
+                result.append((at, a))
+            at = max(at, b)
+        if at < stop:
+            result.append((at, stop))
+    return result
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+def _product_flops(call: _Call) -> float:
+    """Of a matrix product, a multiply-add counted as two."""
+    if call.name not in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
+        return 0.0
+    matrices = [dims for dims in call.arguments.get("Input Dims", ()) if len(dims) >= 2][-2:]
+    if len(matrices) < 2:
+        return 0.0
+    (*outer, rows, inner), (*_, columns) = matrices
+    return 2.0 * rows * inner * columns * (outer[0] if outer else 1)
+
+
+def _bytes(call: _Call) -> float:
+    """Of the arguments of an operator, and of a result as large as the largest."""
+    sizes = []
+    for dims, kind in zip(call.arguments.get("Input Dims", ()), call.arguments.get("Input type", ()), strict=False):
+        size = _BYTES.get(kind, 0)
+        if not size or any(isinstance(n, list) for n in dims):
+            continue
+        for n in dims:
+            size *= n
+        sizes.append(size)
+    # compiled kernels have their results among the arguments
+    return sum(sizes) + (0 if call.name.startswith("triton_") else max(sizes, default=0))
