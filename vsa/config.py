@@ -60,7 +60,8 @@ class Run:
             trainer.max_steps.
         sample_token_budget: stop after training on this many tokens of videos instead.
         second_budget: train for this many seconds instead, without validation, clips and checkpoints: the time of a
-            step is measured on one device before the run, and a resumed run keeps its number of steps.
+            step is measured on one device before the run, under annealed sparsity of the first and of the last kind of
+            step, and a resumed run keeps its number of steps.
     """
 
     name: str | int

@@ -9,6 +9,7 @@ import pytest
 import vsa.training.budgets as budgets
 import vsa.training.train as run_module
 from vsa.evaluation.figures import read_metric
+from vsa.training.modules.pretrain import PretrainModule
 
 WSD = ("optim=adamw_wsd", "trainer.log_every_n_steps=1")
 
@@ -24,9 +25,9 @@ def test_a_budget_of_seconds_is_measured_once_and_kept(training, monkeypatch):
     measured, passed = [], []
     measure = run_module._step_seconds
 
-    def seconds(cfg):
+    def seconds(cfg, step):
         start = time.perf_counter()
-        measured.append(measure(cfg))
+        measured.append(measure(cfg, step))
         passed.append(time.perf_counter() - start)
         # the machine of a test is busy
         return 0.5
@@ -50,13 +51,48 @@ def test_a_budget_of_seconds_is_measured_once_and_kept(training, monkeypatch):
     assert training("second_budget=2.1", "ckpt_path=last", *WSD) is None
 
 
+def test_seconds_follow_an_annealed_schedule(training, monkeypatch):
+    """Dense steps take 1 s and the last ones 0.5 s: the run ends where the sum of its steps is the budget."""
+    held = []
+
+    def seconds(cfg, step):
+        held.append(step)
+        return 1.0 if step == 0 else 0.5
+
+    monkeypatch.setattr(run_module, "_step_seconds", seconds)
+    # 8 tiles for 3 steps, then 2 fewer every 2 steps down to 2: 8 8 8 6 6 4 4 2 2 ...
+    stairs = (
+        "sparsity=staircase_toy", "~sparsity.sparsity", "sparsity.sparsity=null", "sparsity.topk=2",
+        "sparsity.dense_steps=3", "sparsity.interval=2", "sparsity.tiles=2", "sparsity.fraction=null",
+    )  # fmt: skip
+    # 3 of 1 s, 2 each of 5/6 and 4/6 s, then 1/2 s
+    for budget, steps in ((3.1, 3), (3 + 10 / 6, 5), (3 + 18 / 6 + 1.1, 9)):
+        trainer = training(f"second_budget={budget}", *stairs, *WSD, f"run=seconds{steps}")
+        assert trainer.max_steps == steps
+    assert held == [0, 7] * 3
+
+
+def test_a_step_is_timed_at_the_sparsity_of_another(training, monkeypatch):
+    kept = []
+    monkeypatch.setattr(run_module, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(run_module, "MEASURED_STEPS", 1)
+    monkeypatch.setattr(budgets, "WARM_UP_STEPS", 1)
+    topk = PretrainModule.topk
+    monkeypatch.setattr(PretrainModule, "topk", lambda *args: kept.append(topk(*args)) or kept[-1])
+    cfg = training.config("sparsity=linear", "sparsity.dense_steps=2", "sparsity.total_steps=100", "sparsity.topk=null")
+    for step in (0, 102):
+        kept.clear()
+        assert run_module._step_seconds(cfg, step) > 0
+        assert set(kept) == ({8} if step == 0 else {4})
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("flop_budget=1e9", "second_budget=3"), "flop_budget=1000000000.0 and second_budget=3: expected one budget"),
         (
-            ("second_budget=3", "sparsity=staircase_toy", "~sparsity.sparsity"),
-            "second_budget=3 needs the same sparsity at every step, StaircaseSparsity changes it",
+            ("second_budget=3", "sparsity=missed_mass", "~sparsity.sparsity", "callbacks=diagnostics"),
+            "second_budget needs a schedule known in advance, MissedMassSparsity is measured",
         ),
         (("second_budget=3", "trainer=ddp", "trainer.devices=2"), "second_budget=3 is measured on one device"),
     ],

@@ -175,6 +175,7 @@ class SparsitySchedule:
         if both:
             raise ValueError(f"layers {both} are in dense_layers and in layer_topk: a layer has one top-k")
         self.denoising = DenoisingPlan() if denoising is None else denoising
+        self._held: int | None = None
 
     @property
     def budget(self) -> Budget:
@@ -221,10 +222,17 @@ class SparsitySchedule:
         self._check_layers(num_layers)
         if at == "dense":
             return num_tiles
+        step = step if self._held is None else self._held
         return self.denoising.on_grid(
             self._row(step, num_tiles, num_layers, at),
             lambda budget: self._ending_at(*budget)._row(step, num_tiles, num_layers, at),
         )
+
+    def held_at(self, step: int) -> Self:
+        """This schedule with the top-k of optimizer step `step` at every step, to measure what such a step takes."""
+        changed = copy.copy(self)
+        changed._held = step
+        return changed
 
     def with_denoising(self, plan: DenoisingPlan) -> Self:
         """This schedule with another plan."""

@@ -36,13 +36,14 @@ def budget_of(cfg: Any) -> str | None:
     return given[0] if given else None
 
 
-def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[], float] | None) -> int:
+def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[int], float] | None) -> int:
     """Optimizer steps that the budget of a run pays for; one that has none has `trainer.max_steps`.
 
     Args:
         cfg: of the run.
         datamodule: its data, which are prepared.
-        step_seconds: measures the time of a training step; None: a budget of seconds is not turned into steps.
+        step_seconds: measures the time of a training step at the sparsity of an optimizer step; None: a budget of
+            seconds is not turned into steps.
 
     Raises:
         ValueError: two budgets, or a schedule whose sparsity is not known in advance.
@@ -52,26 +53,30 @@ def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[], float]
         return cfg.trainer.max_steps
     datamodule.prepare_data()
     datamodule.setup("fit")
-    if name == "flop_budget":
-        return _steps_of_flops(cfg, datamodule)
-    budget = cfg[name]
-    shapes = datamodule.buckets
-    with without_memory():
-        model = model_factory(cfg)()
+    budget, work = cfg[name], _Work(cfg, datamodule)
     if name == "sample_token_budget":
-        tokens = sum(model.layout_for(shape).num_tokens * count for shape, count in shapes.items())
-        each, what = datamodule.batch_size * tokens / sum(shapes.values()), "tokens"
+        each = work.tokens
+        steps = max(1, round(budget / each))
+    elif name == "flop_budget":
+        steps = work.steps_nearest(budget, lambda flops: flops, work.least_flops)
+        each = work.flops(steps) / steps
     else:
-        sparsity: SparsitySchedule = build(cfg.sparsity)
-        ends = (sparsity.final_step(model.layout_for(shape).num_video_tiles) for shape in shapes)
-        if model.selects and any(end != 0 for end in ends):
-            raise ValueError(
-                f"{name}={budget} needs the same sparsity at every step, {type(sparsity).__name__} changes it"
-            )
+        # an unknown end is told before anything is measured
+        last = work.final_step(cfg)
         if step_seconds is None:
             return cfg.trainer.max_steps
-        each, what = step_seconds(), "seconds"
-    steps = max(1, round(budget / each))
+        at_first, at_last = (work.step_flops(cfg, step) for step in (0, last))
+        times = [step_seconds(0)]
+        times += [step_seconds(last)] if at_last != at_first else times
+
+        def cost(flops: float) -> float:
+            # between the two the time of a step follows its FLOPs
+            done = 0.0 if at_last == at_first else (flops - at_first) / (at_last - at_first)
+            return times[0] + min(max(done, 0.0), 1.0) * (times[1] - times[0])
+
+        steps = work.steps_nearest(budget, cost, min(times))
+        each = work.flops(steps, cost) / steps
+    what = {"sample_token_budget": "tokens", "flop_budget": "FLOPs", "second_budget": "seconds"}[name]
     rank_zero_info(f"{name}={budget:.3g}: {steps} steps of {each:.3g} {what} on average")
     return steps
 
@@ -90,47 +95,90 @@ class StepTimer(L.Callback):
             self.seconds = (time.perf_counter() - self._began) / MEASURED_STEPS
 
 
-def _steps_of_flops(cfg: Any, datamodule: Any) -> int:
-    """Optimizer steps whose executed training FLOPs come nearest to the budget (the paper compares at equal FLOPs).
+class _Work:
+    """What the optimizer steps of a run take, by its data, model and sparsity schedule.
 
-    A sparsity schedule may end with the run: it is built anew for every number of steps that is tried.
+    Args:
+        cfg: of the run.
+        datamodule: its data, set up.
     """
-    budget = cfg.flop_budget
-    with without_memory():
-        model = model_factory(cfg)()
-    shapes = datamodule.buckets
-    tiles = {shape: model.layout_for(shape).num_video_tiles for shape in shapes}
-    share = {shape: datamodule.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
 
-    @cache
-    def row_flops(shape: tuple[int, ...], row: Row) -> float:
-        return model.flops(shape, row, datamodule.text_encoder.max_tokens).executed
+    def __init__(self, cfg: Any, datamodule: Any):
+        self._cfg, shapes = cfg, datamodule.buckets
+        with without_memory():
+            self._model = model_factory(cfg)()
+        self._text = datamodule.text_encoder.max_tokens
+        self._tiles = {shape: self._model.layout_for(shape).num_video_tiles for shape in shapes}
+        self._share = {shape: datamodule.batch_size * count / sum(shapes.values()) for shape, count in shapes.items()}
+        self._row_flops = cache(self._count)
 
-    def flops(shape: tuple[int, ...], topk: Topk) -> float:
+    @property
+    def tokens(self) -> float:
+        """Of the samples of a step."""
+        return sum(self._model.layout_for(shape).num_tokens * share for shape, share in self._share.items())
+
+    def _count(self, shape: tuple[int, ...], row: Row) -> float:
+        return self._model.flops(shape, row, self._text).executed
+
+    def _flops(self, shape: tuple[int, ...], topk: Topk) -> float:
         if not isinstance(topk, DenoisingTopk):
-            return row_flops(shape, topk)
-        tokens = model.layout_for(shape).num_tokens
-        rows = topk.weighted(partial(build(cfg.task.objective).progress_share, num_tokens=tokens))
-        return sum(weight * row_flops(shape, row) for weight, row in rows)
+            return self._row_flops(shape, topk)
+        tokens = self._model.layout_for(shape).num_tokens
+        rows = topk.weighted(partial(build(self._cfg.task.objective).progress_share, num_tokens=tokens))
+        return sum(weight * self._row_flops(shape, row) for weight, row in rows)
 
-    def total(steps: int) -> float:
-        trial = cfg.copy()
+    def final_step(self, cfg: Any) -> int:
+        """The first step from which every grid has its end value.
+
+        Raises:
+            ValueError: the schedule follows measurements.
+        """
+        if not self._model.selects:
+            return 0
+        sparsity: SparsitySchedule = build(cfg.sparsity)
+        ends = [sparsity.final_step(n) for n in self._tiles.values()]
+        known = [end for end in ends if end is not None]
+        if len(known) < len(ends):
+            name = budget_of(cfg)
+            raise ValueError(f"{name} needs a schedule known in advance, {type(sparsity).__name__} is measured")
+        return max(known)
+
+    def step_flops(self, cfg: Any, step: int) -> float:
+        """Executed training FLOPs of an optimizer step."""
+        sparsity: SparsitySchedule = build(cfg.sparsity)
+        return self._at(sparsity, step)
+
+    def _at(self, sparsity: SparsitySchedule, step: int) -> float:
+        layers = len(self._model.blocks)
+        topks = {shape: sparsity.topk_per_layer(step, n, layers) for shape, n in self._tiles.items()}
+        return sum(self._share[shape] * self._flops(shape, topk) for shape, topk in topks.items())
+
+    def flops(self, steps: int, cost: Callable[[float], float] = lambda flops: flops) -> float:
+        """Executed training FLOPs of a run of so many steps, or the sum of what a step of so many FLOPs costs.
+
+        A sparsity schedule may end with the run: it is built anew for every number of steps that is tried.
+        """
+        trial = self._cfg.copy()
         trial.trainer.max_steps = max(steps, 1)
+        end = min(self.final_step(trial), steps)
         sparsity: SparsitySchedule = build(trial.sparsity)
-        ends = [sparsity.final_step(n) for n in tiles.values()]
-        if None in ends:
-            raise ValueError(f"flop_budget needs a schedule known in advance, {type(sparsity).__name__} is measured")
+        own = math.fsum(cost(self._at(sparsity, step)) for step in range(end))
+        return own + (steps - end) * cost(self._at(sparsity, end))
 
-        def step_flops(step: int) -> float:
-            topks = {shape: sparsity.topk_per_layer(step, n, len(model.blocks)) for shape, n in tiles.items()}
-            return sum(share[shape] * flops(shape, topk) for shape, topk in topks.items())
+    @property
+    def least_flops(self) -> float:
+        """Of a step with one tile a query tile."""
+        return sum(self._share[shape] * self._flops(shape, 1) for shape in self._tiles)
 
-        end = min(max(n for n in ends if n is not None), steps)
-        return math.fsum(map(step_flops, range(end))) + (steps - end) * step_flops(end)
+    def steps_nearest(self, budget: float, cost: Callable[[float], float], least: float) -> int:
+        """The number of steps whose costs come nearest to the budget (the paper compares at equal FLOPs).
 
-    most = math.ceil(budget / sum(share[shape] * flops(shape, 1) for shape in shapes)) + 1
-    # the first number of steps that reaches the budget, or the one before
-    reached = bisect_left(range(most), budget, key=total)
-    steps = max(1, min(reached - 1, reached, key=lambda n: abs(total(n) - budget)))
-    rank_zero_info(f"flop_budget={budget:.3g}: {steps} steps of {total(steps) / steps:.3g} FLOPs on average")
-    return steps
+        Args:
+            budget: of all steps.
+            cost: of a step, from its FLOPs.
+            least: that a step costs.
+        """
+        most = math.ceil(budget / least) + 1
+        # the first number of steps that reaches the budget, or the one before
+        reached = bisect_left(range(most), budget, key=lambda steps: self.flops(steps, cost))
+        return max(1, min(reached - 1, reached, key=lambda n: abs(self.flops(n, cost) - budget)))

@@ -222,11 +222,11 @@ def _max_steps(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None) -> i
     if budget_of(cfg) == "second_budget" and before.get("second_budget") == cfg.second_budget:
         # measured when the run began
         return before["trainer"]["max_steps"]
-    return steps_of_budget(cfg, datamodule, lambda: _step_seconds(cfg))
+    return steps_of_budget(cfg, datamodule, lambda step: _step_seconds(cfg, step))
 
 
-def _step_seconds(cfg: DictConfig) -> float:
-    """The time of a training step, from a run that leaves nothing."""
+def _step_seconds(cfg: DictConfig, step: int) -> float:
+    """The time of a training step at the sparsity of optimizer step `step`, from a run that leaves nothing."""
     if _processes(cfg.trainer) > 1 or cfg.trainer.devices == "auto" or TorchElasticEnvironment.detect():
         raise ValueError(f"second_budget={cfg.second_budget} is measured on one device: expected trainer.devices=1")
     trial, timer = cfg.copy(), StepTimer()
@@ -235,6 +235,7 @@ def _step_seconds(cfg: DictConfig) -> float:
         OmegaConf.update(trial, f"trainer.{name}", value, force_add=True)
     module = build_task(trial, start=_start(trial, None))
     _check_job(trial, module)
+    module.sparsity = module.sparsity.held_at(step)
     datamodule = build(trial.data)
     module.check_weights(datamodule)
     _trainer(trial, module, [timer], []).fit(module, datamodule=datamodule)
