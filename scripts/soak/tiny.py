@@ -15,8 +15,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import lightning.fabric.utilities.rank_zero as rank_zero
@@ -103,7 +104,7 @@ class Started:
         log: its stdout and stderr.
     """
 
-    process: subprocess.Popen[bytes] | multiprocessing.process.BaseProcess
+    process: subprocess.Popen[bytes] | ForkProcess
     log: Path
 
     @property
@@ -300,13 +301,13 @@ def digest_of_run(run: Path) -> str:
     for group in sorted(name.removesuffix(".safetensors") for name in checkpoint.state["files"]):
         for key, tensor in sorted(checkpoint.tensors(group).items()):
             digest.update(f"{group}/{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for step, row in sorted(metrics(run).items()):
         digest.update(repr((step, sorted(row.items()))).encode())
     return digest.hexdigest()
 
 
-def wait_for(condition, *, seconds: float = 60, every: float = 0.005) -> bool:
+def wait_for(condition: Callable[[], bool], *, seconds: float = 60, every: float = 0.005) -> bool:
     """Whether `condition()` became true in time."""
     end = time.monotonic() + seconds
     while not condition():
