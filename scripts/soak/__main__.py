@@ -104,7 +104,7 @@ def run(rows: Sequence[Row], out: Path, *, short: bool, seed: int, jobs: int, ke
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(prog="scripts.soak", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts.soak", description=str(__doc__).partition("\n")[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help="a file, or a part of a row's name; default all")
     parser.add_argument("--short", action="store_true", help="the few tries of `make test`")
     parser.add_argument("--seed", type=int, default=0)

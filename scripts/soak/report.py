@@ -60,10 +60,14 @@ def write_report(path: Path, results: Sequence[Result], **run: Any) -> None:
         ],
     }
     write_whole(path, json.dumps(report, indent=1) + "\n")
-    where = (
-        f"{report['date']}, commit {report['commit']}, {report['machine']['cpu']}, {report['machine']['cores']} cores"
-    )
-    form = "short form" if run["short"] else "full form"
-    left = f" Not run: {', '.join(run['not_run'])}." if run["not_run"] else ""
-    head = f"# Soak, {form}\n\n{where}, seed {run['seed']}, {run['seconds']:.0f} s with {run['jobs']} rows at a time.{left}"
-    write_whole(path.with_suffix(".md"), f"{head}\n\n{table(results)}\n")
+    here = report["machine"]
+    lines = [
+        f"# Soak, {'short' if run['short'] else 'full'} form",
+        "",
+        f"{report['date']}, commit {report['commit']}, {here['cpu']}, {here['cores']} cores, seed {run['seed']}: "
+        f"{run['seconds']:.0f} s with {run['jobs']} rows at a time.",
+        *([f"Not run: {', '.join(run['not_run'])}."] if run["not_run"] else []),
+        "",
+        table(results),
+    ]
+    write_whole(path.with_suffix(".md"), "\n".join(lines) + "\n")
