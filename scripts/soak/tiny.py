@@ -218,10 +218,10 @@ def _run_command(command: list[str], folder: Path, log: Path, env: dict[str, str
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Processes that train together, rank 0 first, and the store that they met in."""
+    """Processes that train together, rank 0 first, and the store that they meet in, which must outlive them."""
 
     ranks: tuple[Started, ...]
-    store: TCPStore
+    store: TCPStore | None
 
     def wait(self, timeout: float = 120) -> list[int]:
         """The exit status of each rank; those that still run then are killed.
