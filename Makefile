@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # triton decides when it is imported whether its kernels are interpreted
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/kernels -k "triton or coarse_fine or interpreter"
 
-.PHONY: demo compare test test-all lint clean
+.PHONY: demo compare test test-all soak lint clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -52,6 +52,10 @@ test: lint
 test-all: lint
 	$(PYTEST)
 	$(INTERPRETED)
+
+# every fault of the reliability scorecard, provoked many times: under an hour on two cores
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python -m scripts.soak
 
 clean:
 	rm -rf outputs data

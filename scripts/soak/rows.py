@@ -31,9 +31,11 @@ class Row:
         tries: how many tries the full form makes.
         short_tries: how many make the form that `make test` runs, a few seconds at most.
         run: `run(folder, tries, seed)` provokes the fault in an empty folder; equal seeds provoke equal faults.
+        seconds: after which the full form is stopped and has lost its tries.
     """
 
     name: str
     tries: int
     short_tries: int
     run: Callable[[Path, int, int], Outcome]
+    seconds: float = 900

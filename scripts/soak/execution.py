@@ -1,0 +1,289 @@
+"""Settings that would run code or delete what is not theirs, through the real commands: one line, and nothing touched.
+
+Every hostile value leaves a file `proof` when it is executed, or imported.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+
+from scripts.soak import tiny
+from scripts.soak.hostile import FILES, KEYS, PACKAGE, TARGETS, arm, grammar, hydra_nodes
+from scripts.soak.pickles import unpickle
+from scripts.soak.refusals import contents, drawn, refusal_failure
+from scripts.soak.rows import Outcome, Row
+from scripts.soak.tally import Tally
+from vsa.checkpoints.run_checkpoint import read_checkpoint, resolve_checkpoint, write_checkpoint
+from vsa.config import check_settings, check_targets
+from vsa.training.hydra_guard import checked_hydra
+
+CONFIGS = tiny.ROOT / "configs"
+
+
+def overwrite(folder: Path, tries: int, seed: int) -> Outcome:
+    """`overwrite=true` beside a run of its own: nothing of anybody else's goes."""
+    assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
+    outputs, run = folder / "outputs", tiny.run_folder(folder)
+    mine = folder / "mine"
+    (mine / "photos").mkdir(parents=True)
+    (mine / "photos" / "one.jpg").write_bytes(b"mine")
+    (folder / "link").symlink_to(run)
+    settings = [
+        ["run="],
+        ["run=."],
+        ["run=.."],
+        ["run=../../mine"],
+        ["name=.."],
+        [f"run_dir={mine}"],
+        [f"run_dir={outputs}"],
+        [f"run_dir={folder / 'link'}"],
+        [f"run_dir={folder / 'shards'}"],
+        # its own, and refused for another reason
+        ["optim.lr=-1"],
+    ]
+    tally = Tally()
+    before = contents(folder)
+    for chosen in drawn(settings, tries, seed):
+        words = tiny.words(folder, "overwrite=true", "trainer.max_steps=1", *chosen)
+        failure = refusal_failure(tiny.start(words, folder=folder))
+        if contents(folder) != before:
+            failure = f"files changed: {sorted(set(before.items()) ^ set(contents(folder).items()))[:3]}"
+        tally.add(" ".join(chosen), failure)
+    return tally.outcome()
+
+
+def two_runs(folder: Path, tries: int, seed: int) -> Outcome:
+    """A second run is started in the folder of one that trains: it is refused, the first ends as it would alone."""
+    tally, rng = Tally(), random.Random(seed)
+    alone = tiny.words(folder, "run=alone")
+    assert tiny.start(alone, folder=folder).wait() == 0
+    expected = tiny.digest_of_run(tiny.run_folder(folder, "alone"))
+    for number in range(tries):
+        words, run = tiny.words(folder, f"run=r{number}"), tiny.run_folder(folder, f"r{number}")
+        how = (["overwrite=true"], ["ckpt_path=last"], [])[number % 3]
+        first = tiny.start(words, folder=folder)
+        step = rng.randint(1, tiny.STEPS // 2)
+        tiny.wait_for_step(run, step)
+        # its composition takes half a second, in which the first one would end
+        first.send_signal(tiny.signal.SIGSTOP)
+        failure = refusal_failure(second := tiny.start([*words, *how], folder=folder))
+        if failure is None and "is in use by process" not in second.output():
+            failure = f"refused for another reason: {second.error_lines()}"
+        first.send_signal(tiny.signal.SIGCONT)
+        status = first.wait()
+        if failure is None and (status != 0 or tiny.digest_of_run(run) != expected):
+            failure = f"the first run ended with status {status}, or with other weights"
+        tally.add(f"{how} at step {step}", failure)
+    return tally.outcome()
+
+
+def refused_starts(folder: Path, tries: int, seed: int) -> Outcome:
+    """A start that is refused leaves an existing run folder byte for byte as it was."""
+    settings = [
+        *("optim.lr=-1", "model.num_layers=two", "sparsity.sparsity=2", "data.batch_size=0", "nope=3", "model=nope"),
+        *("data.root=nowhere", "init_from=nowhere", "trainer.precision=99", "trainer.max_steps=0", "seed=x"),
+        *("attention.tile_thw=[0,2,2]", "model.text_dim=32", f"callbacks.x._target_={PACKAGE}.run"),
+    ]
+    starts = [(how, setting) for how in ("", "overwrite=true", "ckpt_path=last") for setting in settings]
+    # with these it is a run of other steps, or one that has all of its steps
+    starts = [(how, setting) for how, setting in starts if (how, setting) != ("ckpt_path=last", "trainer.max_steps=0")]
+    starts += [("", "trainer.max_steps=9"), ("ckpt_path=nowhere", "seed=0"), ("ckpt_path=last", "seed=1")]
+    arm(folder)
+    assert tiny.start(tiny.words(folder, "trainer.max_steps=6"), folder=folder).wait() == 0
+    before, tally = contents(folder), Tally()
+    for how, setting in drawn(starts, tries, seed):
+        run = tiny.start(tiny.words(folder, "trainer.max_steps=9", *filter(None, (how, setting))), folder=folder)
+        failure = refusal_failure(run)
+        if contents(folder) != before:
+            failure = f"files changed, and {failure}"
+        tally.add(f"{how} {setting}", failure)
+    return tally.outcome()
+
+
+def _hostile_start(arguments: list[str], folder: Path, proof: Path, before: Mapping[str, Any]) -> str | None:
+    failure = refusal_failure(tiny.start(arguments, folder=folder))
+    if proof.exists():
+        proof.unlink()
+        return f"it was executed, and {failure}"
+    return failure or (None if contents(folder) == before else "files changed")
+
+
+def hydra_files(folder: Path, tries: int, seed: int) -> Outcome:
+    """Hydra's own nodes in an experiment file of somebody else."""
+    proof, tally = arm(folder), Tally()
+    experiments = folder / "configs" / "experiment"
+    experiments.mkdir(parents=True)
+    words = [*tiny.words(folder), "--config-dir", str(experiments.parent), "experiment=evil"]
+    for name, node in drawn([*hydra_nodes(proof).items()], tries, seed):
+        text = "# @package _global_\n" + yaml.safe_dump({"hydra": node})
+        (experiments / "evil.yaml").write_text(text)
+        # launchers and sweepers of Hydra work for several runs
+        several = ["-m"] if {"launcher", "sweeper"} & set(node) else []
+        tally.add(name, _hostile_start([*several, *words], folder, proof, contents(folder)))
+    return tally.outcome()
+
+
+def hydra_overrides(folder: Path, tries: int, seed: int) -> Outcome:
+    """The same nodes on the command line."""
+    proof, tally = arm(folder), Tally()
+    words = tiny.words(folder)
+    before = contents(folder)
+    for name, node in drawn([*hydra_nodes(proof).items()], tries, seed):
+        several = ["-m"] if {"launcher", "sweeper"} & set(node) else []
+        settings = [
+            # a launcher's own file has other keys
+            f"++hydra.{top}.{key}={grammar(value)}"
+            for top, inner in node.items()
+            for key, value in inner.items()
+        ]
+        tally.add(name, _hostile_start([*several, *words, *settings], folder, proof, before))
+    return tally.outcome()
+
+
+def _with_config(run: Path, target: Path, config: Mapping[str, Any]) -> Path:
+    """A whole checkpoint with the tensors of a run's newest one and another config."""
+    checkpoint = resolve_checkpoint("last", run)
+    groups = [name.removesuffix(".safetensors") for name in checkpoint.state["files"]]
+    state = {name: value for name, value in checkpoint.state.items() if name not in ("schema", "files")}
+    return write_checkpoint(target, {name: checkpoint.tensors(name) for name in groups}, {**state, "config": config})
+
+
+def hydra_checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
+    """The same nodes in the config of a checkpoint that is resumed: they are data."""
+    proof, tally = arm(folder), Tally()
+    assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
+    config = resolve_checkpoint("last", tiny.run_folder(folder)).state["config"]
+    for number, (name, node) in enumerate(drawn([*hydra_nodes(proof).items()], tries, seed)):
+        checkpoint = _with_config(tiny.run_folder(folder), folder / f"evil{number}", {**config, "hydra": node})
+        words = tiny.words(folder, f"ckpt_path={checkpoint}", "trainer.max_steps=4", f"run=r{number}")
+        run = tiny.start(words, folder=folder)
+        failure = refusal_failure(run)
+        if run.returncode == 0:
+            failure = None
+        tally.add(name, "it was executed" if proof.exists() else failure)
+        proof.unlink(missing_ok=True)
+    return tally.outcome()
+
+
+def targets(folder: Path, tries: int, seed: int) -> Outcome:
+    """Classes and functions of others, in four places of a config."""
+    proof, tally = arm(folder), Tally()
+    for target in drawn(TARGETS, tries, seed):
+        evil = {"_target_": target}
+        places = (
+            {"model": evil},
+            {"callbacks": {"ema": {"_target_": "vsa.training.callbacks.ema.EMA", "decay": evil}}},
+            {"data": {"sources": [[evil]]}},
+            {"trainer": {"_target_": "lightning.pytorch.Trainer", "plugins": {"x": [{"y": evil}]}}},
+        )
+        passed = []
+        for place in places:
+            try:
+                check_targets(place)
+            except ValueError as error:
+                if "\n" in str(error) or "_target_" not in str(error):
+                    passed.append(f"{place}: it says {error}")
+            except Exception as error:
+                passed.append(f"{place}: {error!r}")
+            else:
+                passed.append(str(place))
+        if proof.exists():
+            passed.append("it was imported")
+            proof.unlink()
+        tally.add(repr(target), "; ".join(passed) or None)
+    return tally.outcome()
+
+
+def keys(folder: Path, tries: int, seed: int) -> Outcome:
+    """A class of somebody else below every key, on the command line."""
+    proof, tally = arm(folder), Tally()
+    words = tiny.words(folder)
+    before = contents(folder)
+    for key in drawn(KEYS, tries, seed):
+        tally.add(key, _hostile_start([*words, f"++{key}._target_={PACKAGE}.run"], folder, proof, before))
+    return tally.outcome()
+
+
+def checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
+    """Nodes of a checkpoint's config that name other classes, through three commands that build from it."""
+    proof, tally = arm(folder), Tally()
+    assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
+    config = resolve_checkpoint("last", tiny.run_folder(folder)).state["config"]
+    nodes = ("model", "attention", "sparsity", "data", "data.codec", "data.text_encoder", "task", "task.objective")
+    nodes = (*nodes, "task.objective.shift", "denoising")
+    cases = [(command, node) for node in nodes for command in ("sample", "convert", "evaluate")]
+    for number, (command, node) in enumerate(drawn(cases, tries, seed)):
+        evil = {"_target_": f"{PACKAGE}.run"}
+        inner = changed = yaml.safe_load(yaml.safe_dump(config))
+        *above, last = node.split(".")
+        for name in above:
+            inner = inner[name]
+        inner[last] = evil
+        run = folder / f"evil{number}"
+        checkpoint = _with_config(tiny.run_folder(folder), run / "checkpoints", changed)
+        read_checkpoint(checkpoint)
+        source = str(run if command == "evaluate" else checkpoint)
+        options = {
+            "sample": ["--prompt", "x", "--steps", "1", "--out", str(run / "out")],
+            "convert": [str(run / "out"), "--to", "run"],
+            "evaluate": ["--prompt", "x", "--steps", "1", "--out", str(run / "out")],
+        }[command]
+        started = tiny.start([source, *options], folder=folder, script=command)
+        failure = refusal_failure(started)
+        # a command may do without the node
+        if started.returncode == 0:
+            failure = None
+        tally.add(f"{command} {node}", "it was executed" if proof.exists() else failure)
+        proof.unlink(missing_ok=True)
+    return tally.outcome()
+
+
+def shipped(folder: Path, tries: int, seed: int) -> Outcome:
+    """Every experiment of the project passes the checks that refuse all the others."""
+    tally = Tally()
+    names = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+    for name in drawn(names, tries, seed):
+        try:
+            with checked_hydra(), initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+                cfg = compose("train", overrides=[f"experiment={name}"])
+            check_targets(cfg)
+            check_settings(cfg)
+            failure = None
+        except Exception as error:
+            failure = repr(error)
+        tally.add(name, failure)
+    return tally.outcome()
+
+
+def hostile_files(folder: Path, tries: int, seed: int) -> Outcome:
+    """Experiment files that are no settings."""
+    proof, tally = arm(folder), Tally()
+    experiments = folder / "configs" / "experiment"
+    experiments.mkdir(parents=True)
+    words = [*tiny.words(folder), "--config-dir", str(experiments.parent), "experiment=evil"]
+    for name, content in drawn([*FILES.items()], tries, seed):
+        (experiments / "evil.yaml").write_bytes(content)
+        tally.add(name, _hostile_start(words, folder, proof, contents(folder)))
+    return tally.outcome()
+
+
+ROWS = (
+    Row(name="overwrite=true beside what is not its run", tries=10, short_tries=2, run=overwrite),
+    Row(name="two runs in one folder at once", tries=12, short_tries=1, run=two_runs),
+    Row(name="refused starts in the folder of a run", tries=44, short_tries=3, run=refused_starts),
+    Row(name="Hydra's own nodes in files", tries=40, short_tries=4, run=hydra_files),
+    Row(name="Hydra's own nodes on the command line", tries=40, short_tries=4, run=hydra_overrides),
+    Row(name="Hydra's own nodes in checkpoints", tries=40, short_tries=2, run=hydra_checkpoints),
+    Row(name="hostile _target_ values", tries=len(TARGETS), short_tries=len(TARGETS), run=targets),
+    Row(name="hostile classes by key of the config", tries=len(KEYS), short_tries=3, run=keys),
+    Row(name="hostile classes in checkpoints", tries=30, short_tries=3, run=checkpoints),
+    Row(name="shipped experiments pass the checks", tries=10, short_tries=2, run=shipped),
+    Row(name="hostile experiment files", tries=len(FILES), short_tries=3, run=hostile_files),
+    Row(name="pickles in place of weights and data", tries=65, short_tries=4, run=unpickle),
+)

@@ -1,0 +1,42 @@
+"""How a command must refuse: status 1, one line, and no file touched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.soak import tiny
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every file below with its bytes, every folder and link; without what this row's processes printed."""
+    return {
+        str(path.relative_to(folder)): path.readlink()
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
+        for path in sorted(folder.rglob("*"))
+        if not (path.parent == folder and path.name.startswith(("log-", "row.log")))
+    }
+
+
+def refusal_failure(run: tiny.Started, *, seconds: float = 60) -> str | None:
+    """What is wrong with how a command refused: it must end with status 1 and one line."""
+    try:
+        status = run.wait(seconds)
+    except TimeoutError as error:
+        run.kill()
+        return str(error)
+    lines, output = run.error_lines(), run.output()
+    if status == 1 and len(lines) == 1 and "Traceback" not in output:
+        return None
+    return f"status {status}, {len(lines)} error lines, it ended: {output[-300:]}"
+
+
+def drawn(values: Sequence[Any], tries: int, seed: int) -> list[Any]:
+    """All values, or as many as there are tries, in their order."""
+    chosen = sorted(random.Random(seed).sample(range(len(values)), min(tries, len(values))))
+    return [values[number] for number in chosen]

@@ -1,0 +1,159 @@
+"""Runs rows, each in a process and an empty folder of its own, and ends everything that a row leaves behind."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+import torch
+
+from scripts.soak.rows import Outcome, Row
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A row and what came of it."""
+
+    row: Row
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def lost(self) -> int:
+        return self.outcome.tried - self.outcome.survived
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    row: Row
+    tries: int
+    process: ForkProcess
+    pipe: Connection
+    began: float
+
+
+def run_rows(
+    rows: Sequence[Row], folder: Path, *, short: bool = False, seed: int = 0, jobs: int = 1
+) -> Generator[Result]:
+    """Run rows and yield each as it ends; whoever stops taking them ends those that run.
+
+    Args:
+        rows: to run, in this order.
+        folder: gets a folder a row, `00`, `01` and so on, with what the row printed in `row.log`.
+        short: `short_tries` instead of `tries`.
+        seed: of every row.
+        jobs: rows at a time.
+    """
+    waiting = list(enumerate(rows))
+    running: list[_Running] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                number, row = waiting.pop(0)
+                own = folder / f"{number:02d}"
+                own.mkdir()
+                running.append(_start(row, own, row.short_tries if short else row.tries, seed))
+            ends = [one.began + one.row.seconds for one in running]
+            wait([one.pipe for one in running], timeout=max(0.0, min(ends) - time.monotonic()))
+            for one in [one for one in running if one.pipe.poll() or time.monotonic() > one.began + one.row.seconds]:
+                running.remove(one)
+                yield _finished(one)
+    finally:
+        for one in running:
+            _end(one.process)
+
+
+def _start(row: Row, folder: Path, tries: int, seed: int) -> _Running:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(row, folder, tries, seed, sender))
+    process.start()
+    sender.close()
+    return _Running(row=row, tries=tries, process=process, pipe=receiver, began=time.monotonic())
+
+
+def _finished(one: _Running) -> Result:
+    why = f"not finished in {one.row.seconds:g} s"
+    outcome = None
+    if one.pipe.poll():
+        try:
+            outcome = one.pipe.recv()
+        except EOFError:
+            one.process.join()
+            why = f"the process of the row ended with status {one.process.exitcode}"
+    seconds = time.monotonic() - one.began
+    _end(one.process)
+    # what a row had survived until then is not known
+    outcome = outcome or Outcome(tried=one.tries, survived=0, failures=(why,))
+    return Result(row=one.row, outcome=outcome, seconds=seconds)
+
+
+def _run(row: Row, folder: Path, tries: int, seed: int, pipe: Connection) -> None:
+    # a session of its own: Ctrl-C of a terminal reaches the runner alone, which ends the rows
+    os.setsid()
+    # what its runs leave behind becomes a child of the row, where it is found
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with open(folder / "row.log", "wb", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    try:
+        outcome = row.run(folder, tries, seed)
+        if outcome.tried != outcome.survived and not outcome.failures:
+            outcome = Outcome(
+                tried=outcome.tried, survived=outcome.survived, failures=("it says not what",), notes=outcome.notes
+            )
+    except BaseException as error:
+        traceback.print_exc()
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        failure = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        outcome = Outcome(tried=tries, survived=0, failures=(" ".join(failure.split()),))
+    pipe.send(outcome)
+
+
+def _end(process: ForkProcess) -> None:
+    """Kill a row's process and everything below it."""
+    assert process.pid is not None
+    # stopped first, so that it starts nothing more; its orphans are its children
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGSTOP)
+    for _ in range(100):
+        below = _descendants(process.pid)
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not below:
+            break
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            # the dead wait for a parent that is stopped
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    below, unseen = [], [pid]
+    while unseen:
+        found = children.get(unseen.pop(), [])
+        below += found
+        unseen += found
+    return below
