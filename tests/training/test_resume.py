@@ -229,6 +229,23 @@ def test_as_many_checkpoints_are_kept_as_asked_for(training):
     assert kept == ["step-00000003", "step-00000004", "step-00000005"]
 
 
+def test_a_run_that_went_back_goes_on_from_the_line_it_trains(training, straight, capsys):
+    training("trainer.max_steps=6", "callbacks.checkpoint.keep=3")
+    folder = training.folder() / "checkpoints"
+    with pytest.raises(SystemExit):
+        training("trainer.max_steps=6", f"ckpt_path={folder}/step-00000002", callbacks=(SignalAt(0, signal.SIGTERM),))
+    assert training.last().step == 3
+    assert sorted(training.losses()) == [1, 2, 3]
+    aside = folder / "abandoned-after-step-00000002"
+    assert [p.name for p in checkpointing.list_checkpoints(aside)] == ["step-00000004", "step-00000006"]
+    training("trainer.max_steps=6", "ckpt_path=last")
+    assert training.losses() == straight.losses()
+    assert_same(training.tensors(), straight.tensors())
+    # the point where the lines part stays
+    kept = [p.name for p in checkpointing.list_checkpoints(folder)]
+    assert kept == ["step-00000002", "step-00000004", "step-00000006"]
+
+
 def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_resumed(training, straight, capsys):
     training("trainer.max_steps=4")
     whole = training.folder() / "checkpoints" / "step-00000004" / "model.safetensors"
