@@ -110,19 +110,15 @@ class Checkpointing(L.Callback):
         parts = parts_of(trainer)
         # collectives, this one and the writing: every rank makes them, whatever the disk says
         state = {**pl_module.record(), **values_of(parts)}
+        if trainer.is_global_zero:
+            # their rows go before the checkpoint; what they cannot write they lose
+            for logger in trainer.loggers:
+                logger.save()
         failure = None
         try:
+            path = write_checkpoint(self.folder, tensors_of(parts), state, writes=trainer.is_global_zero)
+            self._status.saved = path
             if trainer.is_global_zero:
-                for logger in trainer.loggers:
-                    logger.save()
-        except OSError as error:
-            failure = error
-        writes = trainer.is_global_zero and failure is None
-        try:
-            path = write_checkpoint(self.folder, tensors_of(parts), state, writes=writes)
-            if failure is None:
-                self._status.saved = path
-            if writes:
                 prune_checkpoints(self.folder, path, self.keep)
         except OSError as error:
             failure = error

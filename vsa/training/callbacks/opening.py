@@ -8,6 +8,7 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.checkpoints.run_folder import RunFolder
+from vsa.training.display import tolerate
 from vsa.training.lightning_compat import attach_loggers
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.modules.base import DiffusionModule
@@ -43,6 +44,7 @@ class Opening(L.Callback):
                 logger.open()
             else:
                 getattr(logger, "experiment", None)
+                tolerate(logger)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
