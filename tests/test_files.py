@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.disks import small_files
-from vsa.errors import one_line_errors
+from vsa.errors import DISK_FULL, one_line_errors
 from vsa.files import DiskFullError, atomic_file, atomic_folder, writing
 
 FREE = r"\d[\d.]* [kMGT]?B free"
@@ -22,7 +22,7 @@ def test_no_space_is_told_in_one_line_with_the_file(tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit) as stop, one_line_errors(), writing(target, temporary, needed=2_500_000):
         # the device that is always full
         Path("/dev/full").write_text("x")
-    assert stop.value.code == 1
+    assert stop.value.code == DISK_FULL == 28
     line = capsys.readouterr().err
     assert line.startswith(f"error: cannot write {target}: No space left on device (2.5 MB needed, 1.5 kB written, ")
     assert line.endswith(" free)\n")

@@ -1,18 +1,23 @@
-"""How every command reports bad input and memory that runs out: one line, exit status 1."""
+"""How every command reports bad input, a full disk and memory that runs out: one line, exit status 1 (28: the disk)."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from vsa.files import NO_ROOM
+
+DISK_FULL = 28
+"""Exit status of a process that found no room on a disk, the number that Linux has for it."""
 
 
 @contextmanager
 def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> Iterator[None]:
-    """Turn an error of the user's input into `error: ...` on stderr and exit status 1.
+    """Turn an error of the user's input into `error: ...` on stderr and exit status 1, of a full disk 28.
 
     Input errors are ValueError and OSError, and whatever stands in `extra`. Anything else is a defect of ours and
     keeps its traceback.
@@ -30,8 +35,11 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
         yield
     except (ValueError, OSError, *extra) as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(1) from error
+        full = isinstance(error, OSError) and error.errno in NO_ROOM
+        # standard error may lie on the full disk
+        with suppress(OSError):
+            print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(DISK_FULL if full else 1) from error
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

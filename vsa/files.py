@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # no space, over quota, over the process's own limit
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors of a full disk."""
 
 
 class DiskFullError(OSError):
@@ -39,7 +40,7 @@ def writing(path: Path, temporary: Path | None = None, *, needed: int | None = N
     except DiskFullError:
         raise
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             raise DiskFullError(error.errno, _message(error, path, temporary or path, needed), str(path)) from error
         if error.filename is None and error.errno is not None:
             error.filename = str(path)

@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 
 from benchmarks.toy import distill, study
+from tests import states
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.config import build, config_folder
 from vsa.data.toy_videos import evaluation_prompts, render_clip, score_clip
@@ -57,9 +58,8 @@ def evaluated(write_seed: Callable[..., Path], tmp_path_factory: pytest.TempPath
 
 
 def rewrite_state(run: Path, **changes: Any) -> None:
-    """Change the state of a run's checkpoint, as another training would have left it."""
-    path = resolve_checkpoint(run).path / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    """Change the state of a run's newest checkpoint."""
+    states.rewrite_state(resolve_checkpoint(run).path, **changes)
 
 
 def test_arms_end_at_one_sparsity():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands import run_command
+from tests.states import rewrite_state
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.run_checkpoint import load_model_tensors, resolve_checkpoint, write_checkpoint
@@ -303,8 +305,7 @@ def test_a_distilled_run_is_exported_with_its_steps(tmp_path, capsys):
     convert(tmp_path / "back", tmp_path / "b", "--no-golden")
     assert json_of(tmp_path / "b" / SPARSE_CONFIG) == json_of(tmp_path / "a" / SPARSE_CONFIG)
     # a list that the state got later, as by a merge of weights, goes before that of the settings
-    state = next((tmp_path / "back" / "checkpoints").glob("*/state.json"))
-    state.write_text(json.dumps(json_of(state) | {"step_list": [900.0]}))
+    rewrite_state(next((tmp_path / "back" / "checkpoints").glob("step-*")), step_list=[900.0])
     convert(tmp_path / "back", tmp_path / "c", "--no-golden")
     assert read_sparse_config(tmp_path / "c").step_list == (900.0,)
 
@@ -407,13 +408,13 @@ def run_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # before the first step, at the edge of the dense steps, in the middle, at an edge of a stair, at the end
 @pytest.mark.parametrize("step", [0, 4, 9, 10, 100])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_exported_topk_is_that_of_the_last_step_trained(name, step, run_template):
-    state_path = run_template / "state.json"
-    state = json_of(state_path)
-    config = {**state["config"], "sparsity": SCHEDULES[name]}
+def test_exported_topk_is_that_of_the_last_step_trained(name, step, run_template, tmp_path):
+    # a copy may be of another step than its folder was
+    checkpoint = shutil.copytree(run_template, tmp_path / "copy")
+    config = {**json_of(checkpoint / "state.json")["config"], "sparsity": SCHEDULES[name]}
     measured = {"sparsity_state": MEASURED} if name == "measured" else {"sparsity_state": {}}
-    state_path.write_text(json.dumps({**state, "step": step, "config": config, **measured}))
-    sparse = open_weights(str(run_template)).sparse
+    rewrite_state(checkpoint, step=step, config=config, **measured)
+    sparse = open_weights(str(checkpoint)).sparse
     assert sparse is not None
     sparse = SparseAttentionConfig.from_json(sparse.to_json())
     schedule = build(SCHEDULES[name])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.states import state_of, write_older_state
 from vsa.checkpoints.run_checkpoint import read_checkpoint, resolve_checkpoint
 from vsa.config import check_targets
 from vsa.moved import MOVED, moved_target, moved_targets
@@ -53,11 +54,11 @@ def test_names_of_today_stay():
 def test_a_run_of_before_is_read_and_resumed(training):
     training("trainer.max_steps=2")
     path = training.last().path
-    text = (path / "state.json").read_text()
+    text = json.dumps(state_of(path))
     for old, new in (("optim.AdamW", "optimizer.AdamW"), ("pretrain.P", "modules.pretrain.P")):
         assert f"vsa.training.{new}" in text
         text = text.replace(f"vsa.training.{new}", f"vsa.training.{old}")
-    (path / "state.json").write_text(text)
+    write_older_state(path, json.loads(text))
     assert read_checkpoint(path).state["config"]["optim"]["_target_"] == "vsa.training.optimizer.AdamW"
     trainer = training("trainer.max_steps=3", "ckpt_path=last")
     assert trainer.global_step == 3

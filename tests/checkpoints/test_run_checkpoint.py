@@ -189,3 +189,38 @@ def test_optimizer_state_round_trip_continues_bit_for_bit():
         ), key
     with pytest.raises(ValueError, match="x has 1 tensors the model has no place for: other"):
         ck.load_optimizer_tensors(optimizer, {"other/exp_avg": torch.ones(1)}, "x")
+
+
+def test_optimizer_state_that_should_be_there_is_missed():
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    optimizer = AdamW(lr=0.01, schedule=Constant()).build(
+        model, dict.fromkeys(dict(model.named_parameters()), "matrix")
+    )
+    (model["a"](torch.ones(2)) + model["b"](torch.ones(2))).sum().backward()
+    optimizer.step()
+    # nothing was computed with the third
+    assert ck.without_state(optimizer) == ["c.weight"]
+    saved = {name: value.clone() for name, value in ck.optimizer_state(optimizer).items()}
+
+    def load(tensors, without=("c.weight",), most=1):
+        ck.load_optimizer_tensors(optimizer, tensors, "x", without=without, most_updates=most)
+
+    load(saved)
+    for key in saved:
+        with pytest.raises(ValueError, match=f"x lacks 1 tensors of the model: {key}"):
+            load({name: value for name, value in saved.items() if name != key})
+    whole = {name: value for name, value in saved.items() if not name.startswith("b")}
+    with pytest.raises(ValueError, match=r"x lacks 3 tensors of the model: b\.weight/exp_avg, "):
+        load(whole)
+    # control: where it is said to have none, and in the first schema, that is all there is
+    load(whole, without=("b.weight", "c.weight"))
+    load(whole, without=None)
+    with pytest.raises(ValueError, match="x lacks 3 tensors of the model: c"):
+        load(saved, without=())
+    with pytest.raises(ValueError, match="x has 3 tensors the model has no place for: a"):
+        load(saved, without=("a.weight", "c.weight"))
+    with pytest.raises(ValueError, match=r"x: a\.weight/exp_avg has shape \(4,\), the optimizer needs \(2, 2\)"):
+        load({**saved, "a.weight/exp_avg": torch.ones(4)})
+    for count in (0, 2):
+        with pytest.raises(ValueError, match=f"x: a.weight/step counts {count} updates in 1 steps"):
+            load({**saved, "a.weight/step": torch.tensor(float(count))})

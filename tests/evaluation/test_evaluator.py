@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 
 from tests.pictures import drawn, pictures_left_out  # noqa: F401
+from tests.states import rewrite_state
 from tests.tiny_runs import vsa_command
 from vsa.checkpoints.run_checkpoint import read_checkpoint, write_checkpoint
 from vsa.config import build
@@ -73,8 +74,8 @@ def add_checkpoint(run: Path, step: int, *, scale: float = 1.0, max_steps: int |
 
 
 def change_state(run: Path, **changes: Any) -> None:
-    for path in (run / "checkpoints").glob("step-*/state.json"):
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    for path in (run / "checkpoints").glob("step-*"):
+        rewrite_state(path, **changes)
 
 
 def test_validation_loss_is_the_runs_own_and_every_checkpoint_has_a_row(trained: Path, tmp_path: Path, drawn):  # noqa: F811

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -15,6 +14,7 @@ from safetensors.torch import load_file as library_load
 from safetensors.torch import save_file as library_save
 
 from tests.commands import run_command
+from tests.states import rewrite_state, state_of
 from tests.tiny_runs import TinyTraining
 from tests.training.distillations import (
     DENSE,
@@ -112,13 +112,13 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
     sparse = ("start=dense", f"init_from={teacher_dir}")
     with pytest.raises(ValueError, match=r"is a checkpoint of vsa\.training\.modules\.distill\.DistillModule"):
         training("task=finetune", *sparse, *same)
-    path = training.last("cycle").path / "state.json"
-    state = json.loads(path.read_text())
+    path = training.last("cycle").path
+    state = state_of(path)
     for key in ("collapse", "fake_score", "step_list", "teacher"):
-        path.write_text(json.dumps({name: value for name, value in state.items() if name != key}))
+        rewrite_state(path, key)
         with pytest.raises(ValueError, match=f"not a complete checkpoint of this run: missing {key}"):
-            distill(*same, "task.generator_every=2", f"ckpt_path={path.parent}")
-    path.write_text(json.dumps(state))
+            distill(*same, "task.generator_every=2", f"ckpt_path={path}")
+        rewrite_state(path, **state)
     # what may change: learning rates, guidance, the rule
     distill(*same, "task.generator_every=2", "optim.lr=0.02", "task.objective.guidance=1", "task.collapse=null")
     assert training.last("cycle").step == 2

@@ -25,7 +25,6 @@ import vsa.data.datamodule as datamodule
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.wan import export_pretrained
 from vsa.config import model_factory
-from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ShardedDataParallel, rank_zero_reports
@@ -244,31 +243,24 @@ def test_a_full_disk_of_one_rank_ends_all(training, monkeypatch):
             raise OSError(28, "No space left on device")
         return save_file(path, group, wholes)
 
-    write = Checkpointing._write
-
-    def full_disk(logger):
+    def full_disk(logger, rows):
         raise OSError(28, "No space left on device")
 
-    def second_fails(callback, trainer, module):
+    def on_rank(rank: int) -> str:
         with monkeypatch.context() as patch:
-            if trainer.global_step == 2:
-                patch.setattr(MetricsCSV, "save", full_disk)
-            write(callback, trainer, module)
-
-    def on_rank(rank: int) -> list[str]:
-        said = []
-        for broken, name, by in ((checkpointing, "save_file", third_fails), (Checkpointing, "_write", second_fails)):
-            with monkeypatch.context() as patch:
-                patch.setattr(broken, name, by)
-                with pytest.raises(OSError) as failure:
-                    training(*few, "trainer.accelerator=cpu", f"run={name}")
-            said.append(str(failure.value))
-        return said
+            patch.setattr(checkpointing, "save_file", third_fails)
+            with pytest.raises(OSError) as failure:
+                training(*few, "trainer.accelerator=cpu", "run=checkpoint")
+        # no room for a row of metrics costs that row
+        with monkeypatch.context() as patch:
+            patch.setattr(MetricsCSV, "_append", full_disk)
+            training(*few, "trainer.accelerator=cpu", "run=metrics", "trainer.max_steps=2")
+        return str(failure.value)
 
     first, second = run_ranks(2, on_rank)
-    assert all("No space left" in text for text in first)
-    assert second == ["another rank could not write the checkpoint"] * 2
-    assert [training.last(run).step for run in ("save_file", "_write")] == [1, 1]
+    assert "No space left" in first
+    assert second == "another rank could not write the checkpoint"
+    assert [training.last(run).step for run in ("checkpoint", "metrics")] == [1, 2]
 
 
 class Begin(L.Callback):

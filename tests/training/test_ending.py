@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 import vsa.training.callbacks.samples as samples_module
@@ -149,6 +151,44 @@ def test_a_full_disk_ends_with_the_checkpoint_before(training, told):
     assert table(told)["checkpoint"] == f"{checkpoints}/step-00000002"
     training("trainer.max_steps=6", "ckpt_path=last")
     assert sorted(training.losses()) == [1, 2, 3, 4, 5, 6]
+
+
+class Full(Logger):
+    """A tracker whose disk is full from its third row on."""
+
+    name, version = "full", None
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def log_hyperparams(self, params):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows += 1
+        if self.rows > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def finalize(self, status):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_tracker_that_cannot_write_never_stops_the_run(training, told, monkeypatch):
+    logger, callbacks = Full(), run_module._callbacks
+
+    def with_logger(cfg, folder, loggers):
+        loggers.append(logger)
+        return callbacks(cfg, folder, loggers)
+
+    monkeypatch.setattr(run_module, "_callbacks", with_logger)
+    training()
+    assert training.last().step == 4
+    assert logger.rows > 4
+    lines = [line for line in told if "Full" in line]
+    assert len(lines) == 2
+    assert lines[0].startswith("warning: Full cannot write (")
+    assert lines[1] == f"warning: Full could not write {logger.rows - 2 + 1} times"
 
 
 def test_pictures_and_clips_that_fail_cost_a_line_each(training, told, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 import vsa.training.modules.base as module_file
 from tests.data.tiny_wan import make_vae
 from tests.objectives.small_nets import make_net, sparse_attention
+from tests.states import rewrite_state
 from vsa.attention.full import FullAttention
 from vsa.checkpoints.lora import LoRA, merged_tensor, plain_names
 from vsa.checkpoints.run_checkpoint import read_checkpoint
@@ -209,10 +209,9 @@ def test_a_resumed_teacher_is_the_one_it_began_with(training, dense, tmp_path):
     assert_equal(training.tensors("straight"), training.tensors("stopped"))
     # replaced in place, it is refused
     first = training_checkpoint(dense).name
-    state = json.loads((source / "checkpoints" / newer.name / "state.json").read_text())
     shutil.rmtree(source / "checkpoints" / first)
     shutil.copytree(newer, source / "checkpoints" / first)
-    (source / "checkpoints" / first / "state.json").write_text(json.dumps({**state, "step": 6}))
+    rewrite_state(source / "checkpoints" / first, step=6)
     with pytest.raises(ValueError, match=rf"the teacher .*{first}.* is not what .* began with, or has changed since"):
         training(*taught, "run=stopped", "ckpt_path=last", "trainer.max_steps=6")
 
@@ -232,13 +231,10 @@ def test_a_teacher_of_its_own_lets_a_sparse_model_go_on(training, dense):
 def test_latents_keep_the_statistics_of_the_start(training, dense, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(dense, source)
-    state = training_checkpoint(source) / "state.json"
-    changed = json.loads(state.read_text())
-    changed["latent_mean"] = [9.0] * 16
-    state.write_text(json.dumps(changed))
+    rewrite_state(training_checkpoint(source), latent_mean=[9.0] * 16)
     training(*FINETUNE, f"init_from={source}", "run=moved", "trainer.max_steps=2")
     assert training.last("moved").state["latent_mean"] == [9.0] * 16
-    assert training.last("moved").state["latent_std"] == changed["latent_std"]
+    assert training.last("moved").state["latent_std"] == read_checkpoint(training_checkpoint(dense)).state["latent_std"]
     # a resumed run keeps them, too
     training(*FINETUNE, "run=moved", "trainer.max_steps=3", "ckpt_path=last")
     assert training.last("moved").state["latent_mean"] == [9.0] * 16
@@ -472,10 +468,7 @@ def test_data_of_another_vae_are_refused(training, tmp_path, no_memory):
 def test_a_run_of_other_encoders_is_refused(training, dense, tmp_path, no_memory, key):
     other = tmp_path / "other"
     shutil.copytree(dense, other)
-    state = training_checkpoint(other) / "state.json"
-    changed = json.loads(state.read_text())
-    changed[key] = {"id": "another", "hash": "0123"}
-    state.write_text(json.dumps(changed))
+    rewrite_state(training_checkpoint(other), **{key: {"id": "another", "hash": "0123"}})
     with pytest.raises(ValueError, match=rf"was trained with {key} another \(hash 0123\), data.{key} is "):
         training(*FINETUNE, f"init_from={other}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.training.train as run_module
+from tests.states import rewrite_state, state_of, write_older_state
 from tests.tiny_runs import TinyTraining
 
 ROOT = Path(__file__).parents[2]
@@ -115,21 +115,27 @@ def test_a_stopped_run_continues_bit_for_bit(training, straight, tmp_path_factor
 def test_the_format_of_checkpoints_stays_and_those_of_older_versions_resume(training):
     training("run=straight")
     training("trainer.max_steps=2", "run=half")
-    path = training.last("half").path / "state.json"
-    state = json.loads(path.read_text())
+    path = training.last("half").path
+    state = state_of(path)
+    # of this one, nothing may be missing
+    for key in sorted(set(state) - {"schema"}):
+        rewrite_state(path, key)
+        with pytest.raises(ValueError, match=key if key != "config" else "is a checkpoint of None"):
+            training("run=half", f"ckpt_path={path}")
+        rewrite_state(path, **state)
     counters = {"step", "skipped_steps", "skipped_in_row", "flops_total"}
     data = {"plan_hash", "codec", "text_encoder", "latent_shapes", "latent_mean", "latent_std"}
     older = {"schema", "files", "seed", "config", *counters, *data}
-    assert set(state) == {*older, "sparsity_state", "loss_window"}
+    assert set(state) == {*older, "sparsity_state", "loss_window", "without_gradient"}
     assert set(state["loss_window"]) == {"names", "steps", "deciles"}
     assert set(state["files"]) == {"model.safetensors", "ema.safetensors", "optimizer.safetensors"}
     # a folder without what came later
-    path.write_text(json.dumps({key: state[key] for key in older}))
+    write_older_state(path, {key: state[key] for key in older})
     training("run=half", "ckpt_path=last")
     assert_same(training.tensors("half"), training.tensors("straight"))
-    path.write_text(json.dumps({key: state[key] for key in older - {"skipped_in_row"}}))
+    write_older_state(path, {key: state[key] for key in older - {"skipped_in_row"}})
     with pytest.raises(ValueError, match="is not a complete checkpoint of this run: missing skipped_in_row"):
-        training("run=half", f"ckpt_path={path.parent}")
+        training("run=half", f"ckpt_path={path}")
 
 
 def test_a_log_line_goes_on_over_a_resume(training):
@@ -221,6 +227,23 @@ def test_as_many_checkpoints_are_kept_as_asked_for(training):
     training("trainer.max_steps=5", "callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=3")
     kept = [p.name for p in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
     assert kept == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_a_run_that_went_back_goes_on_from_the_line_it_trains(training, straight, capsys):
+    training("trainer.max_steps=6", "callbacks.checkpoint.keep=3")
+    folder = training.folder() / "checkpoints"
+    with pytest.raises(SystemExit):
+        training("trainer.max_steps=6", f"ckpt_path={folder}/step-00000002", callbacks=(SignalAt(0, signal.SIGTERM),))
+    assert training.last().step == 3
+    assert sorted(training.losses()) == [1, 2, 3]
+    aside = folder / "abandoned-after-step-00000002"
+    assert [p.name for p in checkpointing.list_checkpoints(aside)] == ["step-00000004", "step-00000006"]
+    training("trainer.max_steps=6", "ckpt_path=last")
+    assert training.losses() == straight.losses()
+    assert_same(training.tensors(), straight.tensors())
+    # the point where the lines part stays
+    kept = [p.name for p in checkpointing.list_checkpoints(folder)]
+    assert kept == ["step-00000002", "step-00000004", "step-00000006"]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_the_one_before_it_resumed(training, straight, capsys):

@@ -20,7 +20,6 @@ from vsa.attention.named import WITHOUT_PARAMETERS
 from vsa.attention.sparsity import resolve_topk
 from vsa.checkpoints.golden import write_golden
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
-from vsa.checkpoints.run_folder import write_weights_run
 from vsa.checkpoints.sampling_settings import sampling_of_export, sampling_part, write_sampling_part
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, Grid, SparseAttentionConfig
 from vsa.checkpoints.wan import Layout, attention_of, export_pretrained, method_options, refuse_other_attention
@@ -29,6 +28,7 @@ from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import refuse_existing, refuse_other_tensors
 from vsa.checkpoints.weight_source import open_network
 from vsa.checkpoints.weights import WeightSource
+from vsa.checkpoints.weights_run import write_weights_run
 from vsa.diffusion.sampler import step_list
 from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT

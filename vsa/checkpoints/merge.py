@@ -18,12 +18,12 @@ from torch import Tensor
 
 from vsa.attention.full import FullAttention
 from vsa.checkpoints.convert import with_dtypes
-from vsa.checkpoints.run_folder import write_weights_run
 from vsa.checkpoints.wan import export_pretrained, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_files import refuse_existing
 from vsa.checkpoints.weight_source import RunWeights, open_weights
 from vsa.checkpoints.weights import WeightSource
+from vsa.checkpoints.weights_run import write_weights_run
 from vsa.diffusion.sampler import step_list
 from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT

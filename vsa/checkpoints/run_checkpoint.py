@@ -1,16 +1,17 @@
 """Checkpoint folders: safetensors keyed by parameter name plus `state.json`, no pickle.
 
 A checkpoint is complete when its folder stands under its final name (`vsa.files.atomic_folder`); `state.json`, which
-has the SHA-256 of the others, is written last.
+has the SHA-256 of the others and its own (`vsa.checkpoints.state_file`), is written last.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,12 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from vsa.checkpoints.state_file import one_line, read_state, write_state
 from vsa.checkpoints.weight_files import exhaust, refuse_key_difference, refuse_other_tensors
 from vsa.files import atomic_folder, file_digest
 from vsa.models.sharding import local, place, whole
-from vsa.moved import moved_targets
 
-SCHEMA = 1
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -36,6 +36,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# of AdamW
+_OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
 _NAME = re.compile(r"step-(\d{8,})$")
 
 
@@ -55,10 +57,18 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
+    @property
+    def schema(self) -> int:
+        return self.state["schema"]
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """CPU tensors of `name` ("model", "ema" or "optimizer"), read from the file where they are used."""
-        with safe_open(self.path / f"{name}.safetensors", framework="pt", device="cpu") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+        path = self.path / f"{name}.safetensors"
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read ({one_line(error)})") from None
 
     def has(self, name: str) -> bool:
         return f"{name}.safetensors" in self.state["files"]
@@ -112,8 +122,7 @@ def write_checkpoint(
                     f"{name}.safetensors": save_file(temporary / f"{name}.safetensors", group, wholes)
                     for name, group in tensors.items()
                 }
-                text = json.dumps({"schema": SCHEMA, **state, "files": digests}, indent=1)
-                (temporary / "state.json").write_text(text)
+                write_state(temporary, {**state, "files": digests})
     except OSError:
         exhaust(wholes)
         raise
@@ -174,28 +183,27 @@ def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:
     """
     path = Path(path)
     try:
-        state = json.loads((path / "state.json").read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path} is no checkpoint: it has no state.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: state.json does not parse ({error})") from None
-    if not isinstance(state, dict) or state.get("schema") != SCHEMA:
-        found = state.get("schema") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"checkpoint {path} has schema {found}, this version reads {SCHEMA}")
-    if "config" in state:
-        state["config"] = moved_targets(state["config"])
-    for name, digest in state["files"].items():
-        try:
-            if verify and file_digest(path / name) != digest:
-                raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest")
-            # the header says how long the file is
-            with safe_open(path / name, framework="pt"):
-                pass
-        except FileNotFoundError:
-            raise ValueError(f"checkpoint {path} is damaged: {name} is missing") from None
-        except SafetensorError as error:
-            raise ValueError(f"checkpoint {path} is damaged: {name} cannot be read ({error})") from None
+        state = read_state(path)
+        for name, digest in state["files"].items():
+            _check_tensors(path, name, digest if verify else None)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"checkpoint {path} is damaged: {one_line(error)}") from None
     return Checkpoint(path=path, state=state)
+
+
+def _check_tensors(path: Path, name: str, digest: str | None) -> None:
+    try:
+        if digest is not None and file_digest(path / name) != digest:
+            raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest")
+        # the header says how long the file is
+        with safe_open(path / name, framework="pt"):
+            pass
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint {path} is damaged: {name} is missing") from None
+    except SafetensorError as error:
+        raise ValueError(f"checkpoint {path} is damaged: {name} cannot be read ({one_line(error)})") from None
 
 
 def latest_checkpoint(folder: Path, on_damaged=print, *, verify: bool = True) -> Checkpoint:
@@ -253,21 +261,50 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return found
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], what: str) -> None:
+def without_state(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Parameters that have no state, because none of them ever had a gradient."""
+    groups = [zip(group["names"], group["params"], strict=True) for group in optimizer.param_groups]
+    return [name for group in groups for name, parameter in group if not optimizer.state.get(parameter)]
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    what: str,
+    *,
+    without: Collection[str] | None = None,
+    most_updates: float = math.inf,
+) -> None:
     """Put the state that `optimizer_state` gave back.
 
+    Args:
+        optimizer: built by `vsa.training.optimizer`.
+        tensors: see `optimizer_state`.
+        what: where they were found, for a message.
+        without: see `without_state`; None: a checkpoint of the first schema does not say, what is missing has none.
+        most_updates: of a parameter.
+
     Raises:
-        ValueError: the saved state is of other parameters.
+        ValueError: names state that is missing, is of other parameters or shapes, or is of more updates.
     """
-    names = {name for group in optimizer.param_groups for name in group["names"]}
-    saved: dict[str, dict[str, Tensor]] = {}
+    parameters = {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"], strict=True)
+    }
+    if without is None:
+        without = set(parameters) - {key.rpartition("/")[0] for key in tensors}
+    expected = {f"{name}/{field}" for name in set(parameters) - set(without) for field in _OPTIMIZER_FIELDS}
+    refuse_key_difference(expected, set(tensors), what)
     for key, value in tensors.items():
         name, _, field = key.rpartition("/")
-        saved.setdefault(name, {})[field] = value
-    # a parameter that never had a gradient has no state
-    refuse_key_difference(set(saved) & names, set(saved), what)
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["names"], group["params"], strict=True):
-            if name in saved:
-                fields = {k: place(v, parameter) if v.ndim else v.clone() for k, v in saved[name].items()}
-                optimizer.state[parameter] = fields
+        shape = () if field == "step" else tuple(parameters[name].shape)
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, the optimizer needs {shape}")
+        if field == "step" and not 0 < float(value) <= most_updates:
+            raise ValueError(f"{what}: {key} counts {float(value):g} updates in {most_updates:g} steps")
+    for name, parameter in parameters.items():
+        if name not in without:
+            saved = {field: tensors[f"{name}/{field}"] for field in _OPTIMIZER_FIELDS}
+            fields = {field: place(value, parameter) if value.ndim else value.clone() for field, value in saved.items()}
+            optimizer.state[parameter] = fields

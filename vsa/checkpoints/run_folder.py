@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, SoftFileLock, Timeout
-from torch import Tensor
 
-from vsa.checkpoints.run_checkpoint import list_checkpoints, write_checkpoint
+from vsa.checkpoints.retention import put_back, set_aside, shared_step
+from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.errors import refuse_unwritable
-from vsa.files import atomic_folder, write_whole
+from vsa.files import write_whole
 
 MANIFEST = "run.json"
 PROJECT = "vsa-train"
@@ -206,6 +206,7 @@ class RunFolder:
         self._new = False
         self._old: Path | None = None
         self._before: dict[str, bytes | None] = {}
+        self._aside: Path | None = None
 
     def __enter__(self) -> RunFolder:
         return self
@@ -217,12 +218,16 @@ class RunFolder:
             with _signals_ignored():
                 self._undo()
 
-    def open(self, config: str, *, overwrite: bool) -> None:
+    def open(self, config: str, *, overwrite: bool, resume: Path | None = None) -> Path | None:
         """Make the folder with its manifest and its config.
 
         Args:
             config: content of `config.yaml`.
             overwrite: begin with an empty folder; what stands there is moved aside, and removed by `keep`.
+            resume: checkpoint that the run goes on from: those of the folder that are not before it are moved aside.
+
+        Returns:
+            where they were moved to; None: there were none.
 
         Raises:
             ValueError: see `check_folder`.
@@ -247,12 +252,16 @@ class RunFolder:
         else:
             write_manifest(self.path)
         write_whole(self.path / "config.yaml", config)
+        if resume is not None:
+            checkpoints = self.path / "checkpoints"
+            self._aside = set_aside(checkpoints, shared_step(checkpoints, resume))
+        return self._aside
 
     def keep(self) -> None:
         """Make the opening final: the run that was moved aside is removed, and what killed processes left."""
         if not self._opened:
             return
-        self._opened, self._new, self._old, self._before = False, False, None, {}
+        self._opened, self._new, self._old, self._before, self._aside = False, False, None, {}, None
         for old in _beside(self.path, "overwritten"):
             # one that is half removed must not be put back
             with suppress(OSError):
@@ -267,6 +276,8 @@ class RunFolder:
         try:
             if self._new or self._old is not None:
                 _replace(self.path, self._old)
+            if self._aside is not None:
+                put_back(self._aside)
         except OSError as failure:
             old = f", the run before is {self._old}" if self._old is not None and self._old.exists() else ""
             warnings.warn(f"run folder {self.path} could not be put back: {failure}{old}", stacklevel=3)
@@ -385,16 +396,3 @@ def checked_out_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return said.stdout.strip() or None
-
-
-def write_weights_run(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Write a run folder with weights alone; it appears when all of it is written.
-
-    Args:
-        folder: must not exist.
-        tensors: by parameter name.
-        state: see `write_checkpoint`.
-    """
-    with atomic_folder(folder) as temporary:
-        write_checkpoint(temporary / "checkpoints", {"model": tensors}, state)
-        write_manifest(temporary)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,33 @@ def never_fatal(what: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split()) or "no reason given"
         rank_zero_info(f"warning: {what} is missing: {type(error).__name__}: {reason}")
+
+
+def tolerate(logger: Any) -> None:
+    """Let what a logger cannot write (OSError) be lost: told once, and counted when the logger is closed."""
+    name, lost = type(logger).__name__, 0
+
+    def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            nonlocal lost
+            try:
+                return call(*args, **kwargs)
+            except OSError as error:
+                if not lost:
+                    rank_zero_info(f"warning: {name} cannot write ({error}): training goes on without its rows")
+                lost += 1
+
+        return attempt
+
+    close = guarded(logger.finalize)
+
+    def finalize(status: str) -> None:
+        close(status)
+        if lost:
+            rank_zero_info(f"warning: {name} could not write {lost} times")
+
+    logger.log_metrics, logger.save, logger.finalize = guarded(logger.log_metrics), guarded(logger.save), finalize
 
 
 def log_picture(loggers: Sequence[Any], name: str, path: Path, step: int) -> None:

@@ -132,7 +132,7 @@ class CollapseWatch:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Put back what `state_dict` gave."""
         # empty: of a run without a rule, by an older version
-        self._in_row = state.get("collapsed_in_row", 0)
+        self._in_row = state["collapsed_in_row"] if state else 0
 
 
 class IterationMetrics:

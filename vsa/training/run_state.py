@@ -13,7 +13,14 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from vsa.checkpoints.run_checkpoint import Checkpoint, load_model_tensors, load_optimizer_tensors, optimizer_state
+from vsa.checkpoints.run_checkpoint import (
+    Checkpoint,
+    load_model_tensors,
+    load_optimizer_tensors,
+    optimizer_state,
+    without_state,
+)
+from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.weight_files import refuse_key_difference
 from vsa.checkpoints.weight_source import WeightSource
 from vsa.models.sharding import local, place
@@ -25,7 +32,10 @@ TOP_LEVEL = ("status", "gradients", "data", "metrics")
 """Parts whose values stand at the top of `state.json`; those of others stand under the part's name."""
 
 NEWER = ("sparsity_state", "loss_window")
-"""Parts that older checkpoints lack: they are loaded from nothing."""
+"""Parts that checkpoints of the first schema may lack: they are loaded from nothing."""
+
+WITHOUT_GRADIENT = "without_gradient"
+"""Name in `state.json` of the parameters whose optimizer state is rightly missing, by group."""
 
 SETTINGS = {"ema": "callbacks.ema", "discriminator": "objective.gan", "fake_steps": "objective.step_aware"}
 """What decides whether there is a group of tensors."""
@@ -143,7 +153,8 @@ def values_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
             values |= state
         elif state or not isinstance(part, HasTensors):
             values[name] = state
-    return values
+    optimizers = {k: v for k, v in _groups(parts).items() if isinstance(v, torch.optim.Optimizer)}
+    return {**values, WITHOUT_GRADIENT: {group: without_state(owner) for group, owner in optimizers.items()}}
 
 
 def tensors_of(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
@@ -168,17 +179,28 @@ def refuse_missing(checkpoint: Checkpoint, names: Iterable[str]) -> None:
         raise ValueError(f"{checkpoint.path} is not a complete checkpoint of this run: missing {', '.join(missing)}")
 
 
-def load_values(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
+def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Put the values of all parts back.
+
+    Args:
+        parts: of the run.
+        record: what else its checkpoints say, which has to be there.
+        checkpoint: to go on from.
 
     Raises:
         ValueError: names what is missing, or what a part refuses.
     """
+    newer = NEWER if checkpoint.schema == 1 else ()
+    if checkpoint.schema > 1:
+        refuse_missing(checkpoint, (*record, WITHOUT_GRADIENT))
     own = {name: part for name, part in parts.items() if not isinstance(part, HasTensors)}
-    refuse_missing(checkpoint, (name for name in own if name not in TOP_LEVEL + NEWER))
+    refuse_missing(checkpoint, (name for name in own if name not in TOP_LEVEL + newer))
     refuse_missing(checkpoint, (key for name in own if name in TOP_LEVEL for key in own[name].state_dict()))
     for name, part in parts.items():
-        part.load_state_dict(checkpoint.state if name in TOP_LEVEL else checkpoint.state.get(name) or {})
+        try:
+            part.load_state_dict(checkpoint.state if name in TOP_LEVEL else checkpoint.state.get(name) or {})
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(f"{checkpoint.path} has a damaged state of {name} ({one_line(error)})") from None
 
 
 @torch.no_grad()
@@ -186,7 +208,7 @@ def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
     """Put the tensors of all parts back.
 
     Raises:
-        ValueError: names a group that only one side has, or a tensor that does not fit.
+        ValueError: names a group that only one side has, or a tensor that does not fit or is missing.
     """
     groups = _groups(parts)
     saved = {name.removesuffix(".safetensors") for name in checkpoint.state["files"]}
@@ -200,7 +222,8 @@ def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
         if isinstance(owner, nn.Module):
             load_model_tensors(owner, tensors, what)
         elif isinstance(owner, torch.optim.Optimizer):
-            load_optimizer_tensors(owner, tensors, what)
+            without = None if checkpoint.schema == 1 else checkpoint.state[WITHOUT_GRADIENT].get(group, ())
+            load_optimizer_tensors(owner, tensors, what, without=without, most_updates=checkpoint.step)
         else:
             refuse_key_difference(set(owner), set(tensors), what)
             for name, value in owner.items():

@@ -12,8 +12,8 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from vsa.checkpoints.run_checkpoint import list_checkpoints, write_checkpoint
-from vsa.files import remove_folder
+from vsa.checkpoints.retention import prune_checkpoints
+from vsa.checkpoints.run_checkpoint import write_checkpoint
 from vsa.settings import AtLeastOne, Bound, checked
 from vsa.training.lightning_compat import stop_without_validation
 from vsa.training.modules.base import DiffusionModule
@@ -31,7 +31,7 @@ class Checkpointing(L.Callback):
     Args:
         run_dir: checkpoints go to `run_dir/checkpoints`.
         every_n_steps: optimizer steps between checkpoints.
-        keep: newest checkpoints kept; at least 2, since the last one may be the one being replaced.
+        keep: newest good checkpoints kept; at least 2, since the last one may be the one being replaced.
     """
 
     # after those that change what it saves
@@ -110,21 +110,16 @@ class Checkpointing(L.Callback):
         parts = parts_of(trainer)
         # collectives, this one and the writing: every rank makes them, whatever the disk says
         state = {**pl_module.record(), **values_of(parts)}
+        if trainer.is_global_zero:
+            # their rows go before the checkpoint; what they cannot write they lose
+            for logger in trainer.loggers:
+                logger.save()
         failure = None
         try:
+            path = write_checkpoint(self.folder, tensors_of(parts), state, writes=trainer.is_global_zero)
+            self._status.saved = path
             if trainer.is_global_zero:
-                for logger in trainer.loggers:
-                    logger.save()
-        except OSError as error:
-            failure = error
-        writes = trainer.is_global_zero and failure is None
-        try:
-            path = write_checkpoint(self.folder, tensors_of(parts), state, writes=writes)
-            if failure is None:
-                self._status.saved = path
-            if writes:
-                for old in list_checkpoints(self.folder)[: -self.keep]:
-                    remove_folder(old)
+                prune_checkpoints(self.folder, path, self.keep)
         except OSError as error:
             failure = error
         # a full disk of rank 0 must end the other ranks too, not leave them waiting

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.checkpoints.run_folder import RunFolder
+from vsa.training.display import tolerate
 from vsa.training.lightning_compat import attach_loggers
 from vsa.training.metrics_csv import MetricsCSV
+from vsa.training.modules.base import DiffusionModule
 
 
 class Opening(L.Callback):
@@ -28,16 +31,20 @@ class Opening(L.Callback):
         self._loggers = loggers
         self._first = 0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         self._first = trainer.global_step
         if trainer.is_global_zero:
-            self._folder.open(self._config, overwrite=self._overwrite)
+            resume = None if pl_module.resume is None else pl_module.resume.path
+            aside = self._folder.open(self._config, overwrite=self._overwrite, resume=resume)
+            if aside is not None:
+                rank_zero_info(f"the run goes on from {resume}: the checkpoints after it were moved to {aside}")
         attach_loggers(trainer, self._loggers)
         for logger in self._loggers:
             if isinstance(logger, MetricsCSV):
                 logger.open()
             else:
                 getattr(logger, "experiment", None)
+                tolerate(logger)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

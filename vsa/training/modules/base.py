@@ -127,7 +127,7 @@ class DiffusionModule(L.LightningModule):
             size = JobSize(self.accumulate, self.trainer.world_size, self.trainer.max_steps)
             self.check_start(self._model_factory(), data, size)
         if self.resume is not None:
-            load_values(parts_of(self.trainer), self.resume)
+            load_values(parts_of(self.trainer), self.record(), self.resume)
 
     def _agree_on_resume(self) -> None:
         """Resume what rank 0 chose: it alone has read every byte, and may have found the newest one damaged."""

@@ -24,6 +24,7 @@ from vsa.settings import checked
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.modules.teacher import Teacher
 from vsa.training.parallel import ParallelPlan
+from vsa.training.run_state import refuse_missing
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -107,6 +108,7 @@ class FinetuneModule(PretrainModule):
     def choose_statistics(self) -> LatentStatistics:
         """Those that the run it starts from was trained with, on whatever data; else as in pretraining."""
         if self.resume is not None:
+            refuse_missing(self.resume, ("latent_mean", "latent_std"))
             return LatentStatistics.of((self.resume.state["latent_mean"], self.resume.state["latent_std"]))
         statistics = self.init_from.statistics if self.init_from is not None else None
         return super().choose_statistics() if statistics is None else LatentStatistics.of(statistics)

@@ -1,0 +1,125 @@
+"""`state.json`: no changed byte, lost digest or impossible value passes, and every refusal is one line."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from tests.states import rewrite_state, write_older_state
+from vsa.checkpoints.run_checkpoint import latest_checkpoint, read_checkpoint, write_checkpoint
+
+STATE = {
+    "seed": 3,
+    "skipped_steps": 2,
+    "skipped_in_row": 1,
+    "flops_total": 1e9,
+    "latent_mean": [0.5],
+    "latent_std": [2],
+}
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """An older checkpoint and a newer one."""
+    config = {"optim": {"lr": 0.01}, "task": {"_target_": "vsa.training.optim.AdamW"}}
+    tensors = {"model": {"w": torch.ones(3)}}
+    return [write_checkpoint(tmp_path, tensors, {**STATE, "step": step, "config": config}) for step in (6, 12)]
+
+
+def refusal(path):
+    with pytest.raises(ValueError) as refused:
+        read_checkpoint(path)
+    assert "\n" not in str(refused.value)
+    assert str(path) in str(refused.value)
+    return str(refused.value)
+
+
+def test_no_changed_or_missing_byte_passes(pair):
+    older, newer = pair
+    file = newer / "state.json"
+    good = file.read_bytes()
+    draw = random.Random(0)
+    for place in range(len(good)):
+        file.write_bytes(good[:place] + bytes([good[place] ^ 1 << draw.randrange(8)]) + good[place + 1 :])
+        refusal(newer)
+        file.write_bytes(good[:place])
+        refusal(newer)
+    said = []
+    assert latest_checkpoint(newer.parent, said.append).path == older
+    assert "step-00000012" in said[0]
+    # control
+    file.write_bytes(good)
+    assert latest_checkpoint(newer.parent).path == newer
+
+
+def test_a_lost_digest_is_damage_and_the_first_schema_has_none(pair):
+    newer = pair[1]
+    state = json.loads((newer / "state.json").read_text())
+    del state["digest"]
+    (newer / "state.json").write_text(json.dumps(state, indent=1))
+    assert refusal(newer) == f"checkpoint {newer} is damaged: state.json has lost its digest"
+    write_older_state(newer, state)
+    assert read_checkpoint(newer).schema == 1
+    # a digest that does not fit is one that was made for something else
+    rewrite_state(newer)
+    text = (newer / "state.json").read_text()
+    (newer / "state.json").write_text(text.replace('"schema": 2', '"schema": 1'))
+    assert refusal(newer).endswith("state.json does not match its digest")
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": 14}, "has step=14, expected 12 as in the folder's name"),
+        ({"step": "12"}, "has step=12, expected 12 as"),
+        ({"step": None}, "has step=None"),
+        ({"files": {"../model.safetensors": "0" * 64}}, r"has files=\{"),
+        ({"files": ["model.safetensors"]}, "expected SHA-256 by file name"),
+        ({"files": {"model.safetensors": 1}}, "expected SHA-256 by file name"),
+        ({"config": [1]}, "expected settings"),
+        ({"skipped_steps": 13}, "expected at most the 12 steps"),
+        ({"skipped_in_row": 3}, "expected at most the 2 skipped steps"),
+        ({"flops_total": float("nan")}, "has flops_total=nan"),
+        ({"latent_std": [0.0]}, "expected a number above 0 for each channel"),
+        ({"latent_mean": "x"}, "expected a number for each channel"),
+        ({"seed": True}, "has seed=True"),
+    ],
+)
+def test_impossible_values_are_refused_under_a_digest_that_fits(pair, change, message, older):
+    newer = pair[1]
+    if older:
+        write_older_state(newer, {**json.loads((newer / "state.json").read_text()), **change})
+    else:
+        rewrite_state(newer, **change)
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(newer)
+    assert latest_checkpoint(newer.parent, lambda said: None).step == 6
+
+
+@pytest.mark.parametrize("missing", ["step", "files"])
+def test_missing_values_are_named(pair, missing):
+    rewrite_state(pair[1], missing)
+    assert refusal(pair[1]).endswith(f"is damaged: state.json lacks {missing}")
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "null", '{"schema": [2]}', '{"schema": true}', "[" * 200_000, "1" * 5000, "\xff", ""]
+)
+def test_other_content_is_one_line(pair, content):
+    (pair[1] / "state.json").write_bytes(content.encode("latin-1"))
+    assert len(refusal(pair[1])) < 400
+    assert latest_checkpoint(pair[1].parent, lambda said: None).step == 6
+
+
+def test_a_folder_in_place_of_a_file_is_damage(pair):
+    for name in ("model.safetensors", "state.json"):
+        (pair[1] / name).unlink()
+        (pair[1] / name).mkdir()
+        assert f"{pair[1]} is damaged: IsADirectoryError" in refusal(pair[1])
+
+
+def test_a_copy_may_have_any_name(pair):
+    copy = pair[1].rename(pair[1].with_name("best"))
+    assert read_checkpoint(copy).step == 12

@@ -1,0 +1,101 @@
+"""Which checkpoints of a run stay: verified ones are counted, and a line that was left is kept aside."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from vsa.checkpoints.run_checkpoint import checkpoint_name, list_checkpoints, read_checkpoint
+from vsa.files import remove_folder
+
+_ABANDONED = "abandoned-after-"
+"""Begins the name of a folder of checkpoints that a run went back from; the name of the one it went back to follows."""
+
+_FEWEST = 2
+
+
+def prune_checkpoints(folder: Path, written: Path, keep: int) -> None:
+    """Remove the oldest checkpoints but `keep` good ones, and but those that a line was left at.
+
+    Of the newest good ones two are read whole, of further ones the sizes are looked at.
+
+    Args:
+        folder: of all checkpoints.
+        written: the one that was written just now.
+        keep: good ones that stay, two or more.
+    """
+    good = 0
+    branches = branch_points(folder)
+    for path in reversed(list_checkpoints(folder)):
+        if good >= keep:
+            if path.name not in branches:
+                remove_folder(path)
+        elif path == written or is_good(path, whole=good < _FEWEST):
+            good += 1
+
+
+def is_good(path: Path, *, whole: bool) -> bool:
+    """Whether a checkpoint can be read, by every byte or by the sizes of its files."""
+    try:
+        read_checkpoint(path, verify=whole)
+    except ValueError:
+        return False
+    return True
+
+
+def branch_points(folder: Path) -> set[str]:
+    """Names of the checkpoints that a run went back to, while what it left is still there."""
+    lines = [line for line in folder.glob(f"{_ABANDONED}*") if list_checkpoints(line)]
+    return {branch for line in lines if (branch := _branch_of(line))}
+
+
+def _branch_of(line: Path) -> str | None:
+    named = re.match(rf"{_ABANDONED}(step-\d+)", line.name)
+    return named[1] if named else None
+
+
+def shared_step(folder: Path, resumed: Path) -> int:
+    """The newest step in `folder` that belongs to the line of the checkpoint that a run goes on from; 0: none does."""
+    resumed, own = resumed.resolve(), list_checkpoints(folder.resolve())
+    if resumed in own:
+        return _step_of(resumed.name)
+    if resumed.parent.parent == folder.resolve() and (branch := _branch_of(resumed.parent)):
+        return _step_of(branch)
+    with suppress(OSError):
+        # a copy of one of them
+        content = (resumed / "state.json").read_bytes()
+        for path in own:
+            if (path / "state.json").read_bytes() == content:
+                return _step_of(path.name)
+    return 0
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def set_aside(folder: Path, step: int) -> Path | None:
+    """Move the checkpoints after `step`, which a run goes on from, to a folder of their own; None: there are none.
+
+    The oldest goes first: when the process is killed in between, the newest stands there as if nothing had begun.
+    """
+    later = [path for path in list_checkpoints(folder) if _step_of(path.name) > step]
+    if not later:
+        return None
+    name = f"{_ABANDONED}{checkpoint_name(step)}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    aside = next(path for path in map(folder.joinpath, names) if not path.exists())
+    aside.mkdir()
+    for path in later:
+        os.rename(path, aside / path.name)
+    return aside
+
+
+def put_back(aside: Path) -> None:
+    """Undo `set_aside`."""
+    for path in reversed(list_checkpoints(aside)):
+        os.rename(path, aside.parent / path.name)
+    aside.rmdir()

@@ -1,0 +1,117 @@
+"""`state.json` of a checkpoint: its values, and as last entry the SHA-256 of every byte before that entry."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vsa.moved import moved_targets
+
+SCHEMA = 2
+"""Of what is written. 1, which is read too, has no digest of `state.json` and does not tell which parameters never had
+a gradient."""
+
+_READABLE = (1, 2)
+_FILE = "state.json"
+_SEALED = re.compile(rb'(.*),\n "digest": "([0-9a-f]{64})"\n}', re.DOTALL)
+_FOLDER = re.compile(r"step-(\d{8,})")
+_TENSORS = re.compile(r"\w+\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write `folder/state.json`; nothing else may be added to it later."""
+    body = json.dumps({**state, "schema": SCHEMA}, indent=1).removesuffix("\n}")
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    (folder / _FILE).write_text(f'{body},\n "digest": "{digest}"\n}}')
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The values of `folder/state.json`, checked against its digest and against the name of the folder.
+
+    Raises:
+        ValueError: there is none, it is damaged, or it has another schema.
+    """
+    try:
+        content = (folder / _FILE).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{folder} is no checkpoint: it has no {_FILE}") from None
+    sealed = _SEALED.fullmatch(content)
+    if sealed and hashlib.sha256(sealed[1]).hexdigest() != sealed[2].decode():
+        raise ValueError(f"checkpoint {folder} is damaged: {_FILE} does not match its digest")
+    try:
+        state = json.loads(content)
+    except Exception as error:
+        raise ValueError(f"checkpoint {folder} is damaged: {_FILE} does not parse ({one_line(error)})") from None
+    schema = state.get("schema") if isinstance(state, dict) else type(state).__name__
+    if schema not in _READABLE or isinstance(schema, bool):
+        readable = " and ".join(map(str, _READABLE))
+        raise ValueError(f"checkpoint {folder} has schema {one_line(schema)}, this version reads {readable}")
+    if schema > 1 and not sealed:
+        raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has lost its digest")
+    for name, (fits, expected) in _expected(folder, state).items():
+        if name not in state:
+            raise ValueError(f"checkpoint {folder} is damaged: {_FILE} lacks {name}")
+        if not fits(state[name]):
+            value = one_line(state[name])
+            raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has {name}={value}, expected {expected}")
+    state.pop("digest", None)
+    if "config" in state:
+        state["config"] = moved_targets(state["config"])
+    return state
+
+
+def one_line(value: Any) -> str:
+    """The beginning of a value or an error as one line."""
+    text = f"{type(value).__name__}: {value}" if isinstance(value, Exception) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _expected(folder: Path, state: Mapping[str, Any]) -> dict[str, tuple[Callable[[Any], bool], str]]:
+    """What the values that there are have to be."""
+    named = _FOLDER.fullmatch(folder.name)
+    steps = state.get("step") if _is_count(state.get("step")) else math.inf
+    skipped = state.get("skipped_steps") if _is_count(state.get("skipped_steps")) else math.inf
+    always: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "step": (
+            # a copy may have any name
+            lambda step: _is_count(step) and (named is None or int(named[1]) == step),
+            f"{int(named[1])} as in the folder's name" if named else "a number of steps",
+        ),
+        "files": (_are_files, "SHA-256 by file name"),
+    }
+    others: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "config": (lambda config: isinstance(config, dict), "settings"),
+        "seed": (_is_count, "an integer"),
+        "skipped_steps": (lambda count: _is_count(count) and count <= steps, f"at most the {steps} steps"),
+        "skipped_in_row": (lambda count: _is_count(count) and count <= skipped, f"at most the {skipped} skipped steps"),
+        "flops_total": (lambda flops: _is_number(flops) and flops >= 0, "a number of at least 0"),
+        "latent_mean": (_are_numbers, "a number for each channel"),
+        "latent_std": (lambda std: _are_numbers(std) and min(std) > 0, "a number above 0 for each channel"),
+    }
+    return always | {name: others[name] for name in others if name in state}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(map(_is_number, values))
+
+
+def _are_files(files: Any) -> bool:
+    return isinstance(files, dict) and all(
+        _TENSORS.fullmatch(name) and isinstance(digest, str) and _DIGEST.fullmatch(digest)
+        for name, digest in files.items()
+    )
