@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vsa.secrets import without_secrets
+
 
 @contextmanager
 def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> Iterator[None]:
     """Turn an error of the user's input into `error: ...` on stderr and exit status 1.
 
     Input errors are ValueError and OSError, and whatever stands in `extra`. Anything else is a defect of ours and
-    keeps its traceback.
+    keeps its traceback. Secrets are masked.
 
     Args:
         extra: further exceptions that are input errors.
@@ -29,7 +31,7 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
     try:
         yield
     except (ValueError, OSError, *extra) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = without_secrets(" ".join(str(error).split())) or type(error).__name__
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(1) from error
     except KeyboardInterrupt:
