@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from vsa.errors import is_out_of_memory, too_large
 from vsa.models.video_dit import VideoDiT
 from vsa.moved import moved_target
+from vsa.secrets import masked
 from vsa.settings import AtLeastOne, Bound, Count, Positive, Share, arguments_of, fits, hints_of, plain, refusal, shown
 
 ALLOWED_TARGETS = (
@@ -333,9 +334,10 @@ def _takes(hint: Any, cls: type) -> bool:
 
 
 def resolved(config: DictConfig | Mapping[str, Any]) -> Any:
-    """A config as plain values, for the record: settings that nobody gave have the default of their constructor."""
+    """A config as plain values, for the record: settings that nobody gave have the default of their constructor, and
+    secrets are masked."""
     plain_config = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
-    return _with_defaults(plain_config)
+    return masked(_with_defaults(plain_config))
 
 
 def _with_defaults(node: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vsa.files import NO_ROOM
+from vsa.secrets import without_secrets
 
 DISK_FULL = 28
 """Exit status of a process that found no room on a disk, the number that Linux has for it."""
@@ -20,7 +21,7 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
     """Turn an error of the user's input into `error: ...` on stderr and exit status 1, of a full disk 28.
 
     Input errors are ValueError and OSError, and whatever stands in `extra`. Anything else is a defect of ours and
-    keeps its traceback.
+    keeps its traceback. Secrets are masked.
 
     Args:
         extra: further exceptions that are input errors.
@@ -34,7 +35,7 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
     try:
         yield
     except (ValueError, OSError, *extra) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = without_secrets(" ".join(str(error).split())) or type(error).__name__
         full = isinstance(error, OSError) and error.errno in NO_ROOM
         # standard error may lie on the full disk
         with suppress(OSError):

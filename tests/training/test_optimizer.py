@@ -59,6 +59,21 @@ def test_groups_follow_roles():
     assert groups["gate"]["base_lr"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("decay_roles", "decays"), [(("matrix", "gate"), True), (("matrix",), False)])
+def test_biases_of_gates_decay_with_the_gates_and_those_of_layers_do_not(decay_roles, decays):
+    model, roles = _model()
+    nn.init.constant_(model["gate"].bias, 1.0)
+    nn.init.constant_(model["a"].bias, 1.0)
+    recipe = AdamW(lr=0.1, schedule=Constant(), weight_decay=0.5, decay_roles=decay_roles)
+    optimizer = recipe.build(model, roles)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    recipe.set_lr(optimizer, 0)
+    optimizer.step()
+    assert model["gate"].bias.tolist() == pytest.approx([1 - 0.1 * 0.5 if decays else 1.0] * 4)
+    assert model["a"].bias.tolist() == [1.0] * 4
+
+
 def test_frozen_parameters_are_left_out():
     model, roles = _model()
     model["a"].requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -10,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from vsa.errors import one_line_errors
+from vsa.secrets import print_exception
 
 COMMANDS = {
     "train": "vsa.cli.train:train",
@@ -76,4 +78,9 @@ def vsa() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line (that of the process by default) and exit with its status."""
-    app(args=arguments, prog_name="vsa")
+    try:
+        app(args=arguments, prog_name="vsa")
+    except Exception:
+        # not before: typer puts in a hook of its own
+        sys.excepthook = print_exception
+        raise

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from vsa.secrets import without_secrets
+
 HELD_OUT_PROMPTS = 4
 """Captions of held-out clips that a run without prompts of its own is judged by."""
 
 
 def read_prompts(path: Path) -> list[str]:
     """Prompts of a text file, one a line, or of a `.jsonl` file with lines of {"prompt": "..."}; no empty lines.
+
+    Secrets are masked: prompts become names of files.
 
     Raises:
         ValueError: the file cannot be read, a line is malformed, or there is no prompt.
@@ -35,4 +39,4 @@ def read_prompts(path: Path) -> list[str]:
             prompts.append(prompt.strip())
     if not prompts:
         raise ValueError(f"no prompts in {path}")
-    return prompts
+    return [without_secrets(prompt) for prompt in prompts]

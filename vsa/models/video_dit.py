@@ -243,9 +243,9 @@ class VideoDiT(nn.Module):
     def parameter_roles(self) -> dict[str, Role]:
         """Role of every parameter by name: what optimizer groups and weight decay follow.
 
-        gate: all parameters of the attention methods' own modules; head: `proj_out.weight`; vector: biases, norms
-        and modulation tables; embedding: weights that take in latents, time, text or image; matrix: the weights
-        inside the blocks.
+        gate: all parameters of the attention methods' own modules, biases too, which therefore decay with their
+        weights; head: `proj_out.weight`; vector: other biases, norms and modulation tables; embedding: weights that
+        take in latents, time, text or image; matrix: the weights inside the blocks.
         """
         extras = tuple(
             f"blocks.{i}.{name}." for i in range(len(self.blocks)) for name in self._block(i).method.extra_modules()

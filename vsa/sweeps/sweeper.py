@@ -24,6 +24,7 @@ from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.checkpoints.run_folder import check_name, locked
 from vsa.config import Sweep, build, check_settings, check_targets
 from vsa.evaluation.figures import final_loss
+from vsa.secrets import without_secrets
 from vsa.sweeps.devices import slots_of
 from vsa.sweeps.job_queue import Job, Slot, run_jobs
 from vsa.sweeps.points import Point, at_learning_rates, at_seeds, learning_rates, variants_of
@@ -263,7 +264,7 @@ class SweepRun:
                 centres[point.name] = config.optim.lr
             except (ValueError, OSError, *INPUT_ERRORS) as error:
                 # Hydra adds where it has looked
-                reason = " ".join(str(error).split()).partition(" Config search path:")[0]
+                reason = without_secrets(" ".join(str(error).split())).partition(" Config search path:")[0]
                 refused.append((point, reason))
         if not centres:
             raise ValueError(refused[0][1])

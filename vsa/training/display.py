@@ -12,6 +12,8 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from matplotlib.image import imread
 
+from vsa.secrets import without_secrets
+
 
 @contextmanager
 def never_fatal(what: str) -> Iterator[None]:
@@ -28,7 +30,7 @@ def never_fatal(what: str) -> Iterator[None]:
         # a defect of ours
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or "no reason given"
+        reason = without_secrets(" ".join(str(error).split())) or "no reason given"
         rank_zero_info(f"warning: {what} is missing: {type(error).__name__}: {reason}")
 
 

@@ -23,6 +23,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from vsa.secrets import masked
+
 TARGETS = {
     "launcher": (
         "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
@@ -183,8 +185,30 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         cfg = super().load_configuration(*args, **kwargs)
         check_hydra(cfg.hydra)
         if self.sweep is None and cfg.hydra.mode == RunMode.MULTIRUN:
+            refuse_secrets(cfg)
             self.sweep = SweepFolder(Path(cfg.hydra.sweep.dir))
         return cfg
+
+
+def refuse_secrets(cfg: DictConfig) -> None:
+    """Refuse a sweep whose settings hold a secret: Hydra writes them into `multirun.yaml` as they are.
+
+    Raises:
+        ValueError: names the setting, not the value.
+    """
+    for path, value in _plain_leaves(OmegaConf.to_container(cfg, resolve=False)):
+        if masked({path[-1]: value}) != {path[-1]: value}:
+            key = ".".join(path)
+            raise ValueError(f"{key} holds a secret, which a sweep would write into multirun.yaml: leave it out")
+
+
+def _plain_leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    if inner is None:
+        yield path, node
+        return
+    for key, value in inner:
+        yield from _plain_leaves(value, (*path, str(key)))
 
 
 class _CheckedRepository(ConfigRepository):

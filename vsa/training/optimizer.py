@@ -87,7 +87,8 @@ class AdamW:
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay; applied to the roles in `decay_roles`.
-        decay_roles: roles that decay (vectors, embeddings and tables do not).
+        decay_roles: roles that decay (vectors, embeddings and tables do not). Gates decay whole, with their biases:
+            what identity is to a gate stands in its bias, so a run that is to stay near it leaves the role out.
         lr_factors: learning-rate factor by role or by name pattern (`blocks.0.*`, `*norm*`), 1 where absent; the last
             pattern that fits a name counts, and a pattern counts before a role.
         schedule: factor by optimizer step.
