@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from vsa.errors import one_line_errors
+from vsa.signals import end_at_once, handled_by
 
 COMMANDS = {
     "train": "vsa.cli.train:train",
@@ -76,4 +79,7 @@ def vsa() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line (that of the process by default) and exit with its status."""
-    app(args=arguments, prog_name="vsa")
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    # before torch is loaded, which takes seconds
+    with handled_by(end_at_once) if words[:1] == ["train"] else nullcontext():
+        app(args=words, prog_name="vsa")
