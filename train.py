@@ -2,7 +2,11 @@
 
 import sys
 
-from vsa.cli import main
+from vsa.signals import end_at_once, handled_by
 
 if __name__ == "__main__":
-    main(["train", *sys.argv[1:]])
+    # before anything is loaded, which takes seconds
+    with handled_by(end_at_once):
+        from vsa.cli import main
+
+        main(["train", *sys.argv[1:]])

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from vsa.checkpoints.retention import put_back, set_aside, shared_step
 from vsa.checkpoints.run_checkpoint import list_checkpoints
 from vsa.errors import refuse_unwritable
 from vsa.files import write_whole
+from vsa.signals import handled_by
 
 MANIFEST = "run.json"
 PROJECT = "vsa-train"
@@ -215,7 +215,8 @@ class RunFolder:
         if error is None:
             self.keep()
         elif self._opened:
-            with _signals_ignored():
+            # let signals pass: a run that ends anyway puts back what it found
+            with handled_by(signal.SIG_IGN):
                 self._undo()
 
     def open(self, config: str, *, overwrite: bool, resume: Path | None = None) -> Path | None:
@@ -291,21 +292,6 @@ class RunFolder:
                     write_whole(path, content)
             except OSError as failure:
                 warnings.warn(f"{path} could not be put back: {failure}", stacklevel=3)
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Let SIGINT and SIGTERM pass while a run that ends anyway puts back what it found."""
-    # no other thread can, nor does any other get the exceptions they raise
-    here = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if here else {}
-    for number in before:
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _content(path: Path) -> bytes | None:

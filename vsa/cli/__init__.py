@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 
 from vsa.errors import one_line_errors
 from vsa.secrets import print_exception
+from vsa.signals import end_at_once, handled_by
 
 COMMANDS = {
     "train": "vsa.cli.train:train",
@@ -78,9 +80,12 @@ def vsa() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line (that of the process by default) and exit with its status."""
-    try:
-        app(args=arguments, prog_name="vsa")
-    except Exception:
-        # not before: typer puts in a hook of its own
-        sys.excepthook = print_exception
-        raise
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    # before torch is loaded, which takes seconds
+    with handled_by(end_at_once) if words[:1] == ["train"] else nullcontext():
+        try:
+            app(args=words, prog_name="vsa")
+        except Exception:
+            # not before: typer puts in a hook of its own
+            sys.excepthook = print_exception
+            raise

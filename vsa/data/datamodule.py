@@ -29,6 +29,7 @@ from vsa.data.world.scenes import MOST_WORDS, WorldClips
 from vsa.data.world.store import WorldStore
 from vsa.data.world.tables import find_photographs
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
+from vsa.signals import leave_signals_to_parent
 
 # a run without max_steps ends by other means
 _ENDLESS = 1 << 40
@@ -243,6 +244,7 @@ class PlanDataModule(LightningDataModule):
             stream,
             batch_size=None,
             num_workers=self.num_workers,
+            worker_init_fn=leave_signals_to_parent,
             # its own generator: a loader that draws from the global one shifts every later random number of the run
             generator=torch.Generator().manual_seed(0),
         )

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
+from vsa.signals import handled_by
 from vsa.sweeps.lifeline import VARIABLE
 
 Status = Literal["waiting", "running", "finished", "failed", "refused", "stopped"]
@@ -120,18 +121,14 @@ class _Running:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM in the order in which they came."""
+    """Signals that end a sweep in the order in which they came."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled_by(note):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_jobs(
@@ -144,7 +141,7 @@ def run_jobs(
 ) -> int | None:
     """Run all jobs, each on the first free slot; one that fails does not stop the others.
 
-    SIGINT and SIGTERM are passed on to the running jobs, and no further one starts; those that have not ended after
+    Signals are passed on to the running jobs, and no further one starts; those that have not ended after
     `grace` seconds are killed, all of them at once by a second SIGINT.
 
     Args:

@@ -1,12 +1,14 @@
-"""How a run ends: with its last step, by a signal, by an error, or before it has begun."""
+"""How a run ends: with its last step, by a signal, by its deadline, by an error, or before it has begun."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,38 +17,38 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.signals import NOTHING_SAVED, current_handlers, handled_by, set_handlers
+from vsa.training.deadline import DEADLINE
 from vsa.training.display import never_fatal
+from vsa.training.lightning_compat import keep_signals
 from vsa.training.modules.base import DiffusionModule
+from vsa.training.run_state import RunStatus
 from vsa.training.summary import closing_lines
 
+DEADLINE_STATUS = 124
+"""Exit status of a run that its scheduler's deadline stopped, as of the command `timeout`."""
 
-class _Terminated(SystemExit):
-    """SIGTERM while no step was in hand."""
+
+class Stopped(SystemExit):
+    """A signal while no step was in hand."""
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """SIGTERM inside ends the process, and with it every job of a sweep, with one line and status 143.
+    """Signals inside end the process, and with it every job of a sweep, with one line and status 128 + number.
 
-    SIGINT does so by itself as KeyboardInterrupt. `Checkpointing` handles both while it trains: only then is there
-    something to save.
+    `Checkpointing` handles them while it trains: only then is there something to save.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise _Terminated(128 + number)
+        raise Stopped(128 + number)
 
-    before: Any = signal.SIG_DFL
-    # signals can only be handled in the main thread
-    with suppress(ValueError):
-        before = signal.signal(signal.SIGTERM, end)
     try:
-        yield
-    except _Terminated:
-        rank_zero_info("SIGTERM: stopped, there was nothing to save")
+        with handled_by(end):
+            yield
+    except Stopped as stop:
+        rank_zero_info(f"{signal.Signals(int(str(stop.code)) - 128).name}: {NOTHING_SAVED}")
         raise
-    finally:
-        with suppress(ValueError):
-            signal.signal(signal.SIGTERM, before)
 
 
 def nothing_to_do(max_steps: int, resume: Checkpoint | None) -> bool:
@@ -68,7 +70,7 @@ def nothing_to_do(max_steps: int, resume: Checkpoint | None) -> bool:
     return True
 
 
-def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: Path) -> None:
+def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: Path, *, requeue: bool) -> None:
     """Train, then say how it ended and where everything is.
 
     Args:
@@ -76,9 +78,11 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         module: what is trained.
         datamodule: its data; `start_step` is where the run begins.
         run_dir: the run folder.
+        requeue: give a job of SLURM that SIGUSR1 has stopped back to the queue.
 
     Raises:
-        SystemExit: a signal ended the run; rank 0 has status 128 + its number.
+        SystemExit: a signal or the scheduler's deadline ended the run; rank 0 has status 128 + the signal's number, or
+            `DEADLINE_STATUS`.
     """
     began = time.monotonic()
 
@@ -101,24 +105,57 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
             rank_zero_info("\n".join(lines))
 
     number: int | None
+    keep_signals(trainer)
+    handlers = current_handlers()
     try:
         trainer.fit(module, datamodule=datamodule)
         number = module.status.received
-    except SystemExit as stop:
-        # lightning's own statuses for signals are 1 and 0
-        number = signal.SIGINT if isinstance(stop.__context__, KeyboardInterrupt) else module.status.received
-        if number is None:
+    except Stopped as stop:
+        if not module.status.began:
             raise
+        number = int(str(stop.code)) - 128
     except Exception:
         close("failed")
         raise
+    finally:
+        set_handlers(handlers)
     if number is None:
         close("finished")
         return
+    complete = 0 <= trainer.max_steps <= trainer.global_step
     if module.status.received is not None:
-        complete = 0 <= trainer.max_steps <= trainer.global_step
         what = "training was complete" if complete else "go on with ckpt_path=last"
-        rank_zero_info(f"{signal.Signals(number).name}: saved {module.status.saved}, {what}")
+        rank_zero_info(f"{_name(number, module.status)}: saved {module.status.saved}, {what}")
     close("stopped")
-    # rank 0 tells for all: launchers kill every rank once one has failed, also what is about to end well
-    sys.exit(128 + number if rank_zero_only.rank == 0 else 0)
+    if requeue and number == signal.SIGUSR1 and not complete:
+        _requeue()
+    status = 128 + number
+    if number == DEADLINE:
+        # a run that was given its time has had it
+        status = 0 if module.status.deadline is None or module.status.deadline.own else DEADLINE_STATUS
+    if status:
+        # rank 0 tells for all: launchers kill every rank once one has failed, also what is about to end well
+        sys.exit(status if rank_zero_only.rank == 0 else 0)
+
+
+def _name(number: int, status: RunStatus) -> str:
+    if number == DEADLINE and status.deadline is not None:
+        return status.deadline.name
+    return signal.Signals(number).name
+
+
+@rank_zero_only
+def _requeue() -> None:
+    """Give a job of SLURM back to the queue, which starts it with the same command."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=30)
+        reason = done.stderr.strip() or f"exit status {done.returncode}" if done.returncode else None
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = str(error)
+    said = f"job {job} is queued again" if reason is None else f"warning: scontrol requeue {job} failed: {reason}"
+    rank_zero_info(said)

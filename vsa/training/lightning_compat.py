@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
@@ -39,6 +39,17 @@ def set_accumulation(trainer: L.Trainer, micro_batches: int) -> None:
 def validate_before_stopping(trainer: L.Trainer) -> None:
     """Validate after this step, the last one; by itself `fit` would do so at its interval only."""
     trainer.should_stop = True
+
+
+def keep_signals(trainer: L.Trainer) -> None:
+    """Leave the handlers of signals as they are: Lightning's own one of SIGTERM waits for the other ranks."""
+    trainer._signal_connector.register_signal_handlers = lambda: None
+
+
+def end_validation() -> NoReturn:
+    """Leave a validation after the batch before; all ranks must, at the same batch."""
+    # its loop ends where its batches do
+    raise StopIteration
 
 
 def stop_without_validation(trainer: L.Trainer) -> None:

@@ -24,6 +24,7 @@ from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.weight_files import refuse_key_difference
 from vsa.checkpoints.weight_source import WeightSource
 from vsa.models.sharding import local, place
+from vsa.training.deadline import Deadline
 
 Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
 """Whose tensors a file of a checkpoint holds: a network, its optimizer, or tensors by name that are filled in place."""
@@ -112,22 +113,30 @@ class RunStatus:
     Attributes:
         flops_total: executed training FLOPs.
         paused_seconds: spent on what is no training.
-        received: signal that ends the run, known to all ranks.
+        paused_now: whether no step is made or waited for.
+        began: whether there is a step to finish and to save, when a signal comes.
+        received: signal that ends the run, or `DEADLINE`, known to all ranks.
+        deadline: when it has to stop by itself.
         saved: checkpoint written last, or the one the run went on from.
         prompt: caption of a clip that was asked for.
     """
 
     flops_total: float = 0.0
     paused_seconds: float = 0.0
+    paused_now: bool = False
+    began: bool = False
     received: int | None = None
+    deadline: Deadline | None = None
     saved: Path | None = None
     prompt: str | None = None
 
     @contextmanager
     def paused(self):
         """Leave what happens inside out of the measured time."""
-        start = perf_counter()
+        start, before = perf_counter(), self.paused_now
+        self.paused_now = True
         yield
+        self.paused_now = before
         self.paused_seconds += perf_counter() - start
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -24,8 +24,10 @@ from vsa.config import build, build_task, check_settings, check_targets, model_f
 from vsa.models.init import without_memory
 from vsa.secrets import without_secrets
 from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
+from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings
+from vsa.training.deadline import deadline_of
 from vsa.training.ending import fit, nothing_to_do
 from vsa.training.modules.base import JobSize
 from vsa.training.parallel import choose_strategy
@@ -59,7 +61,15 @@ def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
     run_dir = _run_dir(cfg)
     # before anything is read to go on from, and until the last file is written
     with locked(run_dir) if _is_first_process(cfg) else nullcontext(), RunFolder(run_dir) as folder:
-        _train(cfg.copy(), run_dir, folder, typed)
+        cfg = cfg.copy()
+        if cfg.ckpt_path is None and _is_requeued() and list_checkpoints(run_dir / "checkpoints"):
+            # the queue starts a job with the command it had
+            cfg.ckpt_path = "last"
+        _train(cfg, run_dir, folder, typed)
+
+
+def _is_requeued() -> bool:
+    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
@@ -117,10 +127,13 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed) -> N
     _check_job(cfg, module)
     module.check_weights(datamodule)
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
-    trainer = _trainer(cfg, module, _callbacks(cfg, folder, loggers), loggers)
+    callbacks = _callbacks(cfg, folder, loggers)
+    module.status.deadline = deadline_of(cfg.trainer.get("max_time"), os.environ)
+    trainer = _trainer(cfg, module, callbacks, loggers)
 
     rank_zero_info(f"run folder: {run_dir}")
-    fit(trainer, module, datamodule, run_dir)
+    checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpointing)]
+    fit(trainer, module, datamodule, run_dir, requeue=any(callback.requeue for callback in checkpoints))
 
 
 def _no_advert(record: logging.LogRecord) -> bool:
@@ -282,6 +295,8 @@ def _processes(trainer: Mapping[str, Any]) -> int:
 
 def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
     settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+    # lightning's own timer would not leave time to save
+    settings.pop("max_time", None)
     if not module.automatic_optimization:
         # the trainer refuses to accumulate for a module that steps its own optimizers, which knows of it
         del settings["accumulate_grad_batches"]

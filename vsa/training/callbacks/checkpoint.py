@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from contextlib import suppress
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -15,7 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from vsa.checkpoints.retention import prune_checkpoints
 from vsa.checkpoints.run_checkpoint import write_checkpoint
 from vsa.settings import AtLeastOne, Bound, checked
-from vsa.training.lightning_compat import stop_without_validation
+from vsa.signals import Handler, current_handlers, set_handlers
+from vsa.training.deadline import DEADLINE
+from vsa.training.ending import Stopped
+from vsa.training.lightning_compat import end_validation, stop_without_validation
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import RunStatus, parts_of, tensors_of, values_of
 
@@ -24,25 +28,35 @@ from vsa.training.run_state import RunStatus, parts_of, tensors_of, values_of
 class Checkpointing(L.Callback):
     """Writes a checkpoint every `every_n_steps`, at the end, and when the run is asked to stop.
 
-    SIGINT and SIGTERM finish the optimizer step in hand, save, and end the run with exit status 130 or 143; a second
-    SIGINT ends it at once. After the last step all is saved: one process ends at once, several with their clips. Before
-    the first step and after the last hook the signals are those of `vsa.training.ending.stopped_by_signals`.
+    The signals of `vsa.signals.ENDING` finish the optimizer step in hand, leave a validation, save, and end the run
+    with exit status 128 + number; a second SIGINT ends it at once. So does a deadline. After the last step all is
+    saved: one process ends at once, several with their clips. Before the first step and after the last hook the signals
+    are those of `vsa.training.ending.stopped_by_signals`.
 
     Args:
         run_dir: checkpoints go to `run_dir/checkpoints`.
         every_n_steps: optimizer steps between checkpoints.
         keep: newest good checkpoints kept; at least 2, since the last one may be the one being replaced.
+        requeue: SIGUSR1 gives a job of SLURM back to the queue, once all is saved.
     """
 
     # after those that change what it saves
     order = 1
 
-    def __init__(self, run_dir: str, every_n_steps: AtLeastOne = 1000, keep: Annotated[int, Bound(">=", 2)] = 2):
+    def __init__(
+        self,
+        run_dir: str,
+        every_n_steps: AtLeastOne = 1000,
+        keep: Annotated[int, Bound(">=", 2)] = 2,
+        requeue: bool = True,
+    ):
         self.folder = Path(run_dir) / "checkpoints"
-        self.every_n_steps, self.keep = every_n_steps, keep
+        self.every_n_steps, self.keep, self.requeue = every_n_steps, keep, requeue
         self._status = RunStatus()
-        # what this rank got and the others may not know of
+        # what this rank got first and the others may not know of
         self._pending: int | None = None
+        self._interrupts = 0
+        self._handlers: Mapping[int, Handler] = {}
         # every step is done and saved
         self._complete = False
         self._alone = True
@@ -53,44 +67,62 @@ class Checkpointing(L.Callback):
         if pl_module.resume is not None:
             self._saved_step, self._status.saved = trainer.global_step, pl_module.resume.path
         self._alone = trainer.world_size == 1
-        if trainer.received_sigterm:
-            # it came while lightning's own handler was in place
-            self._pending = signal.SIGTERM
-        # not in a thread, where signals cannot be handled; lightning puts back what stood before `fit`
-        with suppress(ValueError):
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._stop)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: DiffusionModule, batch: Any, batch_idx: int) -> None:
+        if not self._status.began:
+            self._status.began = True
+            self._handlers = current_handlers()
+            set_handlers(dict.fromkeys(self._handlers, self._stop))
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self._pending == signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            raise Stopped(128 + number)
         if self._complete and self._alone:
             # clips and pictures can be made again
             self._status.received = number
-            raise SystemExit(128 + number)
-        self._pending = number
-        what = "ending with the clips in hand" if self._complete else "saving after this step"
-        rank_zero_info(f"{signal.Signals(number).name}: {what}")
+            raise Stopped(128 + number)
+        if self._pending is None:
+            self._pending = number
+            what = "ending with the clips in hand" if self._complete else "saving after this step"
+            rank_zero_info(f"{signal.Signals(number).name}: {what}")
 
-    def _agree(self, trainer: L.Trainer) -> None:
-        """Tell all ranks of a signal that one of them got: all stop at one step with one exit status."""
-        self._status.received = self._pending
+    def _agree(self, trainer: L.Trainer) -> bool:
+        """Tell all ranks of what one of them got: all stop at one step with one exit status.
+
+        Returns:
+            whether they stop.
+        """
+        number = max(self._pending or 0, self._status.received or 0)
+        if trainer.is_global_zero and self._status.deadline is not None and not self._complete:
+            number = max(number, DEADLINE * self._status.deadline.near())
         if trainer.world_size > 1:
-            number = torch.tensor(self._pending or 0, device=trainer.strategy.root_device)
-            self._status.received = int(trainer.strategy.reduce(number, reduce_op="max")) or None
+            table = torch.tensor(number, device=trainer.strategy.root_device)
+            number = int(trainer.strategy.reduce(table, reduce_op="max"))
+        self._status.received = number or None
+        return number > 0
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % pl_module.accumulate:
             return
-        self._agree(trainer)
-        stop = self._status.received is not None
+        stop = self._agree(trainer)
+        if not stop and trainer.global_step % self.every_n_steps == 0:
+            self.save(trainer, pl_module)
+            # one that came meanwhile need not wait for another step
+            stop = self._agree(trainer)
         if stop:
             # who asked to stop may not wait for a validation
             stop_without_validation(trainer)
-        if stop or trainer.global_step % self.every_n_steps == 0:
             self.save(trainer, pl_module)
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: DiffusionModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._agree(trainer):
+            stop_without_validation(trainer)
+            end_validation()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         self.save(trainer, pl_module)
@@ -103,8 +135,11 @@ class Checkpointing(L.Callback):
         if trainer.global_step == self._saved_step:
             return
         self._saved_step = trainer.global_step
+        start = time.perf_counter()
         with self._status.paused():
             self._write(trainer, pl_module)
+        if self._status.deadline is not None:
+            self._status.deadline.saved(time.perf_counter() - start)
 
     def _write(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         parts = parts_of(trainer)
@@ -134,3 +169,5 @@ class Checkpointing(L.Callback):
         self._agree(trainer)
         # launchers end all ranks when one exits with a status of its own, but rank 0 may still be drawing
         trainer.strategy.barrier("end")
+        set_handlers(self._handlers)
+        self._status.began = False

@@ -337,6 +337,9 @@ class DistillModule(DiffusionModule):
         self._validation.spread.add(scored.x0)
 
     def on_validation_epoch_end(self) -> None:
+        if self.status.received is not None:
+            # half a validation is none
+            return
         values = self._validation.metrics(self.trainer.strategy)
         metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in values.items() if "loss" not in name}
         self.log_step(metrics, self.global_step)

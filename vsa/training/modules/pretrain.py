@@ -116,6 +116,9 @@ class PretrainModule(DiffusionModule):
         self._rows = ValidationRows()
 
     def on_validation_epoch_end(self) -> None:
+        if self.status.received is not None:
+            # half a validation is none
+            return
         metrics: dict[str, float] = {}
         for at, means in self._validated.items():
             means.gather(self.trainer.strategy)
