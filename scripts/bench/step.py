@@ -71,7 +71,7 @@ class TrainingStep:
             self.text = torch.randn(shape.batch, TEXT_TOKENS, self.model.text_dim, generator=random_source(device, 3))
             self.timestep = torch.full((shape.batch,), 500.0)
         mesh = one_process_mesh(device)
-        parallelize(self.model, mesh, ParallelPlan(activation_checkpointing=True, compile=compile))
+        parallelize(self.model, mesh, ParallelPlan(activation_checkpointing="full", compile=compile))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
 
     def __call__(self) -> None:
