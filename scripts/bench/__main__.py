@@ -27,7 +27,7 @@ import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
@@ -35,6 +35,7 @@ from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS
 from vsa.errors import one_line_errors
 from vsa.files import atomic_file
 from vsa.machine import machine, versions
+from vsa.models.recompute import Level
 
 from .cases import CASES, OWN_LISTS, measure_shape
 from .fine_grained import mask_shapes, share_of, tokens_of
@@ -141,6 +142,7 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         repeats=args.repeats,
         ahead=args.ahead,
         modes=tuple(getattr(args, "modes", None) or (("eager", "compiled") if device.type == "cuda" else ("eager",))),
+        levels=tuple(getattr(args, "levels", ("full",))),
     )
     usual = CASES[args.case].gpu_shapes if device.type == "cuda" and not args.all else None
     if args.case == "neighborhood":
@@ -205,6 +207,11 @@ def main(argv: list[str]) -> None:
             sub.add_argument(
                 "--modes", nargs="+", choices=["eager", "compiled"],
                 help="of the networks' blocks (default eager; on cuda both)",
+            )  # fmt: skip
+        if name == "step":
+            sub.add_argument(
+                "--levels", nargs="+", default=["full"], choices=get_args(Level),
+                help="of activation checkpointing (default full)",
             )  # fmt: skip
         if name == "neighborhood":
             sub.add_argument("--window", type=grid_of, metavar="TxHxW", help="keys of a query (default by shape)")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -105,21 +106,27 @@ def layer(shape: Shape, setup: Setup) -> Measured:
 def step(shape: Shape, setup: Setup) -> Measured:
     """A training step (forward, backward, AdamW) of the shape's model: dense, sparse, and were attention free."""
     rows: list[dict[str, Any]] = []
-    for mode in setup.modes:
+    skipped = Skipped()
+    for mode, level in product(setup.modes, setup.levels):
         compiled, dense = mode == "compiled", dict[str, Any]()
         kind = "compiled training step" if compiled else "training step"
+        kind += f", recomputing {level}" if setup.levels != ("full",) else ""
         for name in ("dense", *setup.backends, "free"):
-            # one network at a time
-            run = torch.enable_grad()(TrainingStep(shape, name, compiled, setup.device).__call__)
-            (row,) = measure([Op(name=name, call=run, passes=(kind,))], setup)
+            try:
+                # one network at a time
+                run = torch.enable_grad()(TrainingStep(shape, name, compiled, level, setup.device).__call__)
+                (row,) = measure([Op(name=name, call=run, passes=(kind,))], setup)
+            except torch.OutOfMemoryError as error:
+                skipped[f"{name}, {kind}"] = str(error).partition(". ")[0]
+                continue
             dense = dense or row
             against(row, dense)
             if setup.device.type == "cuda":
                 row["gpu_ms"] = breakdown(run)
                 torch.cuda.empty_cache()
-            rows.append(row)
+            rows.append(row | {"activation_checkpointing": level})
             del run
-    return Measured(rows, {})
+    return Measured(rows, skipped)
 
 
 class Case(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from vsa.data.batch import VideoBatch
 from vsa.diffusion.flow_matching import FlowShift, weighted_loss
 from vsa.diffusion.rollout import Update
+from vsa.models.recompute import Level
 from vsa.models.sharding import local
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
@@ -49,7 +50,8 @@ class Distillation:
         def network(attention: str, trained: bool) -> VideoDiT:
             made = video_dit(shape, attention, device).requires_grad_(trained)
             fill_zeros(made)
-            parallelize(made, mesh, ParallelPlan(activation_checkpointing=trained, compile=compile))
+            level: Level = "full" if trained else "none"
+            parallelize(made, mesh, ParallelPlan(activation_checkpointing=level, compile=compile))
             return made
 
         self.networks = Networks(

@@ -20,6 +20,7 @@ from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.recompute import Level
 from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, parallelize
 
@@ -57,10 +58,11 @@ class TrainingStep:
         shape: token grid, heads, head dim, top-k, batch.
         attention: `dense`, `free` or the backend of sparse attention.
         compile: compile the blocks.
+        level: of activation checkpointing.
         device: where it runs; on CUDA as in training: FSDP2, bf16 compute over fp32 weights.
     """
 
-    def __init__(self, shape: Shape, attention: str, compile: bool, device: torch.device):
+    def __init__(self, shape: Shape, attention: str, compile: bool, level: Level, device: torch.device):
         torch.manual_seed(0)
         self.topk = shape.topk
         self.model = video_dit(shape, attention, device)
@@ -71,7 +73,7 @@ class TrainingStep:
             self.text = torch.randn(shape.batch, TEXT_TOKENS, self.model.text_dim, generator=random_source(device, 3))
             self.timestep = torch.full((shape.batch,), 500.0)
         mesh = one_process_mesh(device)
-        parallelize(self.model, mesh, ParallelPlan(activation_checkpointing=True, compile=compile))
+        parallelize(self.model, mesh, ParallelPlan(activation_checkpointing=level, compile=compile))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
 
     def __call__(self) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from vsa.models.recompute import Level
+
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 # of timed calls of one op and pass on a GPU, unless --repeats says how many; and the fewest and the most of them
 _BUDGET_MS, _FEWEST, _MOST = 300, 5, 200
@@ -66,6 +68,7 @@ class Setup:
             (2 to 10) of calls with a warm-up of their own.
         ahead: see `Op`, for all ops.
         modes: of whole networks, `eager` and `compiled`.
+        levels: of activation checkpointing in training steps, see `vsa.models.recompute`.
     """
 
     backends: list[str]
@@ -76,6 +79,7 @@ class Setup:
     repeats: int | None
     ahead: bool = False
     modes: tuple[str, ...] = ("eager",)
+    levels: tuple[Level, ...] = ("full",)
 
 
 @dataclass(frozen=True, kw_only=True)

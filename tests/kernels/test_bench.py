@@ -87,6 +87,16 @@ def test_every_case_runs(bench, tmp_path, capsys, case):
         assert total["median_ms"] == pytest.approx(sum(r["median_ms"] for r in pieces), abs=1e-3)
 
 
+def test_a_training_step_is_timed_at_every_level_of_checkpointing(bench, tmp_path):
+    out = tmp_path / "report.json"
+    bench.main(["step", *FAST, "--levels", "attention", "full", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["op"], r["activation_checkpointing"]) for r in rows] == [
+        (op, level) for level in ("attention", "full") for op in ("dense", "gather", "free")
+    ]
+    assert {r["pass"] for r in rows} == {"training step, recomputing attention", "training step, recomputing full"}
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("case", ["fine", "coarse"])
 def test_triton_runs(bench, checks, monkeypatch, capsys, case):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from vsa.attention.full import FullAttention
@@ -150,31 +152,73 @@ def test_every_parameter_gets_a_gradient(device):
         assert parameter.grad.abs().max() > 0, name
 
 
+LEVELS = ("none", "attention", "attention_mlp", "full")
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
 @pytest.mark.parametrize("attention", [FullAttention, SPARSE], ids=["full", "sparse"])
-def test_activation_checkpointing_changes_nothing(attention, device):
+def test_activation_checkpointing_changes_nothing(attention, level, device):
     plain, recomputed = make_model(attention, device=device), make_model(attention, device=device)
-    assert not recomputed.activation_checkpointing
-    recomputed.activation_checkpointing = True
-    assert recomputed.activation_checkpointing
+    assert recomputed.activation_checkpointing == "none"
+    recomputed.activation_checkpointing = level
+    assert recomputed.activation_checkpointing == level
     kwargs = {"topk": 3}
     assert_equal_runs(plain, recomputed, make_inputs(device), tolerance=0, kwargs_a=kwargs, kwargs_b=kwargs)
 
 
-def test_activation_checkpointing_keeps_less():
-    def saved_numbers(checkpointing: bool) -> int:
-        model, total = make_model(SPARSE), 0
-        model.activation_checkpointing = checkpointing
+def test_each_level_of_activation_checkpointing_keeps_less():
+    def saved_bytes(level: str) -> int:
+        model, kept = make_model(SPARSE), {}
+        model.activation_checkpointing = level
 
         def pack(tensor):
-            nonlocal total
-            total += tensor.numel()
+            # what a block computes again is packed by its checkpoint; outputs of attention are kept outside of it
+            kept[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(*make_inputs(), topk=3)
-        return total
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
-    assert saved_numbers(True) < 0.3 * saved_numbers(False)
+    none, attention, attention_mlp, full = map(saved_bytes, LEVELS)
+    assert none > attention > attention_mlp >= full
+    assert full < 0.4 * none
+
+
+ATTENTION = (
+    "vsa_kernels.block_sparse_fwd.default",
+    "vsa_kernels.select_topk.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+)
+
+
+class Calls(TorchDispatchMode):
+    """How often operators are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_is_not_computed_again_below_full():
+    counts = {}
+    for level in LEVELS:
+        model = make_model(SPARSE)
+        model.activation_checkpointing = level
+        out = model(*make_inputs(), topk=3)
+        with Calls() as calls:
+            out.square().mean().backward()
+        attention = [n for name, n in calls.counts.items() if name in ATTENTION]
+        # forward products and those of gradients
+        products = sum(n for name, n in calls.counts.items() if name.startswith(("aten.mm.", "aten.addmm.")))
+        counts[level] = (attention, products)
+    assert [counts[level][0] for level in LEVELS] == [[], [], [], [3, 3, 3]]
+    none, attention, attention_mlp, full = (counts[level][1] for level in LEVELS)
+    assert none < attention < attention_mlp <= full
 
 
 def test_a_deep_copy_runs_its_own_weights():
@@ -290,13 +334,13 @@ def test_topk_changes_do_not_recompile(training, start):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compile_blocks_shares_one_graph_and_equals_eager(checkpointing):
+@pytest.mark.parametrize("level", LEVELS)
+def test_compile_blocks_shares_one_graph_and_equals_eager(level):
     torch._dynamo.reset()
     plain, compiled = make_model(SPARSE), make_model(SPARSE)
     graphs, backend = count_compiled_graphs()
     compiled.compile_blocks(backend=backend)
-    compiled.activation_checkpointing = checkpointing
+    compiled.activation_checkpointing = level
     kwargs = {"topk": 3}
     assert_equal_runs(plain, compiled, make_inputs(), tolerance=1e-6, kwargs_a=kwargs, kwargs_b=kwargs)
     assert len(graphs) == 1

@@ -65,10 +65,10 @@ def test_a_model_matches_itself():
     assert loss.mixed(model, make_net(FullAttention, 1), batch, latents, seed=0, topk=1).mse.min() > 1e-3
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_collected_attention_outputs_carry_gradients(checkpointing):
+@pytest.mark.parametrize("level", ["none", "attention", "attention_mlp", "full"])
+def test_collected_attention_outputs_carry_gradients(level):
     model = make_net(sparse_attention)
-    model.activation_checkpointing = checkpointing
+    model.activation_checkpointing = level
     batch, latents = make_batch()
     with attention_outputs(model, True) as found:
         model(latents, torch.tensor([300.0, 700.0]), batch.text, batch.text_mask, topk=2)

@@ -218,7 +218,7 @@ def test_accumulated_gradients_are_reduced_once_a_step(training):
             callback = Reductions()
             sharding = ("trainer=fsdp", "trainer.accelerator=cpu", f"trainer.strategy.reduce_each={str(each).lower()}")
             # blocks that are run again in the backward pass gather their weights again
-            again = f"task.parallel.activation_checkpointing={str(each).lower()}"
+            again = f"task.parallel.activation_checkpointing={'full' if each else 'attention_mlp'}"
             training(*few, *sharding, again, f"run=each_{each}", callbacks=(callback,))
             seen.append(callback.seen)
         return seen

@@ -98,7 +98,7 @@ def test_ranks_do_not_change_the_step(training):
 
 def test_activation_checkpointing_does_not_change_the_run(training):
     training("run=plain")
-    training("run=recomputed", "task.parallel.activation_checkpointing=true")
+    training("run=recomputed", "task.parallel.activation_checkpointing=attention_mlp")
     assert training.losses("plain") == training.losses("recomputed")
 
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
 from vsa.models.embeddings import FeedForward, LayerNormFp32, at_least_fp32
+from vsa.models.recompute import Level, computed_again, computed_again_without_attention
 from vsa.models.rope import Rope, apply_rope
 
 
@@ -139,7 +139,7 @@ class TransformerBlock(nn.Module):
         self.norm3 = LayerNormFp32(dim, eps, elementwise_affine=False)
         self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
         self._register(method)
-        self.activation_checkpointing = False
+        self.activation_checkpointing: Level = "none"
         # an unbound function, so that a deep copy of the block never runs the original's weights
         self.run: Callable[..., Tensor] = TransformerBlock.body
 
@@ -168,20 +168,37 @@ class TransformerBlock(nn.Module):
         selects = self.method.selects or self.method.predicts
         traceable = ctx.recorder is None and not (ctx.keeps_selection and selects and not ctx.dense)
         run = self.run if traceable else TransformerBlock.body
-        if self.activation_checkpointing and torch.is_grad_enabled():
-            return checkpoint(run, self, x, cond, ctx, use_reentrant=False)
+        if self.activation_checkpointing == "full" and torch.is_grad_enabled():
+            return computed_again(run, self, x, cond, ctx)
         return run(self, x, cond, ctx)
 
     def body(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
-        """The block itself: what is compiled and what activation checkpointing recomputes."""
-        mod = Modulation(*(at_least_fp32(self.scale_shift_table) + cond.modulation).unbind(2))
+        """The block itself: what is compiled."""
+        level = self.activation_checkpointing if torch.is_grad_enabled() else "none"
+        if level == "attention_mlp":
+            return computed_again_without_attention(self._sublayers, x, cond, ctx)
+        mod = self._modulation(cond)
+        if level == "attention":
+            x = computed_again_without_attention(self._attentions, x, mod, cond, ctx)
+        else:
+            x = self._attentions(x, mod, cond, ctx)
+        return self._feed_forward(x, mod)
 
+    def _sublayers(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
+        mod = self._modulation(cond)
+        return self._feed_forward(self._attentions(x, mod, cond, ctx), mod)
+
+    def _modulation(self, cond: Conditioning) -> Modulation:
+        return Modulation(*(at_least_fp32(self.scale_shift_table) + cond.modulation).unbind(2))
+
+    def _attentions(self, x: Tensor, mod: Modulation, cond: Conditioning, ctx: AttnContext) -> Tensor:
         h = (self.norm1(x) * (1 + mod.scale_attn) + mod.shift_attn).type_as(x)
         x = (x + self.self_attention(h, cond.rope, ctx) * mod.gate_attn).type_as(x)
 
         h = self.norm2(x).type_as(x)
-        x = x + self.attn2(h, cond.text, cond.text_mask, cond.image)
+        return x + self.attn2(h, cond.text, cond.text_mask, cond.image)
 
+    def _feed_forward(self, x: Tensor, mod: Modulation) -> Tensor:
         h = (self.norm3(x) * (1 + mod.scale_ffn) + mod.shift_ffn).type_as(x)
         return (x + self.ffn(h) * mod.gate_ffn).type_as(x)
 

@@ -29,6 +29,7 @@ from vsa.models.embeddings import (
 )
 from vsa.models.flops import FlopCount, count_flops
 from vsa.models.init import Init, init_parameters
+from vsa.models.recompute import Level
 from vsa.models.rope import axis_dims, rope_tables, sincos_table
 from vsa.settings import AtLeastOne, Positive, checked
 
@@ -283,17 +284,17 @@ class VideoDiT(nn.Module):
         return model
 
     @property
-    def activation_checkpointing(self) -> bool:
-        """Whether each block keeps only its input and recomputes the rest in the backward."""
-        return all(self._block(i).activation_checkpointing for i in range(len(self.blocks)))
+    def activation_checkpointing(self) -> Level:
+        """What each block computes again in the backward, see `vsa.models.recompute`."""
+        return self._block(0).activation_checkpointing
 
     @activation_checkpointing.setter
-    def activation_checkpointing(self, enabled: bool) -> None:
+    def activation_checkpointing(self, level: Level) -> None:
         for index in range(len(self.blocks)):
-            self._block(index).activation_checkpointing = enabled
+            self._block(index).activation_checkpointing = level
 
     def compile_blocks(self, *, backend: str = "inductor", mode: str | None = None) -> None:
-        """Compile the body all blocks share as one graph; checkpointing and sharding hooks stay outside of it.
+        """Compile the body all blocks share as one graph; sharding hooks and full checkpointing stay outside of it.
 
         Args:
             backend: of `torch.compile`.

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vsa.errors import is_out_of_memory, too_large
+from vsa.models.recompute import Level
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import AtLeastOne, checked
@@ -29,11 +30,13 @@ class ParallelPlan:
     """What `parallelize` applies.
 
     Args:
-        activation_checkpointing: recompute each block in the backward pass.
+        activation_checkpointing: what each block computes again in the backward pass, for memory: none, attention
+            (norms and products around the attentions, not these themselves), attention_mlp (the feed-forward layer
+            too), or full.
         compile: `torch.compile` each block.
     """
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: Level = "none"
     compile: bool = False
 
 
