@@ -176,7 +176,7 @@ FILES: Mapping[str, bytes] = {
     "python module": b"a: !!python/module:evil_package\n",
     "aliases": b"a: &a [x,x,x,x,x,x,x,x,x]\n"
     + b"".join(b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9)) for c in range(ord("b"), ord("j"))),
-    "nesting": b"a: " + b"[" * 20000 + b"]" * 20000 + b"\n",
+    "nesting": b"a: " + b"[" * 300000 + b"]" * 300000 + b"\n",
     "nul bytes": b"name: \x00\x00\n",
     "no utf-8": b"name: \xff\xfe\xfa\n",
     "noise": bytes(range(256)) * 64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,44 @@ def test_no_way_into_hydra_runs_code(command_line, hostile, tmp_path, route):
     assert "is not allowed" in lines[0]
     assert "Traceback" not in err
     assert tree(tmp_path) == before
+
+
+# each line repeats the one before nine times
+ALIASES = "a: &a [1]\n" + "\n".join(f"{y}: &{y} [{', '.join(9 * ['*' + x])}]" for x, y in pairwise("abcdefg"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: !!python/object/apply:os.system [touch proof]", "could not determine a constructor for the tag"),
+        ("a: \x00", "characters are not allowed"),
+        ("a: " + 31 * "[" + 31 * "]", "is nested more than 30 levels deep"),
+        # deep enough to end the parser in C, and the process with it
+        ("a: " + 300_000 * "[", "is nested more than 30 levels deep"),
+        (ALIASES, "has more than 100000 values"),
+        ("a: &a [1, [*a]]", "*a contains itself"),
+        ("a: *b", "found undefined alias"),
+    ],
+    ids=["tag", "characters", "levels", "many levels", "aliases", "itself", "unknown alias"],
+)
+def test_a_file_that_is_no_plain_data_is_one_line(command_line, hostile, tmp_path, content, message):
+    (tmp_path / "configs" / "experiment" / "evil.yaml").write_text(content)
+    before = tree(tmp_path)
+    status, _, err = command_line("train.py", *ROUTES["experiment"], "ckpt_path=nowhere")
+    assert status == 1, err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert "Traceback" not in err
+    assert tree(tmp_path) == before
+
+
+def test_aliases_and_levels_that_a_config_may_have_stay(command_line, hostile, tmp_path):
+    # control: read, and refused for what it says
+    text = "a: &a " + 20 * "[" + "1" + 20 * "]" + "\nb: [*a, *a]\n"
+    (tmp_path / "configs" / "experiment" / "evil.yaml").write_text("# @package _global_\n" + text)
+    status, _, err = command_line("train.py", *ROUTES["experiment"])
+    assert status == 1
+    assert "unknown setting" in err
 
 
 def test_without_the_check_the_same_would_run(command_line, hostile, monkeypatch):

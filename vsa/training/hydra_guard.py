@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra._internal.hydra as hydra_module
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.errors import ConfigCompositionException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -72,6 +75,9 @@ LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.Formatte
 LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 SETTING = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
 """An override of one option of a group."""
+
+MAX_VALUES, MAX_LEVELS = 100_000, 30
+"""Of a config file, with every alias written out."""
 
 OUTPUT_DIR = "${hydra.runtime.output_dir}/"
 """Hydra sets this one only when a job starts."""
@@ -212,12 +218,48 @@ def _plain_leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 class _CheckedRepository(ConfigRepository):
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Read a file that somebody else may have written: YAML that is plain data, and of a size."""
+        try:
+            source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
+            # Hydra loads the class of this source a second time, so that it is none of the class's instances
+            if source is not None and source.scheme() == "file":
+                _check_size(Path(source.path, source._normalize_file_name(config_path)))
+            return super().load_config(config_path)
+        except (yaml.YAMLError, UnicodeError) as error:
+            raise ValueError(f"config file {config_path} cannot be read: {error}") from error
+
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
         for element in config_search_path.get_path():
             path = element.path or ""
             if "://" in path and not path.startswith(("file://", "structured://")) and not PACKAGES.match(path):
                 raise ValueError(f"{path} is not allowed in hydra.searchpath: expected folders, or packages of vsa")
         super().initialize_sources(config_search_path)
+
+
+def _check_size(path: Path) -> None:
+    """Refuse a file of more values or levels than any config has, before a parser makes them of it."""
+    # the values of each collection that is open, with its anchor; the first stands for the file
+    levels: list[tuple[str | None, int]] = [(None, 0)]
+    sizes: dict[str | None, int] = {}
+    # the parser in C takes a tenth of the time
+    for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            levels.append((event.anchor, 1))
+            if len(levels) > MAX_LEVELS:
+                raise ValueError(f"config file {path} is nested more than {MAX_LEVELS} levels deep")
+            continue
+        added = 1 if isinstance(event, yaml.ScalarEvent) else 0
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in (anchor for anchor, _ in levels):
+                raise ValueError(f"config file {path}: *{event.anchor} contains itself")
+            added = sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, added = levels.pop()
+            sizes[anchor] = added
+        levels[-1] = levels[-1][0], levels[-1][1] + added
+        if levels[-1][1] > MAX_VALUES:
+            raise ValueError(f"config file {path} has more than {MAX_VALUES} values, its aliases written out")
 
 
 class SweepFolder:
