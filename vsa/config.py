@@ -80,6 +80,18 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resume:
+    """What a resumed run may change of what it is made of, the settings `resume`.
+
+    Args:
+        allow: keys of settings that may differ from the checkpoint's, with all that stands under them; the changes are
+            told and recorded in the checkpoints.
+    """
+
+    allow: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sweep:
     """Settings of a sweep (`vsa sweep NAME`), the group `sweep`.
 
@@ -117,6 +129,9 @@ class Sweep:
 OBJECTS = ("task", "model", "attention", "sparsity", "data", "optim", "trainer")
 TABLES = ("callbacks", "logger")
 """Groups of one object, and groups of several by name."""
+
+PLAIN = {"resume": Resume, "sweep": Sweep}
+"""Groups of plain values."""
 
 LIMITS: Mapping[str, Mapping[str, Any]] = {
     "lightning.pytorch.trainer.trainer.Trainer": {
@@ -195,15 +210,16 @@ def check_settings(cfg: DictConfig) -> None:
         ValueError: every problem with the key as a user types it, the value and what is expected.
     """
     check, run = _SettingsCheck(), hints_of(Run)
-    check.known |= {f"sweep.{name}" for name in hints_of(Sweep)}
+    check.known |= {f"{key}.{name}" for key, cls in PLAIN.items() for name in hints_of(cls)}
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
     check.known |= {f"start.{name}" for name in raw.get("start", ())}
     for name, value in raw.items():
         if name == "start":
             # its values are told where attention takes them
             continue
-        if name == "sweep":
-            check.plain_node(name, OmegaConf.to_container(cfg[name], resolve=True) if value else {}, hints_of(Sweep))
+        if name in PLAIN:
+            node = OmegaConf.to_container(cfg[name], resolve=True) if value else {}
+            check.plain_node(name, node, hints_of(PLAIN[name]))
             continue
         if name in run:
             check.value(name, cfg[name], value, run[name])

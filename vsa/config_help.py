@@ -16,7 +16,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from vsa.config import ELSEWHERE, LIMITS, Run, config_folder, target_class
+from vsa.config import ELSEWHERE, LIMITS, Resume, Run, config_folder, target_class
 from vsa.settings import arguments_of, describe, hints_of, shown
 
 CONFIGS = config_folder()
@@ -67,7 +67,7 @@ def options(group: str) -> list[Option]:
         cfg = compose("train", overrides=[f"{group.replace('/', '=')}"] if choice else [])
     whole: Any = OmegaConf.to_container(cfg, resolve=False)
     if group == "run":
-        return list(_options("", Run, whole))
+        return [*_options("", Run, whole), *_options("resume.", Resume, whole["resume"])]
     if not isinstance(node := whole.get(name), Mapping):
         raise ValueError(f"{name} sets options of other groups: look into {name}/*.yaml, or at --cfg job")
     nodes = {name: node} if "_target_" in node else {f"{name}.{key}": value for key, value in node.items()}

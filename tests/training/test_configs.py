@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import re
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -26,7 +25,6 @@ from vsa.checkpoints.sampling_settings import sampling_of
 from vsa.config import build, build_task, check_targets, model_factory, resolved
 from vsa.data.datamodule import PlanDataModule
 from vsa.diffusion.distribution_matching import standard_scale
-from vsa.training.config_changes import changed_settings
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.train import _check_precision
 
@@ -278,21 +276,6 @@ def test_only_fp32_with_bf16_by_sharding_is_promised(precision):
         _check_precision(precision)
     for accepted in (32, "32", compose_run().trainer.precision):
         _check_precision(accepted)
-
-
-def test_changed_settings_are_listed_by_key():
-    before = OmegaConf.to_container(compose_run("sparsity=linear", "+trainer.devices_before=1"), resolve=True)
-    now = compose_run("run=other", "output_dir=elsewhere", "optim.lr=1", "callbacks.ema=null", f"data.root={'x' * 50}")
-    told = changed_settings(before, now).split(", ")
-    assert "optim.lr 0.0006 -> 1" in told
-    assert "callbacks.ema unset -> null" in told
-    assert "sparsity.total_steps 1650 -> unset" in told
-    assert f"data.root data/toy/shards -> {'x' * 37}..." in told
-    # task.optim follows optim, and where a run stands does not matter
-    assert not [change for change in told if change.startswith(("task.", "run", "output_dir"))]
-    assert len(told) == 9
-    assert re.fullmatch(r"and \d+ more", told[-1])
-    assert changed_settings(before, compose_run("sparsity=linear", "+trainer.devices_before=1", "run=b")) == ""
 
 
 REFUSED_TARGETS = [

@@ -126,7 +126,7 @@ def test_the_format_of_checkpoints_stays_and_those_of_older_versions_resume(trai
     counters = {"step", "skipped_steps", "skipped_in_row", "flops_total"}
     data = {"plan_hash", "codec", "text_encoder", "latent_shapes", "latent_mean", "latent_std"}
     older = {"schema", "files", "seed", "config", *counters, *data}
-    assert set(state) == {*older, "sparsity_state", "loss_window", "without_gradient"}
+    assert set(state) == {*older, "sparsity_state", "loss_window", "without_gradient", "allowed_changes"}
     assert set(state["loss_window"]) == {"names", "steps", "deciles"}
     assert set(state["files"]) == {"model.safetensors", "ema.safetensors", "optimizer.safetensors"}
     # a folder without what came later
@@ -264,7 +264,7 @@ def test_a_run_is_not_resumed_as_another_model_of_the_same_tensors(training):
         ("model.rope_theta=100", r"has model\.rope_theta=10000\.0, the model has 100"),
     ):
         with pytest.raises(ValueError, match=message):
-            training("ckpt_path=last", override)
+            training("ckpt_path=last", override, "resume.allow=[model]")
     assert_same(training.tensors(), before)
 
 
@@ -313,10 +313,22 @@ def two_steps(tmp_path_factory) -> TinyTraining:
     ("overrides", "message"),
     [
         ((), "already holds checkpoints.*ckpt_path=last.*overwrite=true"),
-        (("ckpt_path=last", "seed=1"), "another data plan"),
-        (("ckpt_path=last", "data.batch_size=2"), "another data plan"),
-        (("ckpt_path=last", "model.ffn_dim=36"), r"blocks\.0\.ffn.*has shape \(24, 12\), the model needs \(36, 12\)"),
-        (("ckpt_path=last", "attention.fine_gate=false"), "has 4 tensors the model has no place for: .*to_gate_fine"),
+        (("ckpt_path=last", "seed=1"), r"was trained with seed=0, the settings have 1: resume\.allow=\[seed\] lets"),
+        (
+            ("ckpt_path=last", "optim.lr=1", "resume.allow=[optim.lr_factors]"),
+            r"with optim\.lr=0\.01, the settings have 1:",
+        ),
+        # what is allowed must still fit
+        (("ckpt_path=last", "seed=1", "resume.allow=[seed]"), "another data plan"),
+        (("ckpt_path=last", "data.batch_size=2", "resume.allow=[data]"), "another data plan"),
+        (
+            ("ckpt_path=last", "model.ffn_dim=36", "resume.allow=[model.ffn_dim]"),
+            r"blocks\.0\.ffn.*has shape \(24, 12\), the model needs \(36, 12\)",
+        ),
+        (
+            ("ckpt_path=last", "attention.fine_gate=false", "resume.allow=[attention]"),
+            "has 4 tensors the model has no place for: .*to_gate_fine",
+        ),
         (("ckpt_path=last", "run=other"), "no valid checkpoint in .*other"),
         (("ckpt_path=nowhere", "run=other"), "no such checkpoint or run folder: nowhere"),
         (("init_from=nowhere", "run=other"), "no such folder: nowhere"),
@@ -326,7 +338,7 @@ def two_steps(tmp_path_factory) -> TinyTraining:
         # found out by the loaders, which are made last
         (("overwrite=true", "data.num_workers=-1"), r"data\.num_workers=-1: expected"),
         (
-            ("ckpt_path=last", "callbacks.ema={_target_:vsa.training.callbacks.ema.EMA}"),
+            ("ckpt_path=last", "resume.allow=[callbacks]", "callbacks.ema={_target_:vsa.training.callbacks.ema.EMA}"),
             "trained without callbacks.ema",
         ),
     ],
@@ -353,14 +365,26 @@ def test_a_resume_tells_which_settings_changed(training, monkeypatch):
         "callbacks.samples.fps=4",
         "logger.csv=null",
     )
-    training("trainer.max_steps=3", *changed)
+    with pytest.raises(
+        ValueError, match=r"sparsity=0.5, the settings have 0.75; optim.lr=0.01, the settings have 0.001: "
+    ):
+        training("trainer.max_steps=3", *changed)
+    training("trainer.max_steps=3", *changed, "resume.allow=[optim.lr,sparsity]")
     told = [line for line in said if "differ" in line]
     changes = "sparsity.sparsity 0.5 -> 0.75, optim.lr 0.01 -> 0.001, trainer.max_steps 2 -> 3"
     assert told == [f"settings that differ from the checkpoint's: {changes}"]
+    sparsity, lr = training.last().state["allowed_changes"]
+    assert sparsity == {"step": 2, "key": "sparsity.sparsity", "before": 0.5, "now": 0.75}
+    assert lr == {"step": 2, "key": "optim.lr", "before": 0.01, "now": 0.001}
     # nothing changed: nothing is said
     said.clear()
     training("trainer.max_steps=3", "ckpt_path=last", "optim.lr=0.001", "sparsity.sparsity=0.75")
     assert [line for line in said if "differ" in line] == []
+    # the record goes on
+    more = ("optim.lr=0.001", "sparsity.sparsity=0.75", "task.grad_clip=2", "resume.allow=[task.grad_clip]")
+    training("trainer.max_steps=4", "ckpt_path=last", *more)
+    assert training.last().state["allowed_changes"][:2] == [sparsity, lr]
+    assert training.last().state["allowed_changes"][2]["key"] == "task.grad_clip"
 
 
 def test_overwrite_starts_anew(training):

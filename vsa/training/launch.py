@@ -18,6 +18,7 @@ from vsa.errors import one_line_errors
 from vsa.evaluation.figures import final_loss
 from vsa.training.ending import stopped_by_signals
 from vsa.training.hydra_guard import checked_hydra, require_checked
+from vsa.training.lossy_output import lossy_output
 from vsa.training.parallel import rank_zero_reports
 from vsa.training.train import train
 from vsa.training.typed import Typed
@@ -39,7 +40,8 @@ def launch(arguments: Sequence[str]) -> None:
     # settings may stand before and after flags
     args = parser.parse_intermixed_args(list(arguments))
     try:
-        with one_line_errors(*INPUT_ERRORS, traceback=traceback), stopped_by_signals(), checked_hydra():
+        reports = one_line_errors(*INPUT_ERRORS, traceback=traceback)
+        with lossy_output(), reports, stopped_by_signals(), checked_hydra():
             if args.experimental_rerun is not None:
                 raise ValueError("--experimental-rerun is not supported: it reads a pickled config")
             _run_hydra(

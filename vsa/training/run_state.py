@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +87,7 @@ class RunStart:
         weights: what a new run takes its weights from; None: they are random.
         config: the resolved settings, which build the model again for sampling.
         micro_batches: of an optimizer step, for a module that steps its own optimizers.
+        changes: settings of the run that were allowed to change when it was resumed, for the record.
     """
 
     # no dataclass: hydra would take one for settings
@@ -97,10 +98,12 @@ class RunStart:
         weights: WeightSource | None = None,
         config: Mapping[str, Any] | None = None,
         micro_batches: int = 1,
+        changes: Sequence[Mapping[str, Any]] = (),
     ):
         self.resume, self.weights = resume, weights
         self.config = config or {}
         self.micro_batches = micro_batches
+        self.changes = changes
 
 
 NEW_RUN = RunStart()

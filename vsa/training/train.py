@@ -26,7 +26,7 @@ from vsa.secrets import without_secrets
 from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.opening import Opening
-from vsa.training.config_changes import changed_settings
+from vsa.training.config_changes import changed_settings, listed, refuse_changes
 from vsa.training.deadline import deadline_of
 from vsa.training.ending import fit, nothing_to_do
 from vsa.training.modules.base import JobSize
@@ -259,15 +259,23 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
 
 
 def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
-    before = resume.state.get("config") if resume is not None else None
-    if before and (changes := changed_settings(before, cfg)):
-        rank_zero_info(f"settings that differ from the checkpoint's: {changes}")
     return RunStart(
         resume=resume,
+        changes=() if resume is None else _allowed_changes(cfg, resume),
         weights=open_weights(cfg.init_from) if cfg.init_from is not None and resume is None else None,
         config=resolved(cfg),
         micro_batches=cfg.trainer.accumulate_grad_batches,
     )
+
+
+def _allowed_changes(cfg: DictConfig, resume: Checkpoint) -> list[Mapping[str, Any]]:
+    """What this run and those before it changed of what they are made of, for the record."""
+    changes = changed_settings(resume.state["config"], cfg)
+    allowed = refuse_changes(changes, cfg.resume.allow, resume.path)
+    if changes:
+        rank_zero_info(f"settings that differ from the checkpoint's: {listed(changes)}")
+    news = [{"step": resume.step, "key": c.key, "before": c.before, "now": c.now} for c in allowed]
+    return [*resume.state.get("allowed_changes", []), *news]
 
 
 def _check_job(cfg: DictConfig, module: Any) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from vsa.attention.denoising import DenoisingTopk, Topk
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, expected_topk
-from vsa.checkpoints.run_checkpoint import read_checkpoint
+from vsa.checkpoints.run_checkpoint import Checkpoint, read_checkpoint
+from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import refuse_other_sizes
@@ -112,6 +113,7 @@ class DiffusionModule(L.LightningModule):
         self.resume, self.init_from = start.resume, start.weights
         self.status = RunStatus()
         self._config, self._micro_batches = start.config, start.micro_batches
+        self._changes = list(start.changes)
         self._flops: dict[Any, FlopCount] = {}
         self._model_factory = model
         self._optim = optim
@@ -128,6 +130,7 @@ class DiffusionModule(L.LightningModule):
             self.check_start(self._model_factory(), data, size)
         if self.resume is not None:
             load_values(parts_of(self.trainer), self.record(), self.resume)
+            self._refuse_other_data(self.resume)
 
     def _agree_on_resume(self) -> None:
         """Resume what rank 0 chose: it alone has read every byte, and may have found the newest one damaged."""
@@ -139,6 +142,17 @@ class DiffusionModule(L.LightningModule):
             self.resume = read_checkpoint(path, verify=False)
             # whatever was taken from the other one is found again
             self.check_weights(data)
+
+    def _refuse_other_data(self, checkpoint: Checkpoint) -> None:
+        """Samples of the same names may have been encoded anew."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        now = {**data.state_dict(), "latent_mean": self.statistics.mean.tolist()}
+        for name in ("codec", "text_encoder", "latent_shapes", "latent_mean"):
+            if checkpoint.state[name] != now[name]:
+                raise ValueError(
+                    f"{checkpoint.path} was trained on data with {name}={one_line(checkpoint.state[name])}, these have "
+                    f"{one_line(now[name])}: use init_from="
+                )
 
     def choose_statistics(self) -> LatentStatistics:
         """What latents are normalised with: the statistics of the data, scaled by `latent_scale`."""
@@ -356,6 +370,7 @@ class DiffusionModule(L.LightningModule):
             "step": self.global_step,
             "seed": self.seed,
             "config": self._config,
+            "allowed_changes": self._changes,
             "latent_mean": self.statistics.mean.tolist(),
             "latent_std": self.statistics.std.tolist(),
         }

@@ -1,0 +1,105 @@
+"""Which settings a resumed run may change: every one of the run is refused with both values, the rest is free."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.training.test_configs import CONFIGS, compose_run
+from vsa.config import resolved
+from vsa.training.config_changes import Change, changed_settings, listed, refuse_changes
+
+
+def test_changed_settings_are_listed_by_key():
+    before = OmegaConf.to_container(compose_run("sparsity=linear", "+trainer.devices_before=1"), resolve=True)
+    now = compose_run("run=other", "output_dir=elsewhere", "optim.lr=1", "callbacks.ema=null", f"data.root={'x' * 50}")
+    told = listed(changed_settings(before, now)).split(", ")
+    assert "optim.lr 0.0006 -> 1" in told
+    assert "callbacks.ema EMA -> null" in told
+    assert "sparsity LinearSparsity -> ConstantSparsity" in told
+    assert f"data.root data/toy/shards -> {'x' * 37}..." in told
+    # task.optim follows optim, and where a run stands does not matter
+    assert not [change for change in told if change.startswith(("task.", "run", "output_dir"))]
+    assert len(told) == 5
+    assert changed_settings(before, compose_run("sparsity=linear", "+trainer.devices_before=1", "run=b")) == []
+    more = [Change(key=str(i), before=0, now=1, free=True) for i in range(10)]
+    assert listed(more).split(", ")[-2:] == ["7 0 -> 1", "and 2 more"]
+
+
+OF_THE_RUN = [
+    ("optim=adamw_cosine", "trainer.max_steps=2000", "optim.schedule.total_steps"),
+    ("", "optim.schedule.warmup_steps=1", "optim.schedule.warmup_steps"),
+    ("sparsity=linear", "sparsity.total_steps=7", "sparsity.total_steps"),
+    ("sparsity=linear", "sparsity.dense_steps=7", "sparsity.dense_steps"),
+    ("sparsity=linear", "sparsity=cosine", "sparsity"),
+    ("sparsity.topk=4 sparsity.sparsity=null", "sparsity.topk=5", "sparsity.topk"),
+    ("", "optim.lr=0.1", "optim.lr"),
+    ("", "optim.betas=[0.8,0.9]", "optim.betas"),
+    ("", "+optim.lr_factors={gate:2}", "optim.lr_factors"),
+    ("", "+task.grad_clip=3", "task.grad_clip"),
+    ("", "+callbacks.ema.decay=0.5", "callbacks.ema.decay"),
+    ("", "callbacks.ema=null", "callbacks.ema"),
+    ("", "~callbacks.ema", "callbacks.ema"),
+    ("", "+data.caption_dropout=0.5", "data.caption_dropout"),
+    ("", "+task.objective.logit_mean=1", "task.objective.logit_mean"),
+    ("", "+task.latent_scale=shared", "task.latent_scale"),
+    ("", "model.num_layers=3", "model.num_layers"),
+    ("", "attention=full", "attention"),
+    ("", "tile_thw=[2,2,2]", "tile_thw"),
+    ("", "start=dense", "start.gate_init"),
+    ("", "seed=4", "seed"),
+    ("", "+trainer.overfit_batches=2", "trainer.overfit_batches"),
+    ("sparsity=missed_mass callbacks=diagnostics", "+callbacks.diagnostics.every_n_steps=7", "callbacks.diagnostics"),
+]
+
+
+@pytest.mark.parametrize(("common", "change", "key"), OF_THE_RUN)
+def test_what_a_run_is_made_of_stays(common, change, key):
+    before = json.loads(json.dumps(resolved(compose_run(*common.split()))))
+    now = compose_run(*common.split(), change)
+    changes = changed_settings(before, now)
+    with pytest.raises(ValueError, match=rf"^PATH was trained with .*{key}\S*=.*, the settings have .*resume.allow=\["):
+        refuse_changes(changes, ["other"], Path("PATH"))
+    # the key, a group above it, and the settings that follow it
+    first = key.partition(".")[0]
+    assert [c for c in refuse_changes(changes, [first], Path("PATH"))]
+    assert refuse_changes(changed_settings(before, compose_run(*common.split())), [], Path("PATH")) == []
+
+
+FREE_CHANGES = [
+    "trainer=ddp",
+    "trainer.max_steps=2000",
+    "trainer.log_every_n_steps=3",
+    "trainer.val_check_interval=7",
+    "trainer.accumulate_grad_batches=2",
+    "data.num_workers=3",
+    "data.root=elsewhere",
+    "logger=wandb",
+    "callbacks.checkpoint.every_n_steps=3",
+    "+callbacks.checkpoint.keep=3",
+    "callbacks=diagnostics",
+    "+task.parallel.compile=true",
+    "+attention.backend=gather",
+    "run=other",
+    "resume.allow=[optim.lr]",
+    "flop_budget=1e15",
+]
+
+
+def test_devices_logging_and_intervals_are_free():
+    before = json.loads(json.dumps(resolved(compose_run())))
+    changes = changed_settings(before, compose_run(*FREE_CHANGES))
+    assert [change.key for change in changes if not change.free] == []
+    assert len(changes) > 8
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_experiment_resumes_as_itself_also_from_a_version_that_knew_less(path):
+    cfg = compose_run(f"experiment={path.stem}")
+    before = json.loads(json.dumps(resolved(cfg)))
+    assert changed_settings(before, cfg) == []
+    # groups that came later, and a setting that is no more
+    del before["resume"], before["callbacks"]["throughput"]
+    before["model"]["of_before"] = before["of_before"] = 1
+    assert changed_settings(before, cfg) == []
