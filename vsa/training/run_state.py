@@ -24,7 +24,7 @@ Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
 TOP_LEVEL = ("status", "gradients", "data", "metrics")
 """Parts whose values stand at the top of `state.json`; those of others stand under the part's name."""
 
-NEWER = ("sparsity_state", "loss_window")
+NEWER = ("sparsity_state", "loss_window", "bad_samples")
 """Parts that older checkpoints lack: they are loaded from nothing."""
 
 SETTINGS = {"ema": "callbacks.ema", "discriminator": "objective.gan", "fake_steps": "objective.step_aware"}
