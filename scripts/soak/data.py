@@ -22,6 +22,7 @@ from vsa.data.bad_samples import BadSampleError
 from vsa.data.codecs import HaarCodec
 from vsa.data.datamodule import LatentDataModule
 from vsa.data.index import INDEX_NAME
+from vsa.data.plan import is_validation
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.shards import LatentReader
 from vsa.data.text import HashedNgramEncoder
@@ -301,7 +302,65 @@ def _index_tricks(folder: Path, tries: int, seed: int) -> Outcome:
     return Outcome(tried=len(chosen), survived=len(chosen) - len(failures), failures=tuple(failures))
 
 
+def _runs_with_bad_samples(folder: Path, tries: int, seed: int) -> Outcome:
+    """A run passes a bad sample; one that is cut and gone on with another number of workers is the same run."""
+    # imports the whole product, which other rows do without
+    from scripts.soak.tiny import STEPS, metrics, run_folder, start, words, write_shards
+    from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+
+    draw, failures, met = random.Random(seed), [], 0
+    for i in range(tries):
+        own = folder / f"try-{i}"
+        own.mkdir()
+        root = write_shards(own / "shards")
+        index = LatentReader(root).index
+        sample = draw.choice([name for name in index.samples if not is_validation(name, 0.1)])
+        span = draw.choice([index.samples[sample].latent, index.samples[sample].text])
+        content = bytearray((root / span.shard).read_bytes())
+        content[span.offset + draw.randrange(span.size)] ^= 1 << draw.randrange(8)
+        (root / span.shard).write_bytes(content)
+        cut, workers = draw.randrange(1, STEPS), draw.randrange(3)
+
+        def train(*overrides: str, own: Path = own) -> int:
+            return start(words(own, "data.caption_dropout=0", *overrides), folder=own).wait()
+
+        straight, other = run_folder(own, "straight"), run_folder(own, "cut")
+        status = [
+            train("run=straight"),
+            train("run=cut", f"trainer.max_steps={cut}"),
+            train("run=cut", "ckpt_path=last", f"data.num_workers={workers}"),
+        ]
+        what = f"try {i}: {sample} in {span.shard}, cut at {cut}, {workers} workers"
+        if any(status):
+            failures.append(f"{what}: exit status {status}")
+            continue
+        saved = [resolve_checkpoint("last", run) for run in (straight, other)]
+        losses = [{step: row["train/loss"] for step, row in metrics(run).items()} for run in (straight, other)]
+        counts = [checkpoint.state["bad_samples"] for checkpoint in saved]
+        tensors = [
+            {f"{group}/{key}": t for group in ("model", "ema", "optimizer") for key, t in each.tensors(group).items()}
+            for each in saved
+        ]
+        met += sum(count for _, _, count in counts[0]["counts"])
+        equal = {
+            "counts": counts[0] == counts[1] and counts[0]["samples"].keys() == {f"main/{sample}"},
+            "losses": losses[0] == losses[1] and len(losses[0]) == STEPS,
+            "tensors": all(torch.equal(tensor, tensors[1][key]) for key, tensor in tensors[0].items()),
+        }
+        if not all(equal.values()):
+            failures.append(f"{what}: {equal}")
+        shutil.rmtree(own)
+    notes = (f"{met} draws of bad samples passed",)
+    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures), notes=notes)
+
+
 ROWS: tuple[Row, ...] = (
+    Row(
+        name="runs that meet a bad sample pass it and resume bit-equal",
+        tries=10,
+        short_tries=1,
+        run=_runs_with_bad_samples,
+    ),
     Row(name="bit flips in shards: no wrong sample is trained on", tries=300, short_tries=20, run=_flipped_shards),
     Row(name="bit flips in index.json are refused", tries=300, short_tries=100, run=_flipped_index),
     Row(name="shards cut short are refused by name", tries=200, short_tries=40, run=_cut_shards),
