@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from scripts.soak.data import edit_index, forge, forgeries
 from tests.data.conftest import write_dataset
+from vsa.data.codecs import HaarCodec
+from vsa.data.datamodule import LatentDataModule
 from vsa.data.shards import LatentReader
+from vsa.data.text import HashedNgramEncoder
 
 
 def test_a_whole_data_set_and_one_with_damaged_bytes(command_line, tmp_path):
@@ -21,6 +25,45 @@ def test_a_whole_data_set_and_one_with_damaged_bytes(command_line, tmp_path):
     assert (status, err) == (1, f"error: 2 problems with the data set in {root}\n")
     assert f"shard {victim} is damaged: its digest differs from the index" in out
     assert "the bytes are damaged" in out
+
+
+def test_what_cannot_be_trained_on_is_listed_and_left_out(command_line, tmp_path):
+    root = write_dataset(tmp_path / "shards")
+    samples = LatentReader(root).index.samples
+    forged = next(forgery for forgery in forgeries() if forgery.name == "a NaN")
+    forge(root, "video-003", "latents", forged.payload)
+    lost = samples["image-023"].text.shard
+    (root / lost).unlink()
+    gone = {name for name, sample in samples.items() if sample.text.shard == lost}
+    arguments = ["check-data", str(root), "--drop-list", str(tmp_path / "drop.txt")]
+    status, out, err = command_line(*arguments)
+    assert status == 1
+    # the shard and each sample
+    assert err == f"error: {1 + len(gone | {'video-003'})} problems with the data set in {root}\n"
+    assert f"shard {root / lost} is missing" in out
+    assert f"train with data.drop={tmp_path / 'drop.txt'}" in out
+    listed = dict(line.split("\t") for line in (tmp_path / "drop.txt").read_text().splitlines()[1:])
+    assert listed.keys() == gone | {"video-003"}
+    assert listed["video-003"] == "nan in latents-C16x2x2x4-00000.tar"
+    data = LatentDataModule(
+        root=str(root),
+        drop=str(tmp_path / "drop.txt"),
+        codec=HaarCodec(),
+        text_encoder=HashedNgramEncoder(dim=8, max_tokens=5),
+        batch_size=4,
+        val_fraction=0,
+    )
+    data.setup()
+    assert {name for ids in data.store.buckets["main"].values() for name in ids} == samples.keys() - listed.keys()
+
+
+def test_statistics_that_are_not_those_of_the_latents_are_told(command_line, tmp_path):
+    root = write_dataset(tmp_path / "shards")
+    edit_index(root, lambda index: index["latent_mean"].__setitem__(3, index["latent_mean"][3] + 0.01))
+    status, _, err = command_line("check-data", str(root))
+    assert status == 1
+    assert "latent_mean[3]=" in err
+    assert not (root / "drop.txt").exists()
 
 
 def test_a_folder_without_an_index_is_one_line(command_line, tmp_path):

@@ -33,6 +33,8 @@ def read_everything(reader: LatentReader) -> None:
 
 def edit_index(root: Path, change) -> None:
     content = json.loads((root / "index.json").read_text())
+    # as data sets of earlier versions are
+    content.pop("index_sha256", None)
     change(content)
     (root / "index.json").write_text(json.dumps(content))
 

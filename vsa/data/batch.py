@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from vsa.data.bad_samples import BadSample
+
 TextPadding = Literal["mask", "zeros"]
 """What fills a caption up to the longest: `mask` hides the padding, `zeros` attends to it as Wan was trained to."""
 
@@ -47,6 +49,7 @@ class VideoBatch:
         num_slots: size of that global batch.
         step: optimizer step the batch belongs to.
         cond_latents: `[B, Cc, T, H, W]` float32 image condition that the model takes beside the latents, as it is.
+        bad: samples that were drawn and replaced by others.
     """
 
     latents: Tensor
@@ -59,6 +62,7 @@ class VideoBatch:
     num_slots: int
     step: int
     cond_latents: Tensor | None = None
+    bad: tuple[BadSample, ...] = ()
 
     @property
     def conditions(self) -> dict[str, Tensor | None]:

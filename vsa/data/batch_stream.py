@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
 
@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from vsa.data.bad_samples import BadSample, BadSampleError, NoGoodSample
 from vsa.data.batch import TextPadding, VideoBatch, pad_text
 from vsa.data.plan import DataPlan, SampleRef, Shape, draw64, hash64, occurrences, rank_slice, sample_seed
 from vsa.data.sample_store import SampleStore
+
+# replacements of one bad sample: with half of the data bad, one in 10^9 samples finds none
+_ATTEMPTS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,23 @@ class RankSlice:
         return rank_slice(
             batch_size=batch_size, micro=micro, accumulate=self.accumulate, rank=self.rank, world=self.world
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """What takes one place of a batch.
+
+    Args:
+        ref: the sample.
+        caption: number of its caption; None: the null embedding and the caption "".
+        seed: of the noise.
+        slot: position in the global batch, in validation in the whole set.
+    """
+
+    ref: SampleRef
+    caption: int | None
+    seed: int
+    slot: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,6 +96,10 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
     def batch(self, number: int, micro: int) -> VideoBatch:
         """Micro-batch `micro` of global batch `number` on this rank."""
 
+    @abstractmethod
+    def replacement(self, number: int, slot: int, bad: SampleRef, attempt: int) -> SampleRef:
+        """What takes a slot of global batch `number` in place of a bad sample; a pure function of the arguments."""
+
     def __len__(self) -> int:
         return self.num_batches * self.part.accumulate
 
@@ -84,30 +109,65 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
         for i in range(first, len(self), every):
             yield self.batch(*divmod(i, self.part.accumulate))
 
-    def collate(
-        self,
-        refs: Sequence[SampleRef],
-        captions: Sequence[int | None],
-        *,
-        seeds: Sequence[int],
-        slots: Sequence[int],
-        num_slots: int,
-        step: int,
-    ) -> VideoBatch:
-        """Reads samples of one latent shape; text is padded to the encoder's longest, so that shapes never vary.
+    def collate(self, number: int, drawn: Sequence[Draw], *, num_slots: int, step: int) -> VideoBatch:
+        """Reads samples of one latent shape, others in place of bad ones; text is padded to the encoder's longest.
 
         Args:
-            refs: B samples.
-            captions: caption number of each; None: the null embedding and the caption "".
-            seeds: noise seed of each.
-            slots: position of each in the global batch.
+            number: of the global batch.
+            drawn: B samples.
             num_slots: size of the global batch.
             step: optimizer step.
+
+        Raises:
+            NoGoodSample: all replacements of a sample were bad; names the first.
         """
+        try:
+            return self._read(drawn, num_slots=num_slots, step=step)
+        except BadSampleError:
+            pass
+        good: list[Draw] = []
+        bad: list[BadSample] = []
+        for each in drawn:
+            chosen, met = self._good(number, each)
+            good.append(chosen)
+            bad += met
+        return replace(self._read(good, num_slots=num_slots, step=step), bad=tuple(bad))
+
+    def _good(self, number: int, drawn: Draw) -> tuple[Draw, list[BadSample]]:
+        """A draw that can be read: this one, or the first good replacement; and the bad ones before it."""
+        chosen, bad, tried, first = drawn, list[BadSample](), set[SampleRef](), None
+        for attempt in range(_ATTEMPTS):
+            if chosen.ref not in tried:
+                tried.add(chosen.ref)
+                try:
+                    self._read([chosen], num_slots=1, step=0)
+                except BadSampleError as error:
+                    first = first or error
+                    bad.append(
+                        BadSample(
+                            source=chosen.ref.source,
+                            id=chosen.ref.id,
+                            shard=error.shard,
+                            cause=error.cause,
+                            slot=drawn.slot,
+                        )
+                    )
+                else:
+                    return chosen, bad
+            ref = self.replacement(number, drawn.slot, drawn.ref, attempt)
+            caption = None if drawn.caption is None else drawn.caption % self.store.captions(ref)
+            # noise belongs to the place in the batch
+            chosen = replace(drawn, ref=ref, caption=caption)
+        raise NoGoodSample(
+            f"{first}; what was drawn in its place is bad too: vsa check-data finds all, data.drop leaves out"
+        )
+
+    def _read(self, drawn: Sequence[Draw], *, num_slots: int, step: int) -> VideoBatch:
         store = self.store
+        refs = [draw.ref for draw in drawn]
         # a sample that a batch holds many times is read once
         condition, text_of = cache(store.condition), cache(store.text)
-        texts = [("", store.null_text) if c is None else text_of(r, c) for r, c in zip(refs, captions, strict=True)]
+        texts = [("", store.null_text) if d.caption is None else text_of(d.ref, d.caption) for d in drawn]
         rows = [row for _, row in texts]
         text, mask = pad_text(rows, length=store.text_encoder.max_tokens, padding=self.text_padding)
         conditions = [cond for cond in map(condition, refs) if cond is not None]
@@ -118,8 +178,8 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
             text_mask=mask,
             sample_ids=tuple(ref.id for ref in refs),
             captions=tuple(caption for caption, _ in texts),
-            seeds=torch.tensor(seeds, dtype=torch.int64),
-            slots=torch.tensor(slots, dtype=torch.int64),
+            seeds=torch.tensor([draw.seed for draw in drawn], dtype=torch.int64),
+            slots=torch.tensor([draw.slot for draw in drawn], dtype=torch.int64),
             num_slots=num_slots,
             step=step,
             cond_latents=torch.stack(conditions) if conditions else None,
@@ -151,15 +211,19 @@ class TrainStream(PlannedStream):
         plan, slots = self.plan.step(step), self.part.slots(self.batch_size, micro)
         # counted over the global batch, so that the micro-batch a sample falls into does not matter
         times = occurrences([ref.id for ref in plan.refs])
-        drawn = [(plan.refs[slot], times[slot]) for slot in slots]
-        return self.collate(
-            [ref for ref, _ in drawn],
-            [self._caption(ref, step, time) for ref, time in drawn],
-            seeds=[sample_seed(self.plan.seed, step, ref.id, time) for ref, time in drawn],
-            slots=slots,
-            num_slots=self.batch_size,
-            step=step,
-        )
+        drawn = [
+            Draw(
+                ref=ref,
+                caption=self._caption(ref, step, time),
+                seed=sample_seed(self.plan.seed, step, ref.id, time),
+                slot=slot,
+            )
+            for slot, ref, time in ((slot, plan.refs[slot], times[slot]) for slot in slots)
+        ]
+        return self.collate(number, drawn, num_slots=self.batch_size, step=step)
+
+    def replacement(self, number: int, slot: int, bad: SampleRef, attempt: int) -> SampleRef:
+        return self.plan.replacement(self.start_step + number, slot, bad, attempt)
 
     def _caption(self, ref: SampleRef, step: int, occurrence: int) -> int | None:
         """Which caption a sample is trained on at a step; None: the null embedding."""
@@ -201,15 +265,14 @@ class ValidationStream(PlannedStream):
         return len(self._batches)
 
     def batch(self, number: int, micro: int) -> VideoBatch:
-        slots = self.part.slots(self.batch_size, micro)
-        refs = [self._batches[number][slot] for slot in slots]
-        slots = [number * self.batch_size + slot for slot in slots]
-        return self.collate(
-            refs,
-            [0] * len(refs),
+        drawn = []
+        for slot in self.part.slots(self.batch_size, micro):
+            ref, place = self._batches[number][slot], number * self.batch_size + slot
             # the slot is in the seed: a sample that fills up a batch meets another noise
-            seeds=[hash64(self.seed, "validation", slot, ref.id) >> 1 for slot, ref in zip(slots, refs, strict=True)],
-            slots=slots,
-            num_slots=self.num_batches * self.batch_size,
-            step=0,
-        )
+            seed = hash64(self.seed, "validation", place, ref.id) >> 1
+            drawn.append(Draw(ref=ref, caption=0, seed=seed, slot=place))
+        return self.collate(number, drawn, num_slots=self.num_batches * self.batch_size, step=0)
+
+    def replacement(self, number: int, slot: int, bad: SampleRef, attempt: int) -> SampleRef:
+        refs = next(refs for refs in self.held.values() if self._batches[number][0] in refs)
+        return refs[hash64(self.seed, "validation replacement", slot, bad.id, attempt) % len(refs)]

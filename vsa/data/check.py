@@ -5,59 +5,101 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from rich.progress import Progress
+from torch import Tensor
 
+from vsa.data.bad_samples import BadSampleError, write_drop_list
 from vsa.data.clip_rules import PATCH
-from vsa.data.index import SampleEntry
+from vsa.data.index import DatasetIndex, SampleEntry, deviation_or_one
 from vsa.data.shards import LatentReader
 
 # problems that are told one by one, the rest is counted
 _LISTED = 20
+# of a deviation: stored statistics are sums in another order
+_TOLERANCE = 1e-3
 
 
-def check_dataset(root: Path) -> None:
+def check_dataset(root: Path, drop_list: Path | None = None) -> None:
     """Read every shard and every sample of a data set and print what it holds.
 
+    Args:
+        root: folder of shards.
+        drop_list: where the samples that cannot be trained on are listed for `data.drop`, when there are any; None:
+            `drop.txt` in `root`.
+
     Raises:
-        ValueError: the index or a shard is missing, or bytes, shapes or encoders are not those of the index; further
+        ValueError: the index is missing, or bytes, shapes, values or encoders are not those of the index; further
             problems are printed first.
     """
-    reader = LatentReader(root)
-    problems: list[str] = []
+    reader = LatentReader(root, whole=False)
+    problems, bad = list(reader.misshapen_shards().values()), dict[str, str]()
+    sums = torch.zeros(3, reader.index.codec.channels, dtype=torch.float64)
     with Progress(transient=True) as progress:
         problems += [f"shard {path} is damaged: its digest differs from the index" for path in reader.damaged_shards()]
+        try:
+            reader.read_null_text()
+        except BadSampleError as error:
+            problems.append(f"{error}: this one cannot be left out, encode the data set again")
         for sample in progress.track(list(reader.index.samples.values()), description="samples"):
-            problems += _problems(reader, sample)
+            for cause, problem in _problems(reader, sample, sums):
+                problems.append(problem)
+                bad.setdefault(sample.id, cause)
+    if not problems:
+        problems += _wrong_statistics(reader.index, sums)
     for line in problems[:_LISTED] if len(problems) > 1 else ():
         print(line)
     if len(problems) > _LISTED:
         print(f"and {len(problems) - _LISTED} more")
+    if bad:
+        path = root / "drop.txt" if drop_list is None else drop_list
+        write_drop_list(path, bad, found_by=f"vsa check-data {root}")
+        print(f"{len(bad)} of {len(reader.index.samples)} samples to leave out: train with data.drop={path}")
     if problems:
         raise ValueError(problems[0] if len(problems) == 1 else f"{len(problems)} problems with the data set in {root}")
-    index = reader.index
+    _print_content(reader.index)
+
+
+def _print_content(index: DatasetIndex) -> None:
     print(index.summary())
     print(f"codec {index.codec.id} ({index.codec.hash}), {index.codec.channels} channels")
     text = index.text_encoder
     print(f"text encoder {text.id} ({text.hash}), {text.dim} wide, at most {text.max_tokens} tokens")
+    if not index.sealed:
+        print("the index was written by an earlier version and has no digest of its own: damage to it may go unnoticed")
     captions = sum(sample.captions for sample in index.samples.values())
     size = sum(shard.bytes for shard in index.shards.values())
     print(f"{len(index.samples)} samples with {captions} captions in {len(index.shards)} shards of {size:,} bytes: ok")
 
 
-def _problems(reader: LatentReader, sample: SampleEntry) -> Iterator[str]:
-    """What is wrong with one sample: bytes, encoders, values, sizes."""
+def _problems(reader: LatentReader, sample: SampleEntry, sums: Tensor) -> Iterator[tuple[str, str]]:
+    """(cause and shard, problem) of everything wrong with one sample; adds count, sum and squares of a good one."""
     try:
         latent = reader.latent(sample.id)
         if reader.index.cond_channels:
             reader.condition(sample.id)
-        widths = {reader.text(sample.id, i)[1].shape[1] for i in range(sample.captions)}
-    except ValueError as error:
-        yield str(error)
+        for caption in range(sample.captions):
+            reader.text(sample.id, caption)
+    except BadSampleError as error:
+        yield f"{error.cause} in {error.shard}", str(error)
         return
-    if not latent.isfinite().all():
-        yield f"sample {sample.id}: latents are not finite"
-    if widths != {reader.index.text_encoder.dim}:
-        yield f"sample {sample.id}: text of width {sorted(widths)}, the index says {reader.index.text_encoder.dim}"
+    flat = latent.double().flatten(1)
+    sums += torch.stack([torch.full((len(flat),), flat.shape[1]), flat.sum(1), (flat**2).sum(1)])
     if any(side % PATCH for side in sample.latent_shape[2:]):
         shape = "x".join(map(str, sample.latent_shape))
-        yield f"sample {sample.id}: latent {shape} does not divide into the {PATCH}x{PATCH} patches of models"
+        problem = f"sample {sample.id}: latent {shape} does not divide into the {PATCH}x{PATCH} patches of models"
+        yield f"shape in {sample.latent.shard}", problem
+
+
+def _wrong_statistics(index: DatasetIndex, sums: Tensor) -> Iterator[str]:
+    """Channels whose mean or deviation in the index is not that of the latents."""
+    count, total, squares = sums
+    mean = total / count
+    std = deviation_or_one((squares / count - mean**2).clamp_min(0).sqrt())
+    for channel in range(len(mean)):
+        for name, actual, stored in (
+            ("latent_mean", float(mean[channel]), index.latent_mean[channel]),
+            ("latent_std", float(std[channel]), index.latent_std[channel]),
+        ):
+            if abs(actual - stored) > _TOLERANCE * float(std[channel]):
+                yield f"{name}[{channel}]={stored:.6g} in the index, but the latents have {actual:.6g}"

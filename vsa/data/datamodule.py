@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from vsa.data.bad_samples import BadSampleError, read_drop_list
 from vsa.data.batch import TextPadding, VideoBatch
 from vsa.data.batch_stream import PlannedStream, RankSlice, TrainStream, ValidationStream
 from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec
 from vsa.data.encode import encode_folder
-from vsa.data.index import INDEX_NAME, CodecInfo, TextInfo
+from vsa.data.index import INDEX_NAME, CodecInfo, DatasetIndex, TextInfo
 from vsa.data.plan import DataPlan, Phase, SampleRef, Shape, Source, split_ids
 from vsa.data.sample_store import SampleStore, ShardStore, ToyStore
 from vsa.data.shards import LatentReader
@@ -52,6 +54,7 @@ class PlanDataModule(LightningDataModule):
         stats: normalise with the statistics of the stored latents (data), or with those that the codec publishes and a
             pretrained model expects (codec).
         text_padding: mask the padding of captions, or attend to its zeros as Wan does (zeros).
+        max_bad: share of the samples drawn that may be bad; they are replaced by others, and more of them stop the run.
 
     Attributes:
         start_step: optimizer step that training starts from; a resume is a seek, not a replay.
@@ -68,6 +71,7 @@ class PlanDataModule(LightningDataModule):
     caption_dropout: Share = 0.1
     stats: Literal["data", "codec"] = "data"
     text_padding: TextPadding = "mask"
+    max_bad: Share = 0.01
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -156,7 +160,9 @@ class PlanDataModule(LightningDataModule):
         for ref in (ref for _, refs in sorted(held.items()) for ref in refs):
             if len(found) == count:
                 break
-            found |= {caption: None for caption, _ in [store.text(ref, 0)] if caption}
+            # a bad sample is told when it is trained or validated on
+            with suppress(BadSampleError):
+                found |= {caption: None for caption, _ in [store.text(ref, 0)] if caption}
         return tuple(found)
 
     @property
@@ -217,7 +223,8 @@ class PlanDataModule(LightningDataModule):
         if state["plan_hash"] != self.plan_hash:
             raise ValueError(
                 f"the checkpoint was trained on another data plan (hash {state['plan_hash'][:12]}, "
-                f"now {self.plan_hash[:12]}): same data, seed and batch size are needed to resume; use init_from="
+                f"now {self.plan_hash[:12]}): same data, seed, batch size and data.drop are needed to resume; use "
+                "init_from="
             )
         self.start_step = state["step"]
 
@@ -259,6 +266,7 @@ class LatentDataModule(PlanDataModule):
         root: folder of shards; or
         sources: several folders, {name: {"root": folder, "weight": share of the steps}}.
         weight_phases: changes of the source weights, [{"from_step": n, "weights": {name: weight}}].
+        drop: file that lists samples to leave out, as `vsa check-data` and runs write it; it changes the order.
         toy: render these clips to `videos` and encode them to `root` when `root` has no index.
         videos: folder of the toy clips' mp4 files.
 
@@ -269,6 +277,7 @@ class LatentDataModule(PlanDataModule):
     root: str | None = None
     sources: Mapping[str, Mapping[str, Any]] | None = None
     weight_phases: Sequence[Mapping[str, Any]] = ()
+    drop: str | None = None
     toy: ToyClips | None = None
     videos: str | None = None
 
@@ -310,8 +319,23 @@ class LatentDataModule(PlanDataModule):
         _check_toy_set(root, self.toy, self.codec.latent_shape(*clip.size))
 
     def open_store(self) -> SampleStore:
-        """The shards of every source."""
-        return ShardStore(self._roots)
+        """The shards of every source, without the samples of the drop list."""
+        indexes = {name: DatasetIndex.load(Path(root) / INDEX_NAME) for name, root in self._roots.items()}
+        for name, index in indexes.items():
+            if not index.sealed:
+                rank_zero_info(
+                    f"{self._roots[name]}/{INDEX_NAME} was written by an earlier version and has no digest of its own: "
+                    "damage to it may go unnoticed"
+                )
+        if self.drop is not None:
+            samples = {name: index.samples.keys() for name, index in indexes.items()}
+            dropped = read_drop_list(Path(self.drop), samples)
+            rank_zero_info(
+                f"data.drop={self.drop} leaves out {sum(map(len, dropped.values()))} of "
+                f"{sum(map(len, samples.values()))} samples: the order (plan hash) is another one than with them"
+            )
+            indexes = {name: index.without(dropped[name]) for name, index in indexes.items()}
+        return ShardStore(self._roots, indexes=indexes)
 
     def source_weights(self) -> Mapping[str, float]:
         """The configured weights."""

@@ -1,17 +1,18 @@
 """`index.json`: which sample lies where in a folder of shards, and what encoded it.
 
 The index is written last, so a folder without one is not a data set yet. Samples are read by byte offset and checked
-against their digest; nothing is ever unpickled or extracted.
+against their digest; nothing is ever unpickled or extracted. The first value of the file is the SHA-256 of the rest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from vsa.data.codecs import Codec
+from vsa.data.index_values import digest, reals, whole, wholes, words
+from vsa.data.plan import Shape
 from vsa.data.text import TextEncoder
 
 SCHEMA = 1
@@ -26,6 +29,12 @@ INDEX_NAME = "index.json"
 # no dots in ids: a shard member is split at its first dot into id and field
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
+_SEAL = re.compile(r'\{"index_sha256": "([0-9a-f]{64})", ')
+_KEYS = {"codec", "text_encoder", "latent_mean", "latent_std", "null_text", "shards"}
+_OTHER_KEYS = {"index_sha256", "schema", "cond_channels"}
+# far above what data sets have, far below what exhausts a machine
+_MOST_CHANNELS = _MOST_TOKENS = _MOST_WIDTH = 65_536
+_MOST_STRIDE, _MOST_SIDE, _MOST_CAPTIONS, _MOST_BYTES = 1024, 1 << 20, 100_000, 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +82,7 @@ class SampleEntry:
     """One sample: latent `[C, t, h, w]` and how many captions it has."""
 
     id: str
-    latent_shape: tuple[int, int, int, int]
+    latent_shape: Shape
     latent: Span
     text: Span
     captions: int
@@ -101,6 +110,7 @@ class DatasetIndex:
         shards: shard files by name.
         samples: samples by id, in the order they were written.
         cond_channels: channels of the image condition stored beside every latent; 0: there is none.
+        sealed: whether the file had a digest of its own, which those of earlier versions lack.
     """
 
     codec: CodecInfo
@@ -111,9 +121,19 @@ class DatasetIndex:
     shards: Mapping[str, ShardEntry]
     samples: Mapping[str, SampleEntry]
     cond_channels: int = 0
+    sealed: bool = True
+
+    def without(self, drop: Collection[str]) -> DatasetIndex:
+        """The index without some samples, and without the shards that hold nothing else."""
+        if not drop:
+            return self
+        samples = {name: sample for name, sample in self.samples.items() if name not in drop}
+        used = {span.shard for sample in samples.values() for span in (sample.latent, sample.text)}
+        shards = {name: shard for name, shard in self.shards.items() if name in used | {self.null_text.shard}}
+        return replace(self, samples=samples, shards=shards)
 
     def to_json(self) -> str:
-        """The text of `index.json`; per-shard sample lists, so that it stays readable and small."""
+        """The text of `index.json`, digest first; per-shard sample lists, so that it stays readable and small."""
         records: dict[str, dict[str, Any]] = {name: asdict(shard) for name, shard in self.shards.items()}
         for sample in self.samples.values():
             latent, text = sample.latent, sample.text
@@ -132,7 +152,8 @@ class DatasetIndex:
             "null_text": asdict(self.null_text),
             "shards": list(records.values()),
         }
-        return json.dumps(content)
+        body = json.dumps(content)
+        return f'{{"index_sha256": "{hashlib.sha256(body.encode()).hexdigest()}", {body[1:]}'
 
     def summary(self) -> str:
         """A few lines for people: samples by latent shape, and the statistics of every channel."""
@@ -150,17 +171,26 @@ class DatasetIndex:
             ValueError: the file is missing or not a complete index of a known schema; names it.
         """
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text)
         except FileNotFoundError:
             raise ValueError(f"no {INDEX_NAME} in {path.parent}: not encoded, or encoding was interrupted") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"cannot read {path}: {error}") from error
         schema = content.get("schema") if isinstance(content, dict) else None
+        seal = _SEAL.match(text)
+        if seal and hashlib.sha256(b"{" + text[seal.end() :].encode()).hexdigest() != seal[1]:
+            raise ValueError(f"{path} is damaged: it differs from its own digest")
         if schema != SCHEMA:
             raise ValueError(f"{path} has schema {schema!r}, this version reads {SCHEMA}")
         try:
-            return _parse(content)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            # the key of the digest may be damaged too
+            if odd := sorted(content.keys() ^ _KEYS ^ (content.keys() & _OTHER_KEYS)):
+                raise ValueError(f"missing or unknown keys {odd}")
+            if ("index_sha256" in content) != (seal is not None):
+                raise ValueError("its digest is not where it belongs")
+            return replace(_parse(content), sealed=seal is not None)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(f"{path} is not a complete index: {type(error).__name__} {error}") from error
 
 
@@ -190,41 +220,45 @@ def valid_id(name: str) -> bool:
 
 
 def _parse(content: dict[str, Any]) -> DatasetIndex:
-    codec = {**content["codec"], "stride": tuple(content["codec"]["stride"])}
+    codec, text_encoder = _codec(content["codec"]), _text_encoder(content["text_encoder"])
     shards: dict[str, ShardEntry] = {}
-    latents: dict[str, tuple[tuple[int, ...], Span]] = {}
+    latents: dict[str, tuple[Shape, Span]] = {}
     texts: dict[str, tuple[int, Span]] = {}
     for record in content["shards"]:
         name = record["name"]
         if not _SHARD_NAME.fullmatch(name) or name in shards:
             raise ValueError(f"shard name {name!r}")
-        shards[name] = ShardEntry(name=name, bytes=int(record["bytes"]), sha256=str(record["sha256"]))
-        for sample, offset, size, digest in record.get("latents", ()):
-            shape = tuple(int(n) for n in record["latent_shape"])
-            if sample in latents or not valid_id(sample) or len(shape) != 4:
-                raise ValueError(f"latent {sample!r} of shape {shape}")
-            latents[sample] = shape, _span(shards[name], offset, size, digest)
-        for sample, offset, size, digest, captions in record.get("texts", ()):
-            if sample in texts or captions < 1:
-                raise ValueError(f"text {sample!r} with {captions} captions")
-            texts[sample] = int(captions), _span(shards[name], offset, size, digest)
+        size = whole(f"{name}.bytes", record["bytes"], 1, _MOST_BYTES)
+        shards[name] = ShardEntry(name=name, bytes=size, sha256=digest(f"{name}.sha256", record["sha256"]))
+        for sample, *place in record.get("latents", ()):
+            if sample in latents or not valid_id(sample):
+                raise ValueError(f"latent {sample!r} in {name}")
+            shape, span = _shape(f"{name}.latent_shape", record["latent_shape"], codec), _span(shards[name], *place)
+            # plans are laid out for the shapes before a latent is read
+            if math.prod(shape) > size:
+                raise ValueError(f"{name}.latent_shape={list(shape)} in a shard of {size} bytes")
+            latents[sample] = shape, span
+        for sample, *place, captions in record.get("texts", ()):
+            if sample in texts:
+                raise ValueError(f"text {sample!r} in {name}")
+            texts[sample] = whole(f"{sample}.captions", captions, 1, _MOST_CAPTIONS), _span(shards[name], *place)
     if latents.keys() != texts.keys():
         odd = sorted(latents.keys() ^ texts.keys())
         raise ValueError(f"{len(odd)} samples without latent or text, first {odd[0]!r}")
     null = content["null_text"]
     index = DatasetIndex(
-        codec=CodecInfo(**codec),
-        text_encoder=TextInfo(**content["text_encoder"]),
-        latent_mean=tuple(float(x) for x in content["latent_mean"]),
-        latent_std=tuple(float(x) for x in content["latent_std"]),
+        codec=codec,
+        text_encoder=text_encoder,
+        latent_mean=reals("latent_mean", content["latent_mean"]),
+        latent_std=reals("latent_std", content["latent_std"], positive=True),
         null_text=_span(shards[null["shard"]], null["offset"], null["size"], null["sha256"]),
         shards=shards,
         samples={
-            name: SampleEntry(id=name, latent_shape=shape, latent=span, text=texts[name][1], captions=texts[name][0])  # pyright: ignore[reportArgumentType]
+            name: SampleEntry(id=name, latent_shape=shape, latent=span, text=texts[name][1], captions=texts[name][0])
             for name, (shape, span) in latents.items()
         },
         # data sets of earlier versions have none
-        cond_channels=int(content.get("cond_channels", 0)),
+        cond_channels=whole("cond_channels", content.get("cond_channels", 0), 0, _MOST_CHANNELS),
     )
     if not len(index.latent_mean) == len(index.latent_std) == index.codec.channels:
         raise ValueError(
@@ -233,7 +267,35 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
     return index
 
 
-def _span(shard: ShardEntry, offset: int, size: int, digest: str) -> Span:
-    if not (offset >= 0 and size > 0 and offset + size <= shard.bytes):
+def _codec(content: dict[str, Any]) -> CodecInfo:
+    t, h, w = wholes("codec.stride", content["stride"], 3, _MOST_STRIDE)
+    return CodecInfo(
+        id=words("codec.id", content["id"]),
+        hash=words("codec.hash", content["hash"]),
+        stride=(t, h, w),
+        channels=whole("codec.channels", content["channels"], 1, _MOST_CHANNELS),
+    )
+
+
+def _text_encoder(content: dict[str, Any]) -> TextInfo:
+    return TextInfo(
+        id=words("text_encoder.id", content["id"]),
+        hash=words("text_encoder.hash", content["hash"]),
+        dim=whole("text_encoder.dim", content["dim"], 1, _MOST_WIDTH),
+        max_tokens=whole("text_encoder.max_tokens", content["max_tokens"], 1, _MOST_TOKENS),
+    )
+
+
+def _shape(name: str, content: Any, codec: CodecInfo) -> Shape:
+    c, t, h, w = wholes(name, content, 4, _MOST_SIDE)
+    if c != codec.channels:
+        raise ValueError(f"{name}={content}: the codec has {codec.channels} channels")
+    return c, t, h, w
+
+
+def _span(shard: ShardEntry, offset: Any, size: Any, sha256: Any) -> Span:
+    offset = whole(f"offset in {shard.name}", offset, 0, _MOST_BYTES)
+    size = whole(f"size in {shard.name}", size, 1, _MOST_BYTES)
+    if offset + size > shard.bytes:
         raise ValueError(f"bytes {offset}..{offset + size} of {shard.name}, which has {shard.bytes}")
-    return Span(shard=shard.name, offset=int(offset), size=int(size), sha256=str(digest))
+    return Span(shard=shard.name, offset=offset, size=size, sha256=digest(f"digest in {shard.name}", sha256))

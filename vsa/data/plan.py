@@ -115,6 +115,18 @@ class DataPlan:
             refs.append(SampleRef(source=name, id=ids[permute_index(place, len(ids), key)]))
         return StepPlan(step=step, bucket=bucket, refs=tuple(refs))
 
+    def replacement(self, step: int, slot: int, bad: SampleRef, attempt: int) -> SampleRef:
+        """The sample that takes a slot in place of a bad one: of the same stream, a pure function of the arguments.
+
+        Args:
+            step: optimizer step.
+            slot: position in the global batch.
+            bad: what the step would have trained on there.
+            attempt: 0, or how many replacements were bad too.
+        """
+        name, _, ids = self._streams[self._stream_at(step)]
+        return SampleRef(source=name, id=ids[hash64(self.seed, "replacement", step, slot, bad.id, attempt) % len(ids)])
+
     @cached_property
     def hash(self) -> str:
         """Digest of everything that changes the order; goes into checkpoints."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vsa.data.batch import PendingLatents
 from vsa.data.codecs import Codec
-from vsa.data.index import CodecInfo, TextInfo, deviation_or_one, pooled_statistics
+from vsa.data.index import CodecInfo, DatasetIndex, TextInfo, deviation_or_one, pooled_statistics
 from vsa.data.plan import SampleRef, Shape
 from vsa.data.shards import LatentReader
 from vsa.data.text import TextEncoder
@@ -82,15 +82,16 @@ class ShardStore:
 
     Args:
         roots: folder by source name.
+        indexes: what to read of each folder; None: all that their `index.json` list.
 
     Raises:
         ValueError: a folder that cannot be read, or two that were encoded differently; names both.
     """
 
-    def __init__(self, roots: Mapping[str, str | Path]) -> None:
+    def __init__(self, roots: Mapping[str, str | Path], *, indexes: Mapping[str, DatasetIndex] | None = None) -> None:
         if not roots:
             raise ValueError("no data sets given")
-        self._readers = {name: LatentReader(root) for name, root in roots.items()}
+        self._readers = {name: LatentReader(root, index=(indexes or {}).get(name)) for name, root in roots.items()}
         first, *others = self._readers.values()
         self.codec = first.index.codec
         self.text_encoder = first.index.text_encoder

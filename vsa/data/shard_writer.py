@@ -28,6 +28,7 @@ from vsa.data.index import (
     deviation_or_one,
     valid_id,
 )
+from vsa.data.index_values import LARGEST_VALUE
 from vsa.data.own_files import is_leftover, listed_shards, remove_dataset, shard_files
 from vsa.data.shards import NULL_KEY
 from vsa.data.text import TextEncoder
@@ -190,6 +191,8 @@ class ShardWriter:
         stored = tensor.detach().cpu().to(self._dtype).contiguous()
         if not stored.isfinite().all():
             raise ValueError(f"{what} of {sample_id} are not finite as {str(self._dtype).removeprefix('torch.')}")
+        if stored.abs().max() > LARGEST_VALUE:
+            raise ValueError(f"{what} of {sample_id} reach {float(stored.abs().max()):.3g}, above {LARGEST_VALUE:g}")
         return stored
 
     def _text_payload(self, captions: Sequence[str]) -> bytes:

@@ -18,15 +18,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
+from vsa.data.bad_samples import BadSampleError, Cause
 from vsa.data.index import INDEX_NAME, DatasetIndex, SampleEntry, Span
+from vsa.data.index_values import LARGEST_VALUE
 from vsa.files import file_digest
 
 NULL_KEY = "__null__"
 """Key of the null embedding in text shards."""
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class LatentReader:
@@ -34,25 +39,42 @@ class LatentReader:
 
     Args:
         root: folder with an `index.json`.
+        index: what to read of it, see `DatasetIndex.without`; None: all that its `index.json` lists.
+        whole: refuse missing and cut shards, and a damaged null embedding.
 
     Raises:
         ValueError: the index is missing or malformed, or a shard is missing or cut short; names the file.
     """
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, *, index: DatasetIndex | None = None, whole: bool = True) -> None:
         self.root = Path(root)
-        self.index = DatasetIndex.load(self.root / INDEX_NAME)
+        self.index = DatasetIndex.load(self.root / INDEX_NAME) if index is None else index
+        if whole:
+            for problem in self.misshapen_shards().values():
+                raise ValueError(problem)
+            self.null_text = self.read_null_text()
+
+    def read_null_text(self) -> Tensor:
+        """float32 embedding `[S, E]` of the empty caption.
+
+        Raises:
+            BadSampleError: its bytes are damaged.
+        """
+        return self._text(NULL_KEY, self.index.null_text, 0)[1]
+
+    def misshapen_shards(self) -> dict[str, str]:
+        """What is wrong with each shard that is missing or has another size than the index says."""
+        problems = {}
         for shard in self.index.shards.values():
             path = self.root / shard.name
-            if not path.is_file():
-                raise ValueError(f"shard {path} is missing, {INDEX_NAME} lists it")
-            size = path.stat().st_size
-            if size != shard.bytes:
-                raise ValueError(
+            size = path.stat().st_size if path.is_file() else None
+            if size is None:
+                problems[shard.name] = f"shard {path} is missing, {INDEX_NAME} lists it"
+            elif size != shard.bytes:
+                problems[shard.name] = (
                     f"shard {path} is cut short or changed: it has {size} bytes, {INDEX_NAME} says {shard.bytes}"
                 )
-        _, null = self._text(NULL_KEY, self.index.null_text, 0)
-        self.null_text = null
+        return problems
 
     def latent(self, sample_id: str) -> Tensor:
         """float32 latents `[C, t, h, w]` of a sample, not normalised.
@@ -74,19 +96,14 @@ class LatentReader:
         entry = self._entry(sample_id)
         header, tensors = self._tensors(sample_id, entry.latent)
         if header.get("codec_hash") != self.index.codec.hash:
-            found = f"{header.get('codec_id')} {header.get('codec_hash')}"
-            raise ValueError(
-                f"shard {self.root / entry.latent.shard}, sample {sample_id}: encoded by {found}, "
-                f"the index says {self.index.codec.id} {self.index.codec.hash}"
-            )
+            found = f"{_short(header.get('codec_id'))} {_short(header.get('codec_hash'))}"
+            says = f"{self.index.codec.id} {self.index.codec.hash}"
+            raise self._bad(sample_id, entry.latent, "metadata", f"encoded by {found}, the index says {says}")
         tensor, shape = tensors.get(name), (channels, *entry.latent_shape[1:])
         if tensor is None or tuple(tensor.shape) != shape:
             found = None if tensor is None else tuple(tensor.shape)
-            raise ValueError(
-                f"shard {self.root / entry.latent.shard}, sample {sample_id}: {name} of shape {found}, "
-                f"the index says {shape}"
-            )
-        return tensor.float()
+            raise self._bad(sample_id, entry.latent, "shape", f"{name} of shape {found}, the index says {shape}")
+        return self._numbers(sample_id, entry.latent, name, tensor)
 
     def text(self, sample_id: str, caption: int) -> tuple[str, Tensor]:
         """One caption of a sample and its float32 embedding `[S, E]`.
@@ -100,9 +117,10 @@ class LatentReader:
         return self._text(sample_id, entry.text, caption)
 
     def damaged_shards(self) -> Iterator[Path]:
-        """Reads every shard whole and compares it with its digest; gives those that differ."""
+        """Reads every shard of the right size whole and compares it with its digest; gives those that differ."""
+        misshapen = self.misshapen_shards()
         for shard in self.index.shards.values():
-            if file_digest(self.root / shard.name) != shard.sha256:
+            if shard.name not in misshapen and file_digest(self.root / shard.name) != shard.sha256:
                 yield self.root / shard.name
 
     def verify(self) -> None:
@@ -122,29 +140,61 @@ class LatentReader:
 
     def _text(self, key: str, span: Span, caption: int) -> tuple[str, Tensor]:
         header, tensors = self._tensors(key, span)
-        if header.get("text_encoder_hash") != self.index.text_encoder.hash:
-            found = f"{header.get('text_encoder_id')} {header.get('text_encoder_hash')}"
-            raise ValueError(
-                f"shard {self.root / span.shard}, sample {key}: encoded by {found}, "
-                f"the index says {self.index.text_encoder.id} {self.index.text_encoder.hash}"
-            )
-        captions, embedding = header.get("captions", []), tensors.get(str(caption))
-        if embedding is None or caption >= len(captions):
-            raise ValueError(f"shard {self.root / span.shard}, sample {key}: no caption number {caption}")
-        return captions[caption], embedding.float()
+        encoder = self.index.text_encoder
+        if header.get("text_encoder_hash") != encoder.hash:
+            found = f"{_short(header.get('text_encoder_id'))} {_short(header.get('text_encoder_hash'))}"
+            says = f"{encoder.id} {encoder.hash}"
+            raise self._bad(key, span, "metadata", f"encoded by {found}, the index says {says}")
+        captions, embedding = header.get("captions"), tensors.get(str(caption))
+        if embedding is None or not isinstance(captions, list) or caption >= len(captions):
+            raise self._bad(key, span, "metadata", f"no caption number {caption}")
+        if not isinstance(captions[caption], str):
+            raise self._bad(key, span, "metadata", f"caption number {caption} is {_short(captions[caption])}, not text")
+        if embedding.dim() != 2 or embedding.shape[1] != encoder.dim or len(embedding) > encoder.max_tokens:
+            says = f"at most {encoder.max_tokens} tokens of width {encoder.dim}"
+            raise self._bad(key, span, "shape", f"text of shape {tuple(embedding.shape)}, the index says {says}")
+        return captions[caption], self._numbers(key, span, "text", embedding)
+
+    def _numbers(self, key: str, span: Span, name: str, tensor: Tensor) -> Tensor:
+        """The tensor as float32, when it holds values that a model can take."""
+        if tensor.dtype not in _DTYPES:
+            raise self._bad(key, span, "dtype", f"{name} of type {str(tensor.dtype).removeprefix('torch.')}")
+        tensor = tensor.float()
+        # empty captions may have no tokens
+        least, most = tensor.aminmax() if tensor.numel() else (0.0, 0.0)
+        # comparisons with NaN are false
+        if not (least >= -LARGEST_VALUE and most <= LARGEST_VALUE):
+            cause: Cause = "nan" if tensor.isnan().any() else "inf" if tensor.isinf().any() else "range"
+            words = {"nan": "are not finite (NaN)", "inf": "are not finite (Inf)"}
+            what = words.get(cause, f"reach {float(tensor.abs().max()):.3g}, at most {LARGEST_VALUE:g} is a latent")
+            raise self._bad(key, span, cause, f"values of {name} {what}")
+        return tensor
 
     def _tensors(self, key: str, span: Span) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Our header and the tensors of one member, after its digest was checked."""
-        path = self.root / span.shard
-        with path.open("rb") as file:
-            file.seek(span.offset)
-            payload = file.read(span.size)
+        try:
+            with (self.root / span.shard).open("rb") as file:
+                file.seek(span.offset)
+                payload = file.read(span.size)
+        except OSError as error:
+            raise self._bad(key, span, "unreadable", f"cannot be read ({error.strerror})") from error
         if len(payload) != span.size or hashlib.sha256(payload).hexdigest() != span.sha256:
-            raise ValueError(f"shard {path}, sample {key}: the bytes are damaged (digest differs from {INDEX_NAME})")
+            raise self._bad(key, span, "digest", f"the bytes are damaged (digest differs from {INDEX_NAME})")
         try:
             tensors = load_tensors(payload)
             length = int.from_bytes(payload[:8], "little")
             header = json.loads(json.loads(payload[8 : 8 + length])["__metadata__"]["vsa"])
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"shard {path}, sample {key}: not a safetensors member of ours ({error})") from error
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self._bad(key, span, "decode", f"not a safetensors member of ours ({_short(error)})") from error
+        if not isinstance(header, dict):
+            raise self._bad(key, span, "metadata", f"its header is {_short(header)}, not an object")
         return header, tensors
+
+    def _bad(self, key: str, span: Span, cause: Cause, what: str) -> BadSampleError:
+        message = f"shard {self.root / span.shard}, sample {key}: {what}"
+        return BadSampleError(message, cause=cause, shard=span.shard, sample=key)
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -32,7 +32,7 @@ Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
 TOP_LEVEL = ("status", "gradients", "data", "metrics")
 """Parts whose values stand at the top of `state.json`; those of others stand under the part's name."""
 
-NEWER = ("sparsity_state", "loss_window")
+NEWER = ("sparsity_state", "loss_window", "bad_samples")
 """Parts that checkpoints of the first schema may lack: they are loaded from nothing."""
 
 WITHOUT_GRADIENT = "without_gradient"

@@ -24,6 +24,7 @@ from vsa.config import build, build_task, check_settings, check_targets, model_f
 from vsa.models.init import without_memory
 from vsa.secrets import without_secrets
 from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
+from vsa.training.callbacks.bad_samples import BadSamples
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings, listed, refuse_changes
@@ -292,7 +293,7 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
     """What opens the run, what changes the state of a run (0), what saves it (1), what shows what was saved (2)."""
     built = [build(node) for node in cfg.callbacks.values() if node is not None]
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
-    return [opening, *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
+    return [opening, BadSamples(str(cfg.run_dir)), *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
 
 
 def _processes(trainer: Mapping[str, Any]) -> int:

@@ -1,0 +1,369 @@
+"""Rows about data: damaged and forged shards and indexes, and runs that meet bad samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from scripts.soak.rows import Outcome, Row
+from vsa.data.bad_samples import BadSampleError
+from vsa.data.codecs import HaarCodec
+from vsa.data.datamodule import LatentDataModule
+from vsa.data.index import INDEX_NAME
+from vsa.data.plan import is_validation
+from vsa.data.shard_writer import ShardWriter
+from vsa.data.shards import LatentReader
+from vsa.data.text import HashedNgramEncoder
+
+_SHAPE = (16, 2, 2, 4)
+_TEXT = HashedNgramEncoder(dim=8, max_tokens=5)
+_DEEP = "[" * 200_000
+
+
+def _write(root: Path, *, count: int = 24, per_shard: int = 10) -> Path:
+    """A data set of random latents, each with two captions."""
+    generator = torch.Generator().manual_seed(0)
+    with ShardWriter(root, codec=HaarCodec(), text_encoder=_TEXT, samples_per_shard=per_shard) as writer:
+        for i in range(count):
+            latents = torch.randn(_SHAPE, generator=generator)
+            writer.add(f"clip-{i:03d}", latents, [f"clip {i}", f"the {i}th clip"], {"source": f"{i}.mp4"})
+    return root
+
+
+def _read(root: Path) -> dict[str, list[Tensor] | str]:
+    """Everything that a training reads of each sample, or the cause why it does not."""
+    reader = LatentReader(root)
+    result: dict[str, list[Tensor] | str] = {}
+    for name in reader.index.samples:
+        try:
+            result[name] = [reader.latent(name), *(reader.text(name, caption)[1] for caption in range(2))]
+        except BadSampleError as error:
+            result[name] = error.cause
+    return result
+
+
+def _same(read: dict[str, Any], good: dict[str, Any]) -> bool:
+    """Whether each sample is what it was, or told as bad."""
+    return read.keys() == good.keys() and all(
+        isinstance(value, str) or all(torch.equal(a, b) for a, b in zip(value, good[name], strict=True))
+        for name, value in read.items()
+    )
+
+
+def _one_line(error: BaseException, *words: str) -> bool:
+    return (
+        type(error) in (ValueError, BadSampleError) and "\n" not in str(error) and all(w in str(error) for w in words)
+    )
+
+
+def _flipped_shards(folder: Path, tries: int, seed: int) -> Outcome:
+    root, draw = _write(folder / "set"), random.Random(seed)
+    good, failures, told = _read(root), [], 0
+    for i in range(tries):
+        path = draw.choice(sorted(root.glob("*.tar")))
+        content = path.read_bytes()
+        place, bit = draw.randrange(len(content)), draw.randrange(8)
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+        what = f"try {i}: bit {bit} of byte {place} of {path.name}"
+        try:
+            reader, read = LatentReader(root), _read(root)
+            told += any(isinstance(value, str) for value in read.values())
+            if not _same(read, good) or list(reader.damaged_shards()) != [path]:
+                failures.append(what)
+        except ValueError as error:
+            # the null embedding is read at opening
+            told += 1
+            if not _one_line(error, path.name, "__null__"):
+                failures.append(f"{what}: {error!r}")
+        path.write_bytes(content)
+    notes = (f"{told} of {tries} in bytes that a training reads, all {tries} found by a whole read",)
+    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures), notes=notes)
+
+
+def _flipped_index(folder: Path, tries: int, seed: int) -> Outcome:
+    root, draw = _write(folder / "set"), random.Random(seed)
+    path = root / INDEX_NAME
+    content, failures = path.read_bytes(), []
+    for i in range(tries):
+        place, bit = draw.randrange(len(content)), draw.randrange(8)
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+        if (problem := _not_refused(root)) is not None:
+            failures.append(f"try {i}: bit {bit} of byte {place}: {problem}")
+    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures))
+
+
+def _not_refused(root: Path, *words: str) -> str | None:
+    """None when opening a data set is refused in one line with its file's name and these words."""
+    try:
+        LatentReader(root)
+    except Exception as error:
+        return None if _one_line(error, root.name, *words) else repr(error)[:200]
+    return "accepted"
+
+
+def _cut_shards(folder: Path, tries: int, seed: int) -> Outcome:
+    root, draw, failures = _write(folder / "set"), random.Random(seed), []
+    for i in range(tries):
+        path = draw.choice(sorted(root.glob("*.tar")))
+        content = path.read_bytes()
+        # half at the ends of tar's blocks
+        cut = draw.randrange(len(content)) // (512 if i % 2 else 1) * (512 if i % 2 else 1)
+        path.write_bytes(content[:cut])
+        if (problem := _not_refused(root, path.name)) is not None:
+            failures.append(f"try {i}: {path.name} cut at {cut}: {problem}")
+        path.write_bytes(content)
+    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures))
+
+
+def edit_index(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the content of an index and give it the digest that belongs to it."""
+    content = json.loads((root / INDEX_NAME).read_text())
+    content.pop("index_sha256", None)
+    change(content)
+    body = json.dumps(content)
+    seal = hashlib.sha256(body.encode()).hexdigest()
+    (root / INDEX_NAME).write_text(f'{{"index_sha256": "{seal}", {body[1:]}')
+
+
+def forge(root: Path, sample: str, kind: str, payload: bytes) -> None:
+    """Put bytes in the place of a member, `kind` latents or texts, with every digest right."""
+    index = json.loads((root / INDEX_NAME).read_text())
+    name = next(s["name"] for s in index["shards"] if any(row[0] == sample for row in s.get(kind, ())))
+    content = (root / name).read_bytes()
+    (root / name).write_bytes(content + payload)
+
+    def point(index: dict[str, Any]) -> None:
+        shard = next(s for s in index["shards"] if s["name"] == name)
+        shard |= {"bytes": len(content + payload), "sha256": hashlib.sha256(content + payload).hexdigest()}
+        row = next(row for row in shard[kind] if row[0] == sample)
+        row[1:4] = [len(content), len(payload), hashlib.sha256(payload).hexdigest()]
+
+    edit_index(root, point)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgery:
+    """A member that is not what it should be: name, which member, its bytes, and the cause that must be told."""
+
+    name: str
+    kind: str
+    payload: bytes
+    cause: str
+
+
+def forgeries() -> Iterator[Forgery]:
+    """40 members with right digests."""
+    codec = HaarCodec()
+    about = {"codec_id": codec.id, "codec_hash": codec.hash}
+    spoken = {"text_encoder_id": _TEXT.id, "text_encoder_hash": _TEXT.hash, "captions": ["a", "b"]}
+    good = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(1)).half()
+
+    def latent(name: str, cause: str, tensor: Tensor = good, *, header: Any = about, key: str = "latent") -> Forgery:
+        text = header if isinstance(header, str) else json.dumps(header)
+        payload = save({key: tensor.contiguous()}, {"vsa": text})
+        return Forgery(name=name, kind="latents", payload=payload, cause=cause)
+
+    def spoilt(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        tensor = good.to(dtype, copy=True)
+        tensor[3, 1, 1, 2] = value
+        return tensor
+
+    for name, value, cause in (
+        ("a NaN", math.nan, "nan"),
+        ("an Inf", math.inf, "inf"),
+        ("a negative Inf", -math.inf, "inf"),
+        ("1e30", 1e30, "range"),
+        ("-1e30", -1e30, "range"),
+        ("70,000", 7e4, "range"),
+    ):
+        yield latent(name, cause, spoilt(value))
+    yield latent("all NaN", "nan", torch.full(_SHAPE, math.nan, dtype=torch.float16))
+    yield latent("NaN and Inf in bfloat16", "nan", torch.full(_SHAPE, math.nan, dtype=torch.bfloat16))
+    yield latent("1e30 in bfloat16", "range", spoilt(1e30, torch.bfloat16))
+    for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float64, torch.float8_e4m3fn):
+        yield latent(f"latents of {dtype}", "dtype", torch.zeros(_SHAPE).to(dtype))
+    yield latent("another shape", "shape", good.transpose(2, 3))
+    yield latent("no dimensions", "shape", torch.tensor(1.0))
+    yield latent("no values", "shape", torch.zeros(16, 0, 2, 4))
+    yield latent("more channels", "shape", torch.zeros(32, 2, 2, 4))
+    yield latent("no latent", "shape", key="other")
+    yield latent("metadata nested 200,000 deep", "decode", header=_DEEP + "]" * 200_000)
+    yield latent("metadata cut short", "decode", header=_DEEP)
+    for name, header in (("a list", [about]), ("a number", 3), ("null", None), ("text", '"codec_hash"')):
+        yield latent(f"metadata that is {name}", "metadata", header=header)
+    yield latent("another encoder", "metadata", header={"codec_id": "other", "codec_hash": "0"})
+    yield latent("an encoder of 10 MB", "metadata", header={"codec_id": "x" * 10**7, "codec_hash": ["x"]})
+    yield Forgery(name="no metadata", kind="latents", payload=save({"latent": good}), cause="decode")
+    yield Forgery(name="a pickle", kind="latents", payload=pickle.dumps({"latent": [1.0]}), cause="decode")
+    yield Forgery(name="zeros", kind="latents", payload=bytes(500), cause="decode")
+    yield Forgery(
+        name="a header of 2^62", kind="latents", payload=(2**62).to_bytes(8, "little") + b"{}", cause="decode"
+    )
+
+    def text(name: str, cause: str, tensor: Tensor, **header: Any) -> Forgery:
+        payload = save({"0": tensor, "1": tensor.clone()}, {"vsa": json.dumps({**spoken, **header})})
+        return Forgery(name=f"text: {name}", kind="texts", payload=payload, cause=cause)
+
+    rows = torch.ones(3, 8)
+    yield text("NaN", "nan", rows * math.nan)
+    yield text("int8", "dtype", rows.to(torch.int8))
+    yield text("another width", "shape", torch.ones(3, 9))
+    yield text("more tokens than the encoder makes", "shape", torch.ones(6, 8))
+    yield text("captions that are a number", "metadata", rows, captions=7)
+    yield text("captions that are lists", "metadata", rows, captions=[["a"], ["b"]])
+    yield text("another encoder", "metadata", rows, text_encoder_hash="0")
+
+
+def _module(root: Path, **options: Any) -> LatentDataModule:
+    return LatentDataModule(
+        root=str(root), codec=HaarCodec(), text_encoder=_TEXT, val_fraction=0, caption_dropout=0, **options
+    )
+
+
+def _forged_members(folder: Path, tries: int, seed: int) -> Outcome:
+    """Each sample is drawn in the first step of a training, which must pass it and tell why."""
+    good, failures = _write(folder / "good", count=8), []
+    chosen = list(forgeries())[:tries]
+    for i, forgery in enumerate(chosen):
+        root = shutil.copytree(good, folder / "set")
+        forge(root, "clip-003", forgery.kind, forgery.payload)
+        try:
+            module = _module(root, batch_size=8)
+            module.setup()
+            batch = next(iter(module.train_dataloader()))
+            told = [(bad.id, bad.cause) for bad in batch.bad]
+            passed = len(batch.sample_ids) == 8 and "clip-003" not in batch.sample_ids
+            whole = bool(batch.latents.isfinite().all() and batch.text.isfinite().all())
+            # drawn again in place of itself it is told once
+            if set(told) != {("clip-003", forgery.cause)} or not passed or not whole:
+                failures.append(f"try {i}: {forgery.name}: told {told}, expected {forgery.cause}")
+        except Exception as error:
+            failures.append(f"try {i}: {forgery.name}: {error!r}"[:300])
+        shutil.rmtree(root)
+    return Outcome(tried=len(chosen), survived=len(chosen) - len(failures), failures=tuple(failures))
+
+
+def index_tricks() -> dict[str, tuple[Callable[[dict[str, Any]], object], str]]:
+    """Changes of an index that must be refused, and a word of the refusal."""
+
+    def first(index: dict[str, Any], kind: str = "latents") -> dict[str, Any]:
+        return next(shard for shard in index["shards"] if shard.get(kind))
+
+    def row(index: dict[str, Any], place: int, value: object, kind: str = "latents") -> None:
+        first(index, kind)[kind][0][place] = value
+
+    return {
+        "mean NaN": (lambda i: i["latent_mean"].__setitem__(2, math.nan), "latent_mean[2]=nan"),
+        "mean Inf": (lambda i: i["latent_mean"].__setitem__(0, math.inf), "latent_mean[0]=inf"),
+        "mean 1e30": (lambda i: i["latent_mean"].__setitem__(0, 1e30), "latent_mean[0]=1e+30"),
+        "deviation 0": (lambda i: i["latent_std"].__setitem__(1, 0.0), "latent_std[1]=0.0"),
+        "deviation negative": (lambda i: i["latent_std"].__setitem__(1, -1.0), "latent_std[1]=-1.0"),
+        "deviation Inf": (lambda i: i["latent_std"].__setitem__(1, math.inf), "latent_std[1]=inf"),
+        "deviation as text": (lambda i: i["latent_std"].__setitem__(1, "1"), "latent_std[1]='1'"),
+        "one mean short": (lambda i: i["latent_mean"].pop(), "15 means"),
+        "stride 0": (lambda i: i["codec"].update(stride=[0, 8, 8]), "codec.stride[0]=0"),
+        "stride of two": (lambda i: i["codec"].update(stride=[8, 8]), "codec.stride=[8, 8]"),
+        "channels 2^40": (lambda i: i["codec"].update(channels=1 << 40), "codec.channels=1099511627776"),
+        "10^9 captions": (lambda i: row(i, 4, 10**9, "texts"), "captions=1000000000"),
+        "no captions": (lambda i: row(i, 4, 0, "texts"), "captions=0"),
+        "10^12 tokens": (lambda i: i["text_encoder"].update(max_tokens=10**12), "max_tokens=1000000000000"),
+        "width true": (lambda i: i["text_encoder"].update(dim=True), "text_encoder.dim=True"),
+        "latents of 2^60 cells": (lambda i: first(i).update(latent_shape=[16, 2**19, 2**19, 2**19]), "latent_shape"),
+        "latents without frames": (lambda i: first(i).update(latent_shape=[16, 0, 2, 4]), "latent_shape[1]=0"),
+        "an offset before the file": (lambda i: row(i, 1, -512), "=-512"),
+        "bytes past the file": (lambda i: row(i, 2, 10**9), "which has"),
+        "a shard above the folder": (lambda i: first(i).update(name="../set/x.tar"), "shard name"),
+        "an id with a path": (lambda i: row(i, 0, "../../etc/passwd"), "etc/passwd"),
+        "a sample without text": (lambda i: first(i, "texts")["texts"].pop(), "without latent or text"),
+    }
+
+
+def _index_tricks(folder: Path, tries: int, seed: int) -> Outcome:
+    root, failures = _write(folder / "set"), []
+    content = (root / INDEX_NAME).read_text()
+    chosen = list(index_tricks().items())[:tries]
+    for name, (change, word) in chosen:
+        edit_index(root, change)
+        if (problem := _not_refused(root, INDEX_NAME, word)) is not None:
+            failures.append(f"{name}: {problem}")
+        (root / INDEX_NAME).write_text(content)
+    return Outcome(tried=len(chosen), survived=len(chosen) - len(failures), failures=tuple(failures))
+
+
+def _runs_with_bad_samples(folder: Path, tries: int, seed: int) -> Outcome:
+    """A run passes a bad sample; one that is cut and gone on with another number of workers is the same run."""
+    # imports the whole product, which other rows do without
+    from scripts.soak.tiny import STEPS, metrics, run_folder, start, words, write_shards
+    from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+
+    draw, failures, met = random.Random(seed), [], 0
+    for i in range(tries):
+        own = folder / f"try-{i}"
+        own.mkdir()
+        root = write_shards(own / "shards")
+        index = LatentReader(root).index
+        sample = draw.choice([name for name in index.samples if not is_validation(name, 0.1)])
+        span = draw.choice([index.samples[sample].latent, index.samples[sample].text])
+        content = bytearray((root / span.shard).read_bytes())
+        content[span.offset + draw.randrange(span.size)] ^= 1 << draw.randrange(8)
+        (root / span.shard).write_bytes(content)
+        cut, workers = draw.randrange(1, STEPS), draw.randrange(3)
+
+        def train(*overrides: str, own: Path = own) -> int:
+            return start(words(own, "data.caption_dropout=0", *overrides), folder=own).wait()
+
+        straight, other = run_folder(own, "straight"), run_folder(own, "cut")
+        status = [
+            train("run=straight"),
+            train("run=cut", f"trainer.max_steps={cut}"),
+            train("run=cut", "ckpt_path=last", f"data.num_workers={workers}"),
+        ]
+        what = f"try {i}: {sample} in {span.shard}, cut at {cut}, {workers} workers"
+        if any(status):
+            failures.append(f"{what}: exit status {status}")
+            continue
+        saved = [resolve_checkpoint("last", run) for run in (straight, other)]
+        losses = [{step: row["train/loss"] for step, row in metrics(run).items()} for run in (straight, other)]
+        counts = [checkpoint.state["bad_samples"] for checkpoint in saved]
+        tensors = [
+            {f"{group}/{key}": t for group in ("model", "ema", "optimizer") for key, t in each.tensors(group).items()}
+            for each in saved
+        ]
+        met += sum(count for _, _, count in counts[0]["counts"])
+        equal = {
+            "counts": counts[0] == counts[1] and counts[0]["samples"].keys() == {f"main/{sample}"},
+            "losses": losses[0] == losses[1] and len(losses[0]) == STEPS,
+            "tensors": all(torch.equal(tensor, tensors[1][key]) for key, tensor in tensors[0].items()),
+        }
+        if not all(equal.values()):
+            failures.append(f"{what}: {equal}")
+        shutil.rmtree(own)
+    notes = (f"{met} draws of bad samples passed",)
+    return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures), notes=notes)
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        name="runs that meet a bad sample pass it and resume bit-equal",
+        tries=10,
+        short_tries=1,
+        run=_runs_with_bad_samples,
+    ),
+    Row(name="bit flips in shards: no wrong sample is trained on", tries=300, short_tries=20, run=_flipped_shards),
+    Row(name="bit flips in index.json are refused", tries=300, short_tries=100, run=_flipped_index),
+    Row(name="shards cut short are refused by name", tries=200, short_tries=40, run=_cut_shards),
+    Row(name="forged members with right digests are passed and told", tries=40, short_tries=40, run=_forged_members),
+    Row(name="impossible numbers and names in index.json are refused", tries=22, short_tries=22, run=_index_tricks),
+)

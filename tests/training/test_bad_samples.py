@@ -1,0 +1,158 @@
+"""Runs that meet bad samples: passed, counted, replaced by a rule, and too many of them stop the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.data.conftest import write_dataset
+from tests.training.ranks import run_ranks
+from vsa.data.bad_samples import BadSample
+from vsa.data.datamodule import LatentDataModule
+from vsa.data.shards import LatentReader
+from vsa.training.callbacks.bad_samples import BadSamples
+from vsa.training.run_state import NEWER
+
+
+def spoil(root: Path, names: list[str], what: str = "latent") -> None:
+    """Flip one bit in the middle of some samples."""
+    index = LatentReader(root).index
+    for name in names:
+        span = getattr(index.samples[name], what)
+        with (root / span.shard).open("r+b") as file:
+            file.seek(span.offset + span.size // 2)
+            byte = file.read(1)[0]
+            file.seek(span.offset + span.size // 2)
+            file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path / "shards", videos=40, images=0)
+
+
+@pytest.fixture
+def train(training, shards):
+    """Trains on `shards`, whose latents are 16 x 2 x 2 x 4."""
+
+    def start(*overrides: str, **options):
+        return training(
+            "~data",
+            "~data.toy.size",
+            "~data.toy.count",
+            "data=folder",
+            f"data.root={shards}",
+            "data.text_encoder.dim=8",
+            "data.text_encoder.max_tokens=5",
+            "data.num_workers=0",
+            "model.text_dim=8",
+            "attention.tile_thw=[1,1,1]",
+            *overrides,
+            **options,
+        )
+
+    return start
+
+
+def state_of(training, run: str = "default") -> dict:
+    return training.last(run).state["bad_samples"]
+
+
+def test_a_bad_sample_is_passed_and_a_resume_is_the_same_run(train, training, shards, caplog):
+    spoil(shards, ["video-003"])
+    train("trainer.max_steps=12", "run=straight")
+    state = state_of(training, "straight")
+    drawn = sum(row[2] for row in state["counts"])
+    assert drawn >= 1
+    assert state["drawn"] == 48
+    assert state["counts"] == [["digest", "latents-C16x2x2x4-00000.tar", drawn]]
+    assert state["samples"] == {"main/video-003": "digest in latents-C16x2x2x4-00000.tar"}
+    assert training.metrics("straight")[12]["bad_samples"] == str(drawn)
+    report = (training.folder("straight") / "bad_samples.txt").read_text()
+    assert "main/video-003\tdigest in latents-C16x2x2x4-00000.tar\n" in report
+    assert sum("bad sample main/video-003 (digest in" in record.getMessage() for record in caplog.records) == 1
+    # cut in the middle and gone on with workers
+    train("trainer.max_steps=6", "run=cut")
+    train("trainer.max_steps=12", "run=cut", "ckpt_path=last", "data.num_workers=2")
+    assert training.losses("cut") == training.losses("straight")
+    assert state_of(training, "cut") == state
+    tensors = training.tensors("straight")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in training.tensors("cut").items())
+
+
+def test_good_data_are_read_as_ever(train, training, shards, tmp_path):
+    """A run whose bad samples are never drawn has the losses of one without; the control is a sample that is."""
+    train("trainer.max_steps=3", "run=good")
+    assert "bad_samples" not in training.metrics("good")[3]
+    assert not (training.folder("good") / "bad_samples.txt").exists()
+    module = LatentDataModule(**data_of(training.last("good").state["config"]))
+    module.setup()
+    drawn = {ref.id for step in range(3) for ref in module.plan.step(step).refs}
+    rest = sorted(set(module.plan.sources["main"].buckets[16, 2, 2, 4]) - drawn)
+    assert rest
+    spoil(shards, rest)
+    train("trainer.max_steps=3", "run=others")
+    assert training.losses("others") == training.losses("good")
+    spoil(shards, [sorted(drawn)[0]])
+    train("trainer.max_steps=3", "run=bad", "data.max_bad=1")
+    assert training.losses("bad") != training.losses("good")
+
+
+def data_of(config: dict) -> dict:
+    """Arguments of the data module of a run."""
+    from vsa.config import build
+
+    data = {key: value for key, value in config["data"].items() if key not in ("_target_", "codec", "text_encoder")}
+    return {**data, **{name: build(config["data"][name]) for name in ("codec", "text_encoder")}}
+
+
+def test_too_many_bad_samples_stop_the_run_and_nothing_is_lost(train, training, shards):
+    spoil(shards, [f"video-{i:03d}" for i in range(0, 40, 2)])
+    with pytest.raises(ValueError, match=r"of 2\d samples drawn were bad \(digest \d+\), more than data.max_bad=0.01"):
+        train("trainer.max_steps=40", "trainer.log_every_n_steps=1")
+    stopped = training.last()
+    assert 3 <= stopped.step < 12
+    # as told: it may go on where it stopped, or start anew without the bad ones that it met
+    train(f"trainer.max_steps={stopped.step + 2}", "ckpt_path=last", "data.max_bad=0.9")
+    assert training.last().step == stopped.step + 2
+    drop = training.folder() / "bad_samples.txt"
+    bad = {line.partition("\t")[0] for line in drop.read_text().splitlines()[1:]}
+    train("trainer.max_steps=2", "run=anew", f"data.drop={drop}")
+    assert not bad & state_of(training, "anew")["samples"].keys()
+    assert training.last("anew").state["plan_hash"] != stopped.state["plan_hash"]
+
+
+def test_no_bad_sample_is_allowed_where_a_run_says_so(train, shards):
+    spoil(shards, [f"video-{i:03d}" for i in range(0, 40, 3)])
+    with pytest.raises(ValueError, match=r"data\.max_bad=0 allows"):
+        train("trainer.max_steps=12", "data.max_bad=0")
+
+
+def test_ranks_count_together(tmp_path):
+    met = [[(4, "a", 3), (5, "c", 0)], [(4, "b", 1)]]
+
+    def count(rank: int) -> dict:
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        counted = BadSamples(tmp_path)
+        counted._ranks = 2
+        counted._new = [
+            (step, BadSample(source="main", id=name, shard="x.tar", cause="nan", slot=slot))
+            for step, name, slot in met[rank]
+        ]
+        return dict(counted.state_dict())
+
+    first, second = run_ranks(2, count)
+    assert first == second
+    assert first["counts"] == [["nan", "x.tar", 3]]
+    # in the order in which they were drawn, whichever rank drew them
+    assert list(first["samples"]) == ["main/b", "main/a", "main/c"]
+
+
+def test_a_checkpoint_of_earlier_versions_has_no_counts(tmp_path):
+    assert "bad_samples" in NEWER
+    counted = BadSamples(tmp_path)
+    counted.load_state_dict({})
+    assert counted.state_dict() == {"drawn": 0, "counts": [], "samples": {}}

@@ -1,0 +1,142 @@
+"""Bad samples of a run: counted over all ranks, told, kept in checkpoints, and too many of them stop it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from vsa.data.bad_samples import BadSample, write_drop_list
+from vsa.data.batch import VideoBatch
+from vsa.training.callbacks.checkpoint import Checkpointing
+from vsa.training.display import never_fatal
+from vsa.training.modules.base import DiffusionModule
+
+# samples that are told one by one
+_LISTED = 20
+# samples that checkpoints name; the others are only counted
+_KEPT = 10_000
+# a share is judged over so many draws at least: a few bad samples at the start are no share
+_FEWEST_DRAWS = 1000
+
+
+class BadSamples(L.Callback):
+    """Counts the bad samples that a run drew and replaced, by cause and shard.
+
+    The ranks' counts meet at logged steps and in checkpoints. A run stops when more than `data.max_bad` of the samples
+    drawn were bad (of the last count, at least 1,000 draws), but never for one sample alone unless `data.max_bad` is 0.
+
+    Args:
+        run_dir: `bad_samples.txt` goes there, a list that `data.drop` takes.
+    """
+
+    part = "bad_samples"
+
+    def __init__(self, run_dir: str | Path):
+        self._report = Path(run_dir) / "bad_samples.txt"
+        self._drawn = 0
+        self._counts: Counter[str] = Counter()
+        self._samples: dict[str, str] = {}
+        # of this rank since the ranks' counts met
+        self._new: list[tuple[int, BadSample]] = []
+        self._told: set[BadSample] = set()
+        self._ranks, self._writes = 1, False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._ranks, self._writes = trainer.world_size, trainer.is_global_zero
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The counts of all ranks; a collective."""
+        self._meet()
+        counts = [[*key.split("/"), count] for key, count in sorted(self._counts.items())]
+        return {"drawn": self._drawn, "counts": counts, "samples": self._samples}
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Go on counting; checkpoints of earlier versions have no counts."""
+        self._drawn = state.get("drawn", 0)
+        self._counts = Counter({f"{cause}/{shard}": count for cause, shard, count in state.get("counts", ())})
+        self._samples = dict(state.get("samples", {}))
+
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: L.Trainer, pl_module: DiffusionModule, outputs: Any, batch: VideoBatch, batch_idx: int
+    ) -> None:
+        self._drawn += len(batch.sample_ids) * trainer.world_size
+        self._new += [(batch.step, bad) for bad in batch.bad]
+        step = trainer.global_step
+        if (batch_idx + 1) % pl_module.accumulate or not pl_module.logs_this_step(step):
+            return
+        self._meet()
+        if not self._counts:
+            return
+        by_cause = Counter[str]()
+        for key, count in self._counts.items():
+            by_cause[key.partition("/")[0]] += count
+        metrics = {f"bad_samples/{cause}": count for cause, count in by_cause.items()}
+        pl_module.log_step({"bad_samples": by_cause.total(), **metrics}, step)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if self._too_many(data.max_bad):
+            # nothing is lost: it may go on with another bound
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, Checkpointing):
+                    callback.save(trainer, pl_module)
+            raise ValueError(self._verdict(by_cause, data.max_bad))
+
+    def on_validation_batch_end(  # type: ignore[override]
+        self,
+        trainer: L.Trainer,
+        pl_module: DiffusionModule,
+        outputs: Any,
+        batch: VideoBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        for bad in batch.bad:
+            # the same ones in every validation; a resume may leave one out, so they are not counted
+            if bad not in self._told:
+                self._told.add(bad)
+                print(f"bad sample in validation: {_where(bad)}; another one is validated on in its place", flush=True)
+
+    def _meet(self) -> None:
+        """Add up what the ranks have met since the last time."""
+        new = self._new
+        self._new = []
+        if self._ranks > 1:
+            parts: list[Any] = [[]] * self._ranks
+            dist.all_gather_object(parts, [(step, asdict(bad)) for step, bad in new])
+            new = [(step, BadSample(**bad)) for part in parts for step, bad in part]
+        for step, bad in sorted(new, key=lambda each: (each[0], each[1].slot)):
+            self._counts[f"{bad.cause}/{bad.shard}"] += 1
+            name = f"{bad.source}/{bad.id}"
+            if name not in self._samples and len(self._samples) < _KEPT:
+                self._samples[name] = f"{bad.cause} in {bad.shard}"
+                if len(self._samples) <= _LISTED:
+                    rank_zero_info(f"bad sample {_where(bad)}, drawn for step {step}: another one takes its place")
+        if new:
+            total, share = self._counts.total(), self._counts.total() / max(self._drawn, 1)
+            rank_zero_info(f"bad samples: {total:,} of {self._drawn:,} drawn ({share:.2%}), listed in {self._report}")
+            if self._writes:
+                with never_fatal(str(self._report)):
+                    write_drop_list(self._report, self._samples, found_by="a training run")
+
+    def _too_many(self, most: float) -> bool:
+        share = self._counts.total() / max(self._drawn, _FEWEST_DRAWS)
+        return most == 0 or (share > most and len(self._samples) > 1)
+
+    def _verdict(self, by_cause: Mapping[str, int], most: float) -> str:
+        causes = ", ".join(f"{cause} {count:,}" for cause, count in sorted(by_cause.items()))
+        name, what = next(iter(self._samples.items()))
+        return (
+            f"{self._counts.total():,} of {self._drawn:,} samples drawn were bad ({causes}), more than "
+            f"data.max_bad={most:g} allows; first {name}: {what}. {self._report} lists them, vsa check-data finds all: "
+            f"start anew with data.drop={self._report}, or go on with a larger data.max_bad"
+        )
+
+
+def _where(bad: BadSample) -> str:
+    return f"{bad.source}/{bad.id} ({bad.cause} in {bad.shard})"
