@@ -79,6 +79,14 @@ def test_values_of_the_environment_and_of_the_command_line_are_found_anywhere(mo
     assert without_secrets(text) == f"{MARKER} {MARKER} an innocent value {'x' * (SHORTEST - 1)} my-run-name"
 
 
+def test_a_caption_names_no_secrets(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", CANARY)
+    caption = f'a sign that says "secret: keep out" and {CANARY}'
+    assert without_secrets(caption, named=False) == f'a sign that says "secret: keep out" and {MARKER}'
+    # the control
+    assert "keep" not in without_secrets(caption)
+
+
 def test_of_two_overlapping_secrets_nothing_stays(monkeypatch):
     monkeypatch.setenv("A_TOKEN", "abcdefgh")
     monkeypatch.setenv("B_TOKEN", "abcdefgh-and-more")

@@ -52,16 +52,17 @@ def known_secrets() -> tuple[str, ...]:
     return _searched(values)
 
 
-def without_secrets(text: str, secrets: Iterable[str] | None = None) -> str:
+def without_secrets(text: str, secrets: Iterable[str] | None = None, *, named: bool = True) -> str:
     """A text with `MARKER` in place of every secret.
 
     Args:
         text: of a message, or a value.
         secrets: to look for beside those that the text itself names (`api_key=...`); None: `known_secrets`.
+        named: whether the text names secrets; a caption (a sign that says "secret: keep out") does not.
     """
-    named = list(_named_secrets(text))
-    own = [value["quoted"] or value[0] for value in named]
-    for value in reversed(named):
+    named_here = list(_named_secrets(text)) if named else []
+    own = [value["quoted"] or value[0] for value in named_here]
+    for value in reversed(named_here):
         text = text[: value.start()] + MARKER + text[value.end() :]
     for secret in _searched((*(known_secrets() if secrets is None else secrets), *own)):
         text = text.replace(secret, MARKER)

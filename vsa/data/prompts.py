@@ -39,4 +39,4 @@ def read_prompts(path: Path) -> list[str]:
             prompts.append(prompt.strip())
     if not prompts:
         raise ValueError(f"no prompts in {path}")
-    return [without_secrets(prompt) for prompt in prompts]
+    return [without_secrets(prompt, named=False) for prompt in prompts]

@@ -34,7 +34,10 @@ def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     Raises:
         ValueError: there is none.
     """
-    captions = [*map(without_secrets, prompts), *(read_prompts(file) if file is not None else [])]
+    captions = [
+        *(without_secrets(prompt, named=False) for prompt in prompts),
+        *(read_prompts(file) if file is not None else []),
+    ]
     if not captions:
         raise ValueError("no prompts: give --prompt TEXT or --prompts FILE with one caption per line")
     return captions

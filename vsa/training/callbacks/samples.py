@@ -103,7 +103,7 @@ class Samples(L.Callback):
         # those of the data are known when it is open
         self._from_data = prompts is None
         # they become names of files
-        self.prompts = [without_secrets(prompt) for prompt in prompts or ()]
+        self.prompts = [without_secrets(prompt, named=False) for prompt in prompts or ()]
         self.every_n_steps, self.seed, self.fps = every_n_steps, seed, fps
         self.steps, self.guidance, self.flow_shift = steps, guidance, flow_shift
         self.sparsity = check_points("callbacks.samples.sparsity", sparsity)
