@@ -34,10 +34,8 @@ def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     Raises:
         ValueError: there is none.
     """
-    captions = [
-        *(without_secrets(prompt, named=False) for prompt in prompts),
-        *(read_prompts(file) if file is not None else []),
-    ]
+    captions = [without_secrets(prompt, named=False) for prompt in prompts]
+    captions += read_prompts(file) if file is not None else []
     if not captions:
         raise ValueError("no prompts: give --prompt TEXT or --prompts FILE with one caption per line")
     return captions
