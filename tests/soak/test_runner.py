@@ -17,8 +17,8 @@ from scripts.soak.rows import Outcome, Row
 from scripts.soak.runner import run_rows
 
 ROOT = Path(__file__).parents[2]
-SLOW: frozenset[str] = frozenset()
-"""Rows whose short form takes more than some seconds."""
+SLOW = frozenset({"Triton kernels in the interpreter against fp64"})
+"""Rows whose short form takes more than some seconds; the kernels' own tests run the interpreter."""
 ROWS = [row for rows in rows_by_topic().values() for row in rows]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from vsa_kernels.block_index import packed
 from vsa_kernels.block_sparse import gather, reference
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.modes import without_autocast
@@ -96,7 +97,8 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
     out, lse, *tensors = ctx.saved_tensors
     saved = iter(tensors)
     inputs = [next(saved) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
-    grads = block_sparse_bwd(dout, dlse, out, lse, *inputs)
+    # packed as q, k and v are: the sums over D then have one order whatever the layout
+    grads = block_sparse_bwd(packed(dout), dlse, out, lse, *inputs)
     return (*grads, *(None for _ in inputs[3:]))
 
 

@@ -1,0 +1,451 @@
+"""The operators on the CPU against plain dense attention in fp64, which knows tokens and a mask and no blocks.
+
+B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vsa_kernels import BlockIndex, Blocks, block_sparse_attn, select_topk
+from vsa_kernels.coarse_fine import coarse_fine_attn
+
+from scripts.soak import tiny
+from scripts.soak.rows import Outcome, Row
+from scripts.soak.tally import Tally
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+BACKENDS = ("reference", "gather")
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention over the tokens of a mask `[B, H, L, S]`; queries without any get 0 and -inf."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    logits = torch.einsum("blhd,bshd->bhls", q, k) * scale
+    logits = logits.masked_fill(~mask, -torch.inf)
+    none = ~mask.any(-1, keepdim=True)
+    weights = torch.softmax(logits.masked_fill(none, 0.0), -1).masked_fill(none, 0.0)
+    lse = torch.logsumexp(logits.masked_fill(none, 0.0), -1).masked_fill(none[..., 0], -torch.inf)
+    return torch.einsum("bhls,bshd->blhd", weights, v), lse
+
+
+def block_of_token(sizes: Sequence[int]) -> Tensor:
+    """The block of each token, `[L]`, for blocks of these sizes."""
+    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Random tensors, blocks and lists.
+
+    Args:
+        q, k, v: `[B, L, H, D]`, `[B, S, Hkv, D]` in fp64, exact in the dtype of the problem.
+        d_out: gradient of the output.
+        q_sizes, kv_sizes: tokens of the blocks.
+        lists: for each of B x H x Nq rows the kv blocks it sees.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    d_out: Tensor
+    q_sizes: tuple[int, ...]
+    kv_sizes: tuple[int, ...]
+    lists: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    @property
+    def blocks(self) -> dict[str, Blocks]:
+        return {"q_blocks": Blocks.from_sizes(self.q_sizes), "kv_blocks": Blocks.from_sizes(self.kv_sizes)}
+
+    def mask(self) -> Tensor:
+        rows = torch.tensor(
+            [[[[n in row for n in range(len(self.kv_sizes))] for row in head] for head in b] for b in self.lists]
+        )
+        q_block, kv_block = (
+            torch.arange(len(s)).repeat_interleave(torch.tensor(s)) for s in (self.q_sizes, self.kv_sizes)
+        )
+        return rows[:, :, q_block][..., kv_block]
+
+    def index(self) -> BlockIndex:
+        capacity = max(1, *(len(row) for b in self.lists for head in b for row in head))
+        # what is past the count is never read
+        padded = [[[[*row, *[10**6] * (capacity - len(row))] for row in head] for head in b] for b in self.lists]
+        counts = [[[len(row) for row in head] for head in b] for b in self.lists]
+        return BlockIndex(
+            kv_indices=torch.tensor(padded, dtype=torch.int32), kv_num_blocks=torch.tensor(counts, dtype=torch.int32)
+        )
+
+
+def problem(
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    most: int = 24,
+    dims: Sequence[int] = (8, 16, 24, 64, 80, 128, 256),
+    least: int = 0,
+) -> Problem:
+    """A random problem; `least` kv blocks in every list at least."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    batch, kv_heads, group, head_dim = rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice(dims)
+    q_sizes, kv_sizes = (tuple(rng.randint(1, most) for _ in range(rng.randint(1, 5))) for _ in range(2))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).double()
+
+    def row() -> tuple[int, ...]:
+        count = rng.randint(least, len(kv_sizes))
+        return tuple(sorted(rng.sample(range(len(kv_sizes)), count)))
+
+    heads = group * kv_heads
+    return Problem(
+        q=draw(batch, sum(q_sizes), heads, head_dim),
+        k=draw(batch, sum(kv_sizes), kv_heads, head_dim),
+        v=draw(batch, sum(kv_sizes), kv_heads, head_dim),
+        d_out=draw(batch, sum(q_sizes), heads, head_dim),
+        q_sizes=q_sizes,
+        kv_sizes=kv_sizes,
+        lists=tuple(tuple(tuple(row() for _ in q_sizes) for _ in range(heads)) for _ in range(batch)),
+    )
+
+
+Results = dict[str, Tensor]
+
+
+def gradients(
+    function: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor
+) -> Results:
+    """Output, lse and the three gradients of an attention."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = function(q, k, v)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), d_out.to(out.dtype))
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def expected(p: Problem, dtype: torch.dtype) -> tuple[Results, Results]:
+    """The definition in fp64, and the same formula in the dtype of the problem, whose error is the measure."""
+    mask = p.mask()
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return dense(q, k, v, mask, p.scale)
+
+    exact = gradients(plain, p.q, p.k, p.v, p.d_out)
+    return exact, gradients(plain, *(x.to(dtype) for x in (p.q, p.k, p.v, p.d_out)))
+
+
+def computed(p: Problem, dtype: torch.dtype, backend: str) -> Results:
+    index, blocks = p.index(), p.blocks
+
+    def sparse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return block_sparse_attn(q, k, v, index, **blocks, backend=backend)
+
+    return gradients(sparse, *(x.to(dtype) for x in (p.q, p.k, p.v, p.d_out)))
+
+
+def difference(p: Problem, dtype: torch.dtype, got: Results) -> str | None:
+    """What is further from fp64 than twice the plain formula in the same dtype, plus the rounding of its terms."""
+    exact, plain = expected(p, dtype)
+    # dq and dk are sums of differences dout . v - dout . out: where these cancel, their own rounding stays
+    terms = 1 + p.d_out.abs().max() * p.v.abs().max() * max(p.q.abs().max(), p.k.abs().max())
+    # in fp64 the plain formula is the definition itself
+    epsilon = torch.finfo(dtype).eps * (100 if dtype == torch.float64 else 1)
+    for name, right in exact.items():
+        if right.numel() == 0:
+            continue
+        # queries without keys: the same -inf
+        if not torch.equal(got[name].isinf(), right.isinf()) or got[name].isnan().any():
+            return f"{name} is not finite where it must be"
+        size = right.masked_fill(right.isinf(), 0.0)
+        error, usual = ((x[name].double().masked_fill(right.isinf(), 0.0) - size).abs() for x in (got, plain))
+        for how in (Tensor.max, Tensor.mean):
+            bound = 2 * how(usual) + 2 * epsilon * max(1.0, how(size.abs()).item())
+            bound += 2 * min(epsilon, torch.finfo(torch.float32).eps) * terms if name in ("dq", "dk") else 0.0
+            if not how(error) <= bound:
+                return f"{name}: {how.__name__} error {how(error):.2e}, allowed {bound:.2e}"
+    return None
+
+
+def _repeat(seed: int, number: int) -> int:
+    return 1_000_003 * seed + number
+
+
+def fuzz(folder: Path, tries: int, seed: int) -> Outcome:
+    """Random problems through every backend of the CPU."""
+    tally = Tally()
+    for number in range(tries):
+        dtype, backend = DTYPES[number % 3], BACKENDS[number // 3 % 2]
+        p = problem(_repeat(seed, number), dtype)
+        failure = difference(p, dtype, computed(p, dtype, backend))
+        tally.add(f"problem {number}, {dtype}, {backend}", failure)
+    return tally.outcome()
+
+
+def operator(folder: Path, tries: int, seed: int) -> Outcome:
+    """The whole operator with both gates against its formula in fp64."""
+    tally = Tally()
+    for number in range(tries):
+        p = problem(_repeat(seed, number), torch.float64)
+        topk = 1 + number % len(p.kv_sizes)
+        blocks = p.blocks
+        q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
+        gates = [torch.rand_like(q).requires_grad_() for _ in range(2)]
+        out = coarse_fine_attn(q, k, v, *gates, **blocks, topk=topk, backend=BACKENDS[number % 2]).out
+        got = torch.autograd.grad(out, (q, k, v, *gates), p.d_out)
+        wanted_out = _operator(p, q, k, v, *gates, topk)
+        wanted = torch.autograd.grad(wanted_out, (q, k, v, *gates), p.d_out)
+        gap = max((a - b).abs().max().item() for a, b in zip((out, *got), (wanted_out, *wanted), strict=True))
+        tally.add(f"problem {number}, top {topk}", None if gap < 1e-10 else f"differs by {gap:.1e}")
+    return tally.outcome()
+
+
+def _operator(p: Problem, q: Tensor, k: Tensor, v: Tensor, coarse_gate: Tensor, fine_gate: Tensor, topk: int) -> Tensor:
+    """Means of blocks by a loop, a sort for the top-k, dense attention with the mask that follows."""
+    group = q.shape[2] // k.shape[2]
+    means = [
+        torch.stack([part.mean(1) for part in x.split(sizes, dim=1)], dim=1)
+        for x, sizes in ((q, p.q_sizes), (k, p.kv_sizes), (v, p.kv_sizes))
+    ]
+    qm, km, vm = means[0], *(x.repeat_interleave(group, dim=2) for x in means[1:])
+    scores = torch.einsum("bnhd,bmhd->bhnm", qm, km) * p.scale
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    kept.scatter_(-1, scores.sort(stable=True, dim=-1, descending=True).indices[..., :topk], True)
+    q_block, kv_block = block_of_token(p.q_sizes), block_of_token(p.kv_sizes)
+    fine, _ = dense(q, k, v, kept[:, :, q_block][..., kv_block], p.scale)
+    coarse = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), vm)[:, q_block]
+    return coarse_gate * coarse + fine_gate * fine
+
+
+def topk(folder: Path, tries: int, seed: int) -> Outcome:
+    """Selection with ties and values that are no numbers, against a sort of Python."""
+    tally = Tally()
+    for number in range(tries):
+        rng, generator = random.Random(_repeat(seed, number)), torch.Generator().manual_seed(_repeat(seed, number))
+        rows, columns = rng.randint(1, 6), rng.randint(1, 70)
+        scores = torch.randn(1, 2, rows, columns, generator=generator)
+        if number % 3 == 1:
+            # many ties
+            scores = scores.round()
+        if number % 3 == 2:
+            scores[torch.rand(scores.shape, generator=generator) < 0.2] = rng.choice((torch.nan, torch.inf, -torch.inf))
+        count = rng.randint(1, columns + 1)
+        index = select_topk(scores, count)
+        failure = None
+        for head in range(2):
+            for row in range(rows):
+                # NaN below -inf, ties to the lowest index
+                keys = [(-1, 0.0) if x != x else (0, x) for x in scores[0, head, row].tolist()]
+                order = sorted(range(columns), key=lambda i, keys=keys: (-keys[i][0], -keys[i][1], i))
+                kept = int(index.kv_num_blocks[0, head, row])
+                if index.kv_indices[0, head, row, :kept].tolist() != sorted(order[:count]):
+                    failure = f"row {row} of head {head}"
+        tally.add(f"problem {number}, top {count} of {columns}", failure)
+    return tally.outcome()
+
+
+def everything(folder: Path, tries: int, seed: int) -> Outcome:
+    """All blocks in fp64 is torch's own attention."""
+    tally = Tally()
+    for number in range(tries):
+        p = problem(_repeat(seed, number), torch.float64)
+        every = tuple(range(len(p.kv_sizes)))
+        whole = tuple(tuple(tuple(every for _ in p.q_sizes) for _ in head) for head in p.lists)
+        got = computed(replace(p, lists=whole), torch.float64, BACKENDS[number % 2])
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return out.transpose(1, 2), out
+
+        wanted = gradients(sdpa, p.q, p.k, p.v, p.d_out)
+        gap = max((got[name] - wanted[name]).abs().max().item() for name in ("out", "dq", "dk", "dv"))
+        tally.add(f"problem {number}", None if gap < 1e-11 else f"differs by {gap:.1e}")
+    return tally.outcome()
+
+
+def gradcheck(folder: Path, tries: int, seed: int) -> Outcome:
+    """Gradients in fp64 against differences, through out and lse."""
+    tally = Tally()
+    for number in range(tries):
+        p = problem(_repeat(seed, number), torch.float64, most=3, dims=(2, 3), least=1)
+        index, blocks = p.index(), p.blocks
+        inputs = tuple(x.clone().requires_grad_() for x in (p.q, p.k, p.v))
+
+        def sparse(*x: Tensor, index=index, blocks=blocks, number=number) -> tuple[Tensor, Tensor]:
+            return block_sparse_attn(*x, index, **blocks, backend=BACKENDS[number % 2])
+
+        right = torch.autograd.gradcheck(sparse, inputs, fast_mode=True, raise_exception=False)
+        tally.add(f"problem {number}", None if right else "gradients and differences disagree")
+    return tally.outcome()
+
+
+def indices(folder: Path, tries: int, seed: int) -> Outcome:
+    """Queries that see nothing, and lists with blocks that are not there."""
+    tally = Tally()
+    for number in range(tries):
+        p = problem(_repeat(seed, number), torch.float32)
+        if number % 3:
+            empty = tuple(tuple(tuple(() for _ in p.q_sizes) for _ in head) for head in p.lists)
+            got = computed(replace(p, lists=empty), torch.float32, BACKENDS[number % 2])
+            wrong = [name for name in ("out", "dq", "dk", "dv") if got[name].any()]
+            wrong += [] if bool((got["lse"] == -torch.inf).all()) else ["lse"]
+            tally.add(f"problem {number}, empty", f"{wrong} not 0" if wrong else None)
+            continue
+        bad = (-1, len(p.kv_sizes), 2**30)[number // 3 % 3]
+        broken = BlockIndex(
+            kv_indices=torch.full((1, 1, len(p.q_sizes), 1), bad, dtype=torch.int32),
+            kv_num_blocks=torch.ones(1, 1, len(p.q_sizes), dtype=torch.int32),
+        )
+        try:
+            block_sparse_attn(p.q, p.k, p.v, broken, **p.blocks, check_values=True)
+            failure = "taken"
+        except ValueError as error:
+            failure = None if str(bad) in str(error) else f"it says {error}"
+        tally.add(f"problem {number}, block {bad}", failure)
+    return tally.outcome()
+
+
+def extremes(folder: Path, tries: int, seed: int) -> Outcome:
+    """NaN or Inf in one key reaches only the queries that see it; logits of 1e4 and more stay finite."""
+    tally = Tally()
+    for number in range(tries):
+        p = problem(_repeat(seed, number), torch.float32, least=1)
+        backend, mask = BACKENDS[number % 2], p.mask()
+        if number % 3 == 2:
+            large = replace(p, q=p.q * 1e3, k=p.k * 1e3)
+            got = computed(large, torch.float32, backend)
+            failure = None if all(bool(x.isfinite().all()) for x in got.values()) else "not finite"
+            tally.add(f"problem {number}, large logits", failure)
+            continue
+        q, k, v = (x.float() for x in (p.q, p.k, p.v))
+        token, head, value = number % k.shape[1], number % k.shape[2], (torch.nan, torch.inf)[number % 2]
+        k[0, token, head, 0] = value
+        out, _ = block_sparse_attn(q, k, v, p.index(), **p.blocks, backend=backend)
+        group = q.shape[2] // k.shape[2]
+        sees = mask[..., token].clone()
+        sees[1:] = False
+        sees[:, [h for h in range(q.shape[2]) if h // group != head]] = False
+        reached = ~out.isfinite().all(-1).transpose(1, 2)
+        # an infinite key may leave a query finite, where its logit is -inf
+        wrong = (reached & ~sees).any() or (value != value and not torch.equal(reached, sees))
+        tally.add(f"problem {number}, {value} in key {token}", "other queries are hit" if wrong else None)
+    return tally.outcome()
+
+
+def repeats(folder: Path, tries: int, seed: int) -> Outcome:
+    """The same call many times over gives the same bits."""
+    tally, first = Tally(), {}
+    for number in range(tries):
+        kind = number % 5
+        p = problem(_repeat(seed, kind), torch.float32, most=60)
+        got = computed(p, torch.float32, BACKENDS[kind % 2])
+        wanted = first.setdefault(kind, got)
+        same = all(torch.equal(got[name], wanted[name]) for name in got)
+        tally.add(f"problem {kind}, repeat {number // 5}", None if same else "other bits")
+    return tally.outcome()
+
+
+def _far(x: Tensor) -> Tensor:
+    # the stride of a dim of size 1 counts for nothing, and must not overflow either
+    strides = [2**31 + 8 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, strides)
+
+
+def _strided(x: Tensor, pad: int) -> Tensor:
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 2 * pad), torch.nan, dtype=x.dtype)
+    wide[..., pad:-pad] = x
+    return wide[..., pad:-pad]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "batch last": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    "head dim strided": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "padded": lambda x: _strided(x, 8),
+    "misaligned": lambda x: _strided(x, 1),
+    "every second": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "strides past 2**31": _far,
+}
+
+
+def layouts(folder: Path, tries: int, seed: int) -> Outcome:
+    """Tensors in odd layouts, zero strides, no batch: the bits of the contiguous ones."""
+    tally, names = Tally(), [*LAYOUTS, "expanded", "no batch", "one token"]
+    for number in range(tries):
+        name, backend = names[number % len(names)], BACKENDS[number // len(names) % 2]
+        p = problem(_repeat(seed, number), torch.float32)
+        q, k, v, d_out = (x.float() for x in (p.q, p.k, p.v, p.d_out))
+        index, blocks = p.index(), p.blocks
+        laid = LAYOUTS.get(name, lambda x: x)
+        if name == "expanded":
+            # one clip for all of a batch, and a gradient without memory of its own
+            q, k, v = (x[:1].expand(2, -1, -1, -1) for x in (q, k, v))
+            d_out = torch.ones(()).expand(q.shape)
+            index = BlockIndex(kv_indices=index.kv_indices[:1], kv_num_blocks=index.kv_num_blocks[:1])
+        elif name == "no batch":
+            q, k, v, d_out = (x[:0] for x in (q, k, v, d_out))
+            index = BlockIndex(kv_indices=index.kv_indices[:1], kv_num_blocks=index.kv_num_blocks[:1])
+        elif name == "one token":
+            q, k, v, d_out = (x[:, :1] for x in (q, k, v, d_out))
+            blocks = {side: Blocks.from_sizes([1]) for side in blocks}
+            ones = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+            index = BlockIndex(kv_indices=ones, kv_num_blocks=ones[..., 0] + 1)
+
+        def sparse(*x: Tensor, index=index, blocks=blocks, backend=backend) -> tuple[Tensor, Tensor]:
+            return block_sparse_attn(*x, index, **blocks, backend=backend)
+
+        got = gradients(sparse, *(laid(x) for x in (q, k, v, d_out)))
+        wanted = gradients(sparse, *(x.contiguous() for x in (q, k, v, d_out)))
+        wrong = [part for part in got if not torch.equal(got[part], wanted[part])]
+        if name == "one token" and not torch.equal(got["out"], v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)):
+            wrong.append("not its own value")
+        tally.add(f"problem {number}, {name}, {backend}", f"{wrong} differ" if wrong else None)
+    return tally.outcome()
+
+
+def interpreted(tries: int, seed: int) -> dict[str, Any]:
+    """Small problems through the Triton kernels; needs TRITON_INTERPRET=1 from the start of the process."""
+    tally = Tally()
+    for number in range(tries):
+        p = problem(_repeat(seed, number), torch.float32, most=12, dims=(16, 24, 32))
+        failure = difference(p, torch.float32, computed(p, torch.float32, "triton"))
+        tally.add(f"problem {number}, triton", failure)
+    outcome = tally.outcome()
+    return {"tried": outcome.tried, "survived": outcome.survived, "failures": list(outcome.failures)}
+
+
+def triton(folder: Path, tries: int, seed: int) -> Outcome:
+    """The same fuzz through the Triton kernels in the interpreter, in a process of its own."""
+    path = os.pathsep.join((str(tiny.ROOT), str(tiny.ROOT / "kernels"), os.environ.get("PYTHONPATH", "")))
+    code = f"import json; from scripts.soak.kernels import interpreted; print(json.dumps(interpreted({tries}, {seed})))"
+    env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Outcome(tried=found["tried"], survived=found["survived"], failures=tuple(found["failures"]))
+
+
+ROWS = (
+    Row(name="block-sparse attention against fp64", tries=540, short_tries=24, run=fuzz),
+    Row(name="the operator with its gates against fp64", tries=60, short_tries=6, run=operator),
+    Row(name="top-k against a sort", tries=90, short_tries=15, run=topk),
+    Row(name="Triton kernels in the interpreter against fp64", tries=60, short_tries=2, run=triton),
+    Row(name="all blocks are torch's own attention", tries=50, short_tries=6, run=everything),
+    Row(name="gradients against differences", tries=50, short_tries=4, run=gradcheck),
+    Row(name="empty lists and blocks that are not there", tries=300, short_tries=18, run=indices),
+    Row(name="NaN, Inf and large logits in attention", tries=180, short_tries=12, run=extremes),
+    Row(name="repeated calls bit for bit", tries=100, short_tries=10, run=repeats),
+    Row(name="odd layouts bit for bit", tries=120, short_tries=20, run=layouts),
+)

@@ -1,0 +1,49 @@
+"""What the rows of the kernels call equal: the plain formula against numbers worked out by hand, and wrong results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scripts.soak.kernels import BACKENDS, LAYOUTS, computed, dense, difference, problem
+
+
+def test_the_plain_formula_on_numbers_worked_out_by_hand():
+    # weights 1/4 and 3/4 of values 4 and 8; the second query sees the second key, the third none
+    q = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64).view(1, 3, 1, 1)
+    k, v = (torch.tensor(x, dtype=torch.float64).view(1, 2, 1, 1) for x in ([0.0, math.log(3)], [4.0, 8.0]))
+    mask = torch.tensor([[True, True], [False, True], [False, False]])[None, None]
+    out, lse = dense(q, k, v, mask, 1.0)
+    torch.testing.assert_close(out.flatten(), torch.tensor([7.0, 8.0, 0.0], dtype=torch.float64))
+    wanted = torch.tensor([math.log(4), 5 * math.log(3), -math.inf], dtype=torch.float64)
+    torch.testing.assert_close(lse.flatten(), wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_wrong_results_are_noticed(dtype, backend):
+    p = problem(7, dtype, least=2)
+    right = computed(p, dtype, backend)
+    assert difference(p, dtype, right) is None
+    # one block of one row is forgotten
+    lists = [[list(head) for head in b] for b in p.lists]
+    lists[0][0][0] = lists[0][0][0][1:]
+    fewer = replace(p, lists=tuple(tuple(tuple(head) for head in b) for b in lists))
+    assert difference(p, dtype, computed(fewer, dtype, backend)) is not None
+    for name in right:
+        assert name in (difference(p, dtype, {**right, name: right[name] * 1.2}) or "")
+    nan = right["dk"].clone()
+    nan[0, 0, 0, 0] = torch.nan
+    assert difference(p, dtype, {**right, "dk": nan}) is not None
+
+
+def test_every_layout_holds_the_same_values_elsewhere():
+    x = torch.randn(2, 6, 3, 8)
+    for name, laid in LAYOUTS.items():
+        y = laid(x[:1] if name == "strides past 2**31" else x)
+        assert torch.equal(y, x[: len(y)]), name
+        assert not y.is_contiguous() or name == "strides past 2**31"
+    assert LAYOUTS["strides past 2**31"](x[:1]).stride(0) > 2**31
