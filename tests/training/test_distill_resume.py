@@ -103,12 +103,14 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
     for overrides, message in (
         (("task.generator_every=1",), "was trained with task.generator_every=2, the settings have 1"),
         (("task.generator_every=2", "task.fake_score_warmup=4"), "task.fake_score_warmup=0, the settings have 4"),
-        (("task.generator_every=2", "task.objective.timesteps=[1000,300]"), r"the timesteps=\[1000.0, 757.0, 522.0\]"),
+        (("task.generator_every=2", "task.objective.timesteps=[1000,300]"), r"timesteps=\[1000.0, 757.0, 522.0\], the"),
         (("task.generator_every=2", "task.teacher=elsewhere"), r"is not to be found \(no such folder: elsewhere"),
         (("task.generator_every=2", "task.objective.source=data_latent"), "with task.objective.source=simulate, the"),
     ):
         with pytest.raises(ValueError, match=message):
-            distill(*same, *overrides)
+            distill(*same, *overrides, "resume.allow=[task]")
+    with pytest.raises(ValueError, match=r"task.generator_every=2, the settings have 1: resume.allow=\[task.gen"):
+        distill(*same, "task.generator_every=1")
     sparse = ("start=dense", f"init_from={teacher_dir}")
     with pytest.raises(ValueError, match=r"is a checkpoint of vsa\.training\.modules\.distill\.DistillModule"):
         training("task=finetune", *sparse, *same)
@@ -119,8 +121,9 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
         with pytest.raises(ValueError, match=f"not a complete checkpoint of this run: missing {key}"):
             distill(*same, "task.generator_every=2", f"ckpt_path={path}")
         rewrite_state(path, **state)
-    # what may change: learning rates, guidance, the rule
-    distill(*same, "task.generator_every=2", "optim.lr=0.02", "task.objective.guidance=1", "task.collapse=null")
+    # what may change: the rule, and when it is allowed learning rates and guidance
+    free = ("task.generator_every=2", "optim.lr=0.02", "task.objective.guidance=1", "task.collapse=null")
+    distill(*same, *free, "resume.allow=[optim.lr,task.objective.guidance]")
     assert training.last("cycle").step == 2
 
 

@@ -43,7 +43,7 @@ def test_gan_term_trains_classifier_and_generator_and_resumes(distill, training)
     assert different(everything(training.last("resumed")), everything(found)) == set()
     for run, overrides in (("with", ()), ("without", (GAN,))):
         with pytest.raises(ValueError, match=rf"was trained {run} objective\.gan"):
-            distill(*short, "trainer.max_steps=3", f"run={run}", "ckpt_path=last", *overrides)
+            distill(*short, "trainer.max_steps=3", f"run={run}", "ckpt_path=last", "resume.allow=[task]", *overrides)
 
 
 def test_the_critic_steps_on_its_own_update_alone(distill):
@@ -204,4 +204,4 @@ def test_a_told_critic_learns_the_steps_apart_and_resumes(distill, training):
     assert different(everything(training.last("resumed")), everything(found)) == set()
     for run, overrides, word in (("told", (), "with"), ("mixture", (TOLD,), "without")):
         with pytest.raises(ValueError, match=rf"was trained {word} objective\.step_aware"):
-            distill(*short, "trainer.max_steps=3", f"run={run}", "ckpt_path=last", *overrides)
+            distill(*short, "trainer.max_steps=3", f"run={run}", "ckpt_path=last", "resume.allow=[task]", *overrides)

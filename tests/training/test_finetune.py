@@ -306,8 +306,11 @@ def test_adapters_train_alone_and_merge_into_the_model(training, dense):
     training(*lora, "run=stopped", "trainer.max_steps=4", "ckpt_path=last")
     assert_equal(training.tensors("straight"), training.tensors("stopped"))
 
+    plain = (*FINETUNE, f"init_from={dense}", "run=stopped", "trainer.max_steps=6", "ckpt_path=last")
+    with pytest.raises(ValueError, match=r"was trained with .*task.lora=LoRA, the settings have null"):
+        training(*plain)
     with pytest.raises(ValueError, match=r"was trained with task.lora=\{.*\}, the settings have None"):
-        training(*FINETUNE, f"init_from={dense}", "run=stopped", "trainer.max_steps=6", "ckpt_path=last")
+        training(*plain, "resume.allow=[task,optim]")
 
     # what samplers load computes what the adapted model did
     loaded = load_run(training.folder("straight"), weights="model")
