@@ -13,9 +13,11 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from tests.training.ranks import become_rank
+from tests.training.ranks import become_rank, run_ranks
+from vsa.training.rank_times import CollectiveClock, RankTimes, straggler_line
 from vsa.training.run_state import RunStatus
 from vsa.training.watch import LOST_STATUS, Watch
 
@@ -169,3 +171,70 @@ def test_only_steps_have_a_time_limit():
     with status.paused():
         assert watch._say().paused
     assert not watch._say().paused
+
+
+# which rank keeps the others waiting
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "ddp"])
+def test_times_of_each_rank_show_which_one_the_others_wait_for(training, trainer):
+    steps = ("trainer.max_steps=3", "trainer.log_every_n_steps=3", f"trainer={trainer}", "run=slow")
+
+    def on_rank(rank: int) -> None:
+        class Slow(L.Callback):
+            def on_train_batch_start(self, *_):
+                time.sleep(0.5 * (rank == 1))
+
+        training(*RANKS[:1], *RANKS[2:3], *steps, callbacks=(Slow(),))
+
+    run_ranks(2, on_rank)
+    row = {name: float(value) for name, value in training.metrics("slow")[3].items() if name.startswith("ranks/")}
+    assert set(row) == {f"ranks/{what}_seconds_{rank}" for what in ("step", "data") for rank in (0, 1)}
+    assert row["ranks/step_seconds_1"] > 0.5
+    # it waited for as long, which is no work of its own
+    assert row["ranks/step_seconds_0"] < row["ranks/step_seconds_1"] - 0.25
+
+
+def test_a_rank_a_fifth_behind_is_named():
+    assert straggler_line([1.0, 1.0, 1.19, 1.0], [0.0] * 4) is None
+    assert straggler_line([1.0, 1.21, 1.0, 1.1], [0.0, 0.5, 0.0, 0.0]) == (
+        "rank 1 is 21% behind the others over 50 steps: 1.21 s a step, the others 1 s; 0.5 s of it for its data"
+    )
+    assert straggler_line([1.0, 1.0], [0.0, 0.0]) is None
+
+
+def test_waiting_for_data_is_told_from_work_and_pauses_from_both():
+    now = [0.0]
+    clock = CollectiveClock()
+    times = RankTimes(clock, lambda: now[0])
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    for _ in range(2):
+        for last in (False, True):
+            passes(1)
+            times.begins()
+            passes(4)
+            clock.seconds += 3
+            if last:
+                times.computed()
+                # the optimizer
+                passes(100)
+            times.ends(last)
+            # a log line
+            passes(1000)
+            times.waits()
+    assert times._steps == [(2.0, 2.0)] * 2
+
+
+def test_collectives_are_timed_while_asked_for(monkeypatch):
+    def reduce(*args, **kwargs):
+        time.sleep(0.01)
+        return args, kwargs
+
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    with CollectiveClock() as clock:
+        assert dist.all_reduce(1, op=2) == ((1,), {"op": 2})
+        assert clock.seconds > 0
+    assert dist.all_reduce is reduce
