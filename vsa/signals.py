@@ -22,6 +22,14 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 NOTHING_SAVED = "stopped, there was nothing to save"
 
 
+class Stopped(SystemExit):
+    """A signal, 128 + whose number is the status, while no step was in hand."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.number = number
+
+
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """Handler that ends the process with one line and status 128 + number, wherever it is."""
     print(f"{signal.Signals(number).name}: {NOTHING_SAVED}", file=sys.stderr, flush=True)

@@ -52,6 +52,21 @@ def run_ranks(world: int, function: Callable[[int], Any], seconds: float = 200) 
 
 
 def _run(rank: int, world: int, port: int, function: Callable[[int], Any], pipe: Connection) -> None:
+    become_rank(rank, world, port)
+    try:
+        pipe.send((None, function(rank)))
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+
+
+def become_rank(rank: int, world: int, port: int) -> None:
+    """Give this process what torchrun gives a rank of its own.
+
+    Args:
+        rank: of this process.
+        world: number of ranks.
+        port: of a store here.
+    """
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -65,7 +80,3 @@ def _run(rank: int, world: int, port: int, function: Callable[[int], Any], pipe:
     }
     # set from the environment when the module is imported, which was before the fork
     rank_zero.rank_zero_only.rank = rank_zero_only.rank = rank
-    try:
-        pipe.send((None, function(rank)))
-    except BaseException:
-        pipe.send((traceback.format_exc(), None))

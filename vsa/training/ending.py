@@ -17,20 +17,19 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from vsa.checkpoints.run_checkpoint import Checkpoint
-from vsa.signals import NOTHING_SAVED, current_handlers, handled_by, set_handlers
+from vsa.signals import NOTHING_SAVED, Stopped, current_handlers, handled_by, set_handlers
+from vsa.training.callbacks.steps import Steps
 from vsa.training.deadline import DEADLINE
 from vsa.training.display import never_fatal
 from vsa.training.lightning_compat import keep_signals
 from vsa.training.modules.base import DiffusionModule
+from vsa.training.parallel import ShardedDataParallel
 from vsa.training.run_state import RunStatus
 from vsa.training.summary import closing_lines
+from vsa.training.watch import Watch
 
 DEADLINE_STATUS = 124
 """Exit status of a run that its scheduler's deadline stopped, as of the command `timeout`."""
-
-
-class Stopped(SystemExit):
-    """A signal while no step was in hand."""
 
 
 @contextmanager
@@ -41,13 +40,13 @@ def stopped_by_signals() -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Stopped(128 + number)
+        raise Stopped(number)
 
     try:
         with handled_by(end):
             yield
     except Stopped as stop:
-        rank_zero_info(f"{signal.Signals(int(str(stop.code)) - 128).name}: {NOTHING_SAVED}")
+        rank_zero_info(f"{signal.Signals(stop.number).name}: {NOTHING_SAVED}")
         raise
 
 
@@ -108,12 +107,17 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     keep_signals(trainer)
     handlers = current_handlers()
     try:
-        trainer.fit(module, datamodule=datamodule)
+        with Watch(run_dir, module.status) as watch:
+            if isinstance(trainer.strategy, ShardedDataParallel):
+                trainer.strategy.watch = watch
+            owner: Any = trainer
+            owner.callbacks.append(Steps(watch))
+            trainer.fit(module, datamodule=datamodule)
         number = module.status.received
     except Stopped as stop:
-        if not module.status.began:
+        if module.status.stage != "steps":
             raise
-        number = int(str(stop.code)) - 128
+        number = stop.number
     except Exception:
         close("failed")
         raise

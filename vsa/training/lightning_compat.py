@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import subprocess
 import threading
 from typing import Any, NoReturn
 
@@ -99,8 +99,13 @@ class MeshStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
+    @property
+    def started(self) -> list[subprocess.Popen[bytes]]:
+        """The processes that this one has started as ranks."""
+        return self._launcher.procs if isinstance(self._launcher, _SubprocessScriptLauncher) else []
+
     def on_exception(self, exception: BaseException) -> None:
         """End the processes this one started: they fail for the same reason or wait for this one for ever."""
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            stop_watching()
-            self._launcher.kill(signal.SIGKILL)
+        stop_watching()
+        for process in self.started:
+            process.kill()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,9 @@ from vsa.errors import is_out_of_memory, too_large
 from vsa.models.recompute import Level
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
-from vsa.settings import AtLeastOne, checked
+from vsa.settings import AtLeastOne, Positive, checked
 from vsa.training.lightning_compat import MeshStrategy, stop_watching
+from vsa.training.watch import Timeouts, Watch
 
 aten = torch.ops.aten
 
@@ -170,13 +172,26 @@ class ShardedDataParallel(MeshStrategy):
             over all ranks (FSDP), "all" gives every rank the whole model (DDP), a number between is HSDP.
         reduce_each: with gradient accumulation, reduce the gradients of every micro-batch and not once a step: more
             traffic, but the memory of a shard's gradients and not of the whole model's.
+        timeout: seconds without a sign of life of a rank, or without any progress of one, after which the others end.
+        first_timeout: the same until the first step is made, which compiles and starts workers; also for the ranks to
+            meet.
 
     Raises:
         ValueError: the ranks do not divide into that many copies (once they are known).
     """
 
-    def __init__(self, replicate: AtLeastOne | Literal["all"] = 1, reduce_each: bool = False):
-        super().__init__()
+    watch: Watch | None = None
+    """What ends this rank where it can only wait; the run's own."""
+
+    def __init__(
+        self,
+        replicate: AtLeastOne | Literal["all"] = 1,
+        reduce_each: bool = False,
+        timeout: Positive = 600.0,
+        first_timeout: Positive = 1800.0,
+    ):
+        super().__init__(timeout=timedelta(seconds=max(timeout, first_timeout)))
+        self._timeouts = Timeouts(step=timeout, first=first_timeout)
         self._replicate = replicate
         self._reduce_each = reduce_each
 
@@ -185,7 +200,25 @@ class ShardedDataParallel(MeshStrategy):
         self.set_world_ranks()
         if self.world_size % self._copies:
             raise ValueError(f"trainer.strategy.replicate={self._copies} does not divide the {self.world_size} ranks")
-        super().setup_environment()
+        if self.watch is not None:
+            stop_watching()
+            self.watch.starts(self.started)
+        try:
+            super().setup_environment()
+        except torch.distributed.DistError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConnectionError(
+                f"the {self.world_size} ranks have not met within trainer.strategy.first_timeout="
+                f"{self._timeouts.first:g} s: {reason}"
+            ) from error
+        if self.watch is not None and self.world_size > 1:
+            self.watch.meet(self._timeouts)
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self.watch is not None:
+            self.watch.settle(exception)
+            self.watch.dismiss()
+        super().on_exception(exception)
 
     @property
     def _copies(self) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import torch
@@ -117,7 +117,7 @@ class RunStatus:
         flops_total: executed training FLOPs.
         paused_seconds: spent on what is no training.
         paused_now: whether no step is made or waited for.
-        began: whether there is a step to finish and to save, when a signal comes.
+        stage: steps, where there is one to finish and to save when a signal comes; end, where every rank is done.
         received: signal that ends the run, or `DEADLINE`, known to all ranks.
         deadline: when it has to stop by itself.
         saved: checkpoint written last, or the one the run went on from.
@@ -127,7 +127,7 @@ class RunStatus:
     flops_total: float = 0.0
     paused_seconds: float = 0.0
     paused_now: bool = False
-    began: bool = False
+    stage: Literal["start", "steps", "end"] = "start"
     received: int | None = None
     deadline: Deadline | None = None
     saved: Path | None = None

@@ -16,9 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from vsa.checkpoints.retention import prune_checkpoints
 from vsa.checkpoints.run_checkpoint import write_checkpoint
 from vsa.settings import AtLeastOne, Bound, checked
-from vsa.signals import Handler, current_handlers, set_handlers
+from vsa.signals import Handler, Stopped, current_handlers, set_handlers
 from vsa.training.deadline import DEADLINE
-from vsa.training.ending import Stopped
 from vsa.training.lightning_compat import end_validation, stop_without_validation
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import RunStatus, parts_of, tensors_of, values_of
@@ -69,19 +68,19 @@ class Checkpointing(L.Callback):
         self._alone = trainer.world_size == 1
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: DiffusionModule, batch: Any, batch_idx: int) -> None:
-        if not self._status.began:
-            self._status.began = True
+        if self._status.stage == "start":
+            self._status.stage = "steps"
             self._handlers = current_handlers()
             set_handlers(dict.fromkeys(self._handlers, self._stop))
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
-            raise Stopped(128 + number)
+            raise Stopped(number)
         if self._complete and self._alone:
             # clips and pictures can be made again
             self._status.received = number
-            raise Stopped(128 + number)
+            raise Stopped(number)
         if self._pending is None:
             self._pending = number
             what = "ending with the clips in hand" if self._complete else "saving after this step"
@@ -169,5 +168,5 @@ class Checkpointing(L.Callback):
         self._agree(trainer)
         # launchers end all ranks when one exits with a status of its own, but rank 0 may still be drawing
         trainer.strategy.barrier("end")
+        self._status.stage = "end"
         set_handlers(self._handlers)
-        self._status.began = False

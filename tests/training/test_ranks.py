@@ -1,0 +1,240 @@
+"""Ranks that are frozen, dead, stuck or slow: the others end with one line that names it, or name it and go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from tests.training.ranks import become_rank, run_ranks
+from vsa.training.rank_times import CollectiveClock, RankTimes, straggler_line
+from vsa.training.run_state import RunStatus
+from vsa.training.watch import LOST_STATUS, Watch
+
+RANKS = (
+    "model.num_layers=1",
+    "trainer=fsdp",
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=100000",
+    "trainer.log_every_n_steps=100000",
+    "trainer.strategy.first_timeout=60",
+)
+SOON = "trainer.strategy.timeout=5"
+
+
+def ended(world: int, function: Callable[[int], object], folder: Path, *, frozen: int | None = None):
+    """Status and last lines of ranks that end by themselves, of all but a frozen one.
+
+    Args:
+        world: number of ranks.
+        function: what each does.
+        folder: for what they print.
+        frozen: one that does not end.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run(rank: int) -> None:
+        sys.stderr = open(folder / f"err-{rank}", "w", buffering=1)  # noqa: SIM115 (as long as the process)
+        become_rank(rank, world, store.port)
+        function(rank)
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    try:
+        end = time.monotonic() + 100
+        for rank, process in enumerate(processes):
+            if rank != frozen:
+                process.join(max(0, end - time.monotonic()))
+        return [p.exitcode for p in processes], [(folder / f"err-{rank}").read_text() for rank in range(world)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+class Act(L.Callback):
+    """Calls a function in an optimizer step counted from 1."""
+
+    def __init__(self, step: int, act: Callable[[], object]):
+        self.step, self.act = step, act
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step - 1:
+            self.act()
+
+
+def kill_self(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGSTOP, "has not answered for 5 s"), (signal.SIGKILL, "died")],
+    ids=["frozen", "dead"],
+)
+def test_the_others_end_with_a_line_that_names_a_lost_rank(training, tmp_path, number, words):
+    status, err = ended(
+        2,
+        lambda rank: training(*RANKS, SOON, callbacks=(Act(4, kill_self(number)),) if rank == 1 else ()),
+        tmp_path,
+        frozen=1,
+    )
+    assert status[0] == LOST_STATUS
+    (line,) = [line for line in err[0].splitlines() if line.startswith("error: ")]
+    what = rf"error: rank 1 \(pid \d+ on .+, last in (the data of )?step \d\) {words}: the other ranks were stopped, "
+    assert re.match(what + "see ", line)
+    assert line.endswith(f"; ckpt_path=last goes on from {training.folder()}/checkpoints/step-00000002")
+    assert "Traceback" not in err[0]
+    # where the rank that could still answer stood
+    assert " in fit\n" in (training.folder() / "stacks-rank-0.txt").read_text()
+
+
+def test_a_rank_whose_main_thread_stands_is_named_although_it_answers(training, tmp_path):
+    # of three, two can say so: one does
+    status, err = ended(
+        3,
+        lambda rank: training(
+            *RANKS, SOON, "data.batch_size=3", callbacks=(Act(4, lambda: time.sleep(1000)),) if rank == 2 else ()
+        ),
+        tmp_path,
+    )
+    assert status == [LOST_STATUS] * 3
+    lines = [line for text in err for line in text.splitlines() if line.startswith("error: ")]
+    (line,) = lines
+    assert line.startswith("error: rank 2 (pid ")
+    assert ", last in the data of step 4) has not got on for 5 s: " in line
+    for rank in range(3):
+        assert "_run_stage" in (training.folder() / f"stacks-rank-{rank}.txt").read_text()
+
+
+def test_sigterm_ends_a_rank_that_waits_for_a_frozen_one(training, tmp_path):
+    def on_rank(rank: int) -> None:
+        acts = {0: kill_self(signal.SIGTERM), 1: kill_self(signal.SIGSTOP)}
+        training(*RANKS, callbacks=(Act(4, acts[rank]),))
+
+    status, err = ended(2, on_rank, tmp_path, frozen=1)
+    assert status[0] == 143
+    (line,) = [line for line in err[0].splitlines() if line.startswith("SIGTERM: rank ")]
+    assert "does not answer, so no step can be finished: the last checkpoint is " in line
+
+
+class SignalBefore(L.Callback):
+    def on_train_start(self, trainer, pl_module):
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_one_rank_before_its_first_step_ends_all(training, tmp_path):
+    from vsa.training.ending import stopped_by_signals
+
+    def on_rank(rank: int) -> None:
+        with stopped_by_signals():
+            training(*RANKS, callbacks=(SignalBefore(),))
+
+    status, _ = ended(2, on_rank, tmp_path)
+    assert status == [143, 143]
+
+
+def test_a_rank_with_an_error_of_its_own_tells_it_and_ends_all(training, tmp_path):
+    def broken() -> None:
+        raise KeyError("mine")
+
+    status, err = ended(2, lambda rank: training(*RANKS, callbacks=(Act(4, broken),) if rank == 1 else ()), tmp_path)
+    assert status == [LOST_STATUS, 1]
+    assert "KeyError: 'mine'" in err[1]
+    assert "rank 1 (pid " in err[0]
+    assert "Traceback" not in err[0]
+
+
+def test_only_steps_have_a_time_limit():
+    status = RunStatus()
+    watch = Watch(Path("nowhere"), status)
+    paused = []
+    for stage in ("start", "steps", "end"):
+        status.stage = stage
+        paused.append(watch._say().paused)
+    assert paused == [True, False, True]
+    status.stage = "steps"
+    # saves, clips, validations
+    with status.paused():
+        assert watch._say().paused
+    assert not watch._say().paused
+
+
+# which rank keeps the others waiting
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "ddp"])
+def test_times_of_each_rank_show_which_one_the_others_wait_for(training, trainer):
+    steps = ("trainer.max_steps=3", "trainer.log_every_n_steps=3", f"trainer={trainer}", "run=slow")
+
+    def on_rank(rank: int) -> None:
+        class Slow(L.Callback):
+            def on_train_batch_start(self, *_):
+                time.sleep(0.5 * (rank == 1))
+
+        training(*RANKS[:1], *RANKS[2:3], *steps, callbacks=(Slow(),))
+
+    run_ranks(2, on_rank)
+    row = {name: float(value) for name, value in training.metrics("slow")[3].items() if name.startswith("ranks/")}
+    assert set(row) == {f"ranks/{what}_seconds_{rank}" for what in ("step", "data") for rank in (0, 1)}
+    assert row["ranks/step_seconds_1"] > 0.5
+    # it waited for as long, which is no work of its own
+    assert row["ranks/step_seconds_0"] < row["ranks/step_seconds_1"] - 0.25
+
+
+def test_a_rank_a_fifth_behind_is_named():
+    assert straggler_line([1.0, 1.0, 1.19, 1.0], [0.0] * 4) is None
+    assert straggler_line([1.0, 1.21, 1.0, 1.1], [0.0, 0.5, 0.0, 0.0]) == (
+        "rank 1 is 21% behind the others over 50 steps: 1.21 s a step, the others 1 s; 0.5 s of it for its data"
+    )
+    assert straggler_line([1.0, 1.0], [0.0, 0.0]) is None
+
+
+def test_waiting_for_data_is_told_from_work_and_pauses_from_both():
+    now = [0.0]
+    clock = CollectiveClock()
+    times = RankTimes(clock, lambda: now[0])
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    for _ in range(2):
+        for last in (False, True):
+            passes(1)
+            times.begins()
+            passes(4)
+            clock.seconds += 3
+            if last:
+                times.computed()
+                # the optimizer
+                passes(100)
+            times.ends(last)
+            # a log line
+            passes(1000)
+            times.waits()
+    assert times._steps == [(2.0, 2.0)] * 2
+
+
+def test_collectives_are_timed_while_asked_for(monkeypatch):
+    def reduce(*args, **kwargs):
+        time.sleep(0.01)
+        return args, kwargs
+
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    with CollectiveClock() as clock:
+        assert dist.all_reduce(1, op=2) == ((1,), {"op": 2})
+        assert clock.seconds > 0
+    assert dist.all_reduce is reduce

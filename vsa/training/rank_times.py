@@ -1,0 +1,145 @@
+"""Which rank keeps the others waiting: what each takes for a step, without its own waiting for them."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+STRAGGLER_STEPS = 50
+STRAGGLER_SHARE = 0.2
+
+
+class CollectiveClock:
+    """Seconds that the main thread has spent in collectives, while it is entered.
+
+    On CUDA they return at once: what is left is the host's time.
+    """
+
+    # by either name of older and newer torch; what FSDP2 and the reductions of its copies call
+    NAMES = (
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "all_reduce",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+    )
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._main = threading.get_ident()
+        self._within = False
+        self._before: dict[str, Callable[..., Any]] = {}
+
+    def __enter__(self) -> CollectiveClock:
+        for name in self.NAMES:
+            if hasattr(dist, name):
+                self._before[name] = getattr(dist, name)
+                setattr(dist, name, self._timed(self._before[name]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._within or threading.get_ident() != self._main:
+                return function(*args, **kwargs)
+            start, self._within = time.perf_counter(), True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+                self._within = False
+
+        return timed
+
+
+class RankTimes:
+    """Times of the steps of this rank, which all ranks see at the logging interval.
+
+    Args:
+        clock: of the collectives.
+        now: seconds of training, a clock that stands still meanwhile.
+    """
+
+    def __init__(self, clock: CollectiveClock, now: Callable[[], float]):
+        self._clock, self._now = clock, now
+        self._fetching: float | None = now()
+        self._began: float | None = None
+        self._waited = 0.0
+        self._data = self._own = 0.0
+        # of the steps since the last log line
+        self._steps: list[tuple[float, float]] = []
+        self._last: deque[float] = deque(maxlen=STRAGGLER_STEPS)
+
+    def begins(self) -> None:
+        """The micro-batch is there."""
+        self._began, self._waited = self._now(), self._clock.seconds
+        if self._fetching is not None:
+            self._data += self._began - self._fetching
+            self._fetching = None
+
+    def computed(self) -> None:
+        """Forward and backward of the micro-batch are done; what follows is the same on all ranks."""
+        if self._began is not None:
+            self._own += self._now() - self._began - (self._clock.seconds - self._waited)
+            self._began = None
+
+    def ends(self, step: bool) -> None:
+        """The micro-batch has ended, and with it a step or not."""
+        self.computed()
+        if step:
+            self._steps.append((self._own, self._data))
+            self._last.append(self._own + self._data)
+            self._data = self._own = 0.0
+
+    def waits(self) -> None:
+        """The next micro-batch is fetched from here on."""
+        self._fetching = self._now()
+
+    def metrics(self, trainer: L.Trainer) -> dict[str, float]:
+        """Means since the last call by rank; a collective, in which a straggler is told."""
+        full = len(self._last) == STRAGGLER_STEPS
+        own, data = (sum(column) / len(self._steps) for column in zip(*self._steps, strict=True))
+        table = torch.zeros(trainer.world_size, 3, dtype=torch.float64, device=trainer.strategy.root_device)
+        row = [own, data, statistics.median(self._last) if full else 0.0]
+        table[trainer.global_rank] = table.new_tensor(row)
+        rows = trainer.strategy.reduce(table, reduce_op="sum").tolist()
+        self._steps.clear()
+        if full:
+            self._last.clear()
+            if line := straggler_line([whole for _, _, whole in rows], [data for _, data, _ in rows]):
+                rank_zero_info(line)
+        metrics = {}
+        for rank, (own, data, _) in enumerate(rows):
+            metrics |= {f"ranks/step_seconds_{rank}": own, f"ranks/data_seconds_{rank}": data}
+        return metrics
+
+
+def straggler_line(seconds: list[float], data: list[float]) -> str | None:
+    """What to say of the slowest rank where it is behind the others.
+
+    Args:
+        seconds: of the middle step, by rank, without waiting for others.
+        data: of these for the data.
+    """
+    rank = max(range(len(seconds)), key=lambda r: seconds[r])
+    others = statistics.median(seconds[:rank] + seconds[rank + 1 :])
+    if seconds[rank] < (1 + STRAGGLER_SHARE) * others:
+        return None
+    return (
+        f"rank {rank} is {seconds[rank] / others - 1:.0%} behind the others over {STRAGGLER_STEPS} steps: "
+        f"{seconds[rank]:.3g} s a step, the others {others:.3g} s; {data[rank]:.3g} s of it for its data"
+    )

@@ -1,0 +1,308 @@
+"""Ends a rank where its main thread cannot: when that waits in a collective for one that is frozen, dead or stuck."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from subprocess import Popen
+from types import TracebackType
+
+from vsa.signals import ENDING, NOTHING_SAVED
+from vsa.training.meeting import Beat, Meeting, own_beat, state_of_process
+from vsa.training.run_state import RunStatus
+
+LOST_STATUS = 75
+"""Exit status of the other ranks when one is lost: try again (`EX_TEMPFAIL` of sysexits.h)."""
+
+LAUNCHER = "VSA_RANK_0"
+"""Names the process that starts ranks to them."""
+
+INTERVAL = 1.0
+"""Seconds between two beats of a rank, less with a short timeout."""
+
+GRACE = 10.0
+"""Seconds that the main thread has to end by itself after a signal, where nothing is saved."""
+
+SILENCE = 15.0
+"""Seconds without a beat after which a rank of another machine can finish no step for a signal."""
+
+CONFIRMED = 2.0
+"""Seconds for which a process must be seen dead or stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long ranks wait for one of them, in seconds.
+
+    Args:
+        step: without a beat, or without any progress of any rank.
+        first: the same until the first step is made, which compiles and starts workers.
+    """
+
+    step: float = 600.0
+    first: float = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """When another rank was last seen to do something.
+
+    Args:
+        beat: its last one.
+        heard: when it came.
+        lost_since: since when its process is dead or stopped; None: it is not, as far as one can see.
+    """
+
+    beat: Beat
+    heard: float
+    lost_since: float | None = None
+
+    def lost_for(self, now: float) -> float:
+        """Seconds for which its process is dead or stopped."""
+        return 0.0 if self.lost_since is None else now - self.lost_since
+
+
+class Watch:
+    """A thread that hears signals, tells them to all ranks, and ends this one when it can only wait.
+
+    A handler of Python runs in the main thread between two of its instructions, hence not while it waits in a
+    collective. This thread does not act where the main thread can.
+
+    Args:
+        run_dir: gets `stacks-rank-N.txt`, what every thread was doing when a run was ended.
+        status: of the run.
+    """
+
+    def __init__(self, run_dir: Path, status: RunStatus):
+        self._run_dir, self._status = run_dir, status
+        self._own = own_beat()
+        self._timeouts = Timeouts()
+        self._meeting: Meeting | None = None
+        self._seen: dict[int, _Seen] = {}
+        self._moved = self._ticked = time.monotonic()
+        self._moves: Sequence[int] = ()
+        self._stepped = False
+        self._received: list[tuple[int, float]] = []
+        self._children: Sequence[Popen[bytes]] = ()
+        self._parent: int | None = None
+        self._interval = INTERVAL
+        self._stop = threading.Event()
+        self._wakeup = -1
+
+    def __enter__(self) -> Watch:
+        self._ear, mouth = socket.socketpair()
+        mouth.setblocking(False)
+        self._mouth = mouth
+        # in the main thread alone signals can be heard
+        with suppress(ValueError):
+            self._wakeup = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+        launcher = os.environ.get(LAUNCHER)
+        self._parent = os.getppid() if launcher == str(os.getppid()) else None
+        os.environ[LAUNCHER] = str(os.getpid())
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.dismiss()
+        self._thread.join()
+        with suppress(ValueError):
+            signal.set_wakeup_fd(self._wakeup)
+        if self._meeting is not None:
+            left = "done" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
+            self._own = replace(self._own, left=left)
+            self._meeting.close()
+        self._ear.close()
+        self._mouth.close()
+
+    # what the main thread tells
+
+    def starts(self, children: Sequence[Popen[bytes]]) -> None:
+        """Watch the processes that this one has started as ranks."""
+        self._children = children
+
+    def dismiss(self) -> None:
+        """Judge nothing any more: this rank ends by itself."""
+        self._stop.set()
+
+    def meet(self, timeouts: Timeouts) -> None:
+        """Hear of the other ranks from now on; all are connected."""
+        self._timeouts = timeouts
+        self._interval = min(INTERVAL, timeouts.step / 5)
+        meeting = Meeting(self._say, interval=self._interval, patience=timeouts.first)
+        now = time.monotonic()
+        self._seen = {r: _Seen(beat=b, heard=now) for r, b in enumerate(meeting.beats) if r != meeting.rank}
+        self._moved = now
+        self._meeting = meeting
+
+    def begins(self, doing: str, *, stepped: bool = False) -> None:
+        """Say what this rank begins, and whether it has made a step: the next ones compile nothing."""
+        self._own = replace(self._own, doing=doing, moves=self._own.moves + 1)
+        self._stepped = self._stepped or stepped
+
+    def settle(self, error: BaseException) -> None:
+        """Wait for news of a lost rank, which ends this process, where a failed collective may have come from one."""
+        if self._meeting is not None and isinstance(error, RuntimeError):
+            time.sleep(CONFIRMED + 3 * self._interval)
+
+    def _say(self) -> Beat:
+        received = self._received[0][0] if self._received else 0
+        return replace(self._own, paused=self._status.paused_now or self._status.stage != "steps", signal=received)
+
+    # the thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            ready, _, _ = select.select([self._ear], [], [], min(self._interval, 0.5))
+            now = time.monotonic()
+            if ready:
+                numbers = [number for number in self._ear.recv(64) if number in ENDING]
+                self._received += [(number, now) for number in numbers]
+                if numbers and self._meeting is not None:
+                    self._meeting.tell()
+            if now - self._ticked > 5 * max(self._interval, 1.0):
+                # this process was stopped itself, or its whole machine
+                self._forgive(now)
+            self._ticked = now
+            if self._meeting is None:
+                self._judge_family()
+            elif self._status.stage != "end":
+                self._hear(self._meeting, now)
+                self._judge_ranks(self._meeting, now)
+            self._judge_signals(now)
+
+    def _forgive(self, now: float) -> None:
+        self._moved = now
+        self._seen = {rank: replace(seen, heard=now, lost_since=None) for rank, seen in self._seen.items()}
+
+    def _hear(self, meeting: Meeting, now: float) -> None:
+        for rank, seen in self._seen.items():
+            beat = meeting.beats[rank]
+            if beat.count != seen.beat.count:
+                seen = _Seen(beat=beat, heard=now)
+            elif beat.place == self._own.place and state_of_process(beat.pid) in (None, "T", "t"):
+                seen = replace(seen, lost_since=seen.lost_since or now)
+            else:
+                seen = replace(seen, lost_since=None)
+            self._seen[rank] = seen
+        moves = [beat.moves for beat in meeting.beats]
+        if moves != self._moves or any(beat.paused for beat in meeting.beats):
+            self._moves, self._moved = moves, now
+        received = next((seen.beat.signal for seen in self._seen.values() if seen.beat.signal), 0)
+        if received and not self._received and self._status.received is None:
+            # as if it had come here: this rank's own handler knows what there is to do
+            self._received.append((received, now))
+            os.kill(os.getpid(), received)
+
+    def _judge_family(self) -> None:
+        """What can be seen without a meeting: processes of the same launcher."""
+        for child in self._children:
+            if status := child.poll():
+                # it has said why by itself
+                self._end("", 128 - status if status < 0 else status)
+        if self._parent is not None and os.getppid() != self._parent:
+            self._end(f"rank 0 (pid {self._parent} on {self._own.host}) has ended", LOST_STATUS)
+
+    def _judge_signals(self, now: float) -> None:
+        if not self._received:
+            return
+        number, came = self._received[0]
+        name = signal.Signals(number).name
+        interrupts = [when for received, when in self._received if received == signal.SIGINT]
+        if self._status.stage == "start":
+            if now - came > GRACE:
+                self._end(f"{name}: {NOTHING_SAVED}", 128 + number, error=False)
+        elif len(interrupts) > 1 and now - interrupts[1] > GRACE:
+            self._end(f"{name}: ended at once, {self._saved()}", 128 + number, error=False)
+        for rank, seen in self._seen.items():
+            near, left = seen.beat.place == self._own.place, seen.beat.left
+            silent = seen.lost_for(now) > CONFIRMED if near else now - seen.heard > SILENCE
+            if left in ("stopped", "failed") or (not left and silent):
+                why = f"{self._named(rank)} does not answer, so no step can be finished"
+                self._end(f"{name}: {why}: {self._saved()}", 128 + number, error=False)
+
+    def _judge_ranks(self, meeting: Meeting, now: float) -> None:
+        limit = self._timeouts.step if self._stepped else self._timeouts.first
+        for seen in self._seen.values():
+            if seen.beat.verdict:
+                self._end(seen.beat.verdict, LOST_STATUS, culprit=seen.beat.culprit)
+        if self._received:
+            # the others end too, in whatever order
+            return
+        host = meeting.host_rank
+        store = "the store of the ranks" if host is None or host == meeting.rank else self._named(host)
+        if meeting.failure is not None:
+            # that may be heard before what a rank says at its end
+            if now - meeting.heard_at > CONFIRMED + 2 * self._interval:
+                self._lost(host, f"{store} is gone")
+            return
+        if now - meeting.heard_at > 3 * self._interval:
+            # no beat comes without the one that passes them on
+            if now - meeting.heard_at > limit:
+                self._lost(host, f"{store} has not answered for {limit:g} s")
+            return
+        for rank, seen in self._seen.items():
+            if seen.beat.left == "failed":
+                self._lost(rank, f"{self._named(rank)} ended with an error of its own")
+            if seen.beat.left:
+                continue
+            if seen.lost_for(now) > CONFIRMED and state_of_process(seen.beat.pid) is None:
+                self._lost(rank, f"{self._named(rank)} died")
+            if now - seen.heard > limit:
+                self._lost(rank, f"{self._named(rank)} has not answered for {limit:g} s")
+        if now - self._moved > limit:
+            last = [rank for rank, moves in enumerate(self._moves) if moves == min(self._moves)]
+            if len(last) < len(self._moves):
+                self._lost(last[0], f"{self._named(last[0])} has not got on for {limit:g} s")
+            self._lost(None, f"no rank has got on for {limit:g} s")
+
+    # the end
+
+    def _saved(self) -> str:
+        saved = self._status.saved
+        return "nothing was saved" if saved is None else f"the last checkpoint is {saved}"
+
+    def _named(self, rank: int) -> str:
+        beat = self._own if rank not in self._seen else self._seen[rank].beat
+        return f"rank {rank} (pid {beat.pid} on {beat.host}, last in {beat.doing})"
+
+    def _lost(self, culprit: int | None, why: str) -> None:
+        stacks = f", see {self._run_dir}/stacks-rank-*.txt" if self._run_dir.is_dir() else ""
+        again = "" if self._status.saved is None else f"; ckpt_path=last goes on from {self._status.saved}"
+        self._end(f"{why}: the other ranks were stopped{stacks}{again}", LOST_STATUS, culprit=culprit)
+
+    def _end(self, line: str, status: int, *, error: bool = True, culprit: int | None = None) -> None:
+        """Leave the stacks of all threads, say why, and end this process and those it has started."""
+        if self._stop.is_set():
+            # the main thread got there first
+            return
+        if self._meeting is not None:
+            rank = self._meeting.rank
+            with suppress(OSError), open(self._run_dir / f"stacks-rank-{rank}.txt", "w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            if error:
+                self._own = replace(self._own, verdict=line, culprit=culprit)
+                self._meeting.tell()
+                # time for the others to leave theirs
+                time.sleep(2 * self._interval + 0.5)
+                others = {r for r, seen in self._seen.items() if seen.lost_since is None and not seen.beat.left}
+                if min({rank, *others} - {culprit}, default=rank) != rank:
+                    line = ""
+        if line:
+            print(f"error: {line}" if error else line, file=sys.stderr, flush=True)
+        for child in self._children:
+            # also one that is stopped
+            child.kill()
+        os._exit(status)
