@@ -16,6 +16,7 @@ from vsa.secrets import print_exception
 COMMANDS = {
     "train": "vsa.cli.train:train",
     "sweep": "vsa.cli.sweep:sweep",
+    "replay": "vsa.cli.replay:replay",
     "encode": "vsa.cli.encode:encode",
     "latents": "vsa.cli.latents:latents",
     "sample": "vsa.cli.sample:sample",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
 
@@ -135,12 +135,28 @@ class TrainStream(PlannedStream):
         start_step: first optimizer step.
         steps: number of optimizer steps.
         caption_dropout: probability that a sample is trained on the null embedding, redrawn at every step.
+        skipped_windows: first and last steps whose data are left out: others are drawn for them, with another seed, and
+            with another one again where windows overlap.
     """
 
     plan: DataPlan
     start_step: int
     steps: int
     caption_dropout: float
+    skipped_windows: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._other_plans: dict[int, DataPlan] = {}
+
+    def plan_at(self, step: int) -> DataPlan:
+        """The plan that an optimizer step draws from."""
+        times = sum(first <= step <= last for first, last in self.skipped_windows)
+        if times == 0:
+            return self.plan
+        if times not in self._other_plans:
+            self._other_plans[times] = replace(self.plan, seed=hash64(self.plan.seed, "skipped window", times) >> 1)
+        return self._other_plans[times]
 
     @property
     def num_batches(self) -> int:
@@ -148,14 +164,15 @@ class TrainStream(PlannedStream):
 
     def batch(self, number: int, micro: int) -> VideoBatch:
         step = self.start_step + number
-        plan, slots = self.plan.step(step), self.part.slots(self.batch_size, micro)
+        seed = self.plan_at(step).seed
+        plan, slots = self.plan_at(step).step(step), self.part.slots(self.batch_size, micro)
         # counted over the global batch, so that the micro-batch a sample falls into does not matter
         times = occurrences([ref.id for ref in plan.refs])
         drawn = [(plan.refs[slot], times[slot]) for slot in slots]
         return self.collate(
             [ref for ref, _ in drawn],
             [self._caption(ref, step, time) for ref, time in drawn],
-            seeds=[sample_seed(self.plan.seed, step, ref.id, time) for ref, time in drawn],
+            seeds=[sample_seed(seed, step, ref.id, time) for ref, time in drawn],
             slots=slots,
             num_slots=self.batch_size,
             step=step,
@@ -163,7 +180,7 @@ class TrainStream(PlannedStream):
 
     def _caption(self, ref: SampleRef, step: int, occurrence: int) -> int | None:
         """Which caption a sample is trained on at a step; None: the null embedding."""
-        seed = self.plan.seed
+        seed = self.plan_at(step).seed
         if draw64(seed, "caption dropout", step, ref.id, occurrence) < self.caption_dropout * 2.0**64:
             return None
         return draw64(seed, "caption", step, ref.id, occurrence) % self.store.captions(ref)

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from vsa.checkpoints.run_checkpoint import list_checkpoints, write_checkpoint
+from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, write_checkpoint
 from vsa.files import remove_folder
 from vsa.settings import AtLeastOne, Bound, checked
 from vsa.training.lightning_compat import stop_without_validation
@@ -105,6 +105,10 @@ class Checkpointing(L.Callback):
         self._saved_step = trainer.global_step
         with self._status.paused():
             self._write(trainer, pl_module)
+
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """The run stands where a checkpoint of it was written, and those after it are gone."""
+        self._saved_step, self._status.saved = checkpoint.step, checkpoint.path
 
     def _write(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         parts = parts_of(trainer)
