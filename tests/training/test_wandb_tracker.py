@@ -73,6 +73,8 @@ def test_a_run_trains_to_its_end_whatever_the_server_does(mood, training, monkey
 
 
 def test_offline_files_hold_no_command_line_and_no_output(tmp_path, monkeypatch):
+    import wandb
+
     monkeypatch.setattr("sys.argv", ["train.py", f"callbacks.x={CANARY}"])
     monkeypatch.setenv("MY_TOKEN", "t0ken-0f-mine")
     monkeypatch.delenv("WANDB_API_KEY")
@@ -80,6 +82,8 @@ def test_offline_files_hold_no_command_line_and_no_output(tmp_path, monkeypatch)
     tracker.log_metrics({"loss": 1.5}, 1)
     print(f"printed {CANARY}")
     tracker.finalize("success")
+    # the client's other process writes until it ends
+    wandb.teardown()
     files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file() and not path.is_symlink()]
     content = b"".join(path.read_bytes() for path in files)
     assert b"loss" in content

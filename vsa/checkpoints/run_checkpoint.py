@@ -167,8 +167,12 @@ def save_file(path: Path, group: Mapping[str, Tensor], wholes: Iterator[Tensor])
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders in `folder`, oldest first; they may be damaged."""
-    found = [p for p in folder.glob("step-*") if _NAME.match(p.name)]
-    return sorted(found, key=lambda p: int(_NAME.match(p.name)[1]))  # type: ignore[index]
+    return sorted((p for p in folder.glob("step-*") if _NAME.match(p.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint folder."""
+    return int(_NAME.match(path.name)[1])  # type: ignore[index]
 
 
 def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:

@@ -18,6 +18,7 @@ from vsa.signals import end_at_once, handled_by
 COMMANDS = {
     "train": "vsa.cli.train:train",
     "sweep": "vsa.cli.sweep:sweep",
+    "replay": "vsa.cli.replay:replay",
     "encode": "vsa.cli.encode:encode",
     "latents": "vsa.cli.latents:latents",
     "sample": "vsa.cli.sample:sample",

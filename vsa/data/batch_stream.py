@@ -195,12 +195,28 @@ class TrainStream(PlannedStream):
         start_step: first optimizer step.
         steps: number of optimizer steps.
         caption_dropout: probability that a sample is trained on the null embedding, redrawn at every step.
+        skipped_windows: first and last steps whose data are left out: others are drawn for them, with another seed, and
+            with another one again where windows overlap.
     """
 
     plan: DataPlan
     start_step: int
     steps: int
     caption_dropout: float
+    skipped_windows: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._other_plans: dict[int, DataPlan] = {}
+
+    def plan_at(self, step: int) -> DataPlan:
+        """The plan that an optimizer step draws from."""
+        times = sum(first <= step <= last for first, last in self.skipped_windows)
+        if times == 0:
+            return self.plan
+        if times not in self._other_plans:
+            self._other_plans[times] = replace(self.plan, seed=hash64(self.plan.seed, "skipped window", times) >> 1)
+        return self._other_plans[times]
 
     @property
     def num_batches(self) -> int:
@@ -208,14 +224,15 @@ class TrainStream(PlannedStream):
 
     def batch(self, number: int, micro: int) -> VideoBatch:
         step = self.start_step + number
-        plan, slots = self.plan.step(step), self.part.slots(self.batch_size, micro)
+        seed = self.plan_at(step).seed
+        plan, slots = self.plan_at(step).step(step), self.part.slots(self.batch_size, micro)
         # counted over the global batch, so that the micro-batch a sample falls into does not matter
         times = occurrences([ref.id for ref in plan.refs])
         drawn = [
             Draw(
                 ref=ref,
                 caption=self._caption(ref, step, time),
-                seed=sample_seed(self.plan.seed, step, ref.id, time),
+                seed=sample_seed(seed, step, ref.id, time),
                 slot=slot,
             )
             for slot, ref, time in ((slot, plan.refs[slot], times[slot]) for slot in slots)
@@ -223,11 +240,12 @@ class TrainStream(PlannedStream):
         return self.collate(number, drawn, num_slots=self.batch_size, step=step)
 
     def replacement(self, number: int, slot: int, bad: SampleRef, attempt: int) -> SampleRef:
-        return self.plan.replacement(self.start_step + number, slot, bad, attempt)
+        step = self.start_step + number
+        return self.plan_at(step).replacement(step, slot, bad, attempt)
 
     def _caption(self, ref: SampleRef, step: int, occurrence: int) -> int | None:
         """Which caption a sample is trained on at a step; None: the null embedding."""
-        seed = self.plan.seed
+        seed = self.plan_at(step).seed
         if draw64(seed, "caption dropout", step, ref.id, occurrence) < self.caption_dropout * 2.0**64:
             return None
         return draw64(seed, "caption", step, ref.id, occurrence) % self.store.captions(ref)

@@ -58,6 +58,7 @@ class PlanDataModule(LightningDataModule):
 
     Attributes:
         start_step: optimizer step that training starts from; a resume is a seek, not a replay.
+        skipped_windows: see `TrainStream`.
     """
 
     codec: Codec
@@ -79,6 +80,7 @@ class PlanDataModule(LightningDataModule):
             raise ValueError(f"stats=codec, but codec {self.codec.id} publishes no statistics: use stats=data")
         self._published = self.codec.statistics if self.stats == "codec" else None
         self.start_step = 0
+        self.skipped_windows: tuple[tuple[int, int], ...] = ()
         self._opened: tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]] | None = None
 
     def open_store(self) -> SampleStore:
@@ -143,6 +145,7 @@ class PlanDataModule(LightningDataModule):
             start_step=self.start_step,
             steps=max(limit - self.start_step, 0) if limit >= 0 else _ENDLESS,
             caption_dropout=self.caption_dropout,
+            skipped_windows=self.skipped_windows,
         )
 
     def val_dataloader(self) -> DataLoader[VideoBatch] | list[Any]:
@@ -212,6 +215,8 @@ class PlanDataModule(LightningDataModule):
             "codec": {"id": self.codec.id, "hash": self.codec.hash},
             "text_encoder": {"id": self.text_encoder.id, "hash": self.text_encoder.hash},
             "latent_shapes": [list(bucket) for bucket in self.buckets],
+            # of runs without one the state is that of earlier versions
+            **({"skipped_windows": [list(window) for window in self.skipped_windows]} if self.skipped_windows else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,6 +232,7 @@ class PlanDataModule(LightningDataModule):
                 "init_from="
             )
         self.start_step = state["step"]
+        self.skipped_windows = tuple((first, last) for first, last in state.get("skipped_windows", ()))
 
     def _ready(self) -> tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]]:
         if self._opened is None:

@@ -27,6 +27,7 @@ SHOWN = (
     "callbacks.throughput",
     "callbacks.samples",
     "callbacks.diagnostics",
+    "callbacks.nan_dump",
 )
 """Where a run stands, how it is started and how it is shown: a change is no news."""
 

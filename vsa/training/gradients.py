@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -25,12 +25,14 @@ class GradientClipper:
     Attributes:
         skipped: whether the last update was dropped.
         skipped_total: updates dropped so far.
+        on_drop: called on every rank when an update is dropped, with weights and moments as they were before it.
     """
 
     def __init__(self, *, clip: float, max_skipped: int, network: str = ""):
         self.clip, self.max_skipped, self._network = clip, max_skipped, network
         self.skipped = False
         self.skipped_total = self._in_row = 0
+        self.on_drop: Callable[[], None] | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Tensor]:
         """Check and clip the gradients that `optimizer` is about to use.
@@ -58,6 +60,8 @@ class GradientClipper:
             optimizer.zero_grad(set_to_none=True)
             self._in_row += 1
             self.skipped_total += 1
+            if self.on_drop is not None:
+                self.on_drop()
             if self._in_row >= self.max_skipped:
                 of = f" of {self._network}" if self._network else ""
                 raise FloatingPointError(

@@ -31,6 +31,11 @@ def set_manual_step(trainer: L.Trainer, step: int) -> None:
     total.ready = total.completed = step
 
 
+def restart_data(trainer: L.Trainer) -> None:
+    """Let the next pass over the training data ask the data module for its loader anew."""
+    trainer.fit_loop._combined_loader = None
+
+
 def set_accumulation(trainer: L.Trainer, micro_batches: int) -> None:
     """Micro-batches of a step; the constructor refuses them for a module that steps its own optimizers."""
     trainer.accumulate_grad_batches = micro_batches

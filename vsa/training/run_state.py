@@ -32,11 +32,14 @@ Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
 TOP_LEVEL = ("status", "gradients", "data", "metrics")
 """Parts whose values stand at the top of `state.json`; those of others stand under the part's name."""
 
-NEWER = ("sparsity_state", "loss_window", "bad_samples")
+NEWER = ("sparsity_state", "loss_window", "bad_samples", "loss_spikes")
 """Parts that checkpoints of the first schema may lack: they are loaded from nothing."""
 
 WITHOUT_GRADIENT = "without_gradient"
 """Name in `state.json` of the parameters whose optimizer state is rightly missing, by group."""
+
+REPLAY = "replay"
+"""In the state of a checkpoint of networks alone, which one step is replayed from."""
 
 SETTINGS = {"ema": "callbacks.ema", "discriminator": "objective.gan", "fake_steps": "objective.step_aware"}
 """What decides whether there is a group of tensors."""
@@ -174,6 +177,11 @@ def tensors_of(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
     return {group: _tensors(owner) for group, owner in _groups(parts).items()}
 
 
+def networks_of(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of the networks alone, by group and name: what a step can be replayed from."""
+    return {group: _tensors(owner) for group, owner in _groups(parts).items() if isinstance(owner, nn.Module)}
+
+
 def _groups(parts: Mapping[str, Stateful]) -> dict[str, Owner]:
     return {k: v for part in parts.values() if isinstance(part, HasTensors) for k, v in part.tensors().items()}
 
@@ -223,6 +231,8 @@ def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
         ValueError: names a group that only one side has, or a tensor that does not fit or is missing.
     """
     groups = _groups(parts)
+    if REPLAY in checkpoint.state:
+        groups = {group: owner for group, owner in groups.items() if isinstance(owner, nn.Module)}
     saved = {name.removesuffix(".safetensors") for name in checkpoint.state["files"]}
     # an average may be left behind
     for group in sorted((set(groups) ^ saved) - ({"ema"} - set(groups))):

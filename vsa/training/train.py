@@ -32,7 +32,7 @@ from vsa.training.deadline import deadline_of
 from vsa.training.ending import fit, nothing_to_do
 from vsa.training.modules.base import JobSize
 from vsa.training.parallel import choose_strategy
-from vsa.training.run_state import RunStart
+from vsa.training.run_state import REPLAY, RunStart
 from vsa.training.typed import NOTHING, Typed
 
 KNOWN_WARNINGS = (
@@ -188,6 +188,8 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
         if not _is_first_process(cfg) and 0 <= cfg.trainer.max_steps <= checkpoint.step:
             # they never meet where nothing is left to do, which each decides by itself
             checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir)
+        if REPLAY in checkpoint.state:
+            raise ValueError(f"{checkpoint.path} is of one step alone and no run can go on from it: vsa replay runs it")
         before = checkpoint.state.get("config", {}).get("task", {}).get("_target_")
         if before != cfg.task._target_:
             raise ValueError(

@@ -53,16 +53,16 @@ class WandbTracker(WandbLogger):
         tags: Sequence[str] = (),
         notes: str | None = None,
     ):
-        super().__init__(
-            name=name,
-            save_dir=save_dir,
-            project=project,
-            offline=offline,
-            entity=entity,
-            group=group,
-            tags=[without_secrets(tag) for tag in tags],
-            notes=notes and without_secrets(notes),
-        )
+        super().__init__(name=name, save_dir=save_dir, project=project, offline=offline)
+        self._arguments: dict[str, Any] = {
+            "name": name,
+            "dir": save_dir,
+            "project": project,
+            "entity": entity,
+            "group": group,
+            "tags": [without_secrets(tag) for tag in tags],
+            "notes": notes and without_secrets(notes),
+        }
         self._ended = False
 
     @property
@@ -113,7 +113,7 @@ class WandbTracker(WandbLogger):
             disable_code=True,
             console="off",
         )
-        return wandb.init(**self._wandb_init, mode=mode, settings=settings)  # type: ignore[arg-type]
+        return wandb.init(**self._arguments, mode=mode, settings=settings)  # type: ignore[arg-type]
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.checkpoints.retention import prune_checkpoints
-from vsa.checkpoints.run_checkpoint import write_checkpoint
+from vsa.checkpoints.run_checkpoint import Checkpoint, write_checkpoint
 from vsa.settings import AtLeastOne, Bound, checked
 from vsa.signals import Handler, Stopped, current_handlers, set_handlers
 from vsa.training.deadline import DEADLINE
@@ -139,6 +139,10 @@ class Checkpointing(L.Callback):
             self._write(trainer, pl_module)
         if self._status.deadline is not None:
             self._status.deadline.saved(time.perf_counter() - start)
+
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """The run stands where a checkpoint of it was written, and those after it are gone."""
+        self._saved_step, self._status.saved = checkpoint.step, checkpoint.path
 
     def _write(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         parts = parts_of(trainer)

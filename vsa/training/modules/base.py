@@ -112,6 +112,8 @@ class DiffusionModule(L.LightningModule):
         self.clipper = GradientClipper(clip=grad_clip, max_skipped=max_skipped)
         self.resume, self.init_from = start.resume, start.weights
         self.status = RunStatus()
+        # of this rank and the step in hand, a scalar a micro-batch and network
+        self.step_losses: list[Tensor] = []
         self._config, self._micro_batches = start.config, start.micro_batches
         self._changes = list(start.changes)
         self._flops: dict[Any, FlopCount] = {}
@@ -252,6 +254,15 @@ class DiffusionModule(L.LightningModule):
             self.load_start()
         self.load_frozen()
 
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """Put the run where a checkpoint of it was written, while it trains."""
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.state.clear()
+        load_values(parts_of(self.trainer), checkpoint)
+        load_tensors(parts_of(self.trainer), checkpoint)
+        self.set_step(checkpoint.step)
+
     def set_step(self, step: int) -> None:
         """Let the trainer go on after `step` optimizer steps."""
         set_step(self.trainer, step)
@@ -275,6 +286,8 @@ class DiffusionModule(L.LightningModule):
     # one step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.accumulate == 0:
+            self.step_losses.clear()
         self._optim.set_lr(self.raw_optimizer, self.global_step)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -282,6 +295,11 @@ class DiffusionModule(L.LightningModule):
         if self.logs_this_step(self.global_step + 1):
             named = {f"grad_norm/{name}": norm for name, norm in norms.items()}
             self.log_step({**named, "skipped_steps": self.clipper.skipped_total}, self.global_step + 1)
+
+    @property
+    def clippers(self) -> Mapping[str, GradientClipper]:
+        """What drops updates, by network."""
+        return {"model": self.clipper}
 
     @property
     def model_moved(self) -> bool:

@@ -6,7 +6,7 @@ B samples of a micro-batch, C T H W latent dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -226,10 +226,16 @@ class DistillModule(DiffusionModule):
         return self.cycle.generator_updates(self.global_step)
 
     @property
+    def clippers(self) -> Mapping[str, GradientClipper]:
+        return {"model": self.clipper, "fake_score": self.fake_score.clipper}
+
+    @property
     def model_moved(self) -> bool:
         return self._generator_moved
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.accumulate == 0:
+            self.step_losses.clear()
         generator, critic = self.trainer.optimizers
         self._optim.set_lr(generator, self.model_steps)
         self.fake_score.recipe.set_lr(critic, self.global_step)
@@ -279,6 +285,7 @@ class DistillModule(DiffusionModule):
             topk = self.topk(batch.latents.shape[1:], iteration)
             scored = update(self.networks, batch, latents, *more, seed=self.seed, iteration=iteration, topk=topk)
             loss = fm.weighted_loss(scored.loss, torch.ones_like(scored.loss), batch.num_slots)
+            self.step_losses.append(loss.detach())
             with reduced_when(self.trainer.strategy, number == len(self._batches)):
                 # the strategy averages over ranks; the normaliser is global already
                 (loss * self.trainer.world_size).backward()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vsa.attention.denoising import Topk
 from vsa.attention.sparsity import SparsityPoint, check_points
+from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.data.batch import VideoBatch
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.decile_means import DecileMeans
@@ -72,9 +73,15 @@ class PretrainModule(DiffusionModule):
             f"loss_{name}": fm.weighted_loss(part, terms.weights, terms.total_weight)
             for name, part in terms.parts.items()
         }
+        self.step_losses.append(loss.detach())
         self._window.add({"loss": loss, **parts}, terms.mse, terms.sigmas)
         # the trainer divides by the micro-batches, the strategy averages over ranks; the normaliser is global already
         return loss * self.accumulate * self.trainer.world_size
+
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        # the one in hand has losses of steps that are undone
+        self._window = LossWindow(self.trainer.strategy)
+        super().go_back(checkpoint)
 
     def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: Topk) -> LossTerms:
         """What a training step minimises, of a micro-batch with normalised latents `[B, C, T, H, W]`."""

@@ -1,0 +1,175 @@
+"""A loss spike takes a run back to its last good checkpoint and past other data, the same way each time."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from vsa.data.plan import hash64
+from vsa.training.callbacks.loss_spikes import SpikeRule
+
+WATCHED = ("callbacks=loss_spikes", "callbacks.loss_spikes.least=6", "trainer.max_steps=16")
+SPIKE = 11
+
+
+class Outlier(L.Callback):
+    """Multiplies the batch that the plan has for a step by 40, whenever it is drawn, and notes what is drawn."""
+
+    def __init__(self, *steps: int):
+        self.steps, self.drawn = steps, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        plan = trainer.datamodule.plan
+        self.drawn.append((batch.step, batch.sample_ids, tuple(batch.seeds.tolist())))
+        for step in self.steps:
+            ids = [ref.id for ref in plan.step(step).refs]
+            if batch.step == step and all(sample in ids for sample in batch.sample_ids):
+                batch.latents.mul_(40)
+
+
+def of_step(drawn, step):
+    return [(ids, seeds) for at, ids, seeds in drawn if at == step]
+
+
+@pytest.fixture
+def rule():
+    return SpikeRule(window=32, least=8, threshold=10.0, rise=0.5)
+
+
+def test_the_rule_is_that_of_median_and_median_absolute_deviation(rule):
+    numbers, before, spikes = random.Random(0), [], 0
+    for _ in range(400):
+        loss = numbers.gauss(1, 0.1) * (numbers.choice([1.3, 1.6, 2.2, 30]) if numbers.random() < 0.1 else 1)
+        last = np.array(before[-32:])
+        middle = np.median(last) if len(last) else 0
+        expected = len(last) >= 8 and loss > middle + max(14.826 * np.median(np.abs(last - middle)), 0.5 * middle)
+        assert rule.is_spike(loss) == expected
+        spikes += expected
+        if not expected:
+            before.append(loss)
+    assert 3 < spikes < 40
+
+
+def test_what_is_not_finite_is_no_spike_and_spoils_nothing(rule):
+    for _ in range(20):
+        assert not rule.is_spike(1.0)
+        assert not rule.is_spike(math.nan)
+        assert not rule.is_spike(math.inf)
+    assert set(rule.losses) == {1.0}
+    assert rule.is_spike(1.6)
+    assert not rule.is_spike(1.4)
+
+
+@pytest.mark.parametrize("extra", [(), ("trainer.accumulate_grad_batches=2", "data.num_workers=1")])
+def test_one_batch_times_forty_is_undone(training, extra):
+    training(*WATCHED, *extra, "run=clean")
+    outlier = Outlier(SPIKE)
+    trainer = training(*WATCHED, *extra, callbacks=(outlier,))
+    # every step has one row, those before the checkpoint are those of a run without the batch
+    clean, mended = training.losses("clean"), training.losses()
+    assert list(mended) == list(clean) == list(range(1, 17))
+    assert {step: mended[step] for step in range(1, SPIKE)} == {step: clean[step] for step in range(1, SPIKE)}
+    assert mended[SPIKE] != clean[SPIKE]
+    assert max(map(float, mended.values())) < 2 * max(map(float, clean.values()))
+    assert training.metrics()[16]["loss_spikes/rollbacks"] == "1"
+    state = training.last().state
+    assert state["skipped_windows"] == [[10, SPIKE]]
+    assert state["loss_spikes"]["rollbacks"] == 1
+    assert len(state["loss_spikes"]["losses"]) == 16
+    # the two steps of the window were drawn twice, with other noise, all others once
+    micro_batches = trainer.accumulate_grad_batches
+    for step in range(16):
+        draws = of_step(outlier.drawn, step)
+        twice = step in (10, SPIKE)
+        assert len(draws) == (2 if twice else 1) * micro_batches
+        assert len(set(draws)) == len(draws)
+    # and the new ones are those of the plan with another seed
+    data = trainer.datamodule
+    other = type(data.plan)(
+        sources=data.plan.sources,
+        batch_size=data.batch_size,
+        seed=hash64(data.seed, "skipped window", 1) >> 1,
+        phases=data.plan.phases,
+    )
+    drawn = {sample for ids, _ in of_step(outlier.drawn, SPIKE)[micro_batches:] for sample in ids}
+    assert drawn == {ref.id for ref in other.step(SPIKE).refs}
+
+
+def test_without_the_watch_the_spike_is_taken(training):
+    """The control of the test above."""
+    training("trainer.max_steps=16", callbacks=(Outlier(SPIKE),))
+    assert max(map(float, training.losses().values())) > 100
+
+
+def test_the_watch_changes_nothing_in_a_run_without_spikes(training):
+    training(*WATCHED, "run=watched")
+    training("trainer.max_steps=16", "run=plain")
+    assert training.losses("watched") == training.losses("plain")
+    assert "skipped_windows" not in training.last("watched").state
+
+
+def test_a_run_that_was_stopped_takes_the_same_path(training):
+    """Stopped before the spike, between the spike and the next checkpoint, and after it; two spikes in one window."""
+
+    class Stop(L.Callback):
+        """A kill after a number of batches: nothing is saved."""
+
+        def __init__(self, batches: int):
+            self.left = batches
+
+        def on_train_batch_end(self, trainer, *_):
+            self.left -= 1
+            if self.left == 0:
+                raise RuntimeError("killed")
+
+    spikes = (7, SPIKE)
+    training(*WATCHED, "run=straight", callbacks=(Outlier(*spikes),))
+    assert training.last("straight").state["loss_spikes"]["rollbacks"] == 2
+    expected = training.tensors("straight"), training.losses("straight")
+    for batches in (5, 9, 14):
+        run = f"run=stopped{batches}"
+        with pytest.raises(RuntimeError, match="killed"):
+            training(*WATCHED, run, callbacks=(Outlier(*spikes), Stop(batches)))
+        training(*WATCHED, run, "ckpt_path=last", callbacks=(Outlier(*spikes),))
+        tensors, losses = training.tensors(run[4:]), training.losses(run[4:])
+        assert losses == expected[1]
+        assert all(torch.equal(tensors[name], value) for name, value in expected[0].items())
+
+
+def test_patience_waits_for_spikes_in_a_row_and_forgets_checkpoints_among_them(training):
+    patient = (*WATCHED, "callbacks.loss_spikes.patience=3")
+    training(*patient, "run=two", callbacks=(Outlier(9, 10),))
+    assert training.metrics("two")[16]["loss_spikes/rollbacks"] == "0"
+    training(*patient, callbacks=(Outlier(9, 10, 11),))
+    # the checkpoint of step 10 has seen the first of them
+    assert training.last().state["skipped_windows"] == [[8, 11]]
+    assert training.losses().keys() == set(range(1, 17))
+
+
+def test_a_run_whose_spikes_do_not_end_is_stopped(training):
+    class Always(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch.step == SPIKE:
+                batch.latents.mul_(40)
+
+    with pytest.raises(FloatingPointError, match=r"after callbacks.loss_spikes.rollbacks=2 rollbacks: training stop"):
+        training(*WATCHED, "callbacks.loss_spikes.rollbacks=2", callbacks=(Always(),))
+    # what stands is from before the spike
+    assert training.last().step == 10
+
+
+def test_a_spike_before_the_first_checkpoint_is_told(training, caplog):
+    caplog.set_level("INFO")
+    training(*WATCHED, "callbacks.checkpoint.every_n_steps=100", callbacks=(Outlier(SPIKE),))
+    assert "no checkpoint to go back to, training goes on" in caplog.text
+    assert training.last().step == 16
+
+
+def test_a_distillation_is_refused(distill):
+    with pytest.raises(ValueError, match=r"callbacks.loss_spikes is for jobs of one network"):
+        distill("callbacks=loss_spikes")

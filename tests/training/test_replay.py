@@ -1,0 +1,143 @@
+"""A dropped step is written with all that it was made of, and `vsa replay` runs it again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from vsa.checkpoints.run_checkpoint import latest_checkpoint
+from vsa.training.replay import replay_step
+
+
+class Spoil(L.Callback):
+    """At a step: one value of the batch, of a weight, or of a gradient alone that no replay can find again."""
+
+    def __init__(self, what: str, *, step: int = 2, value: float = math.nan):
+        self.what, self.step, self.value = what, step, value
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step != self.step:
+            return
+        if self.what == "latents" and (batch_idx + 1) % pl_module.accumulate == 0:
+            batch.latents[1, 0, 0, 0, 0] = self.value
+        elif self.what != "gradient" and self.what != "latents":
+            with torch.no_grad():
+                pl_module.get_parameter(self.what).view(-1)[0] = self.value
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if self.what == "gradient" and trainer.global_step == self.step:
+            next(pl_module.model.parameters()).grad.view(-1)[0] = self.value
+
+
+def dumps_of(folder: Path) -> list[Path]:
+    return sorted((folder / "nan-dumps").glob("*"))
+
+
+def test_a_nan_of_the_data_is_found_again(training, command_line):
+    training("trainer.max_steps=4", "trainer.accumulate_grad_batches=2", callbacks=(Spoil("latents"),))
+    assert training.metrics()[4]["skipped_steps"] == "1"
+    (path,) = dumps_of(training.folder())
+    assert path.name == "step-00000002-model"
+    # networks alone: no moments and no averages
+    assert set(latest_checkpoint(path / "checkpoints").state["files"]) == {"model.safetensors"}
+    status, out, err = command_line("replay", str(path), "--accelerator", "cpu")
+    assert (status, err.count("error")) == (0, 0), err
+    assert "first not finite: latents of sample toy-" in out
+    assert "(1 of 2048 values, micro-batch 1)" in out
+    assert "the same bit for bit" in out
+    # the other micro-batch has a loss, which is as exact
+    result = replay_step(path, accelerator="cpu")
+    assert [math.isnan(float.fromhex(loss)) for loss in result.losses] == [False, True]
+
+
+def test_a_run_does_not_go_on_from_a_step_alone(training):
+    training("trainer.max_steps=3", callbacks=(Spoil("latents"),))
+    (path,) = dumps_of(training.folder())
+    with pytest.raises(ValueError, match="of one step alone and no run can go on from it"):
+        training("trainer.max_steps=5", "run=other", f"ckpt_path={path}")
+
+
+@pytest.mark.parametrize(
+    ("weight", "value", "first"),
+    [
+        ("model.blocks.1.attn1.to_q.weight", 3e38, "output of model.blocks.1.attn1.to_q"),
+        ("model.blocks.0.ffn.net.0.proj.bias", math.inf, "weight model.blocks.0.ffn.net.0.proj.bias"),
+    ],
+)
+def test_the_first_tensor_in_order_is_named(training, weight, value, first):
+    training("trainer.max_steps=3", callbacks=(Spoil(weight, value=value),))
+    (path,) = dumps_of(training.folder())
+    result = replay_step(path, accelerator="cpu")
+    assert result.reproduced, result.lines()
+    assert result.first is not None
+    assert result.first.startswith(first)
+
+
+def test_what_came_from_outside_is_not_reproduced(training, command_line):
+    training("trainer.max_steps=3", callbacks=(Spoil("gradient"),))
+    (path,) = dumps_of(training.folder())
+    status, out, _ = command_line("replay", str(path), "--accelerator", "cpu")
+    assert status == 1
+    assert "every tensor was finite" in out
+    # the loss was finite and is the same
+    assert "the same bit for bit" in out
+
+
+def test_another_loss_is_not_reproduced(training):
+    training("trainer.max_steps=3", callbacks=(Spoil("latents"),))
+    (path,) = dumps_of(training.folder())
+    file = path / "batches-0.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a mapping)
+        about = opened.metadata()
+    tensors["0/latents"] = tensors["0/latents"].nan_to_num()
+    save_file(tensors, file, about)
+    result = replay_step(path, accelerator="cpu")
+    assert (result.first, result.reproduced) == (None, False)
+
+
+@pytest.mark.parametrize(("dumps", "expected"), [(0, 0), (1, 1), (2, 2)])
+def test_no_more_dumps_than_asked_for_also_after_a_resume(training, dumps, expected):
+    spoils = tuple(Spoil("latents", step=step) for step in (1, 2, 3, 5))
+    setting = f"callbacks.nan_dump.dumps={dumps}"
+    training("trainer.max_steps=4", setting, callbacks=spoils)
+    training("trainer.max_steps=6", setting, "ckpt_path=last", callbacks=spoils)
+    assert training.metrics()[6]["skipped_steps"] == "4"
+    assert len(dumps_of(training.folder())) == expected
+
+
+def test_dumping_changes_no_loss(training):
+    for run, dumps in (("with", 1), ("without", 0)):
+        training(f"run={run}", f"callbacks.nan_dump.dumps={dumps}", callbacks=(Spoil("latents", step=1),))
+    assert training.losses("with") == training.losses("without")
+
+
+@pytest.mark.parametrize("path", ["nowhere", "."])
+def test_other_folders_are_refused(path, tmp_path):
+    with pytest.raises(ValueError, match="is no folder of a dropped step"):
+        replay_step(tmp_path / path)
+
+
+@pytest.mark.parametrize("network", ["model", "fake_score"])
+def test_either_network_of_a_distillation(distill, training, network):
+    class SpoilNetwork(L.Callback):
+        """A weight of one network in an iteration in which both are updated."""
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 5:
+                spoilt = pl_module.model if network == "model" else pl_module.fake_score.network
+                with torch.no_grad():
+                    spoilt.proj_out.bias.fill_(math.inf)
+
+    distill("run=spoilt", "trainer.max_steps=6", "callbacks.nan_dump.dumps=2", callbacks=(SpoilNetwork(),))
+    paths = dumps_of(training.folder("spoilt"))
+    assert any(path.name.endswith(network) for path in paths)
+    for path in paths:
+        result = replay_step(path, accelerator="cpu")
+        assert result.reproduced, (path, result.lines())

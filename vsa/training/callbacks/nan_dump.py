@@ -1,0 +1,120 @@
+"""What a step was made of whose update was dropped, so that `vsa replay` can run it again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vsa.checkpoints.run_checkpoint import write_checkpoint
+from vsa.data.batch import VideoBatch
+from vsa.files import atomic_file
+from vsa.settings import Count, checked
+from vsa.training.modules.base import DiffusionModule
+from vsa.training.run_state import REPLAY, networks_of, parts_of, values_of
+
+FOLDER = "nan-dumps"
+_TENSORS = ("latents", "text", "text_mask", "cond_latents", "seeds", "slots")
+
+
+@checked
+class NanDump(L.Callback):
+    """Writes networks, batches, losses and settings of a step to `run_dir/nan-dumps` when its gradients are not finite.
+
+    The trained weights are the large part, 4 bytes a parameter; optimizer state and averages are left out.
+
+    Args:
+        run_dir: the run folder.
+        dumps: written at most in a run; 0 switches it off.
+    """
+
+    def __init__(self, run_dir: str, dumps: Count = 1):
+        self.folder, self.dumps = Path(run_dir) / FOLDER, dumps
+        self._left = 0
+        self._batches: list[VideoBatch] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        # of the folder as it is when a run goes on; one that begins anew has emptied it
+        written = len(list(self.folder.glob("step-*"))) if trainer.is_global_zero else 0
+        self._left = self.dumps - int(trainer.strategy.broadcast(written))
+        for network, clipper in pl_module.clippers.items():
+            clipper.on_drop = partial(self._dump, trainer, pl_module, network)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: DiffusionModule, batch: VideoBatch, batch_idx: int
+    ) -> None:
+        if batch_idx % pl_module.accumulate == 0:
+            self._batches.clear()
+        if self._left > 0:
+            self._batches.append(batch)
+
+    def _dump(self, trainer: L.Trainer, module: DiffusionModule, network: str) -> None:
+        if self._left <= 0:
+            return
+        self._left -= 1
+        step = module.global_step
+        path = self.folder / f"step-{step:08d}-{network}"
+        micro_batches = len(self._batches)
+        # collectives: every rank makes them, whatever its disk says
+        parts = parts_of(trainer)
+        about = {"network": network, "micro_batches": micro_batches, "ranks": trainer.world_size}
+        state = {**module.record(), **values_of(parts), REPLAY: about}
+        tensors = networks_of(parts)
+        size = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
+        line = f"step {step}: gradients of {network} are not finite, the update is dropped"
+        try:
+            with module.status.paused():
+                losses = module.step_losses[-micro_batches:]
+                write_batches(path / batch_file(trainer.global_rank), self._batches, losses)
+                write_checkpoint(path / "checkpoints", tensors, state, writes=trainer.is_global_zero)
+            rank_zero_info(f"{line}: vsa replay {path} runs it again ({size / 1e6:,.1f} MB)")
+        except OSError as error:
+            rank_zero_info(f"{line}, and what it was made of could not be written: {error}")
+
+
+def batch_file(rank: int) -> str:
+    """Name of the file of a rank's batches."""
+    return f"batches-{rank}.safetensors"
+
+
+def write_batches(path: Path, batches: list[VideoBatch], losses: list[Tensor]) -> None:
+    """Write the micro-batches of a step with the exact loss of each."""
+    tensors: dict[str, Tensor] = {}
+    facts: list[Mapping[str, Any]] = []
+    for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
+        values = {name: getattr(batch, name) for name in _TENSORS}
+        tensors |= {f"{number}/{name}": t.detach().cpu().contiguous() for name, t in values.items() if t is not None}
+        facts.append(
+            {
+                "sample_ids": batch.sample_ids,
+                "captions": batch.captions,
+                "num_slots": batch.num_slots,
+                "step": batch.step,
+                "loss": float(loss).hex(),
+            }
+        )
+    with atomic_file(path) as temporary:
+        save_file(tensors, temporary, {"batches": json.dumps(facts)})
+
+
+def read_batches(path: Path) -> tuple[list[VideoBatch], list[str]]:
+    """What `write_batches` wrote: micro-batches, and their losses in hexadecimal."""
+    batches, losses = [], []
+    with safe_open(path, framework="pt", device="cpu") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+        facts = json.loads(file.metadata()["batches"])
+    for number, fact in enumerate(facts):
+        own: dict[str, torch.Tensor | None] = {name: tensors.get(f"{number}/{name}") for name in _TENSORS}
+        losses.append(fact.pop("loss"))
+        fact |= {name: tuple(fact[name]) for name in ("sample_ids", "captions")}
+        batches.append(VideoBatch(**own, **fact))  # type: ignore[arg-type]
+    return batches, losses

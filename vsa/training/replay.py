@@ -1,0 +1,195 @@
+"""A dropped step run again, with a look at every tensor on its way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from vsa.checkpoints.run_checkpoint import latest_checkpoint
+from vsa.config import build, build_task, check_targets
+from vsa.data.batch import VideoBatch
+from vsa.models.sharding import local
+from vsa.training.callbacks.nan_dump import batch_file, read_batches
+from vsa.training.parallel import choose_strategy
+from vsa.training.run_state import REPLAY, RunStart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What came of a replay.
+
+    Args:
+        step: optimizer step, from 0.
+        network: whose update was dropped.
+        recorded: loss of every micro-batch when it was dropped, as `float.hex`.
+        losses: the same in the replay.
+        first: what was not finite first; None: nothing was.
+    """
+
+    step: int
+    network: str
+    recorded: tuple[str, ...]
+    losses: tuple[str, ...]
+    first: str | None
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether the losses are the same bit for bit, and something was not finite again."""
+        return self.first is not None and self.losses == self.recorded
+
+    def lines(self) -> list[str]:
+        """What a person is told."""
+        same = (
+            "the same bit for bit" if self.losses == self.recorded else f"not those recorded ({_told(self.recorded)})"
+        )
+        return [
+            f"step {self.step}, {self.network}: losses {_told(self.losses)}, {same}",
+            f"first not finite: {self.first}" if self.first else "every tensor was finite: the cause was none of these",
+            "reproduced" if self.reproduced else "not reproduced",
+        ]
+
+
+def _told(losses: Sequence[str]) -> str:
+    return ", ".join(f"{float.fromhex(loss):.9g}" for loss in losses)
+
+
+def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
+    """Run the step of a folder that `NanDump` wrote; the batches of several ranks become micro-batches of one.
+
+    Args:
+        path: the folder.
+        accelerator: as `trainer.accelerator`.
+
+    Raises:
+        ValueError: the folder is none of a dropped step, or is damaged, or the data of the run are gone.
+    """
+    if not (path / "checkpoints").is_dir():
+        raise ValueError(f"{path} is no folder of a dropped step: expected RUN/nan-dumps/step-N-NETWORK")
+    checkpoint = latest_checkpoint(path / "checkpoints")
+    about: Mapping[str, Any] = checkpoint.state.get(REPLAY) or {}
+    if not about:
+        raise ValueError(f"{checkpoint.path} is a checkpoint of a run, not of a dropped step")
+    batches, recorded = [], []
+    for rank in range(about["ranks"]):
+        if not (path / batch_file(rank)).is_file():
+            raise ValueError(f"{path} is not complete: {batch_file(rank)} is missing")
+        own, losses = read_batches(path / batch_file(rank))
+        batches += own
+        recorded += losses
+    cfg: Any = OmegaConf.create(checkpoint.state["config"])
+    check_targets(cfg)
+    datamodule = build(cfg.data)
+    start = RunStart(resume=checkpoint, config=checkpoint.state["config"], micro_batches=len(batches))
+    module = build_task(cfg, start=start)
+    module.check_weights(datamodule)
+    # the data module says what the data are, the batches are those that were dumped
+    datamodule.train_dataloader = lambda: DataLoader(_Batches(batches), batch_size=None)
+    look = _Look(checkpoint.step, about["network"])
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy=choose_strategy("auto", accelerator=accelerator, processes=1),
+        callbacks=[look],
+        logger=False,
+        max_steps=checkpoint.step + 1,
+        max_epochs=-1,
+        # a module that steps its own optimizers knows of them
+        accumulate_grad_batches=len(batches) if module.automatic_optimization else 1,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=datamodule)
+    return Replayed(
+        step=checkpoint.step,
+        network=about["network"],
+        recorded=tuple(recorded),
+        # a network whose turn comes later has losses of its own
+        losses=tuple(look.losses[: len(recorded)]),
+        first=look.first,
+    )
+
+
+class _Batches(torch.utils.data.IterableDataset):
+    def __init__(self, batches: Sequence[VideoBatch]):
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[VideoBatch]:
+        return iter(self._batches)
+
+
+class _Look(L.Callback):
+    """Finds the first tensor that is not finite: weights, batch, outputs of modules in their order, gradients."""
+
+    def __init__(self, step: int, network: str):
+        self._step, self._network = step, network
+        self._micro_batch = 0
+        self.first: str | None = None
+        self.losses: list[str] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        for clipper in pl_module.clippers.values():
+            # told at the end
+            clipper.max_skipped = sys.maxsize
+        if self._network == "fake_score":
+            # the generator has had its turn
+            pl_module.cycle = replace(pl_module.cycle, fake_score_warmup=self._step + 1)
+        for name, parameter in pl_module.named_parameters():
+            self._see(f"weight {name}", local(parameter))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._see_gradient, f"gradient of weight {name}"))
+        for name, module in pl_module.named_modules():
+            if name:
+                module.register_forward_hook(partial(self._see_output, name))
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: VideoBatch, batch_idx: int) -> None:
+        self._micro_batch = batch_idx
+        for name in ("latents", "text", "cond_latents"):
+            value = getattr(batch, name)
+            for sample, row in zip(batch.sample_ids, value if value is not None else (), strict=False):
+                self._see(f"{name} of sample {sample}", row)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses = [float(loss).hex() for loss in pl_module.step_losses]
+
+    def _see_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            self._see(f"output of {name}", tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._see, f"gradient of the output of {name}"))
+
+    def _see_gradient(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._see(name, local(parameter.grad))
+
+    def _see(self, name: str, tensor: Tensor) -> None:
+        if self.first is not None or not tensor.is_floating_point():
+            return
+        bad = int((~tensor.detach().isfinite()).sum())
+        if bad:
+            self.first = f"{name} ({bad} of {tensor.numel()} values, micro-batch {self._micro_batch})"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
