@@ -126,7 +126,7 @@ def test_the_format_of_checkpoints_stays_and_those_of_older_versions_resume(trai
     counters = {"step", "skipped_steps", "skipped_in_row", "flops_total"}
     data = {"plan_hash", "codec", "text_encoder", "latent_shapes", "latent_mean", "latent_std"}
     older = {"schema", "files", "seed", "config", *counters, *data}
-    assert set(state) == {*older, "sparsity_state", "loss_window", "without_gradient", "allowed_changes"}
+    assert set(state) == {*older, "sparsity_state", "loss_window", "bad_samples", "without_gradient", "allowed_changes"}
     assert set(state["loss_window"]) == {"names", "steps", "deciles"}
     assert set(state["files"]) == {"model.safetensors", "ema.safetensors", "optimizer.safetensors"}
     # a folder without what came later

@@ -45,6 +45,7 @@ FREE = (
     "task.fake_score_attention.backend",
     "task.real_score_attention.backend",
     "data.num_workers",
+    "data.max_bad",
     # where it lies: the samples, their order and their statistics are compared
     "data.root",
     "data.sources.*.root",

@@ -210,7 +210,9 @@ def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkp
     Raises:
         ValueError: names what is missing, or what a part refuses.
     """
-    newer = NEWER if checkpoint.schema == 1 else ()
+    # a callback that the run had not
+    added = [name for name in ("loss_spikes",) if not checkpoint.state.get("config", {}).get("callbacks", {}).get(name)]
+    newer = NEWER if checkpoint.schema == 1 else tuple(added)
     if checkpoint.schema > 1:
         refuse_missing(checkpoint, (*record, WITHOUT_GRADIENT))
     own = {name: part for name, part in parts.items() if not isinstance(part, HasTensors)}

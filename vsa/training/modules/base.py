@@ -259,7 +259,7 @@ class DiffusionModule(L.LightningModule):
         for optimizer in self.trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()
-        load_values(parts_of(self.trainer), checkpoint)
+        load_values(parts_of(self.trainer), self.record(), checkpoint)
         load_tensors(parts_of(self.trainer), checkpoint)
         self.set_step(checkpoint.step)
 
