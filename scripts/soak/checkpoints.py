@@ -179,7 +179,7 @@ def edits(folder: Path, tries: int, seed: int) -> Outcome:
                 change(state)
             else:
                 key = draw.choice([key for key in state if key not in ("schema", "digest")])
-                value = draw.choice(HOSTILE)
+                value = draw.choice([value for value in HOSTILE if value != state[key]])
                 what = f"{key}={str(value)[:20]}"
                 state[key] = value
             # in the layout of the writer, so that the trailing digest is one to its reader
