@@ -71,6 +71,7 @@ def test_going_back_moves_the_later_ones_aside_and_keeps_the_branch_point(tmp_pa
     back = tmp_path / "step-00000010"
     assert shared_step(tmp_path, back) == 10
     aside = set_aside(tmp_path, 10)
+    assert aside is not None
     assert aside.name == "abandoned-after-step-00000010"
     assert (steps(tmp_path), steps(aside)) == ([10], [20, 30])
     for step in (15, 20, 25, 30):
@@ -80,6 +81,7 @@ def test_going_back_moves_the_later_ones_aside_and_keeps_the_branch_point(tmp_pa
     assert read_checkpoint(aside / "step-00000030").tensors("model")["w"][0] == 1
     # back again, to the same one and onto the line that was left
     again = set_aside(tmp_path, shared_step(tmp_path, back))
+    assert again is not None
     assert again.name == "abandoned-after-step-00000010-2"
     assert shared_step(tmp_path, aside / "step-00000030") == 10
     # once both lines are removed, it is one like others

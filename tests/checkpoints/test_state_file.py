@@ -79,6 +79,7 @@ def test_a_lost_digest_is_damage_and_the_first_schema_has_none(pair):
         ({"files": ["model.safetensors"]}, "expected SHA-256 by file name"),
         ({"files": {"model.safetensors": 1}}, "expected SHA-256 by file name"),
         ({"config": [1]}, "expected settings"),
+        ({"config": {"task": [1]}}, "expected settings"),
         ({"skipped_steps": 13}, "expected at most the 12 steps"),
         ({"skipped_in_row": 3}, "expected at most the 2 skipped steps"),
         ({"flops_total": float("nan")}, "has flops_total=nan"),

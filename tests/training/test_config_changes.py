@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,7 +13,7 @@ from vsa.training.config_changes import Change, changed_settings, listed, refuse
 
 
 def test_changed_settings_are_listed_by_key():
-    before = OmegaConf.to_container(compose_run("sparsity=linear", "+trainer.devices_before=1"), resolve=True)
+    before: Any = OmegaConf.to_container(compose_run("sparsity=linear", "+trainer.devices_before=1"), resolve=True)
     now = compose_run("run=other", "output_dir=elsewhere", "optim.lr=1", "callbacks.ema=null", f"data.root={'x' * 50}")
     told = listed(changed_settings(before, now)).split(", ")
     assert "optim.lr 0.0006 -> 1" in told

@@ -21,6 +21,7 @@ _FILE = "state.json"
 _SEALED = re.compile(rb'(.*),\n "digest": "([0-9a-f]{64})"\n}', re.DOTALL)
 _FOLDER = re.compile(r"step-(\d{8,})")
 _TENSORS = re.compile(r"\w+\.safetensors")
+_GROUPS = ("task", "model", "attention", "sparsity", "data", "optim", "trainer")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -87,7 +88,7 @@ def _expected(folder: Path, state: Mapping[str, Any]) -> dict[str, tuple[Callabl
         "files": (_are_files, "SHA-256 by file name"),
     }
     others: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "config": (lambda config: isinstance(config, dict), "settings"),
+        "config": (_are_settings, "settings"),
         "seed": (_is_count, "an integer"),
         "skipped_steps": (lambda count: _is_count(count) and count <= steps, f"at most the {steps} steps"),
         "skipped_in_row": (lambda count: _is_count(count) and count <= skipped, f"at most the {skipped} skipped steps"),
@@ -108,6 +109,10 @@ def _is_number(value: Any) -> bool:
 
 def _are_numbers(values: Any) -> bool:
     return isinstance(values, list) and bool(values) and all(map(_is_number, values))
+
+
+def _are_settings(config: Any) -> bool:
+    return isinstance(config, dict) and all(isinstance(config.get(group, {}), dict) for group in _GROUPS)
 
 
 def _are_files(files: Any) -> bool:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, resolve_checkpoint
 from vsa.checkpoints.run_folder import RunFolder, check_folder, check_name, locked
+from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, build_task, check_settings, check_targets, model_factory, resolved
@@ -273,7 +274,10 @@ def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
 
 def _allowed_changes(cfg: DictConfig, resume: Checkpoint) -> list[Mapping[str, Any]]:
     """What this run and those before it changed of what they are made of, for the record."""
-    changes = changed_settings(resume.state["config"], cfg)
+    try:
+        changes = changed_settings(resume.state["config"], cfg)
+    except (ImportError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{resume.path}: the settings in it cannot be read ({one_line(error)})") from None
     allowed = refuse_changes(changes, cfg.resume.allow, resume.path)
     if changes:
         rank_zero_info(f"settings that differ from the checkpoint's: {listed(changes)}")

@@ -17,7 +17,7 @@ LR = "optim.lr"
 # what says which run it is and where it lies, and what it is shown with
 _IDENTITY = ("name", "run", "run_dir", "output_dir", "ckpt_path", "overwrite", "seed")
 _FOLDERS = (".run_dir", ".root_dir", ".save_dir")
-_SHOWN_WITH = ("logger.", "callbacks.progress.", "callbacks.checkpoint.")
+_SHOWN_WITH = ("logger.", "callbacks.progress.", "callbacks.checkpoint.", "resume.")
 # the number of steps follows from these
 _BUDGETS = ("flop_budget", "second_budget", "sample_token_budget")
 _STEPS = "trainer.max_steps"

@@ -31,7 +31,17 @@ from vsa.training.lightning_compat import set_step
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
 from vsa.training.parallel import ParallelPlan, build_model
-from vsa.training.run_state import NEW_RUN, RunStart, RunStatus, Stateful, Weights, load_tensors, load_values, parts_of
+from vsa.training.run_state import (
+    NEW_RUN,
+    RunStart,
+    RunStatus,
+    Stateful,
+    Weights,
+    load_tensors,
+    load_values,
+    parts_of,
+    refuse_missing,
+)
 
 if TYPE_CHECKING:
     # the data module loads the video libraries
@@ -148,6 +158,7 @@ class DiffusionModule(L.LightningModule):
     def _refuse_other_data(self, checkpoint: Checkpoint) -> None:
         """Samples of the same names may have been encoded anew."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        refuse_missing(checkpoint, ("latent_mean",))
         now = {**data.state_dict(), "latent_mean": self.statistics.mean.tolist()}
         for name in ("codec", "text_encoder", "latent_shapes", "latent_mean"):
             if checkpoint.state[name] != now[name]:

@@ -1,0 +1,497 @@
+"""Rows about checkpoints: damage, missing state, retention, going back, kills, full disks and changed settings."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import save_file
+
+from scripts.soak.rows import Outcome, Row
+from vsa.checkpoints.retention import prune_checkpoints
+from vsa.checkpoints.run_checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
+from vsa.checkpoints.state_file import write_state
+from vsa.config import config_folder
+from vsa.errors import DISK_FULL, one_line_errors
+from vsa.files import file_digest
+
+TINY = (
+    "model.num_layers=2",
+    "model.num_attention_heads=1",
+    "model.attention_head_dim=12",
+    "model.ffn_dim=24",
+    "model.freq_dim=16",
+    "data=toy_online",
+    "data.toy.size=[8,64,64]",
+    "data.toy.count=24",
+    "data.batch_size=4",
+    "data.val_fraction=0.1",
+    "tile_thw=[1,2,2]",
+    "sparsity=linear",
+    "sparsity.topk=4",
+    "sparsity.dense_steps=1",
+    "sparsity.total_steps=20",
+    "optim=adamw_cosine",
+    "optim.lr=0.01",
+    "optim.schedule.warmup_steps=2",
+    "optim.schedule.total_steps=20",
+    "callbacks.progress=null",
+    "callbacks.samples=null",
+    "callbacks.checkpoint.every_n_steps=2",
+    "callbacks.checkpoint.keep=4",
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=1000",
+    "trainer.enable_progress_bar=false",
+)
+"""A run of 32 tokens and a tenth of a second a step."""
+
+
+def tally(results: Iterator[tuple[bool, str]], *notes: str) -> Outcome:
+    """Count tries that are made one by one."""
+    tried = survived = 0
+    failures: list[str] = []
+    for good, what in results:
+        tried, survived = tried + 1, survived + good
+        if not good:
+            failures.append(what)
+    return Outcome(tried=tried, survived=survived, failures=tuple(failures), notes=notes)
+
+
+def train(folder: Path, *overrides: str) -> str:
+    """Train the tiny run `folder/pretrain/RUN` in this process; returns how it was refused, or nothing."""
+    from vsa.training.train import train as run
+
+    # an option whose default stands in Python is in no file
+    replaced = {word.partition("=")[0] for word in overrides}
+    tiny = [word for word in TINY if word.partition(".")[0] not in replaced]
+    words = [f"++{word}" if "." in word.partition("=")[0] else word for word in (*tiny, *overrides)]
+    groups = {word.partition("=")[0]: word for word in words}
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+        cfg = compose("train", overrides=[f"output_dir={folder}", *groups.values()])
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        try:
+            run(cfg)
+        except ValueError as refused:
+            return str(refused)
+    return ""
+
+
+def trained(folder: Path) -> Path:
+    """The newest of a run's checkpoints at the steps 2, 4 and 6."""
+    if refused := train(folder, "run=source", "trainer.max_steps=6"):
+        raise RuntimeError(refused)
+    return folder / "pretrain" / "source" / "checkpoints" / "step-00000006"
+
+
+# damage
+
+
+def falls_back(checkpoint: Path) -> tuple[bool, str]:
+    """Whether a damaged newest checkpoint is refused in one line, and the one before it taken."""
+    older = list_checkpoints(checkpoint.parent)[-2]
+    try:
+        read_checkpoint(checkpoint)
+    except ValueError as refused:
+        told = str(refused)
+    except Exception as error:
+        return False, f"a traceback of {type(error).__name__}"
+    else:
+        return False, "taken as good"
+    if "\n" in told or checkpoint.name not in told:
+        return False, f"not told in one line with its name: {told[:100]!r}"
+    taken = latest_checkpoint(checkpoint.parent, lambda said: None).path
+    return taken == older, f"{taken.name} was taken, not {older.name}"
+
+
+def damage(names: tuple[str, ...], cuts: bool) -> Callable[[Path, int, int], Outcome]:
+    """A row that flips bits (and cuts) files of the newest checkpoint at random places."""
+
+    def run(folder: Path, tries: int, seed: int) -> Outcome:
+        draw, checkpoint = random.Random(seed), trained(folder)
+        good = {name: (checkpoint / name).read_bytes() for name in names}
+
+        def attempts() -> Iterator[tuple[bool, str]]:
+            for number in range(tries):
+                name = draw.choice(names)
+                data, place = bytearray(good[name]), draw.randrange(len(good[name]))
+                if cuts and number % 3 == 2:
+                    what, data = f"cut at {place}", data[:place]
+                else:
+                    bit = draw.randrange(8)
+                    what, data[place] = f"bit {bit} of byte {place}", data[place] ^ 1 << bit
+                (checkpoint / name).write_bytes(data)
+                survived, why = falls_back(checkpoint)
+                yield survived, f"{name}, {what}: {why}"
+                (checkpoint / name).write_bytes(good[name])
+
+        outcome = tally(attempts())
+        read_checkpoint(checkpoint)
+        return outcome
+
+    return run
+
+
+HOSTILE: tuple[Any, ...] = (None, True, -1, 1.5, "text", [], {}, [[]], 10**400, float("nan"))
+
+
+def edits(folder: Path, tries: int, seed: int) -> Outcome:
+    """Values of state.json replaced, removed or swapped by hand, as text."""
+    draw, checkpoint = random.Random(seed), trained(folder)
+    file = checkpoint / "state.json"
+    good = file.read_text()
+    fixed: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+        ("step 14", lambda s: s.update(step=14)),
+        ("step 4", lambda s: s.update(step=4)),
+        ("no files", lambda s: s.pop("files")),
+        ("no step", lambda s: s.pop("step")),
+        ("no digest", lambda s: s.pop("digest")),
+        ("skipped_in_row", lambda s: s.update(skipped_in_row=3)),
+        ("flops_total", lambda s: s.update(flops_total=s["flops_total"] * 2)),
+        ("latent_std", lambda s: s.update(latent_std=[2 * x for x in s["latent_std"]])),
+        ("a file fewer", lambda s: s["files"].pop("optimizer.safetensors")),
+        ("lr", lambda s: s["config"]["optim"].update(lr=1)),
+    ]
+
+    def attempts() -> Iterator[tuple[bool, str]]:
+        for number in range(tries):
+            state = json.loads(good)
+            if number < len(fixed):
+                what, change = fixed[number]
+                change(state)
+            else:
+                key = draw.choice([key for key in state if key not in ("schema", "digest")])
+                value = draw.choice([value for value in HOSTILE if value != state[key]])
+                what = f"{key}={str(value)[:20]}"
+                state[key] = value
+            # in the layout of the writer, so that the trailing digest is one to its reader
+            file.write_text(json.dumps(state, indent=1))
+            survived, why = falls_back(checkpoint)
+            yield survived, f"{what}: {why}"
+
+    return tally(attempts())
+
+
+def contents(folder: Path, tries: int, seed: int) -> Outcome:
+    """state.json replaced by something else: other JSON, nested without end, no text, a folder."""
+    draw, checkpoint = random.Random(seed), trained(folder)
+    file = checkpoint / "state.json"
+    good = file.read_bytes()
+    others = [
+        b"",
+        b"[]",
+        b"null",
+        b"1" * 5000,
+        b"[" * 200_000,
+        b'{"a":' * 100_000,
+        b"\xff\xfe",
+        b"{}",
+        b'{"schema": []}',
+    ]
+
+    def attempts() -> Iterator[tuple[bool, str]]:
+        for number in range(tries):
+            if number < len(others):
+                file.write_bytes(others[number])
+            else:
+                start = draw.randrange(len(good))
+                file.write_bytes(good[:start] + draw.randbytes(draw.randrange(1, 200)) + good[start:])
+            survived, why = falls_back(checkpoint)
+            yield survived, f"content {number}: {why}"
+
+    return tally(attempts())
+
+
+# state that is missing
+
+
+def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
+    """One value or tensor is left out of a checkpoint, under digests made anew, and the run is resumed."""
+    checkpoint = trained(folder)
+    whole = folder / "whole"
+    shutil.copytree(checkpoint, whole)
+    state = {k: v for k, v in json.loads((whole / "state.json").read_text()).items() if k not in ("schema", "digest")}
+    tensors = {name.removesuffix(".safetensors"): read_checkpoint(whole).tensors(name[:-12]) for name in state["files"]}
+    keys: list[tuple[str, ...]] = [(key,) for key in state]
+    keys += [(name, key) for name, value in state.items() if name in ("files", "loss_window") for key in value]
+    keys += [(f"{group}.safetensors", key) for group, found in tensors.items() for key in found]
+    # whole parameters without moments, which no single key is
+    owners = sorted({key.rpartition("/")[0] for key in tensors["optimizer"]})
+    draw = random.Random(seed)
+    values = [key for key in keys if not key[0].endswith(".safetensors")]
+    whole_parameters = [("moments", owner) for owner in draw.sample(owners, 4)]
+    others = draw.sample([key for key in keys if key not in values], 60)
+    # all values first
+    chosen = (draw.sample([*values, *whole_parameters], len(values) + 4) + others)[:tries]
+
+    def attempt(key: tuple[str, ...]) -> tuple[bool, str]:
+        shutil.rmtree(checkpoint)
+        shutil.copytree(whole, checkpoint)
+        changed = json.loads(json.dumps(state))
+        group = "optimizer" if key[0] == "moments" else key[0].removesuffix(".safetensors")
+        if group in tensors and len(key) == 2:
+            own = {k: v for k, v in tensors[group].items() if k != key[1] and not k.startswith(f"{key[1]}/")}
+            save_file(own, checkpoint / f"{group}.safetensors")
+            changed["files"][f"{group}.safetensors"] = file_digest(checkpoint / f"{group}.safetensors")
+        elif len(key) == 2:
+            del changed[key[0]][key[1]]
+        else:
+            del changed[key[0]]
+        write_state(checkpoint, changed)
+        refused = train(folder, "run=source", f"ckpt_path={checkpoint}", "trainer.max_steps=7")
+        return bool(refused) and "\n" not in refused, f"{'.'.join(key)}: {refused[:100] or 'trained on'}"
+
+    outcome = tally(map(attempt, chosen))
+    shutil.rmtree(checkpoint)
+    shutil.copytree(whole, checkpoint)
+    control = train(folder, "run=source", f"ckpt_path={checkpoint}", "trainer.max_steps=7")
+    return outcome if not control else Outcome(tried=outcome.tried, survived=0, failures=(f"control: {control}",))
+
+
+# retention
+
+
+def is_good(checkpoint: Path) -> bool:
+    try:
+        read_checkpoint(checkpoint)
+    except ValueError:
+        return False
+    return True
+
+
+def retention(folder: Path, tries: int, seed: int) -> Outcome:
+    """A random sequence of saves and damage a try: two good ones are left whenever there ever were two."""
+
+    def attempt(number: int) -> tuple[bool, str]:
+        draw, place = random.Random(seed * 1_000_003 + number), folder / str(number)
+        keep, good = draw.choice([2, 2, 3, 5]), set[str]()
+        for step in range(1, draw.randrange(4, 14)):
+            written = write_checkpoint(place, {"model": {"w": torch.full((8,), float(step))}}, {"step": step})
+            prune_checkpoints(place, written, keep)
+            before, good = len(good), good | {written.name}
+            kept = {path.name for path in list_checkpoints(place) if is_good(path)}
+            if not set(sorted(good)[-2:]) <= kept or len(kept) < min(2, before + 1):
+                return False, f"sequence {number}, step {step}: {sorted(kept)} of the good {sorted(good)} are left"
+            good &= kept
+            while good and draw.random() < 0.4:
+                broken = draw.choice(sorted(good))
+                file = place / broken / draw.choice(["model.safetensors", "state.json"])
+                data = bytearray(file.read_bytes())
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+                file.write_bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
+                good.discard(broken)
+        shutil.rmtree(place)
+        return True, ""
+
+    return tally(map(attempt, range(tries)))
+
+
+def going_back(folder: Path, tries: int, seed: int) -> Outcome:
+    """A run goes back to an older checkpoint and ends early: `last` is of the line it trains, nothing is lost."""
+    draw = random.Random(seed)
+    newest = trained(folder / "whole")
+    whole = newest.parent.parent
+    straight = read_checkpoint(newest)
+
+    def attempt(number: int) -> tuple[bool, str]:
+        place = folder / str(number)
+        run = place / "pretrain" / "source"
+        shutil.copytree(whole, run)
+        back = draw.choice([2, 4])
+        end = draw.randrange(back + 1, 6)
+        source = run / "checkpoints" / f"step-{back:08d}"
+        if draw.random() < 0.3:
+            # a copy from elsewhere
+            source = shutil.copytree(source, place / "copy")
+        later = {path.name for path in list_checkpoints(run / "checkpoints") if path.name > f"step-{back:08d}"}
+        refused = train(place, "run=source", f"ckpt_path={source}", f"trainer.max_steps={end}")
+        last = latest_checkpoint(run / "checkpoints").step
+        aside = run / "checkpoints" / f"abandoned-after-step-{back:08d}"
+        kept = {path.name for path in list_checkpoints(aside)}
+        there = (run / "checkpoints" / f"step-{back:08d}").exists()
+        refused = refused or train(place, "run=source", "ckpt_path=last", "trainer.max_steps=6")
+        ended = latest_checkpoint(run / "checkpoints")
+        same = ended.state["files"] == straight.state["files"]
+        shutil.rmtree(place)
+        said = f"back to {back}, end at {end}: last is {last}, aside {sorted(kept)}, equal at the end {same} {refused}"
+        return last == end and kept == later and there and same and not refused, said
+
+    return tally(map(attempt, range(tries)))
+
+
+# kills and full disks
+
+
+def _save_for_ever(place: Path) -> None:
+    weights = {"model": {f"w{i}": torch.full((250_000,), float(i)) for i in range(12)}, "ema": {"w": torch.ones(10)}}
+    for step in range(1, 10_000):
+        prune_checkpoints(place, write_checkpoint(place, weights, {"step": step}), 2)
+
+
+def kills(folder: Path, tries: int, seed: int) -> Outcome:
+    """kill -9 of a process that saves 12 MB back to back, on a disk and in memory, at random moments of a save."""
+    draw = random.Random(seed)
+    memory = Path("/dev/shm")
+    inside = 0
+
+    def attempt(number: int) -> tuple[bool, str]:
+        nonlocal inside
+        in_memory = number % 2 == 1 and os.access(memory, os.W_OK)
+        place = (memory / f"vsa-soak-{os.getpid()}" if in_memory else folder) / str(number)
+        place.mkdir(parents=True)
+        child = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(place,))
+        child.start()
+        assert child.pid is not None
+        # from the second save on, some time after one has begun
+        while len(list_checkpoints(place)) < 1 or not list(place.glob(".writing-*")):
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.04))
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        litter = [path.name for path in place.iterdir() if path.name.startswith(".")]
+        inside += bool(litter)
+        broken = [path.name for path in list_checkpoints(place) if not is_good(path)]
+        step = latest_checkpoint(place, lambda said: None).step
+        write_checkpoint(place, {"model": {"w": torch.ones(2)}}, {"step": step + 1})
+        left = [path.name for path in place.iterdir() if path.name.startswith(".")]
+        shutil.rmtree(place)
+        return not broken and len(litter) <= 1 and not left, f"kill {number}: {broken=} {litter=} {left=}"
+
+    outcome = tally(map(attempt, range(tries)))
+    shutil.rmtree(memory / f"vsa-soak-{os.getpid()}", ignore_errors=True)
+    return replace(outcome, notes=(f"{inside} of {tries} left the folder of a save",))
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Every write past byte `most` of a file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_disk(folder: Path, tries: int, seed: int) -> Outcome:
+    """The disk is full at a random byte of a save: no litter, the checkpoint before stays, exit status 28."""
+    draw = random.Random(seed)
+    tensors = {"model": {"w": torch.zeros(20_000)}}
+    write_checkpoint(folder, tensors, {"step": 1})
+    before = sorted(os.listdir(folder))
+
+    def attempt(number: int) -> tuple[bool, str]:
+        most, status = draw.randrange(1, 80_000), None
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), small_files(most):
+            try:
+                with one_line_errors(traceback=False):
+                    write_checkpoint(folder, tensors, {"step": 2 + number})
+            except SystemExit as stop:
+                status = stop.code
+        there = sorted(os.listdir(folder))
+        good = is_good(folder / "step-00000001")
+        written = write_checkpoint(folder, tensors, {"step": 2 + number})
+        again = is_good(written)
+        shutil.rmtree(written)
+        return status == DISK_FULL and there == before and good and again, f"byte {most}: {status=} {there=}"
+
+    return tally(map(attempt, range(tries)))
+
+
+# settings
+
+CHANGES = (
+    ("optim.schedule.total_steps=40", "optim.schedule.total_steps", "40"),
+    ("optim.schedule.warmup_steps=5", "optim.schedule.warmup_steps", "5"),
+    ("sparsity.total_steps=10", "sparsity.total_steps", "10"),
+    ("sparsity.dense_steps=3", "sparsity.dense_steps", "3"),
+    ("sparsity.topk=3", "sparsity.topk", "3"),
+    ("sparsity=cosine", "sparsity", "CosineSparsity"),
+    ("sparsity=constant", "sparsity", "ConstantSparsity"),
+    ("optim.lr=0.02", "optim.lr", "0.02"),
+    ("optim.betas=[0.8,0.9]", "optim.betas", "[0.8, 0.9]"),
+    ("optim=adamw_wsd", "optim.schedule", "WSD"),
+    ("task.grad_clip=2", "task.grad_clip", "2"),
+    ("task.latent_scale=shared", "task.latent_scale", "shared"),
+    ("task.objective.logit_mean=1", "task.objective.logit_mean", "1"),
+    ("callbacks.ema.decay=0.5", "callbacks.ema.decay", "0.5"),
+    ("callbacks.ema=null", "callbacks.ema", "null"),
+    ("data.caption_dropout=0.5", "data.caption_dropout", "0.5"),
+    ("data.batch_size=2", "data.batch_size", "2"),
+    ("data.val_fraction=0.2", "data.val_fraction", "0.2"),
+    ("model.ffn_dim=36", "model.ffn_dim", "36"),
+    ("attention=full", "attention", "FullAttention"),
+    ("tile_thw=[2,2,2]", "tile_thw", "[2, 2, 2]"),
+    ("seed=1", "seed", "1"),
+)
+
+FREE = (
+    "trainer.max_steps=8",
+    "trainer.log_every_n_steps=2",
+    "trainer.val_check_interval=3",
+    "trainer.accumulate_grad_batches=2",
+    "data.num_workers=1",
+    "callbacks.checkpoint.every_n_steps=5",
+    "task.max_skipped=3",
+    "logger.csv=null",
+)
+
+
+def settings(folder: Path, tries: int, seed: int) -> Outcome:
+    """A setting of the run is changed on resume: refused with its key and both values; a free one is not."""
+    checkpoint = trained(folder)
+    whole = shutil.copytree(checkpoint.parent.parent, folder / "whole")
+    draw = random.Random(seed)
+    chosen = [(change, key, value) for change, key, value in CHANGES] + [(change, "", "") for change in FREE]
+    draw.shuffle(chosen)
+
+    def attempt(case: tuple[str, str, str]) -> tuple[bool, str]:
+        change, key, value = case
+        before = {path: path.read_bytes() for path in sorted(whole.rglob("*")) if path.is_file()}
+        shutil.rmtree(checkpoint.parent.parent)
+        shutil.copytree(whole, checkpoint.parent.parent)
+        said = train(folder, "run=source", "ckpt_path=last", "trainer.max_steps=7", change)
+        if not key:
+            return said == "", f"{change}: {said}"
+        same = all((checkpoint.parent.parent / p.relative_to(whole)).read_bytes() == b for p, b in before.items())
+        good = f"{key}=" in said and f"the settings have {value}" in said and "\n" not in said and same
+        return good, f"{change}: {said[:200] or 'trained on'}, untouched {same}"
+
+    return tally(map(attempt, chosen[:tries]))
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        name="checkpoint: bit flips and cuts of tensor files",
+        tries=300,
+        short_tries=6,
+        run=damage(("model.safetensors", "ema.safetensors", "optimizer.safetensors"), cuts=True),
+    ),
+    Row(name="checkpoint: bit flips of state.json", tries=300, short_tries=10, run=damage(("state.json",), cuts=False)),
+    Row(name="checkpoint: edits of state.json", tries=50, short_tries=10, run=edits),
+    Row(name="checkpoint: other content in state.json", tries=50, short_tries=9, run=contents),
+    Row(name="checkpoint: a key is missing", tries=66, short_tries=2, run=deleted_keys),
+    Row(name="checkpoint: retention after random damage", tries=300, short_tries=3, run=retention),
+    Row(name="checkpoint: going back", tries=20, short_tries=1, run=going_back),
+    Row(name="checkpoint: kill -9 inside a save", tries=60, short_tries=2, run=kills),
+    Row(name="checkpoint: disk full at a random byte", tries=50, short_tries=5, run=full_disk),
+    Row(name="resume: a setting is changed", tries=len(CHANGES) + len(FREE), short_tries=2, run=settings),
+)
