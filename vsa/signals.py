@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """What a terminal, a person or a scheduler sends."""
@@ -32,8 +32,14 @@ class Stopped(SystemExit):
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """Handler that ends the process with one line and status 128 + number, wherever it is."""
-    print(f"{signal.Signals(number).name}: {NOTHING_SAVED}", file=sys.stderr, flush=True)
-    os._exit(128 + number)
+    exit_now(128 + number, f"{signal.Signals(number).name}: {NOTHING_SAVED}")
+
+
+def exit_now(status: int, line: str) -> NoReturn:
+    """End the process from any thread, with a line where there is one; nothing else is put away."""
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    os._exit(status)
 
 
 @contextmanager

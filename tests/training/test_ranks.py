@@ -176,7 +176,7 @@ def test_only_steps_have_a_time_limit():
 # which rank keeps the others waiting
 
 
-@pytest.mark.parametrize("trainer", ["fsdp", "ddp"])
+@pytest.mark.parametrize("trainer", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_times_of_each_rank_show_which_one_the_others_wait_for(training, trainer):
     steps = ("trainer.max_steps=3", "trainer.log_every_n_steps=3", f"trainer={trainer}", "run=slow")
 

@@ -108,9 +108,9 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     handlers = current_handlers()
     try:
         with Watch(run_dir, module.status) as watch:
-            if isinstance(trainer.strategy, ShardedDataParallel):
-                trainer.strategy.watch = watch
             owner: Any = trainer
+            if isinstance(strategy := owner.strategy, ShardedDataParallel):
+                strategy.watch = watch
             owner.callbacks.append(Steps(watch))
             trainer.fit(module, datamodule=datamodule)
         number = module.status.received

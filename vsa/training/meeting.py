@@ -74,8 +74,8 @@ class Meeting:
         self.rank, self.world, self._say, self._interval = dist.get_rank(), dist.get_world_size(), say, interval
         # rank 0 holds the store, unless what started the ranks does
         self.host_rank = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-        store: Any = dist.distributed_c10d._get_default_store()
-        store = store.clone()
+        group: Any = dist.group.WORLD
+        store = group.get_group_store().clone()
         store.set_timeout(timedelta(seconds=patience))
         # a process may train several times
         number = store.add(f"vsa/fits/{self.rank}", 1)

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from subprocess import Popen
 from types import TracebackType
 
-from vsa.signals import ENDING, NOTHING_SAVED
+from vsa.signals import ENDING, NOTHING_SAVED, exit_now
 from vsa.training.meeting import Beat, Meeting, own_beat, state_of_process
 from vsa.training.run_state import RunStatus
 
@@ -93,6 +92,7 @@ class Watch:
         self._moves: Sequence[int] = ()
         self._stepped = False
         self._received: list[tuple[int, float]] = []
+        self._passed_on = False
         self._children: Sequence[Popen[bytes]] = ()
         self._parent: int | None = None
         self._interval = INTERVAL
@@ -106,8 +106,8 @@ class Watch:
         # in the main thread alone signals can be heard
         with suppress(ValueError):
             self._wakeup = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
-        launcher = os.environ.get(LAUNCHER)
-        self._parent = os.getppid() if launcher == str(os.getppid()) else None
+        launcher, rank = os.environ.get(LAUNCHER), os.environ.get("LOCAL_RANK", "0")
+        self._parent = os.getppid() if launcher == str(os.getppid()) and rank != "0" else None
         os.environ[LAUNCHER] = str(os.getpid())
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -118,6 +118,7 @@ class Watch:
     ) -> None:
         self.dismiss()
         self._thread.join()
+        os.environ.pop(LAUNCHER, None)
         with suppress(ValueError):
             signal.set_wakeup_fd(self._wakeup)
         if self._meeting is not None:
@@ -201,9 +202,9 @@ class Watch:
         if moves != self._moves or any(beat.paused for beat in meeting.beats):
             self._moves, self._moved = moves, now
         received = next((seen.beat.signal for seen in self._seen.values() if seen.beat.signal), 0)
-        if received and not self._received and self._status.received is None:
+        if received and not self._received and not self._passed_on and self._status.received is None:
             # as if it had come here: this rank's own handler knows what there is to do
-            self._received.append((received, now))
+            self._passed_on = True
             os.kill(os.getpid(), received)
 
     def _judge_family(self) -> None:
@@ -300,9 +301,7 @@ class Watch:
                 others = {r for r, seen in self._seen.items() if seen.lost_since is None and not seen.beat.left}
                 if min({rank, *others} - {culprit}, default=rank) != rank:
                     line = ""
-        if line:
-            print(f"error: {line}" if error else line, file=sys.stderr, flush=True)
         for child in self._children:
             # also one that is stopped
             child.kill()
-        os._exit(status)
+        exit_now(status, f"error: {line}" if line and error else line)

@@ -1,0 +1,296 @@
+"""Ranks that are frozen, dead or slow, and whether any number of ranks trains what one process does.
+
+`python -m scripts.soak.ranks` prints the last as a table.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from scripts.soak import tiny
+from scripts.soak.resume import settings_of
+from scripts.soak.rows import Outcome, Row
+from scripts.soak.tally import Tally
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint
+from vsa.training.watch import LOST_STATUS
+
+TIMEOUT = 6.0
+"""Seconds; the others have ten more to leave their stacks and to end."""
+
+ENDLESS = (
+    *tiny.TWO_RANKS,
+    "trainer.max_steps=100000",
+    "callbacks.checkpoint.every_n_steps=10",
+    f"trainer.strategy.timeout={TIMEOUT}",
+    "trainer.strategy.first_timeout=120",
+)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _children_of(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wrong(run: Path, lost: int, told: str, status: int | None, seconds: float) -> str | None:
+    """What is wrong with the end of a rank whose partner was lost; None: nothing."""
+    lines = [line for line in told.splitlines() if line.startswith("error: ")]
+    if status != LOST_STATUS:
+        return f"status {status} after {seconds:.1f} s: {told[-300:]}"
+    if len(lines) != 1 or not re.match(rf"error: rank {lost} \(pid \d+ on ", lines[0]) or "Traceback" in told:
+        return f"it said {lines}: {told[-300:]}"
+    if not (run / f"stacks-rank-{1 - lost}.txt").read_text():
+        return "no stacks"
+    # the ranks may see it half a beat apart
+    return None if seconds < TIMEOUT + 10 else f"{seconds:.1f} s"
+
+
+def _lost(folder: Path, name: str, number: int, lost: int, rng: random.Random) -> str | None:
+    """Freeze or kill one of two bare ranks."""
+    run = tiny.run_folder(folder, name)
+    job = tiny.start_ranks(settings_of(folder, *ENDLESS, f"run={name}"), folder=folder)
+    try:
+        if not tiny.wait_for_step(run, rng.randint(3, 20), seconds=120):
+            return f"no steps: {job.ranks[0].output()[-300:]}"
+        time.sleep(rng.uniform(0, 0.1))
+        began = time.monotonic()
+        job.ranks[lost].send_signal(number)
+        other = job.ranks[1 - lost]
+        status = other.wait(TIMEOUT + 30)
+        return _wrong(run, lost, other.output(), status, time.monotonic() - began)
+    except TimeoutError as error:
+        return str(error)
+    finally:
+        job.kill()
+
+
+def _lost_of_launcher(
+    folder: Path, name: str, number: int, lost: int, start: Callable[..., tiny.Started], expected: int
+) -> str | None:
+    """Freeze or kill one of two ranks that a launcher has started; nothing of the run may be left."""
+    run = tiny.run_folder(folder, name)
+    started = start(settings_of(folder, *ENDLESS, f"run={name}"), folder=folder)
+    try:
+        if not tiny.wait_for_step(run, 3, seconds=240):
+            return f"no steps: {started.output()[-300:]}"
+        family = _children_of(started.pid)
+        # of torchrun both ranks are children, else rank 0 is the launcher
+        ranks = family if len(family) > 1 else [started.pid, *family]
+        began = time.monotonic()
+        os.kill(ranks[lost], number)
+        if ranks[lost] != started.pid:
+            # torchrun waits for half a minute before it kills a frozen one
+            status = started.wait(TIMEOUT + 60)
+            if status != expected:
+                return f"status {status}: {started.output()[-300:]}"
+        gone = [pid for pid in ranks if pid != ranks[lost]]
+        if not tiny.wait_for(lambda: not any(map(_alive, gone)), seconds=TIMEOUT + 20):
+            return f"a rank is left after {time.monotonic() - began:.1f} s"
+        lines = [line for line in started.output().splitlines() if f"error: rank {lost} (pid " in line]
+        return None if len(lines) == 1 else f"it said {lines}: {started.output()[-300:]}"
+    finally:
+        for pid in {started.pid, *_children_of(started.pid)} if _alive(started.pid) else set[int]():
+            os.kill(pid, signal.SIGKILL)
+        started.wait()
+
+
+def _own_launcher(words: Sequence[str], *, folder: Path) -> tiny.Started:
+    return tiny.start(words, folder=folder, fresh=True)
+
+
+def frozen(folder: Path, tries: int, seed: int) -> Outcome:
+    """SIGSTOP to one of two ranks, the last time below the launcher."""
+    tally, rng = Tally(), random.Random(seed)
+    for number in range(tries):
+        name, lost = f"frozen{number}", number % 2
+        if number == 4:
+            failure = _lost_of_launcher(folder, name, signal.SIGSTOP, 1, _own_launcher, LOST_STATUS)
+        else:
+            failure = _lost(folder, name, signal.SIGSTOP, lost, rng)
+        tally.add(f"rank {lost}", failure)
+    return tally.outcome()
+
+
+def dead(folder: Path, tries: int, seed: int) -> Outcome:
+    """SIGKILL to one of two ranks: four times bare, twice below the launcher, once below torchrun."""
+    tally, rng = Tally(), random.Random(seed)
+    for number in range(tries):
+        name, lost = f"dead{number}", number % 2
+        if number < 4:
+            failure = _lost(folder, name, signal.SIGKILL, lost, rng)
+        elif number < 6:
+            failure = _lost_of_launcher(folder, name, signal.SIGKILL, lost, _own_launcher, LOST_STATUS)
+        else:
+            # its status is its own
+            failure = _lost_of_launcher(folder, name, signal.SIGKILL, 1, tiny.start_torchrun, 1)
+        tally.add(f"rank {lost}, try {number}", failure)
+    return tally.outcome()
+
+
+def waiting(folder: Path, tries: int, seed: int) -> Outcome:
+    """SIGTERM to a rank that waits for a frozen one."""
+    tally, rng = Tally(), random.Random(seed)
+    for number in range(tries):
+        name, lost = f"waiting{number}", number % 2
+        run, words = tiny.run_folder(folder, name), settings_of(folder, *ENDLESS, f"run=waiting{number}")
+        words = [*(word for word in words if "strategy.timeout" not in word), "trainer.strategy.timeout=1000"]
+        job = tiny.start_ranks(words, folder=folder)
+        try:
+            tiny.wait_for_step(run, rng.randint(3, 20), seconds=120)
+            job.ranks[lost].send_signal(signal.SIGSTOP)
+            time.sleep(rng.uniform(0, 3))
+            other = job.ranks[1 - lost]
+            other.send_signal(signal.SIGTERM)
+            status = other.wait(30)
+            said = [line for line in other.output().splitlines() if line.startswith(f"SIGTERM: rank {lost} (pid ")]
+            failure = None if status == 143 and len(said) == 1 else f"status {status}: {other.output()[-300:]}"
+        except TimeoutError as error:
+            failure = str(error)
+        finally:
+            job.kill()
+        tally.add(f"rank {1 - lost} waits", failure)
+    return tally.outcome()
+
+
+def slow(folder: Path, tries: int, seed: int) -> Outcome:
+    """One of two ranks is stopped half of the time: it is named within 60 steps; nobody is in a run left alone."""
+    tally = Tally()
+    for number in range(tries):
+        name, one = f"slow{number}", (None, 1, 0)[number % 3]
+        words = settings_of(folder, *tiny.TWO_RANKS, f"run={name}", "trainer.max_steps=110")
+        job = tiny.start_ranks(words, folder=folder)
+        tiny.wait_for_step(tiny.run_folder(folder, name), 1, seconds=120)
+        while job.ranks[0].poll() is None:
+            for signalled, seconds in ((signal.SIGSTOP, 0.06), (signal.SIGCONT, 0.03)):
+                if one is not None:
+                    job.ranks[one].send_signal(signalled)
+                time.sleep(seconds)
+        statuses = job.wait(60)
+        named = re.findall(r"rank (\d+) is \d+% behind the others over 50 steps", job.ranks[0].output())
+        expected = [] if one is None else [str(one)] * 2
+        failure = None if named == expected and not any(statuses) else f"statuses {statuses}, named {named}"
+        tally.add("nobody is slow" if one is None else f"rank {one} is slow", failure)
+    return tally.outcome()
+
+
+# every task in every number of processes is one process
+
+# the large eps keeps Adam from turning the rounding of gradients near zero into whole steps
+COMMON = ("optim.eps=0.01", "trainer.max_steps=6", "callbacks.checkpoint.every_n_steps=6", "name=parity")
+DENSE = (*COMMON, "attention=full", "start=dense", "run=dense")
+TASKS: dict[str, tuple[str, ...]] = {
+    "pretrain": ("trainer.val_check_interval=3",),
+    "finetune": ("task=finetune", "start=dense", "task.objective.velocity=0.5", "trainer.val_check_interval=3"),
+    "distill": (
+        *("task=distill", "start=dense", "task.generator_every=2", "task.objective.guidance=2.5"),
+        *("optim.betas=[0.0,0.99]", "task.fake_score_optim.eps=0.01", "callbacks.ema.decay=0.5"),
+    ),
+}
+STRATEGIES, WORLDS = ("ddp", "fsdp"), (1, 2, 4)
+TOLERANCE = 2e-6
+"""Of weights, averages and moments of size 1 to 10 after six steps: the order of sums in fp32."""
+
+
+def _trained(folder: Path, words: Sequence[str], world: int) -> str | None:
+    job = tiny.start_ranks(words, folder=folder, world=world) if world else None
+    statuses = job.wait(300) if job is not None else [tiny.start(words, folder=folder).wait(300)]
+    return f"statuses {statuses}" if any(statuses) else None
+
+
+def difference(one: Path, other: Path) -> float:
+    """Largest difference of weights, averages, moments of all networks, and relative one of the losses."""
+    a, b = resolve_checkpoint("last", one), resolve_checkpoint("last", other)
+    largest = 0.0
+    for group in (name.removesuffix(".safetensors") for name in a.state["files"]):
+        ours, theirs = a.tensors(group), b.tensors(group)
+        assert set(ours) == set(theirs)
+        for name, value in ours.items():
+            largest = max(largest, float((value - theirs[name]).abs().max()))
+    rows, others = tiny.metrics(one), tiny.metrics(other)
+    assert set(rows) == set(others)
+    for step, row in rows.items():
+        for name in ("train/loss", "val/loss", "fake_score/loss"):
+            if row.get(name):
+                largest = max(largest, abs(float(row[name]) / float(others[step][name]) - 1))
+    return largest
+
+
+def parity(folder: Path, cells: Sequence[tuple[str, str, int]]) -> dict[tuple[str, str, int], float | str]:
+    """By task, strategy and ranks: the difference to one process without a strategy, or what went wrong."""
+    differences: dict[tuple[str, str, int], float | str] = {}
+    dense = tiny.run_folder(folder, "dense", name="parity")
+    for task in dict.fromkeys(task for task, _, _ in cells):
+        if task != "pretrain" and not dense.exists():
+            assert _trained(folder, settings_of(folder, *DENSE, "optim.eps=1e-8"), 0) is None
+        begins = () if task == "pretrain" else (f"init_from={dense}",)
+        common = (*COMMON, *TASKS[task], *begins)
+        alone = tiny.run_folder(folder, task, name="parity")
+        assert _trained(folder, settings_of(folder, *common, f"run={task}"), 0) is None
+        for cell in (cell for cell in cells if cell[0] == task):
+            _, strategy, world = cell
+            name = f"{task}-{strategy}-{world}"
+            spread = (f"trainer={strategy}", f"trainer.devices={world}", f"run={name}")
+            failure = _trained(folder, settings_of(folder, *common, *spread), world)
+            differences[cell] = failure or difference(alone, tiny.run_folder(folder, name, name="parity"))
+        # control: another batch is no rounding
+        other = settings_of(folder, *common, "data.seed=1", f"run={task}-other")
+        assert _trained(folder, other, 0) is None
+        assert difference(alone, tiny.run_folder(folder, f"{task}-other", name="parity")) > 100 * TOLERANCE
+    return differences
+
+
+CELLS = tuple((task, strategy, world) for task in TASKS for strategy in STRATEGIES for world in WORLDS)
+
+
+def parity_row(folder: Path, tries: int, seed: int) -> Outcome:
+    """Every task in every strategy and number of ranks."""
+    tally = Tally()
+    for (task, strategy, world), found in parity(folder, CELLS[:tries]).items():
+        alike = isinstance(found, float) and found < TOLERANCE
+        tally.add(f"{task}, {strategy}, {world} ranks", None if alike else f"it differs by {found}")
+    return tally.outcome()
+
+
+def table(differences: dict[tuple[str, str, int], float | str]) -> str:
+    """The differences as a table in Markdown."""
+    lines = ["| task | strategy | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in WORLDS) + " |"]
+    lines.append("|---|---|" + "---|" * len(WORLDS))
+    for task in TASKS:
+        for strategy in STRATEGIES:
+            cells = [differences[task, strategy, world] for world in WORLDS]
+            shown = [cell if isinstance(cell, str) else f"{cell:.1e}" if cell else "0" for cell in cells]
+            lines.append(f"| {task} | `{strategy}` | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+ROWS: tuple[Row, ...] = (
+    Row(name="a frozen rank (SIGSTOP): the other ends in time and names it", tries=5, short_tries=0, run=frozen),
+    Row(name="a dead rank (SIGKILL): the other ends in time and names it", tries=7, short_tries=1, run=dead),
+    Row(name="SIGTERM to a rank that waits for a frozen one", tries=4, short_tries=0, run=waiting),
+    Row(name="a slow rank is named, none in a run that is left alone", tries=3, short_tries=0, run=slow),
+    Row(
+        name="pretraining, finetuning and distilling on 1, 2 and 4 ranks are one process",
+        tries=len(CELLS),
+        short_tries=0,
+        run=parity_row,
+    ),
+)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        print(table(parity(Path(temporary), CELLS)))

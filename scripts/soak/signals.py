@@ -1,0 +1,230 @@
+"""Signals of every kind at every moment: the step in hand is saved, and the run goes on bit for bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.soak import tiny
+from scripts.soak.rows import Outcome, Row
+from scripts.soak.tally import Tally
+from vsa.checkpoints.run_checkpoint import list_checkpoints, resolve_checkpoint
+from vsa.signals import ENDING
+
+STEPS = 400
+"""Of the run that nothing happens to; the signals come in the first tenth."""
+
+VALIDATES = ("trainer.val_check_interval=1", "data.val_fraction=0.5", "data.val_batches=8")
+EVERY = "callbacks.checkpoint.every_n_steps={}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """When a signal comes, and to what.
+
+    Args:
+        name: of the moment.
+        signalled: sends signals of a kind to a run that it starts: (its words, number, rng) to the exit status of what
+            was started and what that printed.
+        settings: of the run.
+        steps: whether a step is made by then.
+        status: what has to be the status, of a signal's number.
+    """
+
+    name: str
+    signalled: Callable[[Path, Sequence[str], int, random.Random], tuple[int, str]]
+    settings: tuple[str, ...] = ()
+    steps: bool = True
+    status: Callable[[int], int] = lambda number: 128 + number
+
+
+def _run_of(words: Sequence[str], folder: Path) -> Path:
+    (name,) = (word.removeprefix("run=") for word in words if word.startswith("run="))
+    return tiny.run_folder(folder, name)
+
+
+def _ended(started: tiny.Started) -> tuple[int, str]:
+    try:
+        return started.wait(90), started.output()
+    except TimeoutError as error:
+        started.kill()
+        return -1, str(error)
+
+
+def _while_loading(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
+    started = tiny.start(words, folder=folder, fresh=True)
+    # the first statement stands after that of the interpreter
+    time.sleep(rng.uniform(0.5, 3))
+    started.send_signal(number)
+    return _ended(started)
+
+
+def _in_set_up(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
+    started = tiny.start(words, folder=folder)
+    tiny.wait_for(lambda: bool(started.output()))
+    time.sleep(rng.uniform(0, 0.05))
+    started.send_signal(number)
+    return _ended(started)
+
+
+def _after_a_step(times: int = 1, delay: float = 0.1) -> Callable[..., tuple[int, str]]:
+    def signalled(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
+        started = tiny.start(words, folder=folder)
+        tiny.wait_for_step(_run_of(words, folder), rng.randint(1, 12))
+        time.sleep(rng.uniform(0, delay))
+        for _ in range(times):
+            started.send_signal(number)
+            time.sleep(0.01)
+        return _ended(started)
+
+    return signalled
+
+
+def _to_one_rank(step: int) -> Callable[..., tuple[int, str]]:
+    def signalled(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
+        job = tiny.start_ranks(words, folder=folder)
+        one = rng.choice(job.ranks)
+        tiny.wait_for(lambda: "Starting with 2 processes" in job.ranks[0].output())
+        if step:
+            tiny.wait_for_step(_run_of(words, folder), step)
+        time.sleep(rng.uniform(0, 0.1))
+        one.send_signal(number)
+        try:
+            statuses = job.wait(90)
+        except TimeoutError as error:
+            return -1, str(error)
+        # rank 0 tells for all
+        told = job.ranks[0].output()
+        return (statuses[0], told) if statuses[1] in (0, statuses[0]) else (-1, f"statuses {statuses}: {told}")
+
+    return signalled
+
+
+def _by_launcher(start: Callable[..., tiny.Started]) -> Callable[..., tuple[int, str]]:
+    def signalled(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
+        started = start(words, folder=folder)
+        tiny.wait_for_step(_run_of(words, folder), 3, seconds=180)
+        started.send_signal(number)
+        return _ended(started)
+
+    return signalled
+
+
+def _own_launcher(words: Sequence[str], *, folder: Path) -> tiny.Started:
+    return tiny.start(words, folder=folder, fresh=True)
+
+
+MOMENTS = (
+    Moment(name="while modules are loaded", signalled=_while_loading, steps=False),
+    Moment(name="in set-up", signalled=_in_set_up, steps=False),
+    Moment(name="in a step", signalled=_after_a_step(), settings=(EVERY.format(1000),)),
+    Moment(name="in validations", signalled=_after_a_step(), settings=(EVERY.format(1000), *VALIDATES)),
+    Moment(name="in saves", signalled=_after_a_step(), settings=(EVERY.format(1),)),
+    Moment(name="to one of two ranks", signalled=_to_one_rank(4), settings=(*tiny.TWO_RANKS, EVERY.format(1000))),
+    Moment(name="with two workers", signalled=_after_a_step(), settings=(EVERY.format(1000), "data.num_workers=2")),
+    Moment(name="twice", signalled=_after_a_step(times=2), settings=(EVERY.format(5),)),
+    Moment(
+        name="to one of two ranks that set up",
+        signalled=_to_one_rank(0),
+        settings=(*tiny.TWO_RANKS, EVERY.format(1000)),
+        steps=False,
+    ),
+)
+"""In turns with the kinds: as their numbers have no common divisor, every pair comes."""
+
+LAUNCHED = (
+    Moment(name="to the launcher of two ranks", signalled=_by_launcher(_own_launcher), settings=tiny.TWO_RANKS),
+    # it passes SIGTERM and SIGINT on, and ends with a status of its own
+    Moment(
+        name="to torchrun",
+        signalled=_by_launcher(tiny.start_torchrun),
+        settings=tiny.TWO_RANKS,
+        status=lambda number: 1,
+    ),
+)
+
+
+def _wrong(folder: Path, moment: Moment, number: int, words: Sequence[str], status: int, told: str) -> str | None:
+    """What is wrong with the end of a run; None: nothing."""
+    run, name = _run_of(words, folder), signal.Signals(number).name
+    if status != moment.status(number):
+        return f"status {status}, expected {moment.status(number)}: {told[-300:]}"
+    saved = list_checkpoints(run / "checkpoints")
+    says = [line for line in told.splitlines() if line.startswith(f"{name}: ") and "saving after" not in line]
+    expected = "saved " if saved else "stopped, there was nothing to save"
+    # a second Ctrl-C ends a run at once
+    at_once = moment.name == "twice" and name == "SIGINT"
+    if "Traceback" in told or (not at_once and (len(says) != 1 or expected not in says[0])):
+        return f"it said {says}: {told[-300:]}"
+    if moment.steps and not saved:
+        return "no checkpoint"
+    return None
+
+
+def _goes_on(folder: Path, words: Sequence[str], straight: Path) -> str | None:
+    """Whether a run goes on for three steps as the one that nothing happened to."""
+    run = _run_of(words, folder)
+    last = resolve_checkpoint("last", run).step + 3
+    ends = [word for word in words if not word.startswith("trainer.max_steps=")]
+    ends += [f"trainer.max_steps={last}", "ckpt_path=last"]
+    if "trainer.devices=2" in words:
+        statuses = tiny.start_ranks(ends, folder=folder).wait(120)
+    else:
+        statuses = [tiny.start(ends, folder=folder).wait(120)]
+    if any(statuses):
+        return f"statuses {statuses} when it went on"
+    losses, expected = (
+        {step: row["train/loss"] for step, row in tiny.metrics(each).items() if step <= last and row["train/loss"]}
+        for each in (run, straight)
+    )
+    return None if losses == expected else f"other losses: {losses} instead of {expected}"
+
+
+def _straight(folder: Path, moment: Moment) -> Path:
+    """The run that nothing happens to, made once for each set of samples and ranks."""
+    ranks = tiny.TWO_RANKS if tiny.TWO_RANKS[0] in moment.settings else ()
+    held_out = VALIDATES if VALIDATES[0] in moment.settings else ()
+    name = f"straight{len(ranks)}{len(held_out)}"
+    run = tiny.run_folder(folder, name)
+    if not run.exists():
+        words = tiny.words(folder, *ranks, *held_out, f"run={name}", "trainer.max_steps=60", EVERY.format(1000))
+        job = tiny.start_ranks(words, folder=folder) if ranks else tiny.start(words, folder=folder)
+        job.wait(300)
+    return run
+
+
+def _row(moments: Sequence[Moment], kinds: Sequence[signal.Signals]) -> Callable[[Path, int, int], Outcome]:
+    def run(folder: Path, tries: int, seed: int) -> Outcome:
+        tally, rng = Tally(), random.Random(seed)
+        for index in range(tries):
+            moment, number = moments[index % len(moments)], kinds[index % len(kinds)]
+            settings = [f"run=signal{index}", f"trainer.max_steps={STEPS}"]
+            words = tiny.words(folder, *moment.settings, *settings)
+            status, told = moment.signalled(folder, words, number, rng)
+            failure = _wrong(folder, moment, number, words, status, told)
+            if failure is None and list_checkpoints(_run_of(words, folder) / "checkpoints"):
+                failure = _goes_on(folder, words, _straight(folder, moment))
+            tally.add(f"{number.name} {moment.name}", failure)
+        return tally.outcome()
+
+    return run
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        name="signals of five kinds at nine moments, on one and two ranks",
+        tries=26,
+        short_tries=2,
+        run=_row(MOMENTS, ENDING),
+    ),
+    Row(
+        name="signals to the launchers of two ranks",
+        tries=4,
+        short_tries=0,
+        run=_row(LAUNCHED, (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT)),
+    ),
+)
