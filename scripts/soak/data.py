@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from scripts.soak import hostile_media
 from scripts.soak.rows import Outcome, Row
 from vsa.data.bad_samples import BadSampleError
 from vsa.data.codecs import HaarCodec
@@ -365,5 +366,6 @@ ROWS: tuple[Row, ...] = (
     Row(name="bit flips in index.json are refused", tries=300, short_tries=100, run=_flipped_index),
     Row(name="shards cut short are refused by name", tries=200, short_tries=40, run=_cut_shards),
     Row(name="forged members with right digests are passed and told", tries=40, short_tries=40, run=_forged_members),
+    hostile_media.ROW,
     Row(name="impossible numbers and names in index.json are refused", tries=22, short_tries=22, run=_index_tricks),
 )

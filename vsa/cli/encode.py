@@ -41,6 +41,10 @@ def encode(
     dtype: Annotated[Precision, option("of the latents", panel=OUTPUT)] = "float16",
     samples_per_shard: Annotated[int, option("also what an interruption costs", panel=OUTPUT, whole=(1, MANY))] = 256,
     overwrite: Annotated[bool, option("replace the data set in OUT", "--overwrite", panel=OUTPUT)] = False,
+    decode_seconds: Annotated[
+        float, option("of a file, which is refused or left out if it takes more", panel=OUTPUT, real=(0.1, 86_400))
+    ] = 120,
+    decode_memory: Annotated[float, option("GiB of a file, beside its frames", panel=OUTPUT, real=(0.1, 4096))] = 16,
     skip_bad: Annotated[bool, option("leave out and list unusable files", "--skip-bad", panel=OUTPUT)] = False,
     rank: Annotated[int, option("number of this process", panel=OUTPUT, whole=(0, MANY))] = 0,
     world_size: Annotated[int, option("processes that share the work", panel=OUTPUT, whole=(1, MANY))] = 1,

@@ -125,5 +125,7 @@ def _read(path: Path) -> str:
 def _json(text: str, place: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{place}: nested too deep") from None
     except ValueError as error:
         raise ValueError(f"{place}: not JSON ({error})") from error

@@ -9,20 +9,35 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vsa.data import video_files
 from vsa.data.buckets import Bucket, choose_bucket
 from vsa.data.codecs import Codec, check_frames
-from vsa.data.video_files import IMAGE_SUFFIXES, probe_video, read_video
+from vsa.data.video_files import IMAGE_SUFFIXES
 
 # height and width of the patches of every model here, and of Wan's, in latent cells
 PATCH = 2
 # of a pixel value: as float32 before and after scaling, and as a byte
 _BYTES_PER_VALUE = 9
+
+
+class Decoder(Protocol):
+    """What reads video files: the functions of `vsa.data.video_files`, here or in a process of their own."""
+
+    def read_video(
+        self, path: str | Path, *, frames: int | None = None, fps: float | None = None
+    ) -> tuple[Tensor, float]:
+        """See `vsa.data.video_files.read_video`."""
+        ...
+
+    def probe_video(self, path: str | Path, *, fps: float | None = None) -> tuple[int | None, int, int]:
+        """See `vsa.data.video_files.probe_video`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,32 +164,37 @@ class ClipRules:
         top, left = (video.shape[1] - height) // 2, (video.shape[2] - width) // 2
         return video[:, top : top + height, left : left + width].contiguous()
 
-    def cut(self, path: Path, codec: Codec) -> tuple[Tensor, dict[str, Any]]:
+    def cut(self, path: Path, codec: Codec, decoder: Decoder = video_files) -> tuple[Tensor, dict[str, Any]]:
         """The clip of a file, uint8 `[T, H, W, 3]`, and what is to be known of it.
+
+        Args:
+            path: the file.
+            codec: gives the stride.
+            decoder: reads it.
 
         Raises:
             ValueError: the file does not decode, or see `fit`; names it.
         """
         longest = max((b.frames for b in self.buckets), default=self.frames)
-        video, rate = read_video(path, frames=longest, fps=self.fps)
+        video, rate = decoder.read_video(path, frames=longest, fps=self.fps)
         clip = self.fit(video, path, codec)
         info = {"fps": rate, "source_size": [video.shape[1], video.shape[2]], "clip_size": list(clip.shape[:3])}
         return clip, info
 
-    def probe(self, path: Path, codec: Codec) -> None:
-        """Refuse a file that cannot give a clip, by its header where that tells.
+    def probe(self, path: Path, codec: Codec, decoder: Decoder = video_files) -> None:
+        """Refuse a file that cannot give a clip, by its header where that tells; arguments as of `cut`.
 
         Raises:
             ValueError: names the file and why.
         """
-        frames, height, width = probe_video(path, fps=self.fps)
+        frames, height, width = decoder.probe_video(path, fps=self.fps)
         if frames is None:
             return
         try:
             self.plan(path, codec, frames=frames, height=height, width=width)
         except ValueError:
             # headers can be wrong, and what seems too short decodes quickly
-            self.cut(path, codec)
+            self.cut(path, codec, decoder)
 
 
 def _memory() -> int:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from vsa.data.buckets import Bucket
 from vsa.data.captions import read_captions
-from vsa.data.clip_rules import PATCH, ClipRules
+from vsa.data.clip_rules import PATCH, ClipRules, Decoder
 from vsa.data.codecs import Codec, HaarCodec, WanVAE
+from vsa.data.decoder_process import DecoderProcess
 from vsa.data.reconstruction import describe_reconstruction
 from vsa.data.resumable_writer import PartContent, PartsReport, check_target, join_parts, pending_parts, write_parts
 from vsa.data.shard_writer import ShardWriter
@@ -66,6 +67,8 @@ def encode_folder(
     samples_per_shard: int = 256,
     overwrite: bool = False,
     skip_bad: bool = False,
+    decode_seconds: float = 120,
+    decode_memory: float = 16,
     device: str = "cpu",
     rank: int = 0,
     world_size: int = 1,
@@ -94,6 +97,8 @@ def encode_folder(
         overwrite: replace a data set that is in `out`.
         skip_bad: leave out files that do not decode, are too short or have no caption, and report them, in place of
             stopping.
+        decode_seconds: a file whose decoder takes longer does not decode; it runs in a process of its own.
+        decode_memory: the same for GiB of memory beside the frames.
         device: where the codec runs.
         rank: of this process.
         world_size: processes that share the work.
@@ -138,73 +143,78 @@ def encode_folder(
         "rank": rank,
         "world_size": world_size,
     }
-    pending = [i for _, span in pending_parts(out, **share) for i in span]
-    bad = {i: found.missing[path] for i, path in enumerate(files) if path in found.missing}
-    for i in track(pending, description="looking at files", transient=True, disable=not progress):
-        try:
-            rules.probe(files[i], codec)
-        except ValueError as error:
-            bad.setdefault(i, str(error))
-    problems = [*found.unusable, *((names[i], bad[i]) for i in sorted(bad))]
-    if len(bad) == len(files):
-        reason = problems[0][1]
-        raise UnusableFiles(problems, f"none of the {len(files)} videos in {folder} can be encoded; first: {reason}")
-    if problems and not skip_bad:
-        raise _unusable(problems, folder)
-    if rank == 0 and pending:
-        good = [i for i in range(len(files)) if i not in bad]
-        sample = sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)})
-        for line in _describe_ahead({names[i]: files[i] for i in sample}, rules, codec):
-            tell(line)
+    with DecoderProcess(seconds=decode_seconds, memory_gib=decode_memory) as decoder:
+        pending = [i for _, span in pending_parts(out, **share) for i in span]
+        bad = {i: found.missing[path] for i, path in enumerate(files) if path in found.missing}
+        for i in track(pending, description="looking at files", transient=True, disable=not progress):
+            try:
+                rules.probe(files[i], codec, decoder)
+            except ValueError as error:
+                bad.setdefault(i, str(error))
+        problems = [*found.unusable, *((names[i], bad[i]) for i in sorted(bad))]
+        if len(bad) == len(files):
+            reason = problems[0][1]
+            raise UnusableFiles(
+                problems, f"none of the {len(files)} videos in {folder} can be encoded; first: {reason}"
+            )
+        if problems and not skip_bad:
+            raise _unusable(problems, folder)
+        if rank == 0 and pending:
+            good = [i for i in range(len(files)) if i not in bad]
+            sample = sorted({good[k * len(good) // _MEASURED_CLIPS] for k in range(_MEASURED_CLIPS)})
+            for line in _describe_ahead({names[i]: files[i] for i in sample}, rules, codec, decoder):
+                tell(line)
 
-    def encode(i: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
-        if i in bad:
-            raise ValueError(bad[i])
-        with _memory_errors(str(files[i])):
-            clip, info = rules.cut(files[i], codec)
-            clip = clip.to(device)
-            condition = codec.image_condition(clip) if isinstance(codec, WanVAE) and image_condition else None
-            return codec.encode(clip), {"source": names[i], **info}, condition
+        def encode(i: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
+            if i in bad:
+                raise ValueError(bad[i])
+            with _memory_errors(str(files[i])):
+                clip, info = rules.cut(files[i], codec, decoder)
+                clip = clip.to(device)
+                condition = codec.image_condition(clip) if isinstance(codec, WanVAE) and image_condition else None
+                return codec.encode(clip), {"source": names[i], **info}, condition
 
-    def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
-        skipped: list[tuple[str, str]] = []
-        notes: list[tuple[str, Any]] = []
+        def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
+            skipped: list[tuple[str, str]] = []
+            notes: list[tuple[str, Any]] = []
 
-        def samples() -> Iterator[tuple[int, Tensor, dict[str, Any], Tensor | None]]:
-            for i in span:
-                try:
-                    latents, info, condition = encode(i)
-                except OutOfMemory:
-                    raise
-                except ValueError as error:
-                    if not skip_bad:
-                        raise _unusable([(names[i], str(error))], folder) from error
-                    skipped.append((names[i], str(error)))
-                else:
-                    notes.extend(_notes(rules, codec, info))
-                    yield i, latents, info, condition
-                advance()
+            decoder.announce([files[i] for i in span if i not in bad])
 
-        encoded = samples()
-        first = next(encoded, None)
-        if first is None:
-            return PartContent(skipped=skipped)
-        # one more than the samples: the null embedding is in the text shard too
-        with ShardWriter(
-            part, codec=codec, text_encoder=text_encoder, samples_per_shard=len(span) + 1, dtype=dtype
-        ) as writer:
-            for i, latents, info, condition in chain([first], encoded):
-                writer.add(ids[i], latents, found.of[files[i]], info, condition)
-        return PartContent(skipped=skipped, notes=notes)
+            def samples() -> Iterator[tuple[int, Tensor, dict[str, Any], Tensor | None]]:
+                for i in span:
+                    try:
+                        latents, info, condition = encode(i)
+                    except OutOfMemory:
+                        raise
+                    except ValueError as error:
+                        if not skip_bad:
+                            raise _unusable([(names[i], str(error))], folder) from error
+                        skipped.append((names[i], str(error)))
+                    else:
+                        notes.extend(_notes(rules, codec, info))
+                        yield i, latents, info, condition
+                    advance()
 
-    report = write_parts(
-        out,
-        write,
-        **share,
-        overwrite=overwrite,
-        title="encoding videos",
-        progress=progress,
-    )
+            encoded = samples()
+            first = next(encoded, None)
+            if first is None:
+                return PartContent(skipped=skipped)
+            # one more than the samples: the null embedding is in the text shard too
+            with ShardWriter(
+                part, codec=codec, text_encoder=text_encoder, samples_per_shard=len(span) + 1, dtype=dtype
+            ) as writer:
+                for i, latents, info, condition in chain([first], encoded):
+                    writer.add(ids[i], latents, found.of[files[i]], info, condition)
+            return PartContent(skipped=skipped, notes=notes)
+
+        report = write_parts(
+            out,
+            write,
+            **share,
+            overwrite=overwrite,
+            title="encoding videos",
+            progress=progress,
+        )
     if report.complete and report.samples == 0:
         raise UnusableFiles(
             report.skipped, f"none of the {len(files)} videos in {folder} decodes; first: {report.skipped[0][1]}"
@@ -259,7 +269,7 @@ def _memory_errors(what: str) -> Iterator[None]:
         raise OutOfMemory(f"not enough memory to encode {what}: choose a smaller size or fewer frames") from error
 
 
-def _describe_ahead(clips: Mapping[str, Path], rules: ClipRules, codec: Codec) -> list[str]:
+def _describe_ahead(clips: Mapping[str, Path], rules: ClipRules, codec: Codec, decoder: Decoder) -> list[str]:
     """What is to be known before hours of encoding."""
     _, sh, sw = codec.stride
     lines = [
@@ -272,7 +282,7 @@ def _describe_ahead(clips: Mapping[str, Path], rules: ClipRules, codec: Codec) -
         for name, path in clips.items():
             # what does not decode is told where it is met
             with suppress(ValueError):
-                yield name, rules.cut(path, codec)[0]
+                yield name, rules.cut(path, codec, decoder)[0]
 
     # a trained codec rebuilds well, and may need more memory for that than for encoding
     if isinstance(codec, HaarCodec):

@@ -1,6 +1,6 @@
 """Reading and writing video, GIF and image files.
 
-T H W frames and pixels.
+T H W frames and pixels. A process that only decodes does without torch, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import av
 import numpy as np
-import torch
 from av.container import InputContainer
 from av.video.stream import VideoStream
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor
 
 from vsa.files import atomic_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".gif")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -45,9 +47,16 @@ def read_video(path: str | Path, *, frames: int | None = None, fps: float | None
     Raises:
         ValueError: the file is missing, does not decode, holds no frames or is larger than the limits; names the file.
     """
-    path = Path(path)
+    import torch
+
+    pictures, rate = decode(Path(path), frames=frames, fps=fps)
+    return torch.from_numpy(np.stack(pictures)), rate
+
+
+def decode(path: Path, *, frames: int | None = None, fps: float | None = None) -> tuple[list[np.ndarray], float]:
+    """`read_video`, as T pictures `[H, W, 3]` of one size."""
     if path.suffix.lower() in IMAGE_SUFFIXES:
-        return read_image(path)[None], 1.0
+        return [_decode_image(path)], 1.0
     if fps is not None and fps <= 0:
         raise ValueError(f"fps must be above 0, got {fps}")
     with _opened(path) as (container, stream):
@@ -66,7 +75,7 @@ def read_video(path: str | Path, *, frames: int | None = None, fps: float | None
         raise ValueError(f"cannot decode video {path}: it holds no frames")
     if len({picture.shape for picture in video}) > 1:
         raise ValueError(f"cannot decode video {path}: the frame size changes inside the file")
-    return torch.from_numpy(np.stack(video)), fps or rate
+    return video, fps or rate
 
 
 def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | None, int, int]:
@@ -101,10 +110,16 @@ def read_image(path: str | Path) -> Tensor:
     Raises:
         ValueError: the file is missing, does not decode or is larger than the limit; names the file.
     """
-    with _opened_image(Path(path)) as image:
+    import torch
+
+    return torch.from_numpy(_decode_image(Path(path)))
+
+
+def _decode_image(path: Path) -> np.ndarray:
+    with _opened_image(path) as image:
         rgba = image.convert("RGBA")
     canvas = Image.new("RGBA", rgba.size, (0, 0, 0, 255))
-    return torch.from_numpy(np.array(Image.alpha_composite(canvas, rgba).convert("RGB")))
+    return np.array(Image.alpha_composite(canvas, rgba).convert("RGB"))
 
 
 def write_video(path: str | Path, video: Tensor, *, fps: float = 8) -> None:
@@ -150,6 +165,8 @@ def write_gif(path: str | Path, video: Tensor, *, fps: float = 8) -> None:
 
 
 def _frames(video: Tensor) -> np.ndarray:
+    import torch
+
     if video.dtype != torch.uint8 or video.dim() != 4 or video.shape[-1] != 3 or 0 in video.shape:
         raise ValueError(f"video must be uint8 [T, H, W, 3] and not empty, got {video.dtype} {tuple(video.shape)}")
     return video.detach().cpu().numpy()
