@@ -54,9 +54,11 @@ def choose_rows(words: Sequence[str]) -> list[Row]:
     Raises:
         ValueError: a word that no row has.
     """
-    # a machine may lack what other files import
     files = [word for word in words if word in (*TOPICS, *ON_GPUS)]
-    known = rows_by_topic(files if words and len(files) == len(words) else TOPICS)
+    names = [word for word in words if word not in files]
+    # a machine may lack what other files import
+    searched = (*TOPICS, *ON_GPUS) if names else files or TOPICS
+    known = rows_by_topic(searched)
     for word in words:
         if word not in known and not any(word in row.name for rows in known.values() for row in rows):
             raise ValueError(f"no row {word!r}: expected one of {', '.join(known)}, or a part of a row's name (--list)")
@@ -64,7 +66,7 @@ def choose_rows(words: Sequence[str]) -> list[Row]:
         row
         for topic, rows in known.items()
         for row in rows
-        if not words or topic in words or any(word in row.name for word in words)
+        if not words or topic in files or any(name in row.name for name in names)
     ]
 
 
