@@ -38,9 +38,13 @@ TOPICS = (
 """Files of this folder that hold rows."""
 
 
-def rows_by_topic() -> dict[str, tuple[Row, ...]]:
-    """The rows of every file."""
-    there = [topic for topic in TOPICS if find_spec(f"scripts.soak.{topic}") is not None]
+ON_GPUS = ("gpu_kernels", "gpu_runs")
+"""Files whose rows need GPUs: they run when they are named, by `scripts/gpu_soak.sh`."""
+
+
+def rows_by_topic(topics: Sequence[str] = TOPICS) -> dict[str, tuple[Row, ...]]:
+    """The rows of files."""
+    there = [topic for topic in topics if find_spec(f"scripts.soak.{topic}") is not None]
     return {topic: import_module(f"scripts.soak.{topic}").ROWS for topic in there}
 
 
@@ -50,7 +54,11 @@ def choose_rows(words: Sequence[str]) -> list[Row]:
     Raises:
         ValueError: a word that no row has.
     """
-    known = rows_by_topic()
+    files = [word for word in words if word in (*TOPICS, *ON_GPUS)]
+    names = [word for word in words if word not in files]
+    # a machine may lack what other files import
+    searched = (*TOPICS, *ON_GPUS) if names else files or TOPICS
+    known = rows_by_topic(searched)
     for word in words:
         if word not in known and not any(word in row.name for rows in known.values() for row in rows):
             raise ValueError(f"no row {word!r}: expected one of {', '.join(known)}, or a part of a row's name (--list)")
@@ -58,7 +66,7 @@ def choose_rows(words: Sequence[str]) -> list[Row]:
         row
         for topic, rows in known.items()
         for row in rows
-        if not words or topic in words or any(word in row.name for word in words)
+        if not words or topic in files or any(name in row.name for name in names)
     ]
 
 
@@ -119,7 +127,7 @@ def main() -> None:
         if args.keep is not None and args.keep.exists() and any(args.keep.iterdir()):
             raise ValueError(f"--keep {args.keep} is not empty")
         if args.list:
-            for topic, rows in rows_by_topic().items():
+            for topic, rows in rows_by_topic((*TOPICS, *ON_GPUS)).items():
                 for row in rows:
                     print(f"{topic:12} {row.tries:5}  {row.name}")
             return

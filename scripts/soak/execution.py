@@ -275,14 +275,14 @@ def hostile_files(folder: Path, tries: int, seed: int) -> Outcome:
 
 ROWS = (
     Row(name="overwrite=true beside what is not its run", tries=10, short_tries=2, run=overwrite),
-    Row(name="two runs in one folder at once", tries=12, short_tries=1, run=two_runs),
+    Row(name="two runs in one folder at once", tries=12, short_tries=0, run=two_runs),
     Row(name="refused starts in the folder of a run", tries=44, short_tries=3, run=refused_starts),
     Row(name="Hydra's own nodes in files", tries=40, short_tries=3, run=hydra_files),
     Row(name="Hydra's own nodes on the command line", tries=40, short_tries=3, run=hydra_overrides),
-    Row(name="Hydra's own nodes in checkpoints", tries=40, short_tries=2, run=hydra_checkpoints),
+    Row(name="Hydra's own nodes in checkpoints", tries=40, short_tries=0, run=hydra_checkpoints),
     Row(name="hostile _target_ values", tries=len(TARGETS), short_tries=len(TARGETS), run=targets),
-    Row(name="hostile classes by key of the config", tries=len(KEYS), short_tries=3, run=keys),
-    Row(name="hostile classes in checkpoints", tries=30, short_tries=3, run=checkpoints),
+    Row(name="hostile classes by key of the config", tries=len(KEYS), short_tries=0, run=keys),
+    Row(name="hostile classes in checkpoints", tries=30, short_tries=0, run=checkpoints),
     Row(name="shipped experiments pass the checks", tries=10, short_tries=2, run=shipped),
     Row(name="hostile experiment files", tries=len(FILES), short_tries=3, run=hostile_files),
     Row(name="pickles in place of weights and data", tries=65, short_tries=3, run=unpickle),

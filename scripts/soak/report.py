@@ -38,13 +38,13 @@ def write_report(path: Path, results: Sequence[Result], **run: Any) -> None:
         results: of the rows that ended.
         run: the seed, the form, the seconds altogether, rows that were not run.
     """
-    cpu = torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = {
         "case": "soak",
         "date": datetime.now(UTC).date().isoformat(),
         "commit": checked_out_commit(),
-        "machine": machine(cpu),
-        "versions": versions(cpu),
+        "machine": machine(device),
+        "versions": versions(device),
         **run,
         "results": [
             {
@@ -64,7 +64,8 @@ def write_report(path: Path, results: Sequence[Result], **run: Any) -> None:
     lines = [
         f"# Soak, {'short' if run['short'] else 'full'} form",
         "",
-        f"{report['date']}, commit {report['commit']}, {here['cpu']}, {here['cores']} cores, seed {run['seed']}: "
+        f"{report['date']}, commit {report['commit']}, {here['cpu']}, {here['cores']} cores"
+        f"{', ' + here['gpu'] if 'gpu' in here else ''}, seed {run['seed']}: "
         f"{run['seconds']:.0f} s with {run['jobs']} rows at a time.",
         *([f"Not run: {', '.join(run['not_run'])}."] if run["not_run"] else []),
         "",

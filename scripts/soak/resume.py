@@ -335,12 +335,12 @@ torch.set_num_threads(1)
 
 ROWS = (
     Row(name="kill -9 of a pretraining, resumed bit for bit", tries=20, short_tries=1, run=kills),
-    Row(name="kill -9 of a finetune from dense weights", tries=6, short_tries=1, run=kills_of_finetunes),
+    Row(name="kill -9 of a finetune from dense weights", tries=6, short_tries=0, run=kills_of_finetunes),
     Row(name="kill -9 of a distillation", tries=10, short_tries=1, run=kills_of_distillations),
     Row(name="annealed top-k across a resume", tries=10, short_tries=1, run=annealed),
     Row(name="order of samples across a resume", tries=20, short_tries=6, run=orders),
-    Row(name="other number of workers on a resume", tries=10, short_tries=1, run=workers_changed),
-    Row(name="other number of ranks on a resume", tries=6, short_tries=1, run=ranks_changed),
+    Row(name="other number of workers on a resume", tries=10, short_tries=0, run=workers_changed),
+    Row(name="other number of ranks on a resume", tries=6, short_tries=0, run=ranks_changed),
     Row(name="1 to 30 samples on ranks and workers", tries=12, short_tries=1, run=few_samples),
     Row(name="memory and descriptors over 400 steps", tries=2, short_tries=1, run=memory),
 )

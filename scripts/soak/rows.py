@@ -29,7 +29,8 @@ class Row:
     Args:
         name: what a stranger reads in the table, "bit flips in state.json".
         tries: how many tries the full form makes.
-        short_tries: how many make the form that `make test` runs, a few seconds at most.
+        short_tries: how many make the form that `make test` runs, a few seconds at most; 0: too heavy for it, the
+            short form is one try and its test is slow.
         run: `run(folder, tries, seed)` provokes the fault in an empty folder; equal seeds provoke equal faults.
         seconds: after which the full form is stopped and has lost its tries.
     """

@@ -53,7 +53,7 @@ def run_rows(
     Args:
         rows: to run, in this order.
         folder: gets a folder a row, `00`, `01` and so on, with what the row printed in `row.log`.
-        short: `short_tries` instead of `tries`.
+        short: `short_tries` instead of `tries`, at least one.
         seed: of every row.
         jobs: rows at a time.
     """
@@ -65,7 +65,7 @@ def run_rows(
                 number, row = waiting.pop(0)
                 own = folder / f"{number:02d}"
                 own.mkdir()
-                running.append(_start(row, own, row.short_tries if short else row.tries, seed))
+                running.append(_start(row, own, max(1, row.short_tries) if short else row.tries, seed))
             ends = [one.began + one.row.seconds for one in running]
             wait([one.pipe for one in running], timeout=max(0.0, min(ends) - time.monotonic()))
             for one in [one for one in running if one.pipe.poll() or time.monotonic() > one.began + one.row.seconds]:

@@ -317,8 +317,8 @@ def wait_for(condition: Callable[[], bool], *, seconds: float = 60, every: float
     return True
 
 
-def wait_for_step(run: Path, step: int, *, seconds: float = 60) -> bool:
-    """Whether metrics.csv of a run reached a step in time."""
+def wait_for_step(run: Path, step: int, *, seconds: float = 60, of: Started | None = None) -> bool:
+    """Whether metrics.csv of a run reached a step in time, and before the process `of` ended."""
 
     def reached() -> bool:
         try:
@@ -327,4 +327,5 @@ def wait_for_step(run: Path, step: int, *, seconds: float = 60) -> bool:
             return False
         return bool(rows) and max(rows) >= step
 
-    return wait_for(reached, seconds=seconds)
+    wait_for(lambda: reached() or (of is not None and of.poll() is not None), seconds=seconds)
+    return reached()

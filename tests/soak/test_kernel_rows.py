@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vsa_kernels import block_sparse_attn
 
+from scripts.soak.gpu_kernels import long_views
 from scripts.soak.kernels import BACKENDS, LAYOUTS, computed, dense, difference, problem
 
 
@@ -47,3 +49,20 @@ def test_every_layout_holds_the_same_values_elsewhere():
         assert torch.equal(y, x[: len(y)]), name
         assert not y.is_contiguous() or name == "strides past 2**31"
     assert LAYOUTS["strides past 2**31"](x[:1]).stride(0) > 2**31
+
+
+def test_the_row_of_long_strides_on_a_few_tokens(monkeypatch):
+    # the row itself takes 4.3 GB
+    few = {"tokens": 201, "heads": 2, "head_dim": 16, "seed": 0, "device": torch.device("cpu"), "dtype": torch.float32}
+    assert long_views(**few, backend="gather") is None
+
+    def no_scale(q, k, v, index, **how):
+        return block_sparse_attn(q, k, v, index, **how, scale=1.0)
+
+    def confused(q, k, v, index, **how):
+        # addresses a view as if it were contiguous
+        return block_sparse_attn(q, torch.as_strided(k, k.shape, k.contiguous().stride()), v, index, **how)
+
+    for wrong, message in ((no_scale, "from fp64"), (confused, "differ from those of contiguous")):
+        monkeypatch.setattr("scripts.soak.gpu_kernels.block_sparse_attn", wrong)
+        assert message in (long_views(**few, backend="gather") or "")
