@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -9,8 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vsa.files import NO_ROOM
 from vsa.secrets import without_secrets
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors of a full disk: no space, over quota, over the process's own limit."""
 
 DISK_FULL = 28
 """Exit status of a process that found no room on a disk, the number that Linux has for it."""

@@ -11,16 +11,18 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 
+from scripts.soak.changed_settings import SETTINGS
+from scripts.soak.checkpoint_runs import is_good, tally, train, trained
 from scripts.soak.rows import Outcome, Row
+from vsa.checkpoints import run_checkpoint
 from vsa.checkpoints.retention import prune_checkpoints
 from vsa.checkpoints.run_checkpoint import (
     latest_checkpoint,
@@ -29,78 +31,8 @@ from vsa.checkpoints.run_checkpoint import (
     write_checkpoint,
 )
 from vsa.checkpoints.state_file import write_state
-from vsa.config import config_folder
 from vsa.errors import DISK_FULL, one_line_errors
 from vsa.files import file_digest
-
-TINY = (
-    "model.num_layers=2",
-    "model.num_attention_heads=1",
-    "model.attention_head_dim=12",
-    "model.ffn_dim=24",
-    "model.freq_dim=16",
-    "data=toy_online",
-    "data.toy.size=[8,64,64]",
-    "data.toy.count=24",
-    "data.batch_size=4",
-    "data.val_fraction=0.1",
-    "tile_thw=[1,2,2]",
-    "sparsity=linear",
-    "sparsity.topk=4",
-    "sparsity.dense_steps=1",
-    "sparsity.total_steps=20",
-    "optim=adamw_cosine",
-    "optim.lr=0.01",
-    "optim.schedule.warmup_steps=2",
-    "optim.schedule.total_steps=20",
-    "callbacks.progress=null",
-    "callbacks.samples=null",
-    "callbacks.checkpoint.every_n_steps=2",
-    "callbacks.checkpoint.keep=4",
-    "trainer.accelerator=cpu",
-    "trainer.log_every_n_steps=1",
-    "trainer.val_check_interval=1000",
-    "trainer.enable_progress_bar=false",
-)
-"""A run of 32 tokens and a tenth of a second a step."""
-
-
-def tally(results: Iterator[tuple[bool, str]], *notes: str) -> Outcome:
-    """Count tries that are made one by one."""
-    tried = survived = 0
-    failures: list[str] = []
-    for good, what in results:
-        tried, survived = tried + 1, survived + good
-        if not good:
-            failures.append(what)
-    return Outcome(tried=tried, survived=survived, failures=tuple(failures), notes=notes)
-
-
-def train(folder: Path, *overrides: str) -> str:
-    """Train the tiny run `folder/pretrain/RUN` in this process; returns how it was refused, or nothing."""
-    from vsa.training.train import train as run
-
-    # an option whose default stands in Python is in no file
-    replaced = {word.partition("=")[0] for word in overrides}
-    tiny = [word for word in TINY if word.partition(".")[0] not in replaced]
-    words = [f"++{word}" if "." in word.partition("=")[0] else word for word in (*tiny, *overrides)]
-    groups = {word.partition("=")[0]: word for word in words}
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-        cfg = compose("train", overrides=[f"output_dir={folder}", *groups.values()])
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        try:
-            run(cfg)
-        except ValueError as refused:
-            return str(refused)
-    return ""
-
-
-def trained(folder: Path) -> Path:
-    """The newest of a run's checkpoints at the steps 2, 4 and 6."""
-    if refused := train(folder, "run=source", "trainer.max_steps=6"):
-        raise RuntimeError(refused)
-    return folder / "pretrain" / "source" / "checkpoints" / "step-00000006"
-
 
 # damage
 
@@ -269,14 +201,6 @@ def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
 # retention
 
 
-def is_good(checkpoint: Path) -> bool:
-    try:
-        read_checkpoint(checkpoint)
-    except ValueError:
-        return False
-    return True
-
-
 def retention(folder: Path, tries: int, seed: int) -> Outcome:
     """A random sequence of saves and damage a try: two good ones are left whenever there ever were two."""
 
@@ -416,66 +340,30 @@ def full_disk(folder: Path, tries: int, seed: int) -> Outcome:
     return tally(map(attempt, range(tries)))
 
 
-# settings
-
-CHANGES = (
-    ("optim.schedule.total_steps=40", "optim.schedule.total_steps", "40"),
-    ("optim.schedule.warmup_steps=5", "optim.schedule.warmup_steps", "5"),
-    ("sparsity.total_steps=10", "sparsity.total_steps", "10"),
-    ("sparsity.dense_steps=3", "sparsity.dense_steps", "3"),
-    ("sparsity.topk=3", "sparsity.topk", "3"),
-    ("sparsity=cosine", "sparsity", "CosineSparsity"),
-    ("sparsity=constant", "sparsity", "ConstantSparsity"),
-    ("optim.lr=0.02", "optim.lr", "0.02"),
-    ("optim.betas=[0.8,0.9]", "optim.betas", "[0.8, 0.9]"),
-    ("optim=adamw_wsd", "optim.schedule", "WSD"),
-    ("task.grad_clip=2", "task.grad_clip", "2"),
-    ("task.latent_scale=shared", "task.latent_scale", "shared"),
-    ("task.objective.logit_mean=1", "task.objective.logit_mean", "1"),
-    ("callbacks.ema.decay=0.5", "callbacks.ema.decay", "0.5"),
-    ("callbacks.ema=null", "callbacks.ema", "null"),
-    ("data.caption_dropout=0.5", "data.caption_dropout", "0.5"),
-    ("data.batch_size=2", "data.batch_size", "2"),
-    ("data.val_fraction=0.2", "data.val_fraction", "0.2"),
-    ("model.ffn_dim=36", "model.ffn_dim", "36"),
-    ("attention=full", "attention", "FullAttention"),
-    ("tile_thw=[2,2,2]", "tile_thw", "[2, 2, 2]"),
-    ("seed=1", "seed", "1"),
-)
-
-FREE = (
-    "trainer.max_steps=8",
-    "trainer.log_every_n_steps=2",
-    "trainer.val_check_interval=3",
-    "trainer.accumulate_grad_batches=2",
-    "data.num_workers=1",
-    "callbacks.checkpoint.every_n_steps=5",
-    "task.max_skipped=3",
-    "logger.csv=null",
-)
+# in the background
 
 
-def settings(folder: Path, tries: int, seed: int) -> Outcome:
-    """A setting of the run is changed on resume: refused with its key and both values; a free one is not."""
-    checkpoint = trained(folder)
-    whole = shutil.copytree(checkpoint.parent.parent, folder / "whole")
-    draw = random.Random(seed)
-    chosen = [(change, key, value) for change, key, value in CHANGES] + [(change, "", "") for change in FREE]
-    draw.shuffle(chosen)
+def background(folder: Path, tries: int, seed: int) -> Outcome:
+    """Saves that dawdle in the background while training goes on: the bytes of those that training waits for."""
+    draw, whole = random.Random(seed), run_checkpoint.save_file
+    expected = [read_checkpoint(path).state["files"] for path in list_checkpoints(trained(folder / "sync").parent)]
 
-    def attempt(case: tuple[str, str, str]) -> tuple[bool, str]:
-        change, key, value = case
-        before = {path: path.read_bytes() for path in sorted(whole.rglob("*")) if path.is_file()}
-        shutil.rmtree(checkpoint.parent.parent)
-        shutil.copytree(whole, checkpoint.parent.parent)
-        said = train(folder, "run=source", "ckpt_path=last", "trainer.max_steps=7", change)
-        if not key:
-            return said == "", f"{change}: {said}"
-        same = all((checkpoint.parent.parent / p.relative_to(whole)).read_bytes() == b for p, b in before.items())
-        good = f"{key}=" in said and f"the settings have {value}" in said and "\n" not in said and same
-        return good, f"{change}: {said[:200] or 'trained on'}, untouched {same}"
+    def slow(path: Path, group: Any, wholes: Any) -> str:
+        time.sleep(draw.uniform(0, 0.2))
+        return whole(path, group, wholes)
 
-    return tally(map(attempt, chosen[:tries]))
+    def attempt(number: int) -> tuple[bool, str]:
+        place = folder / str(number)
+        refused = train(place, "run=source", "trainer.max_steps=6", "callbacks.checkpoint.asynchronous=true")
+        paths = list_checkpoints(place / "pretrain" / "source" / "checkpoints")
+        files = [read_checkpoint(path).state["files"] for path in paths]
+        return files == expected and not refused, f"run {number}: {[path.name for path in paths]} {refused}"
+
+    run_checkpoint.save_file = slow
+    try:
+        return tally(map(attempt, range(tries)))
+    finally:
+        run_checkpoint.save_file = whole
 
 
 ROWS: tuple[Row, ...] = (
@@ -493,5 +381,6 @@ ROWS: tuple[Row, ...] = (
     Row(name="checkpoint: going back", tries=20, short_tries=1, run=going_back),
     Row(name="checkpoint: kill -9 inside a save", tries=60, short_tries=2, run=kills),
     Row(name="checkpoint: disk full at a random byte", tries=50, short_tries=5, run=full_disk),
-    Row(name="resume: a setting is changed", tries=len(CHANGES) + len(FREE), short_tries=2, run=settings),
+    Row(name="checkpoint: written in the background", tries=10, short_tries=1, run=background),
+    SETTINGS,
 )

@@ -54,8 +54,12 @@ class Deadline:
 
     def saved(self, seconds: float) -> None:
         """Note how long a save took, which is no part of a stretch."""
-        self._save = max(self._save, seconds)
+        self.save_takes(seconds)
         self._looked += seconds
+
+    def save_takes(self, seconds: float) -> None:
+        """Note how long a save takes that training did not wait for."""
+        self._save = max(self._save, seconds)
 
 
 def deadline_of(max_time: Any, environment: Mapping[str, str]) -> Deadline | None:

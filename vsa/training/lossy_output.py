@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
-from vsa.files import NO_ROOM
+from vsa.errors import NO_ROOM
 
 
 class _Lossy:

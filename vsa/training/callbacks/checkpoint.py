@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -12,11 +15,13 @@ from typing import Annotated, Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from vsa.checkpoints.retention import prune_checkpoints
 from vsa.checkpoints.run_checkpoint import Checkpoint, write_checkpoint
 from vsa.settings import AtLeastOne, Bound, checked
 from vsa.signals import Handler, Stopped, current_handlers, set_handlers
+from vsa.training.background_save import BackgroundSave, copied
 from vsa.training.deadline import DEADLINE
 from vsa.training.lightning_compat import end_validation, stop_without_validation
 from vsa.training.modules.base import DiffusionModule
@@ -37,6 +42,8 @@ class Checkpointing(L.Callback):
         every_n_steps: optimizer steps between checkpoints.
         keep: newest good checkpoints kept; at least 2, since the last one may be the one being replaced.
         requeue: SIGUSR1 gives a job of SLURM back to the queue, once all is saved.
+        asynchronous: write in a thread while training goes on, from a copy in the memory of rank 0; the next save and
+            the end of the run wait for it, and what went wrong ends the run at the next step.
     """
 
     # after those that change what it saves
@@ -48,9 +55,14 @@ class Checkpointing(L.Callback):
         every_n_steps: AtLeastOne = 1000,
         keep: Annotated[int, Bound(">=", 2)] = 2,
         requeue: bool = True,
+        asynchronous: bool = False,
     ):
         self.folder = Path(run_dir) / "checkpoints"
-        self.every_n_steps, self.keep, self.requeue = every_n_steps, keep, requeue
+        self.every_n_steps, self.keep = every_n_steps, keep
+        self.requeue, self.asynchronous = requeue, asynchronous
+        # the save of rank 0, and whether there is one, which every rank knows
+        self._background: BackgroundSave | None = None
+        self._in_flight = False
         self._status = RunStatus()
         # what this rank got first and the others may not know of
         self._pending: int | None = None
@@ -106,6 +118,7 @@ class Checkpointing(L.Callback):
     ) -> None:
         if (batch_idx + 1) % pl_module.accumulate:
             return
+        self.finish(trainer, wait=False)
         stop = self._agree(trainer)
         if not stop and trainer.global_step % self.every_n_steps == 0:
             self.save(trainer, pl_module)
@@ -125,6 +138,7 @@ class Checkpointing(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         self.save(trainer, pl_module)
+        self.finish(trainer)
         # before the ranks agree: a signal that comes later counts by itself
         self._complete = True
         self._agree(trainer)
@@ -152,20 +166,65 @@ class Checkpointing(L.Callback):
             # their rows go before the checkpoint; what they cannot write they lose
             for logger in trainer.loggers:
                 logger.save()
+        if self.asynchronous:
+            # one copy at a time
+            self.finish(trainer)
+            copy = copied(tensors_of(parts), keep=trainer.is_global_zero)
+            write = partial(self._write_and_prune, copy, deepcopy(state))
+            self._background = BackgroundSave(write) if trainer.is_global_zero else None
+            self._in_flight = True
+            return
         failure = None
         try:
-            path = write_checkpoint(self.folder, tensors_of(parts), state, writes=trainer.is_global_zero)
-            self._status.saved = path
             if trainer.is_global_zero:
-                prune_checkpoints(self.folder, path, self.keep)
+                self._status.saved = self._write_and_prune(tensors_of(parts), state)
+            else:
+                self._status.saved = write_checkpoint(self.folder, tensors_of(parts), state, writes=False)
         except OSError as error:
             failure = error
+        self._agree_on(trainer, failure)
+
+    def _write_and_prune(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+        path = write_checkpoint(self.folder, tensors, state)
+        prune_checkpoints(self.folder, path, self.keep)
+        return path
+
+    def finish(self, trainer: L.Trainer, *, wait: bool = True) -> None:
+        """Take the result of the save in the background, if there is one.
+
+        Args:
+            trainer: of the run.
+            wait: until it is done; False: leave one that is not.
+        """
+        if not self._in_flight:
+            return
+        running = self._background is not None and self._background.is_running
+        if not wait and trainer.strategy.reduce_boolean_decision(running, all=False):
+            return
+        self._in_flight, failure = False, None
+        try:
+            if self._background is not None:
+                self._status.saved = self._background.result()
+                if self._status.deadline is not None:
+                    self._status.deadline.save_takes(self._background.seconds)
+        except OSError as error:
+            failure = error
+        self._background = None
+        self._agree_on(trainer, failure)
+
+    def _agree_on(self, trainer: L.Trainer, failure: OSError | None) -> None:
         # a full disk of rank 0 must end the other ranks too, not leave them waiting
         failed = trainer.strategy.reduce_boolean_decision(failure is not None, all=False)
         if failure is not None:
             raise failure
         if failed:
             raise OSError("another rank could not write the checkpoint")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # the run folder is this process's until it is written; the failure at hand is told, not one of it
+        if self._background is not None:
+            with suppress(BaseException):
+                self._background.result()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # one that came with the clips

@@ -129,6 +129,9 @@ class LossSpikes(L.Callback):
             raise FloatingPointError(
                 f"{usual}, after callbacks.loss_spikes.rollbacks={self.rollbacks} rollbacks: training stopped"
             )
+        saving = [callback for callback in trainer.callbacks if isinstance(callback, Checkpointing)]  # type: ignore[attr-defined]
+        for callback in saving:
+            callback.finish(trainer)
         # the state before the first spike in the row
         path = trainer.strategy.broadcast(self._last_good(last + 1 - self._in_row) if trainer.is_global_zero else None)
         self._in_row = 0
@@ -141,9 +144,8 @@ class LossSpikes(L.Callback):
         data.skipped_windows = ()
         module.go_back(checkpoint)
         self._done, data.skipped_windows = done, windows
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Checkpointing):
-                callback.go_back(checkpoint)
+        for callback in saving:
+            callback.go_back(checkpoint)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 if isinstance(logger, MetricsCSV):

@@ -1,0 +1,90 @@
+"""A tiny run in this process, its checkpoints, and how tries are counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from scripts.soak.rows import Outcome
+from vsa.checkpoints.run_checkpoint import read_checkpoint
+from vsa.config import config_folder
+
+TINY = (
+    "model.num_layers=2",
+    "model.num_attention_heads=1",
+    "model.attention_head_dim=12",
+    "model.ffn_dim=24",
+    "model.freq_dim=16",
+    "data=toy_online",
+    "data.toy.size=[8,64,64]",
+    "data.toy.count=24",
+    "data.batch_size=4",
+    "data.val_fraction=0.1",
+    "tile_thw=[1,2,2]",
+    "sparsity=linear",
+    "sparsity.topk=4",
+    "sparsity.dense_steps=1",
+    "sparsity.total_steps=20",
+    "optim=adamw_cosine",
+    "optim.lr=0.01",
+    "optim.schedule.warmup_steps=2",
+    "optim.schedule.total_steps=20",
+    "callbacks.progress=null",
+    "callbacks.samples=null",
+    "callbacks.checkpoint.every_n_steps=2",
+    "callbacks.checkpoint.keep=4",
+    "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=1000",
+    "trainer.enable_progress_bar=false",
+)
+"""A run of 32 tokens and a tenth of a second a step."""
+
+
+def tally(results: Iterator[tuple[bool, str]], *notes: str) -> Outcome:
+    """Count tries that are made one by one."""
+    tried = survived = 0
+    failures: list[str] = []
+    for good, what in results:
+        tried, survived = tried + 1, survived + good
+        if not good:
+            failures.append(what)
+    return Outcome(tried=tried, survived=survived, failures=tuple(failures), notes=notes)
+
+
+def train(folder: Path, *overrides: str) -> str:
+    """Train the tiny run `folder/pretrain/RUN` in this process; returns how it was refused, or nothing."""
+    from vsa.training.train import train as run
+
+    # an option whose default stands in Python is in no file
+    replaced = {word.partition("=")[0] for word in overrides}
+    tiny = [word for word in TINY if word.partition(".")[0] not in replaced]
+    words = [f"++{word}" if "." in word.partition("=")[0] else word for word in (*tiny, *overrides)]
+    groups = {word.partition("=")[0]: word for word in words}
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+        cfg = compose("train", overrides=[f"output_dir={folder}", *groups.values()])
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        try:
+            run(cfg)
+        except ValueError as refused:
+            return str(refused)
+    return ""
+
+
+def trained(folder: Path) -> Path:
+    """The newest of a run's checkpoints at the steps 2, 4 and 6."""
+    if refused := train(folder, "run=source", "trainer.max_steps=6"):
+        raise RuntimeError(refused)
+    return folder / "pretrain" / "source" / "checkpoints" / "step-00000006"
+
+
+def is_good(checkpoint: Path) -> bool:
+    try:
+        read_checkpoint(checkpoint)
+    except ValueError:
+        return False
+    return True
