@@ -18,7 +18,7 @@ from types import TracebackType
 
 from torch.distributed import DistError
 
-from vsa.signals import ENDING, NOTHING_SAVED, Stopped, exit_now
+from vsa.signals import ENDING, NOTHING_SAVED, Stopped, exit_now, is_foreign
 from vsa.training.meeting import Beat, Meeting, own_beat, state_of_process
 from vsa.training.run_state import RunStatus
 
@@ -181,7 +181,8 @@ class Watch:
             ready, _, _ = select.select([self._ear], [], [], min(self._interval, 0.5))
             now = time.monotonic()
             if ready:
-                numbers = [number for number in self._ear.recv(64) if number in ENDING]
+                heard = [number for number in self._ear.recv(64) if number in ENDING]
+                numbers = [number for number in heard if not is_foreign(signal.getsignal(number))]
                 self._received += [(number, now) for number in numbers]
                 if numbers and self._meeting is not None:
                     self._meeting.tell()

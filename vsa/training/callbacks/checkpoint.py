@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from vsa.checkpoints.run_checkpoint import list_checkpoints, write_checkpoint
 from vsa.files import remove_folder
 from vsa.settings import AtLeastOne, Bound, checked
-from vsa.signals import Handler, Stopped, current_handlers, set_handlers
+from vsa.signals import Handler, Stopped, current_handlers, is_foreign, set_handlers
 from vsa.training.deadline import DEADLINE
 from vsa.training.lightning_compat import end_validation, stop_without_validation
 from vsa.training.modules.base import DiffusionModule
@@ -70,7 +70,9 @@ class Checkpointing(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: DiffusionModule, batch: Any, batch_idx: int) -> None:
         if self._status.stage == "start":
             self._status.stage = "steps"
-            self._handlers = current_handlers()
+            user = (signal.SIGUSR1, signal.SIGUSR2)
+            handlers = current_handlers().items()
+            self._handlers = {n: handler for n, handler in handlers if n not in user or not is_foreign(handler)}
             set_handlers(dict.fromkeys(self._handlers, self._stop))
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
