@@ -64,6 +64,12 @@ def current_handlers() -> dict[int, Handler]:
     return {n: h for n, h in handlers.items() if not (n == signal.SIGHUP and h == signal.SIG_IGN)}
 
 
+def is_foreign(handler: Handler) -> bool:
+    """Whether another program's code takes a signal, as that of a cluster's launcher which queues the job again."""
+    module = getattr(handler, "__module__", None)
+    return callable(handler) and module not in (None, "_signal", "signal") and not str(module).startswith("vsa.")
+
+
 def set_handlers(handlers: Mapping[int, Handler]) -> None:
     """Set handlers by number; one that was not set by Python, hence is not known, becomes the default."""
     for number, handler in handlers.items():

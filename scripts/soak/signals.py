@@ -14,6 +14,7 @@ from scripts.soak.rows import Outcome, Row
 from scripts.soak.tally import Tally
 from vsa.checkpoints.run_checkpoint import list_checkpoints, resolve_checkpoint
 from vsa.signals import ENDING
+from vsa.training.watch import LOST_STATUS
 
 STEPS = 400
 """Of the run that nothing happens to; the signals come in the first tenth."""
@@ -99,7 +100,9 @@ def _to_one_rank(step: int) -> Callable[..., tuple[int, str]]:
             return -1, str(error)
         # rank 0 tells for all
         told = job.ranks[0].output()
-        return (statuses[0], told) if statuses[1] in (0, statuses[0]) else (-1, f"statuses {statuses}: {told}")
+        # one that had not met the signalled one yet sees that it has gone
+        alike = statuses[1] in ((0,) if step else (0, statuses[0], LOST_STATUS))
+        return (statuses[0], told) if alike else (-1, f"{told} (statuses {statuses})")
 
     return signalled
 

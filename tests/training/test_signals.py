@@ -160,6 +160,17 @@ def test_nothing_else_asks_the_queue(training, scontrol, number, setting):
     assert not scontrol.exists()
 
 
+def test_a_launcher_that_queues_jobs_by_itself_keeps_its_signal(training, monkeypatch):
+    received = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    try:
+        training(*SMALL, "trainer.max_steps=2", callbacks=(SignalAt(0, signal.SIGUSR2),))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert received == [signal.SIGUSR2]
+    assert training.last().step == 2
+
+
 def test_a_queue_that_refuses_costs_a_line(training, scontrol, told):  # noqa: F811
     (scontrol.parent / "scontrol").write_text("#!/bin/sh\necho no such job >&2\nexit 1\n")
     assert stopped(training, callbacks=(SignalAt(0, signal.SIGUSR1),)) == 138

@@ -82,16 +82,23 @@ class Meeting:
         self._store = dist.PrefixStore(f"vsa/beats/{number}", store)
         self._keys = [str(rank) for rank in range(self.world)]
         self._stop, self._now = threading.Event(), threading.Event()
-        self.failure: str | None = None
-        self._exchange(0)
         self._thread = threading.Thread(target=self._run, name="meeting", daemon=True)
+        self.beats: list[Beat] = []
+        self.heard_at = time.monotonic()
+        self.failure: str | None = None
+
+    def open(self) -> None:
+        """Wait for the first beat of every rank, and go on by itself."""
+        self._exchange(0)
         self._thread.start()
 
     def _exchange(self, count: int) -> None:
-        own = replace(self._say(), count=count)
-        self._store.set(str(self.rank), json.dumps(asdict(own)))
+        self._say_own(count)
         self.beats = [Beat(**json.loads(text)) for text in self._store.multi_get(self._keys)]
         self.heard_at = time.monotonic()
+
+    def _say_own(self, count: int) -> None:
+        self._store.set(str(self.rank), json.dumps(asdict(replace(self._say(), count=count))))
 
     def _run(self) -> None:
         count = 0
@@ -111,10 +118,14 @@ class Meeting:
         self._now.set()
 
     def close(self) -> None:
-        """Say a last beat."""
+        """Say a last beat, also where a signal has come before the first ones were heard."""
         self._stop.set()
         self._now.set()
-        self._thread.join(2 * self._interval)
+        if self._thread.is_alive():
+            self._thread.join(2 * self._interval)
+        elif not self.beats:
+            with suppress(RuntimeError):
+                self._say_own(0)
 
 
 def state_of_process(pid: int) -> str | None:

@@ -16,7 +16,9 @@ from pathlib import Path
 from subprocess import Popen
 from types import TracebackType
 
-from vsa.signals import ENDING, NOTHING_SAVED, exit_now
+from torch.distributed import DistError
+
+from vsa.signals import ENDING, NOTHING_SAVED, Stopped, exit_now, is_foreign
 from vsa.training.meeting import Beat, Meeting, own_beat, state_of_process
 from vsa.training.run_state import RunStatus
 
@@ -34,6 +36,9 @@ GRACE = 10.0
 
 SILENCE = 15.0
 """Seconds without a beat after which a rank of another machine can finish no step for a signal."""
+
+SETTLING = 30.0
+"""Seconds in which it becomes known why a collective failed; the end of a rank takes its time."""
 
 CONFIRMED = 2.0
 """Seconds for which a process must be seen dead or stopped."""
@@ -87,6 +92,7 @@ class Watch:
         self._own = own_beat()
         self._timeouts = Timeouts()
         self._meeting: Meeting | None = None
+        self._met = False
         self._seen: dict[int, _Seen] = {}
         self._moved = self._ticked = time.monotonic()
         self._moves: Sequence[int] = ()
@@ -122,6 +128,9 @@ class Watch:
         with suppress(ValueError):
             signal.set_wakeup_fd(self._wakeup)
         if self._meeting is not None:
+            if isinstance(error, Stopped) and not self._received:
+                # the main thread was faster
+                self._received.append((error.number, time.monotonic()))
             left = "done" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
             self._own = replace(self._own, left=left)
             self._meeting.close()
@@ -142,11 +151,13 @@ class Watch:
         """Hear of the other ranks from now on; all are connected."""
         self._timeouts = timeouts
         self._interval = min(INTERVAL, timeouts.step / 5)
-        meeting = Meeting(self._say, interval=self._interval, patience=timeouts.first)
+        # known before it is open: this rank may end meanwhile, and has to say so
+        self._meeting = meeting = Meeting(self._say, interval=self._interval, patience=timeouts.first)
+        meeting.open()
         now = time.monotonic()
         self._seen = {r: _Seen(beat=b, heard=now) for r, b in enumerate(meeting.beats) if r != meeting.rank}
         self._moved = now
-        self._meeting = meeting
+        self._met = True
 
     def begins(self, doing: str, *, stepped: bool = False) -> None:
         """Say what this rank begins, and whether it has made a step: the next ones compile nothing."""
@@ -154,9 +165,10 @@ class Watch:
         self._stepped = self._stepped or stepped
 
     def settle(self, error: BaseException) -> None:
-        """Wait for news of a lost rank, which ends this process, where a failed collective may have come from one."""
-        if self._meeting is not None and isinstance(error, RuntimeError):
-            time.sleep(CONFIRMED + 3 * self._interval)
+        """Wait for the news of a lost rank, which end this process, where a collective failed: that is why."""
+        words = str(error)
+        if self._met and (isinstance(error, DistError) or any(name in words for name in ("gloo", "NCCL"))):
+            time.sleep(SETTLING)
 
     def _say(self) -> Beat:
         received = self._received[0][0] if self._received else 0
@@ -169,7 +181,8 @@ class Watch:
             ready, _, _ = select.select([self._ear], [], [], min(self._interval, 0.5))
             now = time.monotonic()
             if ready:
-                numbers = [number for number in self._ear.recv(64) if number in ENDING]
+                heard = [number for number in self._ear.recv(64) if number in ENDING]
+                numbers = [number for number in heard if not is_foreign(signal.getsignal(number))]
                 self._received += [(number, now) for number in numbers]
                 if numbers and self._meeting is not None:
                     self._meeting.tell()
@@ -177,7 +190,7 @@ class Watch:
                 # this process was stopped itself, or its whole machine
                 self._forgive(now)
             self._ticked = now
-            if self._meeting is None:
+            if self._meeting is None or not self._met:
                 self._judge_family()
             elif self._status.stage != "end":
                 self._hear(self._meeting, now)

@@ -20,7 +20,7 @@ from torch import Tensor
 from vsa.checkpoints.retention import prune_checkpoints
 from vsa.checkpoints.run_checkpoint import Checkpoint, write_checkpoint
 from vsa.settings import AtLeastOne, Bound, checked
-from vsa.signals import Handler, Stopped, current_handlers, set_handlers
+from vsa.signals import Handler, Stopped, current_handlers, is_foreign, set_handlers
 from vsa.training.background_save import BackgroundSave, copied
 from vsa.training.deadline import DEADLINE
 from vsa.training.lightning_compat import end_validation, stop_without_validation
@@ -82,7 +82,9 @@ class Checkpointing(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: DiffusionModule, batch: Any, batch_idx: int) -> None:
         if self._status.stage == "start":
             self._status.stage = "steps"
-            self._handlers = current_handlers()
+            user = (signal.SIGUSR1, signal.SIGUSR2)
+            handlers = current_handlers().items()
+            self._handlers = {n: handler for n, handler in handlers if n not in user or not is_foreign(handler)}
             set_handlers(dict.fromkeys(self._handlers, self._stop))
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
