@@ -63,9 +63,18 @@ def without_secrets(text: str, secrets: Iterable[str] | None = None) -> str:
     own = [value["quoted"] or value[0] for value in named]
     for value in reversed(named):
         text = text[: value.start()] + MARKER + text[value.end() :]
-    for secret in _searched((*(known_secrets() if secrets is None else secrets), *own)):
-        text = text.replace(secret, MARKER)
+    text = without_known_secrets(text, (*(known_secrets() if secrets is None else secrets), *own))
     return _USER_OF_URL.sub(rf"\1{MARKER}@", text)
+
+
+def without_known_secrets(text: str, secrets: Iterable[str] | None = None) -> str:
+    """A text of a person's own, such as a prompt, with `MARKER` in place of values that are known to be secret.
+
+    What the text itself says about passwords stays.
+    """
+    for secret in _searched(known_secrets() if secrets is None else secrets):
+        text = text.replace(secret, MARKER)
+    return text
 
 
 def masked(config: Any) -> Any:
