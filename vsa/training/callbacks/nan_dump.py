@@ -33,7 +33,8 @@ _TENSORS = ("latents", "text", "text_mask", "cond_latents", "seeds", "slots")
 class NanDump(L.Callback):
     """Writes networks, batches, losses and settings of a step to `run_dir/nan-dumps` when its gradients are not finite.
 
-    The trained weights are the large part, 4 bytes a parameter; optimizer state and averages are left out.
+    The trained weights are the large part, 4 bytes a parameter; optimizer state and averages are left out. Until the
+    last one is written the micro-batches of a step stay in memory until its end.
 
     Args:
         run_dir: the run folder.
