@@ -52,29 +52,21 @@ def known_secrets() -> tuple[str, ...]:
     return _searched(values)
 
 
-def without_secrets(text: str, secrets: Iterable[str] | None = None) -> str:
+def without_secrets(text: str, secrets: Iterable[str] | None = None, *, named: bool = True) -> str:
     """A text with `MARKER` in place of every secret.
 
     Args:
         text: of a message, or a value.
         secrets: to look for beside those that the text itself names (`api_key=...`); None: `known_secrets`.
+        named: whether the text names secrets; a caption (a sign that says "secret: keep out") does not.
     """
-    named = list(_named_secrets(text))
-    own = [value["quoted"] or value[0] for value in named]
-    for value in reversed(named):
+    named_here = list(_named_secrets(text)) if named else []
+    own = [value["quoted"] or value[0] for value in named_here]
+    for value in reversed(named_here):
         text = text[: value.start()] + MARKER + text[value.end() :]
-    text = without_known_secrets(text, (*(known_secrets() if secrets is None else secrets), *own))
-    return _USER_OF_URL.sub(rf"\1{MARKER}@", text)
-
-
-def without_known_secrets(text: str, secrets: Iterable[str] | None = None) -> str:
-    """A text of a person's own, such as a prompt, with `MARKER` in place of values that are known to be secret.
-
-    What the text itself says about passwords stays.
-    """
-    for secret in _searched(known_secrets() if secrets is None else secrets):
+    for secret in _searched((*(known_secrets() if secrets is None else secrets), *own)):
         text = text.replace(secret, MARKER)
-    return text
+    return _USER_OF_URL.sub(rf"\1{MARKER}@", text)
 
 
 def masked(config: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from vsa.secrets import without_known_secrets
+from vsa.secrets import without_secrets
 
 HELD_OUT_PROMPTS = 4
 """Captions of held-out clips that a run without prompts of its own is judged by."""
@@ -39,4 +39,4 @@ def read_prompts(path: Path) -> list[str]:
             prompts.append(prompt.strip())
     if not prompts:
         raise ValueError(f"no prompts in {path}")
-    return [without_known_secrets(prompt) for prompt in prompts]
+    return [without_secrets(prompt, named=False) for prompt in prompts]

@@ -25,7 +25,7 @@ from vsa.integrations.diffusers.pipeline import (
 from vsa.progress import progress_bar
 from vsa.sampling.pipeline import LoadedRun, SampleSettings, clip_seeds, generate, load_run, settings_dict
 from vsa.sampling.sample_writer import write_clips
-from vsa.secrets import without_known_secrets
+from vsa.secrets import without_secrets
 
 
 def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
@@ -34,7 +34,8 @@ def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     Raises:
         ValueError: there is none.
     """
-    captions = [*map(without_known_secrets, prompts), *(read_prompts(file) if file is not None else [])]
+    captions = [without_secrets(prompt, named=False) for prompt in prompts]
+    captions += read_prompts(file) if file is not None else []
     if not captions:
         raise ValueError("no prompts: give --prompt TEXT or --prompts FILE with one caption per line")
     return captions

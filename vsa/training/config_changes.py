@@ -13,7 +13,7 @@ from vsa.config import resolved
 _WITHOUT_EFFECT = ("name", "run", "output_dir", "run_dir", "ckpt_path", "overwrite", "logger")
 # copies of optim, sparsity and attention in the configs of older checkpoints, or of newer ones
 _COPIES = ("task.optim", "task.sparsity", "tile_thw", "start")
-_PICTURES = ("callbacks.progress", "callbacks.samples", "callbacks.diagnostics", "callbacks.nan_dump")
+_PICTURES = ("callbacks.progress", "callbacks.samples", "callbacks.diagnostics")
 _SHOWN = 8
 _UNSET = "unset"
 

@@ -22,7 +22,7 @@ from vsa.checkpoints.wan_config import transformer_config
 from vsa.checkpoints.weight_source import open_weights
 from vsa.config import build, build_task, check_settings, check_targets, model_factory, resolved
 from vsa.models.init import without_memory
-from vsa.secrets import without_known_secrets
+from vsa.secrets import without_secrets
 from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
 from vsa.training.callbacks.opening import Opening
 from vsa.training.config_changes import changed_settings
@@ -147,7 +147,7 @@ def _check_accelerator(name: str) -> None:
 def _run_dir(cfg: DictConfig) -> Path:
     if not cfg.run_dir:
         raise ValueError(f"run_dir={cfg.run_dir} is not a folder: leave it out, or give one")
-    if without_known_secrets(str(cfg.run_dir)) != str(cfg.run_dir):
+    if without_secrets(str(cfg.run_dir), named=False) != str(cfg.run_dir):
         raise ValueError("run_dir holds a secret, and a folder has its name for all to see: name another one")
     # a folder that is given may lie anywhere, one that is made of names lies in the output folder
     if str(cfg.run_dir) == f"{cfg.output_dir}/{cfg.name}/{cfg.run}":

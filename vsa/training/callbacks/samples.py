@@ -22,7 +22,7 @@ from vsa.evaluation.figures import logged_metrics
 from vsa.sampling.contact_sheet import side_by_side
 from vsa.sampling.pipeline import LoadedRun, SampleSettings, generate, settings_dict
 from vsa.sampling.sample_writer import file_stem, write_clips
-from vsa.secrets import without_known_secrets
+from vsa.secrets import without_secrets
 from vsa.settings import AtLeastOne, Count, NonNegative, Positive, checked
 from vsa.training.callbacks.ema import EMA
 from vsa.training.display import log_picture, never_fatal
@@ -103,7 +103,7 @@ class Samples(L.Callback):
         # those of the data are known when it is open
         self._from_data = prompts is None
         # they become names of files
-        self.prompts = [without_known_secrets(prompt) for prompt in prompts or ()]
+        self.prompts = [without_secrets(prompt, named=False) for prompt in prompts or ()]
         self.every_n_steps, self.seed, self.fps = every_n_steps, seed, fps
         self.steps, self.guidance, self.flow_shift = steps, guidance, flow_shift
         self.sparsity = check_points("callbacks.samples.sparsity", sparsity)
