@@ -41,9 +41,10 @@ class TrackerServer:
 
     def __exit__(self, *_: Any) -> None:
         self._stop.set()
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Go away: further connections are refused."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -82,7 +83,7 @@ class TrackerServer:
                     if "wandb-history.jsonl" in body:
                         server.got_metrics.set()
                         if server.mood == "dies":
-                            threading.Thread(target=server._close, daemon=True).start()
+                            threading.Thread(target=server.close, daemon=True).start()
                             self.close_connection = True
                             return
                     self._answer({"exitcode": None, "limits": {}})

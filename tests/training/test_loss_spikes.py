@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.training.ranks import run_ranks
 from vsa.data.plan import hash64
 from vsa.training.callbacks.loss_spikes import SpikeRule
 
@@ -65,7 +66,10 @@ def test_what_is_not_finite_is_no_spike_and_spoils_nothing(rule):
     assert not rule.is_spike(1.4)
 
 
-@pytest.mark.parametrize("extra", [(), ("trainer.accumulate_grad_batches=2", "data.num_workers=1")])
+@pytest.mark.parametrize(
+    "extra",
+    [(), pytest.param(("trainer.accumulate_grad_batches=2", "data.num_workers=1"), marks=pytest.mark.slow)],
+)
 def test_one_batch_times_forty_is_undone(training, extra):
     training(*WATCHED, *extra, "run=clean")
     outlier = Outlier(SPIKE)
@@ -113,8 +117,11 @@ def test_the_watch_changes_nothing_in_a_run_without_spikes(training):
     assert "skipped_windows" not in training.last("watched").state
 
 
-def test_a_run_that_was_stopped_takes_the_same_path(training):
-    """Stopped before the spike, between the spike and the next checkpoint, and after it; two spikes in one window."""
+@pytest.mark.parametrize(
+    "batches", [pytest.param(5, marks=pytest.mark.slow), 9, pytest.param(14, marks=pytest.mark.slow)]
+)
+def test_a_run_that_was_stopped_takes_the_same_path(training, batches):
+    """Stopped before the spike, between the spike and the next checkpoint, and after it; two spikes."""
 
     class Stop(L.Callback):
         """A kill after a number of batches: nothing is saved."""
@@ -131,14 +138,27 @@ def test_a_run_that_was_stopped_takes_the_same_path(training):
     training(*WATCHED, "run=straight", callbacks=(Outlier(*spikes),))
     assert training.last("straight").state["loss_spikes"]["rollbacks"] == 2
     expected = training.tensors("straight"), training.losses("straight")
-    for batches in (5, 9, 14):
-        run = f"run=stopped{batches}"
-        with pytest.raises(RuntimeError, match="killed"):
-            training(*WATCHED, run, callbacks=(Outlier(*spikes), Stop(batches)))
-        training(*WATCHED, run, "ckpt_path=last", callbacks=(Outlier(*spikes),))
-        tensors, losses = training.tensors(run[4:]), training.losses(run[4:])
-        assert losses == expected[1]
-        assert all(torch.equal(tensors[name], value) for name, value in expected[0].items())
+    with pytest.raises(RuntimeError, match="killed"):
+        training(*WATCHED, "run=stopped", callbacks=(Outlier(*spikes), Stop(batches)))
+    training(*WATCHED, "run=stopped", "ckpt_path=last", callbacks=(Outlier(*spikes),))
+    tensors, losses = training.tensors("stopped"), training.losses("stopped")
+    assert losses == expected[1]
+    assert all(torch.equal(tensors[name], value) for name, value in expected[0].items())
+
+
+@pytest.mark.slow
+def test_two_ranks_go_back_together(training):
+    def rank(number: int) -> None:
+        settings = ("run=ranks", "trainer=fsdp", "trainer.devices=2", "optim.eps=0.01")
+        training(*WATCHED, *settings, callbacks=(Outlier(SPIKE),))
+
+    run_ranks(2, rank)
+    training(*WATCHED, "run=one", "optim.eps=0.01", callbacks=(Outlier(SPIKE),))
+    assert training.last("ranks").state["skipped_windows"] == training.last("one").state["skipped_windows"]
+    one, ranks = ({step: float(loss) for step, loss in training.losses(run).items()} for run in ("one", "ranks"))
+    assert ranks == pytest.approx(one, rel=1e-4)
+    # the control: what is drawn instead matters
+    assert one[SPIKE + 1] != pytest.approx(one[SPIKE], rel=1e-4)
 
 
 def test_patience_waits_for_spikes_in_a_row_and_forgets_checkpoints_among_them(training):

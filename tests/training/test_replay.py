@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.training.ranks import run_ranks
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
+from vsa.training.callbacks import nan_dump
 from vsa.training.replay import replay_step
 
 
@@ -45,7 +48,7 @@ def test_a_nan_of_the_data_is_found_again(training, command_line):
     (path,) = dumps_of(training.folder())
     assert path.name == "step-00000002-model"
     # networks alone: no moments and no averages
-    assert set(latest_checkpoint(path / "checkpoints").state["files"]) == {"model.safetensors"}
+    assert set(latest_checkpoint(path / "networks").state["files"]) == {"model.safetensors"}
     status, out, err = command_line("replay", str(path), "--accelerator", "cpu")
     assert (status, err.count("error")) == (0, 0), err
     assert "first not finite: latents of sample toy-" in out
@@ -60,7 +63,10 @@ def test_a_run_does_not_go_on_from_a_step_alone(training):
     training("trainer.max_steps=3", callbacks=(Spoil("latents"),))
     (path,) = dumps_of(training.folder())
     with pytest.raises(ValueError, match="of one step alone and no run can go on from it"):
-        training("trainer.max_steps=5", "run=other", f"ckpt_path={path}")
+        training("trainer.max_steps=5", "run=other", f"ckpt_path={path}/networks/step-00000002")
+    # and it is no run of its own inside the run
+    training("trainer.max_steps=2", "overwrite=true")
+    assert not dumps_of(training.folder())
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,28 @@ def test_another_loss_is_not_reproduced(training):
     assert (result.first, result.reproduced) == (None, False)
 
 
-@pytest.mark.parametrize(("dumps", "expected"), [(0, 0), (1, 1), (2, 2)])
+def test_two_ranks_write_a_batch_each_and_are_replayed_by_one_process(training):
+    def rank(number: int) -> None:
+        # one rank alone has the bad sample, the update of both is dropped
+        spoils = (Spoil("latents"),) if number == 1 else ()
+        training("trainer=fsdp", "trainer.devices=2", "trainer.max_steps=4", callbacks=spoils)
+
+    run_ranks(2, rank)
+    assert training.metrics()[4]["skipped_steps"] == "1"
+    (path,) = dumps_of(training.folder())
+    assert {file.name for file in path.glob("*.safetensors")} == {"batches-0.safetensors", "batches-1.safetensors"}
+    result = replay_step(path, accelerator="cpu")
+    assert result.reproduced, result.lines()
+    assert [math.isnan(float.fromhex(loss)) for loss in result.losses] == [False, True]
+    (path / "batches-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"not complete: batches-1.safetensors is missing"):
+        replay_step(path, accelerator="cpu")
+
+
+@pytest.mark.parametrize(
+    ("dumps", "expected"),
+    [pytest.param(0, 0, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)],
+)
 def test_no_more_dumps_than_asked_for_also_after_a_resume(training, dumps, expected):
     spoils = tuple(Spoil("latents", step=step) for step in (1, 2, 3, 5))
     setting = f"callbacks.nan_dump.dumps={dumps}"
@@ -110,6 +137,19 @@ def test_no_more_dumps_than_asked_for_also_after_a_resume(training, dumps, expec
     training("trainer.max_steps=6", setting, "ckpt_path=last", callbacks=spoils)
     assert training.metrics()[6]["skipped_steps"] == "4"
     assert len(dumps_of(training.folder())) == expected
+
+
+def test_a_dump_that_cannot_be_written_is_told_and_training_goes_on(training, monkeypatch, caplog):
+    caplog.set_level("INFO")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(nan_dump, "write_batches", full)
+    training("trainer.max_steps=4", callbacks=(Spoil("latents"),))
+    assert "could not be written: [Errno 28] No space left" in caplog.text
+    assert training.last().step == 4
+    assert not dumps_of(training.folder())
 
 
 def test_dumping_changes_no_loss(training):
@@ -124,7 +164,7 @@ def test_other_folders_are_refused(path, tmp_path):
         replay_step(tmp_path / path)
 
 
-@pytest.mark.parametrize("network", ["model", "fake_score"])
+@pytest.mark.parametrize("network", ["model", pytest.param("fake_score", marks=pytest.mark.slow)])
 def test_either_network_of_a_distillation(distill, training, network):
     class SpoilNetwork(L.Callback):
         """A weight of one network in an iteration in which both are updated."""

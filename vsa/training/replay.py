@@ -19,7 +19,7 @@ from vsa.checkpoints.run_checkpoint import latest_checkpoint
 from vsa.config import build, build_task, check_targets
 from vsa.data.batch import VideoBatch
 from vsa.models.sharding import local
-from vsa.training.callbacks.nan_dump import batch_file, read_batches
+from vsa.training.callbacks.nan_dump import NETWORKS, batch_file, read_batches
 from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import REPLAY, RunStart
 
@@ -73,9 +73,9 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
     Raises:
         ValueError: the folder is none of a dropped step, or is damaged, or the data of the run are gone.
     """
-    if not (path / "checkpoints").is_dir():
+    if not (path / NETWORKS).is_dir():
         raise ValueError(f"{path} is no folder of a dropped step: expected RUN/nan-dumps/step-N-NETWORK")
-    checkpoint = latest_checkpoint(path / "checkpoints")
+    checkpoint = latest_checkpoint(path / NETWORKS)
     about: Mapping[str, Any] = checkpoint.state.get(REPLAY) or {}
     if not about:
         raise ValueError(f"{checkpoint.path} is a checkpoint of a run, not of a dropped step")

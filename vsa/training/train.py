@@ -162,7 +162,7 @@ def _check_accelerator(name: str) -> None:
 def _run_dir(cfg: DictConfig) -> Path:
     if not cfg.run_dir:
         raise ValueError(f"run_dir={cfg.run_dir} is not a folder: leave it out, or give one")
-    if without_secrets(str(cfg.run_dir)) != str(cfg.run_dir):
+    if without_secrets(str(cfg.run_dir), named=False) != str(cfg.run_dir):
         raise ValueError("run_dir holds a secret, and a folder has its name for all to see: name another one")
     # a folder that is given may lie anywhere, one that is made of names lies in the output folder
     if str(cfg.run_dir) == f"{cfg.output_dir}/{cfg.name}/{cfg.run}":

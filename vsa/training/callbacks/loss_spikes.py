@@ -61,7 +61,7 @@ class LossSpikes(L.Callback):
     """Takes a run back to its last checkpoint before a loss spike, and trains past it on other data.
 
     The steps from that checkpoint to the spike draw samples, captions and noise with another seed; these windows lie in
-    checkpoints, so that a resumed run takes the same path. For jobs of one network.
+    checkpoints, so that a resumed run takes the same path. For jobs of one network. Every step waits for its loss.
 
     Args:
         run_dir: the run folder, whose checkpoints it goes back to.

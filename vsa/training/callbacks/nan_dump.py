@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from vsa.checkpoints.run_checkpoint import write_checkpoint
@@ -23,6 +23,9 @@ from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import REPLAY, networks_of, parts_of, values_of
 
 FOLDER = "nan-dumps"
+NETWORKS = "networks"
+"""Where the networks lie in the folder of a step; with the name that runs have for it, it would be taken for a run."""
+
 _TENSORS = ("latents", "text", "text_mask", "cond_latents", "seeds", "slots")
 
 
@@ -30,7 +33,8 @@ _TENSORS = ("latents", "text", "text_mask", "cond_latents", "seeds", "slots")
 class NanDump(L.Callback):
     """Writes networks, batches, losses and settings of a step to `run_dir/nan-dumps` when its gradients are not finite.
 
-    The trained weights are the large part, 4 bytes a parameter; optimizer state and averages are left out.
+    The trained weights are the large part, 4 bytes a parameter; optimizer state and averages are left out. Until the
+    last one is written the micro-batches of a step stay in memory until its end.
 
     Args:
         run_dir: the run folder.
@@ -70,15 +74,24 @@ class NanDump(L.Callback):
         state = {**module.record(), **values_of(parts), REPLAY: about}
         tensors = networks_of(parts)
         size = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
+        failure: OSError | None = None
+        with module.status.paused():
+            try:
+                write_batches(
+                    path / batch_file(trainer.global_rank), self._batches, module.step_losses[-micro_batches:]
+                )
+            except OSError as error:
+                failure = error
+            writes = trainer.is_global_zero and failure is None
+            try:
+                write_checkpoint(path / NETWORKS, tensors, state, writes=writes)
+            except OSError as error:
+                failure = error
         line = f"step {step}: gradients of {network} are not finite, the update is dropped"
-        try:
-            with module.status.paused():
-                losses = module.step_losses[-micro_batches:]
-                write_batches(path / batch_file(trainer.global_rank), self._batches, losses)
-                write_checkpoint(path / "checkpoints", tensors, state, writes=trainer.is_global_zero)
+        if failure is None:
             rank_zero_info(f"{line}: vsa replay {path} runs it again ({size / 1e6:,.1f} MB)")
-        except OSError as error:
-            rank_zero_info(f"{line}, and what it was made of could not be written: {error}")
+        else:
+            rank_zero_info(f"{line}, and what it was made of could not be written: {failure}")
 
 
 def batch_file(rank: int) -> str:
@@ -103,7 +116,8 @@ def write_batches(path: Path, batches: list[VideoBatch], losses: list[Tensor]) -
             }
         )
     with atomic_file(path) as temporary:
-        save_file(tensors, temporary, {"batches": json.dumps(facts)})
+        # the library's own writer has no OSError for a full disk
+        temporary.write_bytes(save(tensors, {"batches": json.dumps(facts)}))
 
 
 def read_batches(path: Path) -> tuple[list[VideoBatch], list[str]]:

@@ -1,0 +1,169 @@
+"""Rows about secrets, and about a tracker without a server."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.soak.rows import Outcome, Row
+from scripts.soak.tiny import STEPS, metrics, run_folder, start, words
+from scripts.soak.tracker_server import TrackerServer
+
+CANARY = "c4n4ry-0f-a-k3y"
+ENVIRONMENT = "MY_API_KEY"
+SAMPLED = ("callbacks.samples.steps=1", "data=toy_online", "data.toy.size=[8,64,64]", "tile_thw=[1,2,2]")
+SHORT = ("trainer.max_steps=2", "callbacks.checkpoint.every_n_steps=1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A way in which a secret may come into a run.
+
+    Args:
+        name: for the report.
+        settings: of the run, which may hold `{folder}`.
+        status: that the command must exit with.
+        typed: it stands in the command line or a file alone, and in no environment.
+        env: further variables.
+        fresh: in a new interpreter: a forked process prints tracebacks in a way of its own.
+        experiment: content of `experiment/mine.yaml` in the folder.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    status: int = 0
+    typed: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    fresh: bool = False
+    experiment: str = ""
+
+
+CASES = (
+    Case(name="typed, refused", settings=(f"+wandb_api_key={CANARY}",), status=1, typed=True),
+    Case(
+        name="prompt by interpolation",
+        settings=(*SAMPLED, "callbacks.samples.prompts=['a ${{oc.env:MY_API_KEY}} circle']"),
+    ),
+    Case(
+        name="prompt in the command line, wandb",
+        settings=(*SAMPLED, f"callbacks.samples.prompts=['a {CANARY} circle']", "logger=wandb"),
+    ),
+    Case(
+        name="in a config file, refused",
+        settings=("--config-dir={folder}", "experiment=mine"),
+        experiment=f"wandb_api_key: {CANARY}",
+        status=1,
+        typed=True,
+    ),
+    Case(
+        name="value of an experiment",
+        settings=(*SAMPLED, "--config-dir={folder}", "experiment=mine"),
+        experiment=f"callbacks:\n  samples:\n    prompts: [the {CANARY}]",
+    ),
+    Case(name="new setting by interpolation", settings=("+note=${{oc.env:MY_API_KEY}}",), status=1),
+    Case(name="name of the run", settings=("run=${{oc.env:MY_API_KEY}}",), status=1),
+    Case(name="missing checkpoint", settings=("ckpt_path=${{oc.env:MY_API_KEY}}/x",), status=1),
+    Case(
+        name="traceback",
+        settings=(f"+hf_token={CANARY}",),
+        env={"HYDRA_FULL_ERROR": "1"},
+        status=1,
+        typed=True,
+        fresh=True,
+    ),
+    Case(name="sweep", settings=("-m", "seed=1,2", f"name={CANARY}"), status=1),
+    Case(name="environment alone, csv", settings=()),
+    Case(name="environment alone, wandb", settings=("logger=wandb",)),
+)
+
+
+def secrets(folder: Path, tries: int, seed: int) -> Outcome:
+    failures = []
+    for number, case in enumerate(CASES[:tries]):
+        own = folder / f"case-{number}"
+        own.mkdir()
+        if reason := _leaks(own, case):
+            failures.append(f"{case.name}: {reason}")
+    tried = min(tries, len(CASES))
+    return Outcome(tried=tried, survived=tried - len(failures), failures=tuple(failures))
+
+
+def _leaks(folder: Path, case: Case) -> str | None:
+    """None, or what went wrong."""
+    settings = [setting.format(folder=folder) for setting in case.settings]
+    if case.experiment:
+        files = folder / "experiment"
+        files.mkdir()
+        (files / "mine.yaml").write_text(f"# @package _global_\n{case.experiment}\n")
+    arguments = words(folder, *SHORT, *settings)
+    if "data=toy_online" in settings:
+        arguments = [
+            word for word in arguments if word != "callbacks.samples=null" and not word.startswith("data.root=")
+        ]
+    env = {"WANDB_SILENT": "true", "WANDB_MODE": "offline", **case.env}
+    env = env if case.typed else {ENVIRONMENT: CANARY, **env}
+    process = start(arguments, folder=folder, env=env, fresh=case.fresh)
+    status = process.wait()
+    (folder / "experiment" / "mine.yaml").unlink(missing_ok=True)
+    # without separators, as names of files have it
+    wanted = re.compile(re.sub(r"\W", r"[^a-z0-9]?", CANARY).encode())
+    found = [
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if wanted.search(path.name.encode()) or (path.is_file() and wanted.search(path.read_bytes()))
+    ]
+    if found:
+        return f"found in {found[:4]}"
+    if status != case.status:
+        return f"exit status {status}, expected {case.status}: {process.output()[-300:]}"
+    return None
+
+
+# trackers
+
+MOODS = ("refuses", "answers", "hangs", "dies")
+
+
+def trackers(folder: Path, tries: int, seed: int) -> Outcome:
+    failures, notes = [], []
+    for mood in MOODS[:tries]:
+        own = folder / mood
+        own.mkdir()
+        began = time.monotonic()
+        if reason := _held_up(own, mood):
+            failures.append(f"{mood}: {reason}")
+        notes.append(f"{mood}: {time.monotonic() - began:.0f} s in all")
+    tried = min(tries, len(MOODS))
+    return Outcome(tried=tried, survived=tried - len(failures), failures=tuple(failures), notes=tuple(notes))
+
+
+def _held_up(folder: Path, mood: str) -> str | None:
+    """None, or what went wrong."""
+    server = TrackerServer("answers" if mood == "refuses" else mood)  # type: ignore[arg-type]
+    env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "f" * 40, "WANDB_MODE": "online", "HOME": str(folder)}
+    with server:
+        if mood == "refuses":
+            server.close()
+        process = start(words(folder, "logger=wandb", "logger.wandb.offline=false"), folder=folder, env=env)
+        status, said, run = process.wait(180), process.output(), run_folder(folder)
+        rows = metrics(run)
+        online = mood in ("answers", "dies")
+        if status or len(rows) != STEPS:
+            return f"exit status {status}, {len(rows)} of {STEPS} steps: {said[-300:]}"
+        if ("wandb: kept offline" in said) == online:
+            return f"expected a run that is {'online' if online else 'offline'}: {said[-300:]}"
+        told = re.search(r"wandb: to upload this run: wandb sync (\S+)", said)
+        if (told is None) != (mood == "answers") or (told and not list(Path(told[1]).glob("*.wandb"))):
+            return f"told {told and told[0]}"
+        if server.got_metrics.is_set() != online:
+            return "the server got no metrics" if online else "the server got metrics"
+    return None
+
+
+ROWS: tuple[Row, ...] = (
+    Row(name="secrets in settings, files, names and messages", tries=len(CASES), short_tries=2, run=secrets),
+    Row(name="a tracker whose server answers, hangs, refuses or dies", tries=len(MOODS), short_tries=1, run=trackers),
+)
