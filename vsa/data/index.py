@@ -158,8 +158,9 @@ class DatasetIndex:
             record = records[latent.shard]
             record["latent_shape"] = sample.latent_shape
             record.setdefault("latents", []).append([sample.id, latent.offset, latent.size, latent.sha256])
-            known = {name: value for name, value in asdict(sample.about).items() if value}
-            record.setdefault("about", []).append(known)
+            about = sample.about
+            known = {"source": about.source, "fields": dict(about.fields), "moments": about.moments}
+            record.setdefault("about", []).append({name: value for name, value in known.items() if value})
             row = [sample.id, text.offset, text.size, text.sha256, sample.captions]
             records[text.shard].setdefault("texts", []).append(row)
         content = {
