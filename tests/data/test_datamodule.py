@@ -388,7 +388,7 @@ def test_statistics_of_the_data_or_of_the_codec(dataset: Path) -> None:
     assert published.latent_std.tolist() == list(range(1, 17))
     with pytest.raises(ValueError, match=r"stats=codec, but codec haar-4x8x8-c16 publishes no statistics"):
         module(dataset, stats="codec")
-    with pytest.raises(ValueError, match="stats=vae: expected one of data, codec, got 'vae'"):
+    with pytest.raises(ValueError, match="stats=vae: expected one of data, train, codec, got 'vae'"):
         module(dataset, stats="vae")
 
 

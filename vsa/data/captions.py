@@ -19,11 +19,13 @@ class Captions:
         of: captions by media file, in the order of the files.
         missing: why every other media file has none.
         unusable: (place, reason) of entries of the caption file that are malformed or name no file.
+        fields: what the entries of a file say beside its captions, texts and integers by name.
     """
 
     of: Mapping[Path, list[str]]
     missing: Mapping[Path, str]
     unusable: Sequence[tuple[str, str]]
+    fields: Mapping[Path, Mapping[str, str]]
 
 
 def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]) -> Captions:
@@ -31,6 +33,7 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
 
     A caption file is one of: `.jsonl`, lines of {"video": "a.mp4", "captions": ["...", ...]} (or "caption": "...");
     `.json`, a list of such objects or an object {"a.mp4": "..." or ["...", ...]}; `.txt`, lines of name, tab, caption.
+    Further texts and integers of an object ("film": "...") are kept, for splits by them.
     Names are relative to the folder of videos. A file that it leaves out takes the lines of `a.txt` beside `a.mp4`.
 
     Args:
@@ -44,17 +47,19 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
     if caption_file is None:
         caption_file = next((videos / name for name in CAPTION_FILES if (videos / name).is_file()), None)
     listed: dict[Path, list[str]] = {}
+    fields: dict[Path, dict[str, str]] = {}
     unusable: list[tuple[str, str]] = []
     if caption_file is not None:
         for place, entry in _entries(caption_file):
             try:
-                name, captions = _parse(entry, caption_file, f"caption file {caption_file}, {place}")
+                name, captions, others = _parse(entry, caption_file, f"caption file {caption_file}, {place}")
                 if not (videos / name).is_file():
                     raise ValueError(f"caption file {caption_file} names a missing video: {videos / name}")
             except ValueError as error:
                 unusable.append((f"{caption_file.name}, {place}", str(error)))
             else:
                 listed.setdefault((videos / name).resolve(), []).extend(captions)
+                fields.setdefault((videos / name).resolve(), {}).update(others)
 
     found: dict[Path, list[str]] = {}
     missing: dict[Path, str] = {}
@@ -75,7 +80,8 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
             missing[path] = str(error)
         else:
             found[path] = captions
-    return Captions(of=found, missing=missing, unusable=unusable)
+    known = {path: fields[path.resolve()] for path in found if fields.get(path.resolve())}
+    return Captions(of=found, missing=missing, unusable=unusable, fields=known)
 
 
 def _entries(caption_file: Path) -> Iterator[tuple[str, Any]]:
@@ -95,13 +101,13 @@ def _entries(caption_file: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"caption file {caption_file} must end in .jsonl, .json or .txt")
 
 
-def _parse(entry: Any, caption_file: Path, place: str) -> tuple[str, list[str]]:
-    """(video, captions) of one entry."""
+def _parse(entry: Any, caption_file: Path, place: str) -> tuple[str, list[str], dict[str, str]]:
+    """(video, captions, other fields) of one entry."""
     if caption_file.suffix == ".txt":
         name, tab, caption = entry.partition("\t")
         if not tab or not caption.strip():
             raise ValueError(f"{place}: expected name, tab, caption")
-        return name.strip(), [caption.strip()]
+        return name.strip(), [caption.strip()], {}
     if caption_file.suffix == ".jsonl":
         entry = _json(entry, place)
     if not isinstance(entry, dict) or not isinstance(entry.get("video"), str):
@@ -110,7 +116,9 @@ def _parse(entry: Any, caption_file: Path, place: str) -> tuple[str, list[str]]:
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not captions or not all(isinstance(c, str) for c in captions):
         raise ValueError(f"{place}: captions of {entry['video']} must be one string or a list of strings")
-    return entry["video"], [caption for caption in captions if caption.strip()]
+    own = ("video", "caption", "captions")
+    fields = {k: str(v) for k, v in entry.items() if k not in own and type(v) in (str, int) and str(v)}
+    return entry["video"], [caption for caption in captions if caption.strip()], fields
 
 
 def _read(path: Path) -> str:

@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from filelock import FileLock
 from lightning import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vsa.data.bad_samples import BadSampleError, read_drop_list
+from vsa.data.bad_samples import BadSampleError
 from vsa.data.batch import TextPadding, VideoBatch
 from vsa.data.batch_stream import PlannedStream, RankSlice, TrainStream, ValidationStream
-from vsa.data.clip_rules import ClipRules
 from vsa.data.codecs import Codec
-from vsa.data.encode import encode_folder
-from vsa.data.index import INDEX_NAME, CodecInfo, DatasetIndex, TextInfo
+from vsa.data.index import CodecInfo, TextInfo, statistics_of
 from vsa.data.plan import DataPlan, Phase, SampleRef, Shape, Source, split_ids
-from vsa.data.sample_store import SampleStore, ShardStore, ToyStore
-from vsa.data.shards import LatentReader
+from vsa.data.sample_store import SampleStore, ToyStore, open_shards
+from vsa.data.splits import SplitBy, split_group
 from vsa.data.text import TextEncoder
-from vsa.data.toy_videos import ToyClips, write_toy_videos
+from vsa.data.toy_shards import prepare_toy_shards
+from vsa.data.toy_videos import ToyClips
 from vsa.data.world.scenes import MOST_WORDS, WorldClips
 from vsa.data.world.store import WorldStore
 from vsa.data.world.tables import find_photographs
@@ -48,11 +47,11 @@ class PlanDataModule(LightningDataModule):
         seed: seed of order, caption choice and noise.
         validation_seed: of the noise of validation; None: `seed`.
         num_workers: worker processes of a loader; changes nothing but speed.
-        val_fraction: share of the samples held out, by hash of their id.
+        val_fraction: share of the samples held out, by hash of their id, or of the groups of `val_by`.
         val_batches: most global validation batches of a latent shape (None: every held-out sample).
         caption_dropout: probability of training a sample on the null embedding.
-        stats: normalise with the statistics of the stored latents (data), or with those that the codec publishes and a
-            pretrained model expects (codec).
+        stats: normalise with the statistics of all stored latents (data), of the training samples alone (train), or
+            with those that the codec publishes and a pretrained model expects (codec).
         text_padding: mask the padding of captions, or attend to its zeros as Wan does (zeros).
         max_bad: share of the samples drawn that may be bad; they are replaced by others, and more of them stop the run.
 
@@ -70,7 +69,7 @@ class PlanDataModule(LightningDataModule):
     val_fraction: ShareBelowOne = 0.05
     val_batches: Count | None = None
     caption_dropout: Share = 0.1
-    stats: Literal["data", "codec"] = "data"
+    stats: Literal["data", "train", "codec"] = "data"
     text_padding: TextPadding = "mask"
     max_bad: Share = 0.01
 
@@ -94,6 +93,18 @@ class PlanDataModule(LightningDataModule):
     def phases(self) -> tuple[Phase, ...]:
         """Changes of the source weights over training; none by default."""
         return ()
+
+    def split_group(self, store: SampleStore, source: str, sample_id: str) -> str:
+        """The group of a sample, which is held out as a whole; by default it is alone."""
+        return sample_id
+
+    def training_statistics(self, store: SampleStore, sources: Mapping[str, Source]) -> tuple[Tensor, Tensor]:
+        """float32 mean and deviation `[C]` of the training samples.
+
+        Raises:
+            ValueError: they are not known without making every clip.
+        """
+        raise ValueError("stats=train: clips made on the fly have no statistics of their own, use stats=data")
 
     def setup(self, stage: str | None = None) -> None:
         """Opens the store and lays out the plan; further calls do nothing.
@@ -120,7 +131,8 @@ class PlanDataModule(LightningDataModule):
         for name, buckets in sorted(store.buckets.items()):
             train: dict[Shape, tuple[str, ...]] = {}
             for shape, ids in sorted(buckets.items()):
-                train[shape], out = split_ids(sorted(ids), self.val_fraction)
+                group = partial(self.split_group, store, name)
+                train[shape], out = split_ids(sorted(ids), self.val_fraction, group)
                 if out:
                     held[shape] = held.get(shape, ()) + tuple(SampleRef(source=name, id=i) for i in out)
             sources[name] = Source(weight=weights[name], buckets=train)
@@ -133,6 +145,8 @@ class PlanDataModule(LightningDataModule):
                 f"data.batch_size={self.batch_size} is above the number of training samples, {sum(counts)}: a batch "
                 f"holds each sample of its latent shape {least if least == most else f'{least} to {most}'} times"
             )
+        if self.stats == "train":
+            self._published = self.training_statistics(store, sources)
         plan = DataPlan(sources=sources, batch_size=self.batch_size, seed=self.seed, phases=self.phases())
         self._opened = store, plan, held
 
@@ -272,6 +286,8 @@ class LatentDataModule(PlanDataModule):
         root: folder of shards; or
         sources: several folders, {name: {"root": folder, "weight": share of the steps}}.
         weight_phases: changes of the source weights, [{"from_step": n, "weights": {name: weight}}].
+        val_by: samples that are held out together, by the file they come from; see `vsa.data.splits`.
+        val_field: field of the caption file, for `val_by=field`.
         drop: file that lists samples to leave out, as `vsa check-data` and runs write it; it changes the order.
         toy: render these clips to `videos` and encode them to `root` when `root` has no index.
         videos: folder of the toy clips' mp4 files.
@@ -283,6 +299,8 @@ class LatentDataModule(PlanDataModule):
     root: str | None = None
     sources: Mapping[str, Mapping[str, Any]] | None = None
     weight_phases: Sequence[Mapping[str, Any]] = ()
+    val_by: SplitBy = "id"
+    val_field: str | None = None
     drop: str | None = None
     toy: ToyClips | None = None
     videos: str | None = None
@@ -293,6 +311,7 @@ class LatentDataModule(PlanDataModule):
             raise ValueError(f"give exactly one of root and sources, got root={self.root} and sources={self.sources}")
         if self.toy is not None and (self.root is None or self.videos is None):
             raise ValueError(f"toy clips need root and videos, got root={self.root} and videos={self.videos}")
+        self._group = split_group(self.val_by, self.val_field)
         named = {"main": {"root": self.root}} if self.root is not None else dict(self.sources or {})
         for name, entry in named.items():
             if not {"root"} <= set(entry) <= {"root", "weight"}:
@@ -308,40 +327,27 @@ class LatentDataModule(PlanDataModule):
         """
         if self.toy is None or self.videos is None:
             return
-        root = Path(self._roots["main"])
-        frames, height, width = self.toy.size
-        # a clip of one frame is refused where it was not asked for
-        rules = ClipRules(frames=1 if frames == 1 else None)
-        clip = rules.plan(Path(self.videos), self.codec, frames=frames, height=height, width=width)
-        if not (root / INDEX_NAME).is_file():
-            root.parent.mkdir(parents=True, exist_ok=True)
-            # of runs and ranks that start together, one makes the data and the others wait for it
-            with FileLock(root.parent / f".{root.name}.lock"):
-                if not (root / INDEX_NAME).is_file():
-                    write_toy_videos(self.toy, self.videos)
-                    encode_folder(
-                        self.videos, root, codec=self.codec, text_encoder=self.text_encoder, frames=rules.frames
-                    )
-        _check_toy_set(root, self.toy, self.codec.latent_shape(*clip.size))
+        prepare_toy_shards(self.toy, Path(self.videos), Path(self._roots["main"]), self.codec, self.text_encoder)
 
     def open_store(self) -> SampleStore:
         """The shards of every source, without the samples of the drop list."""
-        indexes = {name: DatasetIndex.load(Path(root) / INDEX_NAME) for name, root in self._roots.items()}
-        for name, index in indexes.items():
-            if not index.sealed:
-                rank_zero_info(
-                    f"{self._roots[name]}/{INDEX_NAME} was written by an earlier version and has no digest of its own: "
-                    "damage to it may go unnoticed"
-                )
-        if self.drop is not None:
-            samples = {name: index.samples.keys() for name, index in indexes.items()}
-            dropped = read_drop_list(Path(self.drop), samples)
-            rank_zero_info(
-                f"data.drop={self.drop} leaves out {sum(map(len, dropped.values()))} of "
-                f"{sum(map(len, samples.values()))} samples: the order (plan hash) is another one than with them"
-            )
-            indexes = {name: index.without(dropped[name]) for name, index in indexes.items()}
-        return ShardStore(self._roots, indexes=indexes)
+        drop = None if self.drop is None else Path(self.drop)
+        return open_shards(self._roots, drop=drop, tell=rank_zero_info)
+
+    def split_group(self, store: Any, source: str, sample_id: str) -> str:
+        """By `val_by`."""
+        return self._group(store.entry(source, sample_id))
+
+    def training_statistics(self, store: Any, sources: Mapping[str, Source]) -> tuple[Tensor, Tensor]:
+        """Of the samples that are neither held out nor dropped."""
+        entries = [
+            store.entry(name, sample_id)
+            for name, source in sources.items()
+            for ids in source.buckets.values()
+            for sample_id in ids
+        ]
+        mean, std = statistics_of(entries, store.codec.channels)
+        return mean.float(), std.float()
 
     def source_weights(self) -> Mapping[str, float]:
         """The configured weights."""
@@ -403,14 +409,3 @@ class WorldOnlineDataModule(PlanDataModule):
     def source_weights(self) -> Mapping[str, float]:
         """One source."""
         return {"world": 1.0}
-
-
-def _check_toy_set(root: Path, toy: ToyClips, shape: Shape) -> None:
-    index = LatentReader(root).index
-    frames, height, width = toy.size
-    alike = all(s.id.startswith(f"toy-{toy.seed}-") and s.latent_shape == shape for s in index.samples.values())
-    if len(index.samples) != toy.count or not alike:
-        raise ValueError(
-            f"{root} holds {len(index.samples)} samples, not the {toy.count} toy clips of seed {toy.seed} and size "
-            f"{frames}x{height}x{width} asked for: remove it or choose another folder"
-        )

@@ -193,7 +193,7 @@ def _answer(request: dict[str, Any], memory_gib: float) -> tuple[dict[str, Any],
         pictures, rate = decode(path, frames=request["frames"], fps=request["fps"])
         descriptor = _unnamed_file()
         for picture in pictures:
-            view = memoryview(np.ascontiguousarray(picture)).cast("B")
+            view = np.ascontiguousarray(picture).data.cast("B")
             while view:
                 view = view[os.write(descriptor, view) :]
         return {"shape": [len(pictures), *pictures[0].shape], "fps": rate}, [descriptor]

@@ -124,7 +124,12 @@ def encode_folder(
     names = [path.relative_to(folder).as_posix() for path in files]
     ids = sample_ids(names)
     found = read_captions(folder, Path(captions) if captions else None, files)
-    listing = "\n".join(f"{name}\t{found.of.get(path)}" for name, path in zip(names, files, strict=True))
+    said = [(found.of.get(path), found.fields.get(path)) for path in files]
+    # as it was before there were fields, where there are none
+    listing = "\n".join(
+        f"{name}\t{captions}" + (f"\t{fields}" if fields else "")
+        for name, (captions, fields) in zip(names, said, strict=True)
+    )
     settings = {
         "videos": f"{len(files)} files ({hashlib.sha256(listing.encode('utf-8', 'replace')).hexdigest()[:12]})",
         "codec": f"{codec.id} ({codec.hash})",
@@ -165,6 +170,10 @@ def encode_folder(
             for line in _describe_ahead({names[i]: files[i] for i in sample}, rules, codec, decoder):
                 tell(line)
 
+        def about(i: int, info: dict[str, Any]) -> dict[str, Any]:
+            fields = found.fields.get(files[i])
+            return {"source": names[i], **info, **({"fields": fields} if fields else {})}
+
         def encode(i: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
             if i in bad:
                 raise ValueError(bad[i])
@@ -172,7 +181,7 @@ def encode_folder(
                 clip, info = rules.cut(files[i], codec, decoder)
                 clip = clip.to(device)
                 condition = codec.image_condition(clip) if isinstance(codec, WanVAE) and image_condition else None
-                return codec.encode(clip), {"source": names[i], **info}, condition
+                return codec.encode(clip), about(i, info), condition
 
         def write(part: Path, span: range, advance: Callable[[], None]) -> PartContent:
             skipped: list[tuple[str, str]] = []

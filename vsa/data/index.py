@@ -6,16 +6,18 @@ against their digest; nothing is ever unpickled or extracted. The first value of
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,6 +80,21 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
+class About:
+    """What is known of a sample beside its latents and captions; in data sets of earlier versions nothing is.
+
+    Args:
+        source: name of the file that it was cut from.
+        fields: what the caption file says of that file beside its captions.
+        moments: means and deviations of its latents by channel, float32 `[2, C]` in base64.
+    """
+
+    source: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+    moments: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleEntry:
     """One sample: latent `[C, t, h, w]` and how many captions it has."""
 
@@ -86,6 +103,7 @@ class SampleEntry:
     latent: Span
     text: Span
     captions: int
+    about: About = About()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +158,9 @@ class DatasetIndex:
             record = records[latent.shard]
             record["latent_shape"] = sample.latent_shape
             record.setdefault("latents", []).append([sample.id, latent.offset, latent.size, latent.sha256])
+            about = sample.about
+            known = {"source": about.source, "fields": dict(about.fields), "moments": about.moments}
+            record.setdefault("about", []).append({name: value for name, value in known.items() if value})
             row = [sample.id, text.offset, text.size, text.sha256, sample.captions]
             records[text.shard].setdefault("texts", []).append(row)
         content = {
@@ -214,6 +235,35 @@ def pooled_statistics(indexes: Sequence[DatasetIndex]) -> tuple[Tensor, Tensor]:
     return pooled, deviation_or_one(variance.sqrt())
 
 
+def encoded_moments(latents: Tensor) -> str:
+    """Means and deviations of latents `[C, t, h, w]` by channel, as `About.moments` holds them."""
+    flat = latents.double().flatten(1)
+    moments = torch.stack([flat.mean(1), flat.std(1, correction=0)]).float()
+    return base64.b64encode(moments.numpy().astype("<f4").tobytes()).decode()
+
+
+def statistics_of(samples: Iterable[SampleEntry], channels: int) -> tuple[Tensor, Tensor]:
+    """float64 mean and standard deviation `[C]` over the latents of some samples.
+
+    Raises:
+        ValueError: a sample of which the index holds no moments, or others than numbers; names it.
+    """
+    cells, moments = list[int](), list[np.ndarray]()
+    for sample in samples:
+        stored = b"" if sample.about.moments is None else base64.b64decode(sample.about.moments)
+        values = np.frombuffer(stored, dtype="<f4") if len(stored) == 8 * channels else np.array([np.nan])
+        if not np.isfinite(values).all():
+            raise ValueError(
+                f"{INDEX_NAME} holds no statistics of sample {sample.id}: it was written by an earlier version"
+            )
+        cells.append(math.prod(sample.latent_shape[1:]))
+        moments.append(values.reshape(2, channels))
+    weights = torch.tensor(cells, dtype=torch.float64)[:, None] / sum(cells)
+    mean, std = torch.from_numpy(np.stack(moments).astype(np.float64)).unbind(1)
+    pooled = (weights * mean).sum(0)
+    return pooled, deviation_or_one((weights * (std**2 + (mean - pooled) ** 2)).sum(0).sqrt())
+
+
 def valid_id(name: str) -> bool:
     """Whether `name` may be a sample id: 1 to 128 of letters, digits, "_" and "-"."""
     return _ID.fullmatch(name) is not None
@@ -222,7 +272,7 @@ def valid_id(name: str) -> bool:
 def _parse(content: dict[str, Any]) -> DatasetIndex:
     codec, text_encoder = _codec(content["codec"]), _text_encoder(content["text_encoder"])
     shards: dict[str, ShardEntry] = {}
-    latents: dict[str, tuple[Shape, Span]] = {}
+    latents: dict[str, tuple[Shape, Span, About]] = {}
     texts: dict[str, tuple[int, Span]] = {}
     for record in content["shards"]:
         name = record["name"]
@@ -230,14 +280,16 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
             raise ValueError(f"shard name {name!r}")
         size = whole(f"{name}.bytes", record["bytes"], 1, _MOST_BYTES)
         shards[name] = ShardEntry(name=name, bytes=size, sha256=digest(f"{name}.sha256", record["sha256"]))
-        for sample, *place in record.get("latents", ()):
+        rows = record.get("latents", [])
+        # data sets of earlier versions have none
+        for (sample, *place), about in zip(rows, record.get("about", [{}] * len(rows)), strict=True):
             if sample in latents or not valid_id(sample):
                 raise ValueError(f"latent {sample!r} in {name}")
             shape, span = _shape(f"{name}.latent_shape", record["latent_shape"], codec), _span(shards[name], *place)
             # plans are laid out for the shapes before a latent is read
             if math.prod(shape) > size:
                 raise ValueError(f"{name}.latent_shape={list(shape)} in a shard of {size} bytes")
-            latents[sample] = shape, span
+            latents[sample] = shape, span, _about(sample, about)
         for sample, *place, captions in record.get("texts", ()):
             if sample in texts:
                 raise ValueError(f"text {sample!r} in {name}")
@@ -254,8 +306,10 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
         null_text=_span(shards[null["shard"]], null["offset"], null["size"], null["sha256"]),
         shards=shards,
         samples={
-            name: SampleEntry(id=name, latent_shape=shape, latent=span, text=texts[name][1], captions=texts[name][0])
-            for name, (shape, span) in latents.items()
+            name: SampleEntry(
+                id=name, latent_shape=shape, latent=span, text=texts[name][1], captions=texts[name][0], about=about
+            )
+            for name, (shape, span, about) in latents.items()
         },
         # data sets of earlier versions have none
         cond_channels=whole("cond_channels", content.get("cond_channels", 0), 0, _MOST_CHANNELS),
@@ -265,6 +319,16 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
             f"{len(index.latent_mean)} means and {len(index.latent_std)} deviations of {index.codec.channels}"
         )
     return index
+
+
+def _about(sample: str, content: dict[str, Any]) -> About:
+    if not content.keys() <= {"source", "fields", "moments"}:
+        raise ValueError(f"what is known of {sample} is {sorted(content)}")
+    return About(
+        source=words(f"{sample}.source", content["source"]) if "source" in content else None,
+        fields={str(name): words(f"{sample}.{name}", value) for name, value in content.get("fields", {}).items()},
+        moments=words(f"{sample}.moments", content["moments"], most=1 << 20) if "moments" in content else None,
+    )
 
 
 def _codec(content: dict[str, Any]) -> CodecInfo:

@@ -56,13 +56,13 @@ def wholes(name: str, values: Any, count: int, most: int) -> tuple[int, ...]:
     return tuple(whole(f"{name}[{i}]", value, 1, most) for i, value in enumerate(values))
 
 
-def words(name: str, value: Any) -> str:
-    """Some text.
+def words(name: str, value: Any, *, most: int = 4096) -> str:
+    """Some text of at most so many characters.
 
     Raises:
         ValueError: it is none; names it.
     """
-    if not isinstance(value, str) or not 0 < len(value) <= 1000:
+    if not isinstance(value, str) or not 0 < len(value) <= most:
         raise ValueError(f"{name}={_short(value)}: expected text")
     return value
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -249,12 +249,20 @@ def is_validation(sample_id: str, fraction: float) -> bool:
     return hash64("validation", sample_id) < fraction * 2.0**64
 
 
-def split_ids(ids: Iterable[str], fraction: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(training ids, validation ids), in the given order."""
+def split_ids(
+    ids: Iterable[str], fraction: float, group: Callable[[str], str] = str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(training ids, validation ids), in the given order.
+
+    Args:
+        ids: of the samples.
+        fraction: of the groups that is held out.
+        group: of an id; the samples of a group are on one side.
+    """
     train: list[str] = []
     held: list[str] = []
     for sample_id in ids:
-        (held if is_validation(sample_id, fraction) else train).append(sample_id)
+        (held if is_validation(group(sample_id), fraction) else train).append(sample_id)
     return tuple(train), tuple(held)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -10,9 +10,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vsa.data.bad_samples import read_drop_list
 from vsa.data.batch import PendingLatents
 from vsa.data.codecs import Codec
-from vsa.data.index import CodecInfo, DatasetIndex, TextInfo, deviation_or_one, pooled_statistics
+from vsa.data.index import (
+    INDEX_NAME,
+    CodecInfo,
+    DatasetIndex,
+    SampleEntry,
+    TextInfo,
+    deviation_or_one,
+    pooled_statistics,
+)
 from vsa.data.plan import SampleRef, Shape
 from vsa.data.shards import LatentReader
 from vsa.data.text import TextEncoder
@@ -77,6 +86,37 @@ class SampleStore(Protocol):
         ...
 
 
+def open_shards(
+    roots: Mapping[str, str | Path], *, drop: Path | None = None, tell: Callable[[str], None] = print
+) -> ShardStore:
+    """Folders of shards without the samples of a drop list.
+
+    Args:
+        roots: folder by source name.
+        drop: see `vsa.data.bad_samples.read_drop_list`; None: all samples.
+        tell: called with lines for people.
+
+    Raises:
+        ValueError: see `ShardStore` and `read_drop_list`.
+    """
+    indexes = {name: DatasetIndex.load(Path(root) / INDEX_NAME) for name, root in roots.items()}
+    for name, index in indexes.items():
+        if not index.sealed:
+            tell(
+                f"{Path(roots[name]) / INDEX_NAME} was written by an earlier version and has no digest of its own: "
+                "damage to it may go unnoticed"
+            )
+    if drop is not None:
+        samples = {name: index.samples.keys() for name, index in indexes.items()}
+        dropped = read_drop_list(drop, samples)
+        tell(
+            f"data.drop={drop} leaves out {sum(map(len, dropped.values()))} of {sum(map(len, samples.values()))} "
+            "samples: the order (plan hash) is another one than with them"
+        )
+        indexes = {name: index.without(dropped[name]) for name, index in indexes.items()}
+    return ShardStore(roots, indexes=indexes)
+
+
 class ShardStore:
     """One or more folders of shards made by the same codec and text encoder.
 
@@ -113,6 +153,10 @@ class ShardStore:
         self.buckets = {name: _by_shape(reader) for name, reader in self._readers.items()}
         mean, std = pooled_statistics([reader.index for reader in self._readers.values()])
         self.latent_mean, self.latent_std = mean.float(), std.float()
+
+    def entry(self, source: str, sample_id: str) -> SampleEntry:
+        """What the index says of a sample."""
+        return self._readers[source].index.samples[sample_id]
 
     def latents(self, refs: Sequence[SampleRef]) -> Tensor:
         """float32 `[B, C, t, h, w]` of samples of one shape, not normalised."""

@@ -19,6 +19,7 @@ from vsa.data.codecs import Codec
 from vsa.data.index import (
     INDEX_NAME,
     SCHEMA,
+    About,
     CodecInfo,
     DatasetIndex,
     SampleEntry,
@@ -26,6 +27,7 @@ from vsa.data.index import (
     Span,
     TextInfo,
     deviation_or_one,
+    encoded_moments,
     valid_id,
 )
 from vsa.data.index_values import LARGEST_VALUE
@@ -89,7 +91,7 @@ class ShardWriter:
         self._counts: dict[str, int] = {}
         self._shards: dict[str, ShardEntry] = {}
         self._spans: dict[str, Span] = {}
-        self._samples: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._samples: dict[str, tuple[tuple[int, ...], int, About]] = {}
         self._cond_channels: int | None = None
         self._sums = torch.zeros(3, codec.channels, dtype=torch.float64)  # count, sum, sum of squares
 
@@ -133,7 +135,8 @@ class ShardWriter:
             sample_id: unique name.
             latents: `[C, t, h, w]`, not normalised.
             captions: one or more captions.
-            info: what else is known of the sample (source file, frame rate, size); goes to KEY.json as it is.
+            info: what else is known of the sample (frame rate, size); goes to KEY.json as it is, and its "source" (name
+                of a file) and "fields" (texts by name) to the index too.
             cond_latents: image condition `[Cc, t, h, w]`, ready for the model; all samples have one or none has.
 
         Raises:
@@ -183,7 +186,10 @@ class ShardWriter:
             "latent.safetensors": save_tensors(tensors, {"vsa": json.dumps(header)}),
             "json": json.dumps(record, ensure_ascii=False).encode(),
         }
-        self._samples[sample_id] = shape, len(captions)
+        about = About(
+            source=info.get("source"), fields=info.get("fields") or {}, moments=encoded_moments(stored.float())
+        )
+        self._samples[sample_id] = shape, len(captions), about
         self._write(f"latents-C{'x'.join(map(str, shape))}", sample_id, fields)
         self._write("text", sample_id, {"text.safetensors": self._text_payload(captions)})
 
@@ -239,8 +245,9 @@ class ShardWriter:
                     latent=self._spans[f"{name}.latent.safetensors"],
                     text=self._spans[f"{name}.text.safetensors"],
                     captions=captions,
+                    about=about,
                 )
-                for name, (shape, captions) in self._samples.items()
+                for name, (shape, captions, about) in self._samples.items()
             },
             cond_channels=self._cond_channels or 0,
         )
