@@ -86,6 +86,8 @@ def test_a_lost_digest_is_damage_and_the_first_schema_has_none(pair):
         ({"latent_std": [0.0]}, "expected a number above 0 for each channel"),
         ({"latent_mean": "x"}, "expected a number for each channel"),
         ({"seed": True}, "has seed=True"),
+        ({"without_gradient": {"optimizer": None}}, "expected names of parameters by group"),
+        ({"allowed_changes": {}}, "expected a list"),
     ],
 )
 def test_impossible_values_are_refused_under_a_digest_that_fits(pair, change, message, older):

@@ -93,6 +93,8 @@ def _expected(folder: Path, state: Mapping[str, Any]) -> dict[str, tuple[Callabl
         "skipped_steps": (lambda count: _is_count(count) and count <= steps, f"at most the {steps} steps"),
         "skipped_in_row": (lambda count: _is_count(count) and count <= skipped, f"at most the {skipped} skipped steps"),
         "flops_total": (lambda flops: _is_number(flops) and flops >= 0, "a number of at least 0"),
+        "without_gradient": (_are_names, "names of parameters by group"),
+        "allowed_changes": (lambda changes: isinstance(changes, list), "a list"),
         "latent_mean": (_are_numbers, "a number for each channel"),
         "latent_std": (lambda std: _are_numbers(std) and min(std) > 0, "a number above 0 for each channel"),
     }
@@ -113,6 +115,10 @@ def _are_numbers(values: Any) -> bool:
 
 def _are_settings(config: Any) -> bool:
     return isinstance(config, dict) and all(isinstance(config.get(group, {}), dict) for group in _GROUPS)
+
+
+def _are_names(groups: Any) -> bool:
+    return isinstance(groups, dict) and all(isinstance(names, list) for names in groups.values())
 
 
 def _are_files(files: Any) -> bool:
