@@ -161,7 +161,7 @@ class LatentReader:
             raise self._bad(key, span, "dtype", f"{name} of type {str(tensor.dtype).removeprefix('torch.')}")
         tensor = tensor.float()
         # empty captions may have no tokens
-        least, most = tensor.aminmax() if tensor.numel() else (0.0, 0.0)
+        least, most = (float(value) for value in tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
         # comparisons with NaN are false
         if not (least >= -LARGEST_VALUE and most <= LARGEST_VALUE):
             cause: Cause = "nan" if tensor.isnan().any() else "inf" if tensor.isinf().any() else "range"
