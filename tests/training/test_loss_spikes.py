@@ -12,7 +12,7 @@ import torch
 
 from tests.training.ranks import run_ranks
 from vsa.data.plan import hash64
-from vsa.training.callbacks.loss_spikes import SpikeRule
+from vsa.training.callbacks.loss_spikes import LossSpikes, SpikeRule
 
 WATCHED = ("callbacks=loss_spikes", "callbacks.loss_spikes.least=6", "trainer.max_steps=16")
 SPIKE = 11
@@ -188,6 +188,16 @@ def test_a_spike_before_the_first_checkpoint_is_told(training, caplog):
     training(*WATCHED, "callbacks.checkpoint.every_n_steps=100", callbacks=(Outlier(SPIKE),))
     assert "no checkpoint to go back to, training goes on" in caplog.text
     assert training.last().step == 16
+
+
+def test_without_checkpoints_there_is_nothing_to_watch_for(training):
+    with pytest.raises(ValueError, match=r"it needs callbacks.checkpoint"):
+        training("callbacks=loss_spikes", "~callbacks.checkpoint.every_n_steps", "callbacks.checkpoint=null")
+
+
+def test_a_window_that_is_never_full_enough_is_refused():
+    with pytest.raises(ValueError, match="least=16 is above window=12"):
+        LossSpikes(window=12)
 
 
 def test_a_distillation_is_refused(distill):

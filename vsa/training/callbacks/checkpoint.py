@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from vsa.checkpoints.retention import prune_checkpoints
-from vsa.checkpoints.run_checkpoint import Checkpoint, write_checkpoint
+from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_checkpoint, step_of, write_checkpoint
+from vsa.files import remove_folder
 from vsa.settings import AtLeastOne, Bound, checked
 from vsa.signals import Handler, Stopped, current_handlers, is_foreign, set_handlers
 from vsa.training.background_save import BackgroundSave, copied
@@ -156,9 +157,28 @@ class Checkpointing(L.Callback):
         if self._status.deadline is not None:
             self._status.deadline.saved(time.perf_counter() - start)
 
-    def go_back(self, checkpoint: Checkpoint) -> None:
-        """The run stands where a checkpoint of it was written, and those after it are gone."""
+    def last_good(self, trainer: L.Trainer, step: int) -> Checkpoint | None:
+        """The newest whole checkpoint of at most `step` steps, which rank 0 reads for all; a collective."""
+        self.finish(trainer)
+        path = trainer.strategy.broadcast(self._last_good(step) if trainer.is_global_zero else None)
+        return None if path is None else read_checkpoint(path, verify=False)
+
+    def _last_good(self, step: int) -> str | None:
+        for path in reversed(list_checkpoints(self.folder)):
+            if step_of(path) <= step:
+                try:
+                    return str(read_checkpoint(path).path)
+                except (ValueError, OSError) as error:
+                    rank_zero_info(f"skipped a damaged checkpoint: {error}")
+        return None
+
+    def go_back(self, trainer: L.Trainer, checkpoint: Checkpoint) -> None:
+        """The run stands again where a checkpoint of it was written: those after it go."""
         self._saved_step, self._status.saved = checkpoint.step, checkpoint.path
+        if trainer.is_global_zero:
+            for abandoned in list_checkpoints(self.folder):
+                if step_of(abandoned) > checkpoint.step:
+                    remove_folder(abandoned)
 
     def _write(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         parts = parts_of(trainer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -13,8 +12,6 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint, step_of
-from vsa.files import remove_folder
 from vsa.settings import AtLeastOne, Bound, Positive, checked
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.lightning_compat import restart_data
@@ -64,13 +61,15 @@ class LossSpikes(L.Callback):
     checkpoints, so that a resumed run takes the same path. For jobs of one network. Every step waits for its loss.
 
     Args:
-        run_dir: the run folder, whose checkpoints it goes back to.
         window: losses that are looked back on.
         least: losses before the first judgement.
         threshold: how far above their median a spike is, in deviations of the losses.
         rise: how far above it at least, as a share of the median.
         patience: spikes in a row before it goes back.
         rollbacks: how often at most; one more spike ends the run.
+
+    Raises:
+        ValueError: `least` is above `window`.
     """
 
     part = "loss_spikes"
@@ -79,7 +78,6 @@ class LossSpikes(L.Callback):
 
     def __init__(
         self,
-        run_dir: str,
         window: Annotated[int, Bound(">=", 10)] = 128,
         least: Annotated[int, Bound(">=", 3)] = 16,
         threshold: Positive = 10.0,
@@ -87,16 +85,20 @@ class LossSpikes(L.Callback):
         patience: AtLeastOne = 1,
         rollbacks: AtLeastOne = 10,
     ):
-        self.folder = Path(run_dir) / "checkpoints"
+        if least > window:
+            raise ValueError(f"least={least} is above window={window}: nothing would ever be judged")
         self.patience, self.rollbacks = patience, rollbacks
         self._rule = SpikeRule(window=window, least=least, threshold=threshold, rise=rise)
         self._in_row = self._done = 0
 
     def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
         if not pl_module.automatic_optimization:
-            raise ValueError(
-                "callbacks.loss_spikes is for jobs of one network: a distillation has callbacks of its own"
-            )
+            raise ValueError("callbacks.loss_spikes is for jobs of one network, a distillation has task.collapse")
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        writers = [callback for callback in callbacks if isinstance(callback, Checkpointing)]
+        if not writers:
+            raise ValueError("callbacks.loss_spikes goes back to checkpoints: it needs callbacks.checkpoint")
+        self._checkpointing = writers[0]
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self._rule.losses), "in_row": self._in_row, "rollbacks": self._done}
@@ -129,30 +131,22 @@ class LossSpikes(L.Callback):
             raise FloatingPointError(
                 f"{usual}, after callbacks.loss_spikes.rollbacks={self.rollbacks} rollbacks: training stopped"
             )
-        saving = [callback for callback in trainer.callbacks if isinstance(callback, Checkpointing)]  # type: ignore[attr-defined]
-        for callback in saving:
-            callback.finish(trainer)
         # the state before the first spike in the row
-        path = trainer.strategy.broadcast(self._last_good(last + 1 - self._in_row) if trainer.is_global_zero else None)
+        checkpoint = self._checkpointing.last_good(trainer, last + 1 - self._in_row)
         self._in_row = 0
-        if path is None:
+        if checkpoint is None:
             rank_zero_info(f"{usual}: no checkpoint to go back to, training goes on")
             return
-        checkpoint = read_checkpoint(path, verify=False)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         done, windows = self._done + 1, (*data.skipped_windows, (checkpoint.step, last))
         data.skipped_windows = ()
         module.go_back(checkpoint)
         self._done, data.skipped_windows = done, windows
-        for callback in saving:
-            callback.go_back(checkpoint)
+        self._checkpointing.go_back(trainer, checkpoint)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 if isinstance(logger, MetricsCSV):
                     logger.open()
-            for abandoned in list_checkpoints(self.folder):
-                if step_of(abandoned) > checkpoint.step:
-                    remove_folder(abandoned)
         rank_zero_info(
             f"{usual}: back to {checkpoint.path}, steps {checkpoint.step} to {last} draw other data "
             f"(rollback {done} of {self.rollbacks})"
@@ -160,13 +154,3 @@ class LossSpikes(L.Callback):
         restart_data(trainer)
         # ends the pass over the data, and the next one begins where the checkpoint stands
         raise StopIteration
-
-    def _last_good(self, step: int) -> str | None:
-        """The newest whole checkpoint of at most `step` steps."""
-        for path in reversed(list_checkpoints(self.folder)):
-            if step_of(path) <= step:
-                try:
-                    return str(read_checkpoint(path).path)
-                except (ValueError, OSError) as error:
-                    rank_zero_info(f"skipped a damaged checkpoint: {error}")
-        return None
