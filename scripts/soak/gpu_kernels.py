@@ -45,9 +45,9 @@ def long_views(
     d_out = torch.randn(1, tokens, heads, head_dim, generator=generator, device=device, dtype=dtype)
 
     def results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, lse = block_sparse_attn(*inputs, index, q_blocks=blocks, kv_blocks=blocks, backend=backend)
-        return out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, d_out)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out, lse = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=backend)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), d_out)
 
     views = results(*fused.unbind(2))
     copies = results(*(x.contiguous() for x in fused.unbind(2)))

@@ -69,7 +69,7 @@ class Problem:
         return self.q.shape[-1] ** -0.5
 
     @property
-    def blocks(self) -> dict[str, Blocks]:
+    def blocks(self) -> dict[str, Any]:
         return {"q_blocks": Blocks.from_sizes(self.q_sizes), "kv_blocks": Blocks.from_sizes(self.kv_sizes)}
 
     def mask(self) -> Tensor:
@@ -205,7 +205,7 @@ def operator(folder: Path, tries: int, seed: int) -> Outcome:
         gates = [torch.rand_like(q).requires_grad_() for _ in range(2)]
         out = coarse_fine_attn(q, k, v, *gates, **blocks, topk=topk, backend=BACKENDS[number % 2]).out
         got = torch.autograd.grad(out, (q, k, v, *gates), p.d_out)
-        wanted_out = _operator(p, q, k, v, *gates, topk)
+        wanted_out = _operator(p, q, k, v, gates[0], gates[1], topk)
         wanted = torch.autograd.grad(wanted_out, (q, k, v, *gates), p.d_out)
         gap = max((a - b).abs().max().item() for a, b in zip((out, *got), (wanted_out, *wanted), strict=True))
         tally.add(f"problem {number}, top {topk}", None if gap < 1e-10 else f"differs by {gap:.1e}")
@@ -284,8 +284,8 @@ def gradcheck(folder: Path, tries: int, seed: int) -> Outcome:
         index, blocks = p.index(), p.blocks
         inputs = tuple(x.clone().requires_grad_() for x in (p.q, p.k, p.v))
 
-        def sparse(*x: Tensor, index=index, blocks=blocks, number=number) -> tuple[Tensor, Tensor]:
-            return block_sparse_attn(*x, index, **blocks, backend=BACKENDS[number % 2])
+        def sparse(q: Tensor, k: Tensor, v: Tensor, index=index, blocks=blocks, number=number) -> tuple[Tensor, Tensor]:
+            return block_sparse_attn(q, k, v, index, **blocks, backend=BACKENDS[number % 2])
 
         right = torch.autograd.gradcheck(sparse, inputs, fast_mode=True, raise_exception=False)
         tally.add(f"problem {number}", None if right else "gradients and differences disagree")
@@ -404,8 +404,10 @@ def layouts(folder: Path, tries: int, seed: int) -> Outcome:
             ones = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
             index = BlockIndex(kv_indices=ones, kv_num_blocks=ones[..., 0] + 1)
 
-        def sparse(*x: Tensor, index=index, blocks=blocks, backend=backend) -> tuple[Tensor, Tensor]:
-            return block_sparse_attn(*x, index, **blocks, backend=backend)
+        def sparse(
+            q: Tensor, k: Tensor, v: Tensor, index=index, blocks=blocks, backend=backend
+        ) -> tuple[Tensor, Tensor]:
+            return block_sparse_attn(q, k, v, index, **blocks, backend=backend)
 
         got = gradients(sparse, *(laid(x) for x in (q, k, v, d_out)))
         wanted = gradients(sparse, *(x.contiguous() for x in (q, k, v, d_out)))
