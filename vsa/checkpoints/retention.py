@@ -20,7 +20,7 @@ _FEWEST = 2
 def prune_checkpoints(folder: Path, written: Path, keep: int) -> None:
     """Remove the oldest checkpoints but `keep` good ones, and but those that a line was left at.
 
-    Of the newest good ones two are read whole, of further ones the sizes are looked at.
+    The one before `written` is read whole (when it is damaged, the next), of further ones the sizes are looked at.
 
     Args:
         folder: of all checkpoints.
