@@ -100,7 +100,9 @@ def _lost_of_launcher(
         gone = [pid for pid in ranks if pid != ranks[lost]]
         if not tiny.wait_for(lambda: not any(map(_alive, gone)), seconds=TIMEOUT + 20):
             return f"a rank is left after {time.monotonic() - began:.1f} s"
-        lines = [line for line in started.output().splitlines() if f"error: rank {lost} (pid " in line]
+        # torchrun may see it first, and ends the other by SIGTERM
+        named = (f"error: rank {lost} (pid ", f"SIGTERM: rank {lost} (pid ")
+        lines = [line for line in started.output().splitlines() if line.startswith(named)]
         return None if len(lines) == 1 else f"it said {lines}: {started.output()[-300:]}"
     finally:
         for pid in {started.pid, *_children_of(started.pid)} if _alive(started.pid) else set[int]():
