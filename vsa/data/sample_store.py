@@ -111,7 +111,7 @@ def open_shards(
         dropped = read_drop_list(drop, samples)
         tell(
             f"data.drop={drop} leaves out {sum(map(len, dropped.values()))} of {sum(map(len, samples.values()))} "
-            "samples: the order (plan hash) is another one than with them"
+            "samples; with training samples among them the order of the others (plan hash) is another one"
         )
         indexes = {name: index.without(dropped[name]) for name, index in indexes.items()}
     return ShardStore(roots, indexes=indexes)
