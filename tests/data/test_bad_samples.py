@@ -77,7 +77,7 @@ def test_replacements_depend_on_nothing_but_the_plan(spoilt: Path, dataset: Path
 def test_validation_passes_bad_samples_too(spoilt: Path) -> None:
     data = attach(module(spoilt, val_fraction=0.6), steps=1)
     first = list(data.val_dataloader())
-    held = {ref.id for refs in data._opened[2].values() for ref in refs}
+    held = {ref.id for refs in data._ready()[2].values() for ref in refs}
     told = {(bad.id, bad.cause) for batch in first for bad in batch.bad}
     assert told == {bad for bad in BAD if bad[0] in held} != set()
     names = {name for batch in first for name in batch.sample_ids}

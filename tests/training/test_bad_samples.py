@@ -118,6 +118,11 @@ def test_too_many_bad_samples_stop_the_run_and_nothing_is_lost(train, training, 
     # as told: it may go on where it stopped, or start anew without the bad ones that it met
     train(f"trainer.max_steps={stopped.step + 2}", "ckpt_path=last", "data.max_bad=0.9")
     assert training.last().step == stopped.step + 2
+    # what was saved when it stopped is the whole state of that step
+    train(f"trainer.max_steps={stopped.step + 2}", "run=allowed", "data.max_bad=0.9")
+    tensors = training.tensors("allowed")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in training.tensors().items())
+    assert state_of(training) == state_of(training, "allowed")
     drop = training.folder() / "bad_samples.txt"
     bad = {line.partition("\t")[0] for line in drop.read_text().splitlines()[1:]}
     train("trainer.max_steps=2", "run=anew", f"data.drop={drop}")

@@ -131,8 +131,7 @@ class PlanDataModule(LightningDataModule):
         for name, buckets in sorted(store.buckets.items()):
             train: dict[Shape, tuple[str, ...]] = {}
             for shape, ids in sorted(buckets.items()):
-                group = partial(self.split_group, store, name)
-                train[shape], out = split_ids(sorted(ids), self.val_fraction, group)
+                train[shape], out = split_ids(sorted(ids), self.val_fraction, partial(self.split_group, store, name))
                 if out:
                     held[shape] = held.get(shape, ()) + tuple(SampleRef(source=name, id=i) for i in out)
             sources[name] = Source(weight=weights[name], buckets=train)
@@ -242,8 +241,7 @@ class PlanDataModule(LightningDataModule):
         if state["plan_hash"] != self.plan_hash:
             raise ValueError(
                 f"the checkpoint was trained on another data plan (hash {state['plan_hash'][:12]}, "
-                f"now {self.plan_hash[:12]}): same data, seed, batch size and data.drop are needed to resume; use "
-                "init_from="
+                f"now {self.plan_hash[:12]}): resuming needs the same data, drop, seed and batch size; use init_from="
             )
         self.start_step = state["step"]
         self.skipped_windows = tuple((first, last) for first, last in state.get("skipped_windows", ()))
@@ -331,8 +329,7 @@ class LatentDataModule(PlanDataModule):
 
     def open_store(self) -> SampleStore:
         """The shards of every source, without the samples of the drop list."""
-        drop = None if self.drop is None else Path(self.drop)
-        return open_shards(self._roots, drop=drop, tell=rank_zero_info)
+        return open_shards(self._roots, drop=self.drop, tell=rank_zero_info)
 
     def split_group(self, store: Any, source: str, sample_id: str) -> str:
         """By `val_by`."""

@@ -87,7 +87,7 @@ class SampleStore(Protocol):
 
 
 def open_shards(
-    roots: Mapping[str, str | Path], *, drop: Path | None = None, tell: Callable[[str], None] = print
+    roots: Mapping[str, str | Path], *, drop: str | Path | None = None, tell: Callable[[str], None] = print
 ) -> ShardStore:
     """Folders of shards without the samples of a drop list.
 
@@ -108,10 +108,10 @@ def open_shards(
             )
     if drop is not None:
         samples = {name: index.samples.keys() for name, index in indexes.items()}
-        dropped = read_drop_list(drop, samples)
+        dropped = read_drop_list(Path(drop), samples)
         tell(
             f"data.drop={drop} leaves out {sum(map(len, dropped.values()))} of {sum(map(len, samples.values()))} "
-            "samples: the order (plan hash) is another one than with them"
+            "samples; with training samples among them the order of the others (plan hash) is another one"
         )
         indexes = {name: index.without(dropped[name]) for name, index in indexes.items()}
     return ShardStore(roots, indexes=indexes)

@@ -299,7 +299,8 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
     """What opens the run, what changes the state of a run (0), what saves it (1), what shows what was saved (2)."""
     built = [build(node) for node in cfg.callbacks.values() if node is not None]
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
-    return [opening, BadSamples(str(cfg.run_dir)), *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
+    built.append(BadSamples(str(cfg.run_dir)))
+    return [opening, *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
 
 
 def _processes(trainer: Mapping[str, Any]) -> int:

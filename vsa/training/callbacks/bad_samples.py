@@ -37,6 +37,8 @@ class BadSamples(L.Callback):
     """
 
     part = "bad_samples"
+    # after what changes the state of a run, before what saves it
+    order = 0.5
 
     def __init__(self, run_dir: str | Path):
         self._report = Path(run_dir) / "bad_samples.txt"
