@@ -10,7 +10,8 @@ import torch
 from vsa_kernels import block_sparse_attn
 
 from scripts.soak.gpu_kernels import long_views
-from scripts.soak.kernels import BACKENDS, LAYOUTS, computed, dense, difference, problem
+from scripts.soak.kernels import BACKENDS, LAYOUTS
+from scripts.soak.problems import computed, dense, difference, problem
 
 
 def test_the_plain_formula_on_numbers_worked_out_by_hand():
