@@ -139,7 +139,8 @@ def lost_ranks(folder: Path, tries: int, seed: int) -> Outcome:
             started.kill()
             tally.add(kind.name, f"no step {step}: {started.output()[-300:]}")
             continue
-        victim = ranks_of(started, 2)[-1]
+        pids = ranks_of(started, 2)
+        victim, lost = pids[-1], f"rank {len(pids) - 1}"
         os.kill(victim, kind)
         began = time.monotonic()
         try:
@@ -147,8 +148,8 @@ def lost_ranks(folder: Path, tries: int, seed: int) -> Outcome:
             failure = None if status != 0 else "status 0"
             if failure is None and seconds > TIMEOUT + 10:
                 failure = f"it took {seconds:.0f} s"
-            if failure is None and "rank 1" not in started.output():
-                failure = f"no line names the rank: {started.output()[-300:]}"
+            if failure is None and lost not in started.output():
+                failure = f"no line names {lost}: {started.output()[-300:]}"
         except TimeoutError as error:
             failure = str(error)
         finally:

@@ -334,7 +334,7 @@ def _resident(pid: int) -> int:
 torch.set_num_threads(1)
 
 ROWS = (
-    Row(name="kill -9 of a pretraining, resumed bit for bit", tries=20, short_tries=1, run=kills),
+    Row(name="kill -9 of a pretraining, resumed bit for bit", tries=20, short_tries=1, run=kills, seconds=1800),
     Row(name="kill -9 of a finetune from dense weights", tries=6, short_tries=0, run=kills_of_finetunes),
     Row(name="kill -9 of a distillation", tries=10, short_tries=1, run=kills_of_distillations),
     Row(name="annealed top-k across a resume", tries=10, short_tries=1, run=annealed),

@@ -67,10 +67,12 @@ def run_rows(
                 own.mkdir()
                 running.append(_start(row, own, max(1, row.short_tries) if short else row.tries, seed))
             ends = [one.began + one.row.seconds for one in running]
-            wait([one.pipe for one in running], timeout=max(0.0, min(ends) - time.monotonic()))
-            for one in [one for one in running if one.pipe.poll() or time.monotonic() > one.began + one.row.seconds]:
+            # what a row that died left behind holds its pipe open: not forever
+            wait([one.pipe for one in running], timeout=min(1.0, max(0.0, min(ends) - time.monotonic())))
+            for one in [one for one in running if _has_ended(one)]:
+                result = _finished(one)
                 running.remove(one)
-                yield _finished(one)
+                yield result
     finally:
         for one in running:
             _end(one.process)
@@ -84,15 +86,16 @@ def _start(row: Row, folder: Path, tries: int, seed: int) -> _Running:
     return _Running(row=row, tries=tries, process=process, pipe=receiver, began=time.monotonic())
 
 
+def _has_ended(one: _Running) -> bool:
+    return one.pipe.poll() or not one.process.is_alive() or time.monotonic() > one.began + one.row.seconds
+
+
 def _finished(one: _Running) -> Result:
-    why = f"not finished in {one.row.seconds:g} s"
     outcome = None
-    if one.pipe.poll():
-        try:
-            outcome = one.pipe.recv()
-        except EOFError:
-            one.process.join()
-            why = f"the process of the row ended with status {one.process.exitcode}"
+    with suppress(EOFError):
+        outcome = one.pipe.recv() if one.pipe.poll() else None
+    status = None if one.process.is_alive() else one.process.exitcode
+    why = f"not finished in {one.row.seconds:g} s" if status is None else f"the process of the row has status {status}"
     seconds = time.monotonic() - one.began
     _end(one.process)
     # what a row had survived until then is not known
@@ -147,10 +150,11 @@ def _descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            # the dead wait for a parent that is stopped
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(path.parent.name))
+            state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            # those that a row which died left behind have another parent, and its session; the dead wait for a parent
+            above, own = pid if int(session) == pid else int(parent), int(path.parent.name)
+            if state != "Z" and own != pid:
+                children.setdefault(above, []).append(own)
     below, unseen = [], [pid]
     while unseen:
         found = children.get(unseen.pop(), [])

@@ -50,6 +50,9 @@ def raises(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def dies(folder: Path, tries: int, seed: int) -> Outcome:
+    # what it leaves behind holds what it has open
+    if os.fork() == 0:
+        time.sleep(600)
     os._exit(5)
 
 
@@ -87,7 +90,7 @@ def test_what_fails_is_shown_as_failed(tmp_path, capsys):
     assert [r["failures"] for r in report["results"][1:]] == [
         ["try 2 | of seed 7"],
         [f"RuntimeError: of the row (test_runner.py:{raises.__code__.co_firstlineno + 1})"],
-        ["the process of the row ended with status 5"],
+        ["the process of the row has status 5"],
     ]
     assert report["results"][1]["repeat"] == "python -m scripts.soak 'loses_one' --seed 7"
     # control
