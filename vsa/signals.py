@@ -91,6 +91,9 @@ def leave_signals_to_parent(worker: int = 0) -> None:
     # no byte of it may reach the parent's watch, which listens at the same descriptor
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    for number in {*ENDING} - {signal.SIGTERM}:
+        # a thread that a package started in this process may not have the mask
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 

@@ -111,7 +111,7 @@ def _run(row: Row, folder: Path, tries: int, seed: int, pipe: Connection) -> Non
     with open(folder / "row.log", "wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
     torch.set_num_threads(1)
     os.chdir(folder)
     try:
