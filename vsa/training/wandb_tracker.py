@@ -29,7 +29,7 @@ class WandbTracker(WandbLogger):
 
     Without a server that answers a run is kept offline, after 20 seconds at most. Of a server that goes away later only
     the end of the run takes notice, for 15 seconds. The key comes from WANDB_API_KEY or `wandb login`. The command
-    line, the repository and what is printed are not collected.
+    line, the repository and what is printed are not collected, errors are not reported to its makers.
 
     Args:
         save_dir: the run folder.
@@ -76,6 +76,8 @@ class WandbTracker(WandbLogger):
         return self._experiment
 
     def _start(self) -> Any:
+        # its reports hold tracebacks, and its threads start again in the workers of loaders, which signals then end
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         # of a job before this one in the same process
