@@ -201,10 +201,8 @@ def _run_command(command: list[str], folder: Path, log: Path, env: dict[str, str
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
     for name in ("lightning.pytorch", "lightning.fabric"):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, logging.StreamHandler):
-                # bound to the stream of the process that forked
-                handler.setStream(sys.stderr)
+        # those of the process that forked are bound to its streams
+        logging.getLogger(name).handlers = [logging.StreamHandler(sys.stderr)]
     # as a shell starts it, whatever the process that forked does with them
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
