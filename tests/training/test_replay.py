@@ -59,6 +59,12 @@ def test_a_nan_of_the_data_is_found_again(training, command_line):
     assert [math.isnan(float.fromhex(loss)) for loss in result.losses] == [False, True]
 
 
+def test_the_first_step_is_replayed(training):
+    training("trainer.max_steps=1", "run=first", callbacks=(Spoil("latents", step=0),))
+    (path,) = dumps_of(training.folder("first"))
+    assert replay_step(path, accelerator="cpu").reproduced
+
+
 def test_a_run_does_not_go_on_from_a_step_alone(training):
     training("trainer.max_steps=3", callbacks=(Spoil("latents"),))
     (path,) = dumps_of(training.folder())

@@ -72,6 +72,8 @@ class NanDump(L.Callback):
         parts = parts_of(trainer)
         about = {"network": network, "micro_batches": micro_batches, "ranks": trainer.world_size}
         state = {**module.record(), **values_of(parts), REPLAY: about}
+        # this step is counted as skipped already, and no checkpoint has more of them than steps
+        state |= {name: min(state[name], step) for name in ("skipped_steps", "skipped_in_row")}
         tensors = networks_of(parts)
         size = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
         failure: OSError | None = None
