@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Neighborhood and dynamic attention on a GPU, about 20 minutes on an H200: kernel tests, benches, memcheck, comparison.
+# Neighborhood and dynamic attention on a GPU, about 25 minutes on an H200: kernel tests, benches, memcheck, comparison.
 # Usage, in the repository root:  scripts/gpu_methods.sh
 #   OUT     folder of tests.log, CASE.json, CASE.txt, memcheck.log and compare-SHAPE/; default outputs/gpu_methods
-#   PHASES  which parts, default "tests bench memcheck compare"; each alone is below ten minutes
-# `compare` needs the packages of `pip install -e .`; the others need torch, triton, pytest and hypothesis.
+#   PHASES  which parts, default "tests bench memcheck compare"
+#   CASES   of `bench`, default "neighborhood selection fine_grained dynamic_hilbert"; about a minute each
+#   SHAPES  of `compare`, default "mochi wan hunyuan"; 1, 3 and 7 minutes on an H200
+# `compare` and dynamic_hilbert need the packages of `pip install -e .`; the others need torch, triton, pytest and hypothesis.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 OUT=${OUT:-outputs/gpu_methods}; mkdir -p "$OUT"
 PHASES=${PHASES:-tests bench memcheck compare}
+CASES=${CASES:-neighborhood selection fine_grained dynamic_hilbert} SHAPES=${SHAPES:-mochi wan hunyuan}
 export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 python=${PYTHON:-python3} failed=0
@@ -28,7 +31,7 @@ if has tests; then
     tests/attention/test_selection.py tests/attention/sparge tests/attention/fine_grained
 fi
 if has bench; then
-  for case in neighborhood selection fine_grained dynamic_hilbert; do
+  for case in $CASES; do
     run "$case" 200 "$python" -m scripts.bench "$case" --device cuda --out "$OUT/$case.json"
   done
 fi
@@ -36,22 +39,27 @@ if has memcheck; then
   tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
   if [ -n "$tool" ]; then
     # without torch's caching allocator every tensor is an allocation of its own, which the tool can guard
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run memcheck 420 "$tool" --tool memcheck --error-exitcode 1 \
-      "$python" scripts/sanitize_kernels.py --problems 20
+    # half a minute a problem, most of it compilation
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run memcheck 560 "$tool" --tool memcheck --error-exitcode 1 \
+      "$python" scripts/sanitize_kernels.py --problems 12
   else
     echo "memcheck: not run, compute-sanitizer is not on this machine (it comes with the CUDA toolkit)"; failed=1
   fi
 fi
 if has compare; then
+  # the oracle computes dense attention in fp32: at one sparsity, or the larger shapes take more than ten minutes
+  methods=(neighborhood strided_window spatial_temporal compressed_kv "sparge tau=0.9" "sparge tau=0.6"
+    "fine_grained top_p=0.9" "fine_grained top_p=0.6" "staged stages=f score=oracle sparsity=0.875"
+    "staged stages=f score=mass sparsity=0.875" "staged stages=f score=random sparsity=0.875")
+  for name in video_sparse pooled_tail dynamic_hilbert; do
+    methods+=("$name sparsity=0.5" "$name sparsity=0.75" "$name sparsity=0.875")
+  done
   # token grids of Mochi, HunyuanVideo and Wan2.1 720p, with their heads
-  while read -r shape grid heads; do
-    # shellcheck disable=SC2086
-    run "compare-$shape" 240 "$python" -m vsa.cli compare-attention --synthetic $grid --heads "$heads" --head-dim 128 \
-      --device cuda --out "$OUT/compare-$shape"
-  done <<'SHAPES'
-mochi 14 30 53 24
-hunyuan 30 48 80 24
-wan 21 45 80 40
-SHAPES
+  declare -A grids=([mochi]="14 30 53 24" [hunyuan]="30 48 80 24" [wan]="21 45 80 40")
+  for shape in $SHAPES; do
+    read -r t h w heads <<<"${grids[$shape]}"
+    run "compare-$shape" 560 "$python" -m vsa.cli compare-attention --synthetic "$t" "$h" "$w" --heads "$heads" --head-dim 128 \
+      "${methods[@]/#/--method=}" --repeats 3 --device cuda --out "$OUT/compare-$shape"
+  done
 fi
 exit "$failed"

@@ -218,8 +218,8 @@ def check_settings(cfg: DictConfig) -> None:
             # its values are told where attention takes them
             continue
         if name in PLAIN:
-            node = OmegaConf.to_container(cfg[name], resolve=True) if value else {}
-            check.plain_node(name, node, hints_of(PLAIN[name]))
+            node = OmegaConf.to_container(cfg[name], resolve=True) if isinstance(value, Mapping) else value
+            check.plain_node(name, node or {}, hints_of(PLAIN[name]))
             continue
         if name in run:
             check.value(name, cfg[name], value, run[name])
@@ -302,6 +302,10 @@ class _SettingsCheck:
 
     def plain_node(self, key: str, settings: Any, hints: Mapping[str, Any]) -> None:
         """Check settings that are no object, in the form of the composed config."""
+        if not isinstance(settings, Mapping):
+            expected = ", ".join(f"{key}.{name}" for name in hints)
+            self._refused[key] = f"{key}={shown(settings)}: expected settings of their own: {expected}"
+            return
         for name, value in settings.items():
             if name in hints:
                 self.value(f"{key}.{name}", value, None, hints[name])

@@ -17,6 +17,11 @@ PACKAGES = ("vsa-train", "lightning", "hydra-core", "diffusers", "transformers",
 KERNEL_PACKAGES = ("triton", "fastvideo-kernel")
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What a reader needs to place the numbers; no host name, no paths."""
     info: dict[str, Any] = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}

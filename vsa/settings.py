@@ -8,13 +8,14 @@ The check is 30 lines of ours and not a library's: attention, models and objecti
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import operator
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 
 class Bound(NamedTuple):
@@ -82,6 +83,7 @@ def hints_of(constructor: Callable[..., Any]) -> Mapping[str, Any]:
 def arguments_of(constructor: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Every argument by name; what a class of ours takes as `**` are further arguments of its base class."""
     initialise = constructor.__init__ if isinstance(constructor, type) else constructor
+    known = _known_names(constructor, inspect.unwrap(initialise))
     own: dict[str, inspect.Parameter] = {}
     passed_on: Mapping[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(constructor).parameters.items():
@@ -89,14 +91,22 @@ def arguments_of(constructor: Callable[..., Any]) -> Mapping[str, inspect.Parame
             ours = isinstance(constructor, type) and constructor.__module__.startswith("vsa.")
             passed_on = arguments_of(constructor.__base__) if ours else {"**": parameter.replace(annotation=Any)}
         elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-            own[name] = parameter.replace(annotation=_hint(inspect.unwrap(initialise), name))
+            own[name] = parameter.replace(annotation=_hint(inspect.unwrap(initialise), name, known))
     return {**passed_on, **own}
 
 
-def _hint(function: Any, name: str) -> Any:
+def _known_names(constructor: Any, initialise: Any) -> dict[str, Any]:
+    """The names that annotations of a constructor use; a dataclass has arguments of classes in other modules."""
+    if not dataclasses.is_dataclass(constructor):
+        return getattr(initialise, "__globals__", {})
+    classes = reversed(inspect.getmro(cast(type, constructor)))
+    return {name: value for cls in classes for name, value in vars(sys.modules[cls.__module__]).items()}
+
+
+def _hint(function: Any, name: str, known: dict[str, Any]) -> Any:
     alone = types.SimpleNamespace(__annotations__={name: function.__annotations__.get(name, Any)})
     try:
-        return get_type_hints(alone, function.__globals__, include_extras=True)[name]
+        return get_type_hints(alone, known, include_extras=True)[name]
     except NameError:
         # other projects import some types for type checkers only
         if function.__module__.startswith("vsa."):

@@ -12,11 +12,13 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vsa.diffusion import flow_matching
 from vsa.diffusion.flow_matching import (
     FlowShift,
     add_noise,
     decile,
     loss_weights,
+    mixed_generator,
     noise_like,
     sample_mse,
     sample_sigmas,
@@ -189,6 +191,20 @@ def test_noise_of_a_sample_does_not_depend_on_its_batch():
     assert torch.equal(noise_like(torch.zeros(4, 3, 5, 2, 2, dtype=torch.bfloat16), seeds), noise.bfloat16())
     with pytest.raises(ValueError, match=r"\[4\], got shape \(3,\)"):
         noise_like(torch.zeros(4, 3), seeds[:3])
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_noise_drawn_by_several_threads_is_that_of_each_seed(mode, monkeypatch):
+    monkeypatch.setattr(flow_matching, "usable_cores", lambda: 5)
+    seeds = torch.tensor([3, 9, 3, 2**40, 0, 7, 1])
+    with mode():
+        noise = noise_like(torch.zeros(7, 2, 3, 9, 8), seeds)
+    for row, seed in zip(noise, seeds.tolist(), strict=True):
+        assert torch.equal(row, torch.randn(2, 3, 9, 8, generator=mixed_generator("noise", seed)))
+    assert torch.equal(noise[0], noise[2])
+    assert not torch.equal(noise[0], noise[1])
+    assert not noise.requires_grad
+    assert noise.is_inference() == (mode is torch.inference_mode)
 
 
 def test_noise_of_consecutive_seeds_is_standard_normal_and_uncorrelated():

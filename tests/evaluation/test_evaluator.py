@@ -176,6 +176,17 @@ def test_equal_clips_are_infinite_in_json_csv_and_figure(tiny: Path, tiny_config
     vsa_command("evaluate", str(tiny), *QUICK, "--no-val-loss", "--min-psnr", "200")
 
 
+def test_a_secret_reaches_no_record(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    record = tiny / "evaluation" / "step-00000007.json"
+    for secret in (None, "red circle"):
+        if secret:
+            monkeypatch.setenv("HF_TOKEN", secret)
+            # an evaluation that stands is not done again
+            record.unlink()
+        vsa_command("evaluate", str(tiny), *QUICK, "--no-val-loss")
+        assert ("red circle" in record.read_text()) == (secret is None)
+
+
 def test_missed_bars_are_a_line_each_and_status_1(tiny: Path, command_line):
     bars = (
         "--min-psnr",

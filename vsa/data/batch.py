@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vsa.data.bad_samples import BadSample
+from vsa.transfer import sent
 
 TextPadding = Literal["mask", "zeros"]
 """What fills a caption up to the longest: `mask` hides the padding, `zeros` attends to it as Wan was trained to."""
@@ -34,6 +35,19 @@ class PendingLatents(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamMark:
+    """How far a stream of shards has come; see `vsa.data.stream`.
+
+    Args:
+        worker: process of the loader that read the batch.
+        shard: place in the order of shards, before which that process has nothing left to give after this batch.
+    """
+
+    worker: int
+    shard: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class VideoBatch:
     """Samples of one latent shape, as stored (latents are not yet normalised).
 
@@ -50,6 +64,7 @@ class VideoBatch:
         step: optimizer step the batch belongs to.
         cond_latents: `[B, Cc, T, H, W]` float32 image condition that the model takes beside the latents, as it is.
         bad: samples that were drawn and replaced by others.
+        mark: in a stream of shards, where it stands after this batch.
     """
 
     latents: Tensor
@@ -63,6 +78,7 @@ class VideoBatch:
     step: int
     cond_latents: Tensor | None = None
     bad: tuple[BadSample, ...] = ()
+    mark: StreamMark | None = None
 
     @property
     def conditions(self) -> dict[str, Tensor | None]:
@@ -72,7 +88,11 @@ class VideoBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VideoBatch:
         """The batch with latents and text on `device`; seeds and slots stay on the CPU, where noise is drawn."""
         tensors = {name: getattr(self, name) for name in ("latents", "text", "text_mask", "cond_latents")}
-        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in tensors.items() if t is not None}
+        moved = {
+            name: sent(t, device) if isinstance(t, Tensor) else t.to(device, non_blocking=non_blocking)
+            for name, t in tensors.items()
+            if t is not None
+        }
         return replace(self, **moved)
 
 

@@ -62,6 +62,43 @@ class Draw:
     slot: int
 
 
+def read_batch(
+    store: SampleStore, drawn: Sequence[Draw], *, text_padding: TextPadding, num_slots: int, step: int
+) -> VideoBatch:
+    """Reads samples of one latent shape; text is padded to the encoder's longest.
+
+    Args:
+        store: where samples come from.
+        drawn: B samples.
+        text_padding: see `vsa.data.batch.TextPadding`.
+        num_slots: size of the global batch.
+        step: optimizer step.
+
+    Raises:
+        BadSampleError: the first sample that cannot be trained on.
+    """
+    refs = [draw.ref for draw in drawn]
+    # a sample that a batch holds many times is read once
+    condition, text_of = cache(store.condition), cache(store.text)
+    texts = [("", store.null_text) if d.caption is None else text_of(d.ref, d.caption) for d in drawn]
+    rows = [row for _, row in texts]
+    text, mask = pad_text(rows, length=store.text_encoder.max_tokens, padding=text_padding)
+    conditions = [cond for cond in map(condition, refs) if cond is not None]
+    return VideoBatch(
+        # pending ones are tensors as soon as the batch is on a device
+        latents=cast(Tensor, store.latents(refs)),
+        text=text,
+        text_mask=mask,
+        sample_ids=tuple(ref.id for ref in refs),
+        captions=tuple(caption for caption, _ in texts),
+        seeds=torch.tensor([draw.seed for draw in drawn], dtype=torch.int64),
+        slots=torch.tensor([draw.slot for draw in drawn], dtype=torch.int64),
+        num_slots=num_slots,
+        step=step,
+        cond_latents=torch.stack(conditions) if conditions else None,
+    )
+
+
 @dataclass(kw_only=True, eq=False)
 class PlannedStream(IterableDataset[VideoBatch], ABC):
     """Micro-batches of one rank in an order that does not depend on the reading processes.
@@ -163,27 +200,7 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
         )
 
     def _read(self, drawn: Sequence[Draw], *, num_slots: int, step: int) -> VideoBatch:
-        store = self.store
-        refs = [draw.ref for draw in drawn]
-        # a sample that a batch holds many times is read once
-        condition, text_of = cache(store.condition), cache(store.text)
-        texts = [("", store.null_text) if d.caption is None else text_of(d.ref, d.caption) for d in drawn]
-        rows = [row for _, row in texts]
-        text, mask = pad_text(rows, length=store.text_encoder.max_tokens, padding=self.text_padding)
-        conditions = [cond for cond in map(condition, refs) if cond is not None]
-        return VideoBatch(
-            # pending ones are tensors as soon as the batch is on a device
-            latents=cast(Tensor, store.latents(refs)),
-            text=text,
-            text_mask=mask,
-            sample_ids=tuple(ref.id for ref in refs),
-            captions=tuple(caption for caption, _ in texts),
-            seeds=torch.tensor([draw.seed for draw in drawn], dtype=torch.int64),
-            slots=torch.tensor([draw.slot for draw in drawn], dtype=torch.int64),
-            num_slots=num_slots,
-            step=step,
-            cond_latents=torch.stack(conditions) if conditions else None,
-        )
+        return read_batch(self.store, drawn, text_padding=self.text_padding, num_slots=num_slots, step=step)
 
 
 @dataclass(kw_only=True, eq=False)

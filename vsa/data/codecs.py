@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vsa.data.pretrained import component_folder, config_digest, read_config, refuse_missing, weights_digest
 from vsa.settings import Bound, checked
+from vsa.transfer import sent
 
 
 class Codec(Protocol):
@@ -126,7 +127,7 @@ class HaarCodec:
                 f"video of {T}x{H}x{W} (frames, height, width) does not fit the codec stride {self.stride}"
             )
         cells = video.reshape(T // st, st, H // sh, sh, W // sw, sw, 3).permute(0, 2, 4, 1, 3, 5, 6)
-        basis = self.basis.to(video.device)
+        basis = sent(self.basis, video.device)
         # pixel / 127.5 - 1 goes into the product: the pixels are walked through once
         latents = torch.addmm(-basis.sum(1), cells.reshape(-1, st * sh * sw * 3).float(), basis.T / 127.5)  # [t*h*w, C]
         return latents.T.reshape(self.channels, T // st, H // sh, W // sw).contiguous()
@@ -146,7 +147,7 @@ class HaarCodec:
         _check_latents(latents, self.channels)
         st, sh, sw = self.stride
         _, t, h, w = latents.shape
-        basis = self.basis.to(latents.device)
+        basis = sent(self.basis, latents.device)
         scale = torch.tensor(127.5, device=latents.device)
         cells = torch.addmm(scale, latents.float().flatten(1).T, basis * scale)
         # bytes are cheaper to reorder than floats

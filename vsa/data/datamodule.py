@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +13,15 @@ import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from vsa.data.bad_samples import BadSampleError
 from vsa.data.batch import TextPadding, VideoBatch
-from vsa.data.batch_stream import PlannedStream, RankSlice, TrainStream, ValidationStream
+from vsa.data.batch_stream import RankSlice, TrainStream, ValidationStream
 from vsa.data.codecs import Codec
-from vsa.data.index import CodecInfo, TextInfo, statistics_of
+from vsa.data.index import statistics_of
 from vsa.data.plan import DataPlan, Phase, SampleRef, Shape, Source, split_ids
-from vsa.data.sample_store import SampleStore, ToyStore, open_shards
+from vsa.data.sample_store import SampleStore, ToyStore, open_shards, refuse_other_encoders
 from vsa.data.splits import SplitBy, split_group
 from vsa.data.text import TextEncoder
 from vsa.data.toy_shards import prepare_toy_shards
@@ -33,7 +33,7 @@ from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 from vsa.signals import leave_signals_to_parent
 
 # a run without max_steps ends by other means
-_ENDLESS = 1 << 40
+ENDLESS = 1 << 40
 
 
 @dataclass(kw_only=True, eq=False)
@@ -116,15 +116,7 @@ class PlanDataModule(LightningDataModule):
         if self._opened is not None:
             return
         store = self.open_store()
-        for what, ours, theirs in (
-            ("codec", CodecInfo.of(self.codec), store.codec),
-            ("text encoder", TextInfo.of(self.text_encoder), store.text_encoder),
-        ):
-            if ours != theirs:
-                raise ValueError(
-                    f"the shards were encoded with {what} {theirs.id} ({theirs.hash}), "
-                    f"the configuration has {ours.id} ({ours.hash})"
-                )
+        refuse_other_encoders(store, self.codec, self.text_encoder)
         weights = self.source_weights()
         sources: dict[str, Source] = {}
         held: dict[Shape, tuple[SampleRef, ...]] = {}
@@ -156,7 +148,7 @@ class PlanDataModule(LightningDataModule):
             TrainStream,
             plan=self.plan,
             start_step=self.start_step,
-            steps=max(limit - self.start_step, 0) if limit >= 0 else _ENDLESS,
+            steps=max(limit - self.start_step, 0) if limit >= 0 else ENDLESS,
             caption_dropout=self.caption_dropout,
             skipped_windows=self.skipped_windows,
         )
@@ -257,7 +249,7 @@ class PlanDataModule(LightningDataModule):
             return RankSlice()
         return RankSlice(accumulate=trainer.accumulate_grad_batches, rank=trainer.global_rank, world=trainer.world_size)
 
-    def _loader(self, kind: type[PlannedStream], **options: Any) -> DataLoader[VideoBatch]:
+    def _loader(self, kind: Callable[..., IterableDataset[VideoBatch]], **options: Any) -> DataLoader[VideoBatch]:
         stream = kind(
             store=self.store,
             part=self._part(),

@@ -193,10 +193,26 @@ class DatasetIndex:
         """
         try:
             text = path.read_text(encoding="utf-8")
-            content = json.loads(text)
         except FileNotFoundError:
             raise ValueError(f"no {INDEX_NAME} in {path.parent}: not encoded, or encoding was interrupted") from None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+        return DatasetIndex.parse(text, str(path))
+
+    @staticmethod
+    def parse(text: str, path: str) -> DatasetIndex:
+        """Checks the text of an `index.json`.
+
+        Args:
+            text: of the file.
+            path: where it was read, for messages.
+
+        Raises:
+            ValueError: the text is not that of a complete index of a known schema; names the file.
+        """
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"cannot read {path}: {error}") from error
         schema = content.get("schema") if isinstance(content, dict) else None
         seal = _SEAL.match(text)

@@ -100,38 +100,66 @@ def open_shards(
         ValueError: see `ShardStore` and `read_drop_list`.
     """
     indexes = {name: DatasetIndex.load(Path(root) / INDEX_NAME) for name, root in roots.items()}
+    indexes = chosen_samples(indexes, roots, drop=drop, tell=tell)
+    return ShardStore({name: LatentReader(root, index=indexes[name]) for name, root in roots.items()})
+
+
+def chosen_samples(
+    indexes: Mapping[str, DatasetIndex],
+    roots: Mapping[str, str | Path],
+    *,
+    drop: str | Path | None,
+    tell: Callable[[str], None],
+) -> Mapping[str, DatasetIndex]:
+    """The indexes without the samples of a drop list; an index without a digest is told. Arguments as `open_shards`.
+
+    Raises:
+        ValueError: see `read_drop_list`.
+    """
     for name, index in indexes.items():
         if not index.sealed:
             tell(
-                f"{Path(roots[name]) / INDEX_NAME} was written by an earlier version and has no digest of its own: "
+                f"{roots[name]}/{INDEX_NAME} was written by an earlier version and has no digest of its own: "
                 "damage to it may go unnoticed"
             )
-    if drop is not None:
-        samples = {name: index.samples.keys() for name, index in indexes.items()}
-        dropped = read_drop_list(Path(drop), samples)
-        tell(
-            f"data.drop={drop} leaves out {sum(map(len, dropped.values()))} of {sum(map(len, samples.values()))} "
-            "samples; with training samples among them the order of the others (plan hash) is another one"
-        )
-        indexes = {name: index.without(dropped[name]) for name, index in indexes.items()}
-    return ShardStore(roots, indexes=indexes)
+    if drop is None:
+        return indexes
+    samples = {name: index.samples.keys() for name, index in indexes.items()}
+    dropped = read_drop_list(Path(drop), samples)
+    tell(
+        f"data.drop={drop} leaves out {sum(map(len, dropped.values()))} of {sum(map(len, samples.values()))} "
+        "samples; with training samples among them the order of the others (plan hash) is another one"
+    )
+    return {name: index.without(dropped[name]) for name, index in indexes.items()}
+
+
+def refuse_other_encoders(store: SampleStore, codec: Codec, text_encoder: TextEncoder) -> None:
+    """Raise ValueError for samples that another codec or text encoder has encoded."""
+    for what, ours, theirs in (
+        ("codec", CodecInfo.of(codec), store.codec),
+        ("text encoder", TextInfo.of(text_encoder), store.text_encoder),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"the shards were encoded with {what} {theirs.id} ({theirs.hash}), "
+                f"the configuration has {ours.id} ({ours.hash})"
+            )
 
 
 class ShardStore:
     """One or more folders of shards made by the same codec and text encoder.
 
     Args:
-        roots: folder by source name.
-        indexes: what to read of each folder; None: all that their `index.json` list.
+        readers: of each folder by source name.
 
     Raises:
-        ValueError: a folder that cannot be read, or two that were encoded differently; names both.
+        ValueError: no folder, or two that were encoded differently; names both.
     """
 
-    def __init__(self, roots: Mapping[str, str | Path], *, indexes: Mapping[str, DatasetIndex] | None = None) -> None:
-        if not roots:
+    def __init__(self, readers: Mapping[str, LatentReader]) -> None:
+        if not readers:
             raise ValueError("no data sets given")
-        self._readers = {name: LatentReader(root, index=(indexes or {}).get(name)) for name, root in roots.items()}
+        self._readers = dict(readers)
         first, *others = self._readers.values()
         self.codec = first.index.codec
         self.text_encoder = first.index.text_encoder
@@ -140,14 +168,14 @@ class ShardStore:
         for other in others:
             if other.index.cond_channels != self.cond_channels:
                 raise ValueError(
-                    f"cannot mix {first.root} ({self.cond_channels} channels of image condition) with {other.root} "
+                    f"cannot mix {first.place} ({self.cond_channels} channels of image condition) with {other.place} "
                     f"({other.index.cond_channels})"
                 )
             for what in ("codec", "text_encoder"):
                 ours, theirs = getattr(first.index, what), getattr(other.index, what)
                 if ours != theirs:
                     raise ValueError(
-                        f"cannot mix {first.root} ({what} {ours.id}, {ours.hash}) with {other.root} "
+                        f"cannot mix {first.place} ({what} {ours.id}, {ours.hash}) with {other.place} "
                         f"({what} {theirs.id}, {theirs.hash})"
                     )
         self.buckets = {name: _by_shape(reader) for name, reader in self._readers.items()}

@@ -42,12 +42,16 @@ class LatentReader:
         index: what to read of it, see `DatasetIndex.without`; None: all that its `index.json` lists.
         whole: refuse missing and cut shards, and a damaged null embedding.
 
+    Attributes:
+        place: the folder, for messages.
+
     Raises:
         ValueError: the index is missing or malformed, or a shard is missing or cut short; names the file.
     """
 
     def __init__(self, root: str | Path, *, index: DatasetIndex | None = None, whole: bool = True) -> None:
         self.root = Path(root)
+        self.place = str(self.root)
         self.index = DatasetIndex.load(self.root / INDEX_NAME) if index is None else index
         if whole:
             for problem in self.misshapen_shards().values():
@@ -172,12 +176,7 @@ class LatentReader:
 
     def _tensors(self, key: str, span: Span) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Our header and the tensors of one member, after its digest was checked."""
-        try:
-            with (self.root / span.shard).open("rb") as file:
-                file.seek(span.offset)
-                payload = file.read(span.size)
-        except OSError as error:
-            raise self._bad(key, span, "unreadable", f"cannot be read ({error.strerror})") from error
+        payload = self._payload(key, span)
         if len(payload) != span.size or hashlib.sha256(payload).hexdigest() != span.sha256:
             raise self._bad(key, span, "digest", f"the bytes are damaged (digest differs from {INDEX_NAME})")
         try:
@@ -190,8 +189,17 @@ class LatentReader:
             raise self._bad(key, span, "metadata", f"its header is {_short(header)}, not an object")
         return header, tensors
 
+    def _payload(self, key: str, span: Span) -> bytes:
+        """The bytes of one member, fewer where the shard ends before."""
+        try:
+            with (self.root / span.shard).open("rb") as file:
+                file.seek(span.offset)
+                return file.read(span.size)
+        except OSError as error:
+            raise self._bad(key, span, "unreadable", f"cannot be read ({error.strerror})") from error
+
     def _bad(self, key: str, span: Span, cause: Cause, what: str) -> BadSampleError:
-        message = f"shard {self.root / span.shard}, sample {key}: {what}"
+        message = f"shard {self.place}/{span.shard}, sample {key}: {what}"
         return BadSampleError(message, cause=cause, shard=span.shard, sample=key)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -18,9 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vsa.machine import usable_cores
 from vsa.settings import AtLeastOne, Positive, checked
+from vsa.transfer import sent, staging
 
 TIMESTEP_SCALE = 1000.0
+_THREADS = 8
+"""That draw noise at once, at most."""
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
@@ -35,7 +40,7 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
     """
     if values.shape != like.shape[:1]:
         raise ValueError(f"expected one value per sample [{like.shape[0]}], got shape {tuple(values.shape)}")
-    return values.to(like.device).view(-1, *[1] * (like.ndim - 1))
+    return sent(values, like.device).view(-1, *[1] * (like.ndim - 1))
 
 
 def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
@@ -237,11 +242,17 @@ def noise_like(latents: Tensor, seeds: Tensor) -> Tensor:
     """
     if seeds.shape != latents.shape[:1]:
         raise ValueError(f"expected one seed per sample [{latents.shape[0]}], got shape {tuple(seeds.shape)}")
-    rows = [
-        torch.randn(latents.shape[1:], generator=mixed_generator("noise", seed), dtype=torch.float32)
-        for seed in seeds.tolist()
-    ]
-    return torch.stack(rows).to(latents.device, latents.dtype)
+    noise = staging(tuple(latents.shape), latents.device)
+
+    def draw(row: Tensor, seed: int) -> None:
+        # a mode of the caller's thread alone
+        with torch.inference_mode(noise.is_inference()):
+            torch.randn(row.shape, generator=mixed_generator("noise", seed), out=row)
+
+    # a generator has one thread, and a GPU has nothing to do meanwhile
+    with ThreadPoolExecutor(max(1, min(len(seeds), usable_cores(), _THREADS))) as pool:
+        list(pool.map(draw, noise.unbind(), seeds.tolist()))
+    return sent(noise, latents.device).to(latents.dtype)
 
 
 def loss_weights(sigma: Tensor, name: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform") -> Tensor:

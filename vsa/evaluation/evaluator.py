@@ -37,6 +37,7 @@ from vsa.sampling.pipeline import (
     sample_latents,
     settings_dict,
 )
+from vsa.secrets import without_secrets
 
 CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
     "black": black_frames,
@@ -328,7 +329,8 @@ def write_evaluation(folder: Path, evaluation: Evaluation, checkpoint_name: str)
         titles = [title for pair in zip(against, titles, strict=True) for title in pair]
         videos = torch.stack([evaluation.reference[:SHEET_CLIPS], videos], 1).flatten(0, 1)
     contact_sheet(videos, titles, folder / f"{checkpoint_name}.png")
-    write_whole(record_path(folder, checkpoint_name), json.dumps(_plain(record), indent=1, allow_nan=False))
+    text = json.dumps(_plain(record), indent=1, allow_nan=False)
+    write_whole(record_path(folder, checkpoint_name), without_secrets(text, named=False))
     rows = [_row(json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("step-*.json")]
     rows.sort(key=lambda row: row["step"])
     with atomic_file(folder / "evaluation.csv") as temporary, open(temporary, "w", newline="") as file:

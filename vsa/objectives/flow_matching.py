@@ -18,6 +18,7 @@ from vsa.diffusion import flow_matching as fm
 from vsa.models.forward_hooks import capture_outputs
 from vsa.models.video_dit import TopK, VideoDiT
 from vsa.settings import NonNegative, Positive, checked
+from vsa.transfer import sent
 
 VALIDATION_SEED = 7919
 """Added to the run's seed for validation noise and timesteps, which must differ from those of training."""
@@ -120,12 +121,12 @@ class FlowMatchingLoss:
         )
         sigmas = all_sigmas[batch.slots]
         noise = fm.noise_like(latents, batch.seeds)
-        sigma = sigmas.to(latents.device, torch.float32)
+        sigma = sent(sigmas.float(), latents.device)
         return NoisedBatch(
             x_t=fm.add_noise(latents, noise, sigma),
             timestep=fm.to_timestep(sigma),
             target=fm.velocity_target(latents, noise),
-            weights=fm.loss_weights(sigmas, self.weighting).to(latents.device, torch.float32),
+            weights=sent(fm.loss_weights(sigmas, self.weighting).float(), latents.device),
             sigmas=sigmas,
             total_weight=float(fm.loss_weights(all_sigmas, self.weighting).sum()),
         )

@@ -36,6 +36,9 @@ COLOURS = (
 VISIBLE = 12
 """Curves that are drawn at first; more are listed in the legend."""
 
+_MARKERS = {"o": "circle", "^": "triangle-up", "s": "square"}
+"""Of points, for matplotlib and plotly: the next one where the colours begin again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
@@ -70,6 +73,7 @@ class Panel:
         x_label, y_label: of the axes.
         series: the best first.
         x_log, y_log: whether an axis is logarithmic.
+        visible: curves that are drawn at first.
     """
 
     x_label: str
@@ -77,6 +81,7 @@ class Panel:
     series: Sequence[Series]
     x_log: bool = False
     y_log: bool = False
+    visible: int = VISIBLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,24 +159,34 @@ def draw_panel(panel: Panel | Heat, path: Path, *, title: str) -> Path:
 
 
 def _draw_series(axes: Axes, panel: Panel) -> None:
-    for series in map(_finite, panel.series[:VISIBLE]):
-        colour = COLOURS[series.colour % len(COLOURS)]
+    for series in map(_finite, panel.series[: panel.visible]):
+        colour, marker = COLOURS[series.colour % len(COLOURS)], list(_MARKERS)[_marker(series)]
         # no name may begin a formula, or hide itself with an underscore
         label = " " + fit_text(series.name, 40, 1).text.replace("$", r"\$")
         if series.points and series.low is not None and series.high is not None:
             error = np.stack([series.y - series.low, series.high - series.y])
-            axes.errorbar(series.x, series.y, yerr=error, fmt="o", color=colour, capsize=3, label=label)
+            axes.errorbar(series.x, series.y, yerr=error, fmt=marker, color=colour, capsize=3, label=label)
         elif series.points:
-            axes.plot(series.x, series.y, "o", color=colour, label=label)
+            axes.plot(series.x, series.y, marker, color=colour, label=label)
         else:
             picked = thinned(len(series.x), 2000)
-            style = "--" if series.dashed else ("-" if len(picked) > 20 else ".-")
-            axes.plot(series.x[picked], series.y[picked], style, color=colour, label=label, linewidth=1.3)
+            # a point for every value where they are few
+            few = {"marker": marker, "markersize": 4} if len(picked) <= 20 and not series.dashed else {}
+            style = "--" if series.dashed else "-"
+            axes.plot(series.x[picked], series.y[picked], style, color=colour, label=label, linewidth=1.3, **few)
             if series.low is not None and series.high is not None:
                 band = series.low[picked], series.high[picked]
                 axes.fill_between(series.x[picked], *band, color=colour, alpha=0.18, linewidth=0)
-    if panel.series:
+    if len(panel.series) > 8:
+        # beside the curves, which it would hide
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    elif panel.series:
         axes.legend(fontsize=8)
+
+
+def _marker(series: Series) -> int:
+    """Number of the marker of a series."""
+    return series.colour // len(COLOURS) % len(_MARKERS)
 
 
 def _finite(series: Series) -> Series:
@@ -215,21 +230,26 @@ def plotly_panel(panel: Panel | Heat, points: int) -> dict[str, Any]:
     for axis, log in (("x", panel.x_log), ("y", panel.y_log)):
         axes[axis] |= {"type": "log" if log else "linear"}
     traces = [
-        trace for place, series in enumerate(panel.series) for trace in _traces(series, points, shown=place < VISIBLE)
+        trace
+        for place, series in enumerate(panel.series)
+        for trace in _traces(series, points, shown=place < panel.visible)
     ]
     return {"traces": traces, **axes}
 
 
 def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]:
     picked = np.arange(len(series.x)) if series.points else thinned(len(series.x), points)
-    colour = COLOURS[series.colour % len(COLOURS)]
+    colour, symbol = COLOURS[series.colour % len(COLOURS)], list(_MARKERS.values())[_marker(series)]
     x = _numbers(series.x[picked])
     # what the page's own legend shows as it is
     common = {"type": "scatter", "name": _plain(series.name), "label": series.name, "visible": shown, "x": x}
     line = {"color": colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
     main = common | {"y": _numbers(series.y[picked]), "mode": "lines", "line": line}
     if not series.points and len(picked) <= 20:
-        main |= {"mode": "lines+markers", "marker": {"size": 8 if series.labels else 5, "color": colour}}
+        main |= {
+            "mode": "lines+markers",
+            "marker": {"size": 8 if series.labels else 5, "color": colour, "symbol": symbol},
+        }
     if series.labels:
         main |= {"text": [_plain(series.labels[i]) for i in picked.tolist()], "hovertemplate": "%{text}<br>%{x}, %{y}"}
     if series.low is None or series.high is None:
@@ -244,7 +264,7 @@ def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]
         high = common | edge | {"y": _numbers(series.high[picked]), "fill": "tonexty", "fillcolor": f"{colour}2e"}
         bands = [low, high]
     if series.points:
-        main |= {"mode": "markers", "marker": {"size": 9, "color": colour}}
+        main |= {"mode": "markers", "marker": {"size": 9, "color": colour, "symbol": symbol}}
     return [*bands, main]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vsa.config import Sweep
+from vsa.machine import usable_cores
 from vsa.sweeps.job_queue import Slot
 
 
@@ -22,7 +23,7 @@ def slots_of(sweep: Sweep, trainer: Mapping[str, Any]) -> list[Slot]:
     Raises:
         ValueError: GPUs that are not here.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     here = torch.cuda.device_count() if trainer["accelerator"] in ("auto", "gpu", "cuda") else 0
     if here == 0:
         if sweep.devices is not None:

@@ -50,6 +50,8 @@ FREE = (
     "data.root",
     "data.sources.*.root",
     "data.videos",
+    "data.urls",
+    "data.val_urls",
     # compared by what it holds
     "init_from",
     "task.teacher",

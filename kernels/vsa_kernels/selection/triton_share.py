@@ -1,8 +1,8 @@
 """Exact top-p of a row in registers, written as a sorted list: no sort, no cumulative sum of sorted weights.
 
 One or a few warps handle one row. Scores become unsigned keys of the same order and, by `weights.py`, whole units of
-weight. Halving finds the key at which the sum of the units of all keys above passes the share; ties of that key follow
-by their column, and a prefix sum gives every kept block its place in the list.
+weight. Interpolation finds the key at which the sum of the units of all keys above passes the share; ties of that key
+follow by their column, and a prefix sum gives every kept block its place in the list.
 
 B batch, H heads, Nq / Nkv query / kv blocks.
 """
@@ -24,16 +24,24 @@ from vsa_kernels.selection.weights import Crossing
 
 _SCALE = tl.constexpr(2.0**weights.DIFFERENCE_BITS)
 _DIFFERENCE_BITS = tl.constexpr(weights.DIFFERENCE_BITS)
-_FARTHEST = tl.constexpr(weights.FARTHEST)
 _LOG2_E = tl.constexpr(weights.LOG2_E)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = (tl.constexpr(c) for c in weights.POWER)
+# A difference without weight whose exponent, 25.97, is below the 26 at which shifts of 32 bits would end.
+_WEIGHTLESS = tl.constexpr(18.0)
 # Bits by which the units of a row of `MAX_SHARE_COLUMNS` can exceed 30: all of them the largest, 2^24.
 _EXCESS_BITS = tl.constexpr(8)
+# Keys: 0 does not compete, 1 is NaN, the last one is listed whatever its score; values lie between.
+_NAN = tl.constexpr(1)
+_FORCED = tl.constexpr(0xFFFFFFFF)
+# Entries between the two thresholds, at most, from which on they are taken one by one.
+_FEW = tl.constexpr(3)
+# Of the distance between two thresholds, how near to one of them the next may lie.
+_NEAREST = tl.constexpr(1 / 64)
 
 
 @triton.jit
-def _exponential(below):
-    """Units of 2^-24 of exp(-below), as in `weights.weight_units`; below: 0 to `FARTHEST`."""
+def _units(below):
+    """Units of 2^-24 of exp(-below), as in `weights.weight_units`; below: 0 to `_WEIGHTLESS`."""
     difference = (below * _SCALE).to(tl.int32).to(tl.uint32, bitcast=True)
     exponent = tl.umulhi(difference << 1, tl.full(below.shape, _LOG2_E, tl.uint32))
     fraction = exponent << 6
@@ -43,16 +51,24 @@ def _exponential(below):
     power = _C2 - tl.umulhi(fraction, power)
     power = _C1 - tl.umulhi(fraction, power)
     power = _C0 - tl.umulhi(fraction, power)
-    # the 7 bits between 2^-31 and 2^-24
-    shift = tl.minimum(exponent >> _DIFFERENCE_BITS, 24) + 7
-    units = (power + ((power & 0) + 1 << (shift - 1))) >> shift
-    return tl.where(exponent >> _DIFFERENCE_BITS > 24, 0, units).to(tl.int32)
+    # to the nearest: the 7 bits between 2^-31 and 2^-24, then the whole part of the exponent
+    whole = exponent >> _DIFFERENCE_BITS
+    half = ((power & 0) + 64) << whole
+    return (((power + half) >> 7) >> whole).to(tl.int32)
 
 
 @triton.jit
-def _mass(keys, units, threshold):
-    """Units of the keys that reach the threshold."""
-    return tl.sum(tl.where(keys >= threshold, units, 0), 0)
+def _rounded(units, excess):
+    """The units without their last bits."""
+    return (units + ((1 << excess) >> 1)) >> excess
+
+
+@triton.jit
+def _units_of_key(key, largest, excess):
+    """Units of one finite key."""
+    value = key_value(key)
+    below = tl.where(value < largest, tl.minimum(largest - value, _WEIGHTLESS), 0.0)
+    return _rounded(_units(below), excess)
 
 
 @triton.jit
@@ -72,31 +88,35 @@ def _share_kernel(
     p_scores = scores + i_b * stride_b + i_h * stride_h + i_q * stride_q
     # adding 0 turns -0.0 into 0.0
     b_x = tl.load(p_scores + o_n, mask=m_n, other=0.0).to(tl.float32) + 0.0
+    keys = tl.where(b_x == b_x, value_keys(b_x), tl.full((BLOCK,), _NAN, tl.uint32))
     compete = m_n
     if HAS_CANDIDATES:
         p_candidates = candidates + i_b * candidates_b + i_h * candidates_h + i_q * candidates_q
         compete = compete & (tl.load(p_candidates + o_n * candidates_n, mask=m_n, other=0) != 0)
-    forced = tl.zeros((BLOCK,), tl.int1)
     if HAS_ALWAYS:
         p_always = always + i_b * always_b + i_h * always_h + i_q * always_q
         forced = tl.load(p_always + o_n * always_n, mask=m_n, other=0) != 0
         compete = compete & ~forced
-    # 1 for NaN, 0 for a block that does not compete
-    keys = tl.where(b_x == b_x, value_keys(b_x), tl.full((BLOCK,), 1, tl.uint32))
-    keys = tl.where(compete, keys, tl.zeros((BLOCK,), tl.uint32))
-    highest = tl.max(keys, 0)
-    largest = key_value(highest)
+        keys = tl.where(compete, keys, tl.where(forced, tl.full((BLOCK,), _FORCED, tl.uint32), 0))
+    else:
+        keys = tl.where(compete, keys, tl.zeros((BLOCK,), tl.uint32))
+    # what has no weight is as far as it can be
+    b_x = tl.where(compete & (b_x == b_x), b_x, float("-inf"))
+    largest = tl.max(b_x, 0)
+    weightless = largest == float("-inf")
+    highest = value_keys(largest)
+    if weightless:
+        highest = tl.max(tl.where(keys < _FORCED, keys, 0), 0)
 
-    weighty = compete & (b_x > float("-inf"))
     # infinities have no difference
-    below = tl.where(weighty & (keys < highest), largest - b_x, 0.0)
-    units = tl.where(weighty, _exponential(tl.minimum(below, _FARTHEST)), 0)
+    below = tl.where(b_x < largest, tl.minimum(largest - b_x, _WEIGHTLESS), tl.where(weightless, _WEIGHTLESS, 0.0))
+    units = _units(below)
     # sums fit 31 bits
     upper = tl.sum(units >> 8, 0)
     excess = 0
     for i in tl.static_range(_EXCESS_BITS):
         excess += (upper >> (22 + i) > 0).to(tl.int32)
-    units = (units + ((1 << excess) >> 1)) >> excess
+    units = _rounded(units, excess)
     total = tl.sum(units, 0)
 
     share = tl.load(shares + i_b * shares_b + i_h * shares_h + i_q * shares_q)
@@ -109,49 +129,67 @@ def _share_kernel(
         limit -= (limit.to(tl.float64) == wanted).to(tl.int32)
     everything = (share == 1.0) | ((total > 0) & (limit >= total))
 
-    # The keys from `high` on are inside, `reached` of their units, those from `low` on are not: keys above 0 compete.
-    # Without any weight the best key alone is left.
+    # The keys from `high` on are inside, `inside` of their units, those from `low` on are not, `outside` in all: keys
+    # above 0 compete. Without any weight the best key alone is left.
     low = tl.where(everything, 0, tl.where(total > 0, 1, highest)).to(tl.uint32)
     high = tl.where(everything, 0, highest).to(tl.uint32) + 1
-    reached = 0
+    inside, outside = 0, total
     # scores are often closer to each other than weights reach
-    low_value = tl.maximum(tl.min(tl.where(weighty, b_x, largest), 0), largest - _FARTHEST)
+    low_value = tl.maximum(tl.min(tl.where(b_x > float("-inf"), b_x, largest), 0), largest - _WEIGHTLESS)
     high_value = largest
+    # what a sum is above the limit and below it; halved where one end stays, or it would stay for good (Illinois)
+    above, under = (total - limit).to(tl.float32), limit.to(tl.float32)
+    side = 0
+    few_units = tl.exp2(24.0 - excess.to(tl.float32)) * _FEW
     step = 0
     while high - low > 1:
-        middle_value = 0.5 * low_value + 0.5 * high_value
+        part = tl.minimum(tl.maximum(above / (above + under), _NEAREST), 1 - _NEAREST)
+        middle_value = low_value * (1 - part) + high_value * part
         middle = value_keys(middle_value)
         # any threshold strictly inside is right, so the value (infinite, NaN or rounded) only has to be good
         good = (middle > low) & (middle < high) & (step < VALUE_STEPS)
         middle = tl.where(good, middle, low + ((high - low) >> 1))
-        if step >= VALUE_STEPS:
-            # up to the next key that is there, and in every other step this one itself
+        few = (outside - inside).to(tl.float32) <= tl.exp(high_value - largest) * few_units
+        if few | (step >= VALUE_STEPS):
+            # up to the next key that is there, and in every other step at least this one itself
             next_key = tl.max(tl.where(keys < high, keys, 0), 0)
             high = next_key + 1
-            middle = tl.where(step % 2 == 0, next_key, low + ((high - low) >> 1))
-        mass = _mass(keys, units, middle)
-        inside = mass <= limit
-        high = tl.where(inside, middle, high)
-        high_value = tl.where(inside, middle_value, high_value)
-        reached = tl.where(inside, mass, reached)
-        low = tl.where(inside, low, middle)
-        low_value = tl.where(inside, low_value, middle_value)
+            middle = tl.where(few | (step % 2 == 0), next_key, low + ((high - low) >> 1))
+            # even one entry of it is too much
+            if inside + _units_of_key(next_key, largest, excess) > limit:
+                low = next_key
+        if high - low > 1:
+            mass = tl.sum(tl.where(keys >= middle, units, 0), 0)
+            fits = mass <= limit
+            middle_value = key_value(middle)
+            if fits:
+                high, high_value, inside = middle, middle_value, mass
+                under = (limit - mass).to(tl.float32)
+                above = tl.where(side == 1, above * 0.5, above)
+                side = 1
+            else:
+                low, low_value, outside = middle, middle_value, mass
+                above = (mass - limit).to(tl.float32)
+                under = tl.where(side == 2, under * 0.5, under)
+                side = 2
         step += 1
 
     # ties of the key low: as many as are inside, the first ones
-    tied = (keys == low) & (low > 0)
-    each = tl.max(tl.where(tied, units, 0), 0)
-    fitting = (limit - reached) // tl.maximum(each, 1)
+    each = tl.where(total > 0, _units_of_key(low, largest, excess), 0)
+    fitting = (limit - inside) // tl.maximum(each, 1)
     if CROSSING != "drop":
         fitting += 1
-    fitting = tl.where(each > 0, fitting, 0)
+    fitting = tl.where((each > 0) & (low > 0), fitting, 0)
     # at least the best
-    fitting = tl.where(low == highest, tl.maximum(fitting, 1), fitting)
-    if tl.sum(tied.to(tl.int32), 0) > fitting:
-        tied = tied & (tl.cumsum(tied.to(tl.int32), 0) <= fitting)
-    kept = (keys >= high) | tied | forced
+    fitting = tl.where((low == highest) & (low > 0), tl.maximum(fitting, 1), fitting)
+    if fitting > 0:
+        tied = keys == low
+        if tl.sum(tied.to(tl.int32), 0) > fitting:
+            tied = tied & (tl.cumsum(tied.to(tl.int32), 0) <= fitting)
+        keys = tl.where(tied, tl.full((BLOCK,), _FORCED, tl.uint32), keys)
 
     # [BLOCK]
+    kept = keys >= high
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
     count = tl.sum(kept.to(tl.int32), 0)
     p_indices = indices + i_row.to(tl.int64) * num_kv
@@ -186,7 +224,7 @@ def select(
     counts = scores.new_empty((B, H, Nq), dtype=torch.int32)
     shares = shares.expand(scores.shape[:3])
     # a pointer that is never read stands in for what is absent
-    allowed, forced = (indices if x is None else x.expand(scores.shape).view(torch.uint8) for x in (candidates, always))
+    allowed, forced = (indices if x is None else _mask(x, scores) for x in (candidates, always))
     launch(
         _share_kernel,
         (B * H * Nq,),
@@ -211,8 +249,22 @@ def select(
     return indices, counts
 
 
+def _mask(mask: Tensor, scores: Tensor) -> Tensor:
+    # rows are read in whole words; what is copied is as small as the mask
+    mask = mask if mask.stride(-1) <= 1 else mask.contiguous()
+    return mask.expand(scores.shape).view(torch.uint8)
+
+
 def _tile(num_kv: int) -> dict[str, Any]:
-    # constants of a launch; a key and its units are two registers, and one warp needs no barriers. Halvings of the
-    # range of values leave about one score, before those of the keys that are there
+    # constants of a launch; a key and its units are two registers. Halvings of the range of values leave about one
+    # score, before those of the keys that are there
     width = max(triton.next_power_of_2(num_kv), 32)
-    return {"BLOCK": width, "VALUE_STEPS": width.bit_length() + 1, "num_warps": min(max(width // 1024, 1), 8)}
+    # more rows at once hide what each waits for: few registers, and 16 entries a thread up to where barriers between
+    # warps cost more (measured on an H200)
+    warps = min(max(width // 512, 1), 4 if width < 8192 else 8)
+    return {
+        "BLOCK": width,
+        "VALUE_STEPS": width.bit_length() + 1,
+        "num_warps": warps,
+        "maxnreg": 64 if width in (1024, 2048) else 104,
+    }

@@ -123,6 +123,16 @@ def test_repeated_it_replaces_its_own_files_only(inspected: Path, tiny_run_dir: 
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_a_secret_reaches_no_file(tiny_run_dir: Path, clip: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "red</b> circle")
+    run_command(
+        inspect, tiny_run_dir, clip, "--output", tmp_path / "out", "--timesteps", "500", "--layers", "1",
+        "--heads", "0", "--queries", "1", "--device", "cpu",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "out" / "inspection.json").read_text())["caption"] == "a <b><secret>"
+    assert "circle" not in (tmp_path / "out" / "inspect.html").read_text()
+
+
 def test_what_the_page_leaves_out_is_told(tiny_run_dir: Path, clip: Path, tmp_path: Path, capsys):
     run_command(
         inspect, tiny_run_dir, clip, "--output", tmp_path / "out", "--timesteps", "500", "--layers", "1",
@@ -133,6 +143,8 @@ def test_what_the_page_leaves_out_is_told(tiny_run_dir: Path, clip: Path, tmp_pa
     assert re.search(r"recall \d+\.\d%, random tiles 25\.0%", told)
     assert [row["layer"] for row in rows(tmp_path / "out" / "layers.csv")] == ["1"]
     page = (tmp_path / "out" / "inspect.html").read_text()
+    # the control of the test before
+    assert "circle" in page
     assert '"shown": {"layers": [1], "heads": [0], "queries": [1, 6]}' in page
 
 

@@ -181,18 +181,18 @@ def first_stage(known: BlockStatistics, rule: RowRule | Shares | SampleTopk | in
     threshold = theta[:, None] if isinstance(theta, Tensor) else theta
     # a mean of tokens that are not numbers stands for nothing either
     rows, columns = (~(similarity >= threshold) for similarity in (known.q_similarity, known.kv_similarity))
-    forced = columns[..., None, :]
-    compete = ~forced
+    # what is listed whatever its score does not compete
+    forced, compete = columns[..., None, :], known.visible
     if isinstance(rule, RowRule) and rule.is_share:
         assert rule.top_p is not None
         share = torch.full_like(known.q_similarity, rule.top_p, dtype=torch.float64)
-        rule = Shares(share.masked_fill(rows, 1.0), rule.crossing)
+        rule = Shares(share.masked_fill_(rows, 1.0), rule.crossing)
     elif isinstance(rule, Shares):
         rule = Shares(torch.where(rows, 1.0, rule.shares[:, None].double()), rule.crossing)
     else:
         forced = forced | rows[..., None]
     if known.visible is not None:
-        forced, compete = forced & known.visible, compete & known.visible
+        forced = forced & known.visible
     if known.always is not None:
-        forced, compete = forced | known.always, compete & ~known.always
+        forced = forced | known.always
     return select_blocks(known.scores, rule, candidates=compete, always=forced, union=known.sink)

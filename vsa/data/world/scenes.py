@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vsa.data.plan import hash64
 from vsa.settings import AtLeastOne, Count, checked
+from vsa.transfer import sent
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (235, 40, 40),
@@ -115,7 +116,7 @@ class Scenes:
 
     def to(self, device: torch.device | str) -> Scenes:
         """The same on `device`."""
-        return Scenes(looks=self.looks.to(device), paths=self.paths.to(device))
+        return Scenes(looks=sent(self.looks, device), paths=sent(self.paths, device))
 
 
 def stack_scenes(scenes: Sequence[Scenes]) -> Scenes:

@@ -159,7 +159,8 @@ def _panel(
             x_values, y_values = (np.array([float(value(row)) for row in some]) for value in (x_of, y_of))
             labels = [row.method for row in some]
             series.append(Series(name=family, x=x_values, y=y_values, colour=colour, labels=labels))
-    return Panel(x_label=x, y_label=y, series=series, x_log=x_log)
+    # in the order of the methods, of which none is more worth seeing
+    return Panel(x_label=x, y_label=y, series=series, x_log=x_log, visible=len(series))
 
 
 def result_table(rows: Sequence[Row]) -> Table:

@@ -44,6 +44,7 @@ from vsa.pages.page import Section, Table, figure_html, page, section_html
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
 from vsa.sampling.pipeline import LoadedRun, SampleSettings, settings_dict
+from vsa.secrets import without_secrets
 
 PAGE, DATA, RECORD = "comparison.html", "comparison", "comparison.json"
 TIMESTEPS = (900.0, 500.0, 100.0)
@@ -210,7 +211,7 @@ def compare_attention(
         "methods": [_plain(asdict(method)) for method in asked],
     }
     record |= {"rows": [_plain(asdict(row)) for row in rows], "denoising": [_plain(asdict(row)) for row in denoised]}
-    write_whole(out / RECORD, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    write_whole(out / RECORD, without_secrets(json.dumps(record, indent=1, allow_nan=False), named=False) + "\n")
     print_results(rows, denoised, plan)
     missing = _left_out([method.label for method in asked], rows)
     print(*missing, sep="\n", end="\n" if missing else "")

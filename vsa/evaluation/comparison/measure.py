@@ -119,7 +119,10 @@ def measure(
         found = _accuracy(prepared, (q, k, v), sampled, progress)
     dense_ms = statistics.median(times[0][0])
     rows = []
-    for one, (whole, alone), (recall, l1, l2) in zip(prepared, times, found, strict=True):
+    for one, (whole, alone), accuracy in zip(prepared, times, found, strict=True):
+        if accuracy is None:
+            continue
+        recall, l1, l2 = accuracy
         ms = statistics.median(whole)
         attention = ms if alone is None else statistics.median(alone)
         rest = 0.0 if alone is None else statistics.median(a - b for a, b in zip(whole, alone, strict=False))
@@ -207,13 +210,20 @@ def _accuracy(
     qkv: tuple[Tensor, Tensor, Tensor],
     sampled: Tensor,
     progress: Callable[[int], None] | None,
-) -> list[tuple[float | None, float, float]]:
-    """Recall and errors of each method."""
+) -> list[tuple[float | None, float, float] | None]:
+    """Recall and errors of each method; None where its output does not fit into memory beside what is exact."""
     chunks = list(_exact(qkv, sampled))
     batch, _, heads, _ = qkv[0].shape
-    found = []
+    found: list[tuple[float | None, float, float] | None] = []
     for one in prepared:
-        out, sums = one().float(), torch.zeros(5, dtype=torch.float64, device=sampled.device)
+        try:
+            out = one().float()
+        except (RuntimeError, MemoryError) as error:
+            if not (found and is_out_of_memory(error)):
+                raise
+            found.append(None)
+            continue
+        sums = torch.zeros(5, dtype=torch.float64, device=sampled.device)
         for tokens, weights, exact in chunks:
             # the same tokens in the method's order
             own = one.layout.inverse[tokens]

@@ -24,6 +24,7 @@ from vsa.files import write_whole
 from vsa.progress import progress_bar
 from vsa.sampling.clip_folder import samples_folder
 from vsa.sampling.pipeline import LoadedRun, encode_prompts, settings_dict
+from vsa.secrets import without_secrets
 
 RECORD = "inspection.json"
 PICTURES = ("selected.png", "layers.png", "gates.png", "popularity.png")
@@ -225,7 +226,7 @@ def _write(folder: Path, inspection: Inspection, record: dict[str, Any]) -> None
         "tables": tables,
         "overlap_heads": rounded(inspection.overlap_heads),
     }
-    write_whole(folder / RECORD, json.dumps(content, indent=1, allow_nan=False))
+    write_whole(folder / RECORD, without_secrets(json.dumps(content, indent=1, allow_nan=False), named=False))
     names, heads = list(HEAD_METRICS), inspection.tables.shape[-1]
     means = inspection.tables.mean(-1)
     by_head, by_layer = [], []

@@ -20,6 +20,7 @@ from torch import Tensor
 from vsa.evaluation.inspection.measure import MAPS, Inspection
 from vsa.evaluation.inspection.metrics import HEAD_METRICS
 from vsa.files import write_whole
+from vsa.secrets import without_secrets
 
 # of the page: rows of query tiles, frames, maps; the rest is for tables
 SHARES = {"rows": 0.6, "frames": 0.2, "maps": 0.15}
@@ -56,9 +57,11 @@ def write_page(
     """
     template = (files("vsa.evaluation.inspection") / "page.html").read_text(encoding="utf-8")
     data = page_data(inspection, video, times, most_bytes) | {"caption": caption, "facts": facts, "notes": notes}
+    text = json.dumps(data | {"first_query": first_query}, allow_nan=False)
+    title, text = (without_secrets(x, named=False) for x in (f"inspect: {caption}", text))
     # no text of a user ends the script it stands in
-    text = json.dumps(data | {"first_query": first_query}, allow_nan=False).replace("<", "\\u003c")
-    before, after = template.replace("__TITLE__", html.escape(f"inspect: {caption}")).split("__DATA__")
+    text = text.replace("<", "\\u003c")
+    before, after = template.replace("__TITLE__", html.escape(title)).split("__DATA__")
     write_whole(path, before + text + after)
     return path
 

@@ -1,0 +1,44 @@
+"""Charts of a comparison: every method is drawn, and can be told from the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.axes
+import pytest
+
+from vsa.evaluation.comparison.figures import error_chart
+from vsa.evaluation.comparison.measure import Row
+from vsa.pages.charts import COLOURS, VISIBLE, draw_panel, plotly_panel
+
+METHODS = [f"method {number}" for number in range(VISIBLE + 3)]
+
+
+def row(method: str, density: float) -> Row:
+    times = {"ms": 1.0, "attention_ms": 1.0, "prediction_ms": 0.0, "speedup": 1.0, "repeats": 1}
+    errors = {"density": density, "visited": density, "recall": density, "error_l1": 1 - density, "error_l2": 0.1}
+    return Row(
+        method=f"{method} at {density}", family=method, capture="fields", layer=0, timestep=None, topk=None, tiles=None,
+        **errors, **times,
+    )  # fmt: skip
+
+
+def test_every_method_is_drawn_and_told_from_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    chart = error_chart([row(method, density) for method in METHODS for density in (0.25, 0.5)])
+    panel = chart.panels["density", "fields"]
+    traces = plotly_panel(panel, 9)["traces"]
+    assert [trace["name"] for trace in traces if trace["visible"]] == METHODS
+    looks = {(trace["marker"]["color"], trace["marker"]["symbol"]) for trace in traces}
+    assert len(looks) == len(METHODS) > len(COLOURS)
+
+    drawn = []
+    plot = matplotlib.axes.Axes.plot
+
+    def noted(self, *args, **kwargs):
+        drawn.append((kwargs["label"].strip(), kwargs["color"], kwargs.get("marker")))
+        return plot(self, *args, **kwargs)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", noted)
+    draw_panel(panel, tmp_path / "error.png", title="")
+    assert [name for name, *_ in drawn] == METHODS
+    assert len({(colour, marker) for _, colour, marker in drawn}) == len(METHODS)

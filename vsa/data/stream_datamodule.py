@@ -1,0 +1,247 @@
+"""Lightning data module of shards that are streamed from URLs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader
+
+from vsa.data.batch import VideoBatch
+from vsa.data.datamodule import ENDLESS, PlanDataModule
+from vsa.data.index import DatasetIndex, SampleEntry, Span, statistics_of
+from vsa.data.plan import DataPlan, SampleRef, Shape, Source, hash64
+from vsa.data.remote import RemoteError, expand_urls
+from vsa.data.sample_store import chosen_samples, refuse_other_encoders
+from vsa.data.stream import (
+    TRAIN,
+    VALIDATION,
+    HeldReader,
+    ShardOrder,
+    StreamedBatches,
+    StreamStore,
+    open_index,
+    open_reader,
+    read_samples,
+    samples_by_shard,
+)
+from vsa.settings import AtLeastOne, ShareBelowOne, checked
+
+
+@checked
+@dataclass(kw_only=True, eq=False)
+class StreamDataModule(PlanDataModule):
+    """Batches from shards at paths or URLs, which are read forwards and never stored.
+
+    Every sample is trained on at least once an epoch: a resumed run begins at the last boundary of shards before which
+    nothing is left, so that samples after it may be seen twice.
+
+    Args:
+        urls: latent shards of one folder that `vsa encode` wrote, with braces for numbers; text shards and `index.json`
+            are read from beside them.
+        val_urls: latent shards whose first samples are held in memory and validated on; None: nothing is.
+        shuffle_buffer: samples that every worker of a loader holds to mix them.
+        drop: file that lists samples to leave out, as `vsa check-data` and runs write it.
+
+    Raises:
+        ValueError: URLs that no client here reads, or a `val_fraction`.
+    """
+
+    urls: str | Sequence[str]
+    val_urls: str | Sequence[str] | None = None
+    shuffle_buffer: AtLeastOne = 128
+    drop: str | None = None
+    val_fraction: ShareBelowOne = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.val_fraction:
+            raise ValueError(f"val_fraction={self.val_fraction}: a stream holds nothing out, give data.val_urls")
+        self._train = _Shards("data.urls", expand_urls("data.urls", self.urls))
+        self._val = None
+        if self.val_urls is not None:
+            self._val = _Shards("data.val_urls", expand_urls("data.val_urls", self.val_urls))
+        self._first_shard = 0
+        self._marks: dict[int, int] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the indexes and the validation set; further calls do nothing.
+
+        Raises:
+            ValueError: what cannot be read, does not fit the configuration, or has several latent shapes.
+        """
+        if self._opened is not None:
+            return
+        indexes = {TRAIN: open_index(self._train.folder)}
+        shards = {TRAIN: self._train}
+        if self._val is not None:
+            same = self._val.folder == self._train.folder
+            indexes[VALIDATION] = indexes[TRAIN] if same else open_index(self._val.folder)
+            shards[VALIDATION] = self._val
+        for name, each in shards.items():
+            each.check(indexes[name])
+        self._refuse_shared(indexes)
+        roots = {name: each.folder for name, each in shards.items()}
+        chosen = chosen_samples(indexes, roots, drop=self.drop, tell=rank_zero_info)
+        store = StreamStore({name: open_reader(each.folder, chosen[name]) for name, each in shards.items()})
+        refuse_other_encoders(store, self.codec, self.text_encoder)
+        parts = [part for part in self._train.samples(chosen[TRAIN]) if part]
+        self._order = ShardOrder(folder=self._train.folder, shards=parts, seed=self.seed)
+        ids = {self._shape(parts): tuple(entry.id for part in parts for entry in part)}
+        if self.stats == "train":
+            mean, std = statistics_of([entry for part in parts for entry in part], store.codec.channels)
+            self._published = mean.float(), std.float()
+        plan = DataPlan(
+            sources={TRAIN: Source(weight=1.0, buckets=ids)}, batch_size=self.batch_size, seed=self.seed, phases=()
+        )
+        self._digests = {name: each.digests(indexes[name]) for name, each in shards.items()}
+        held = {} if self._val is None else self._hold(self._val, store.readers[VALIDATION])
+        self._opened = store, plan, held
+        rank_zero_info(
+            f"data=stream: {len(parts):,} shards of {self._train.folder} with {sum(map(len, parts)):,} samples, each "
+            "seen at least once an epoch: a resumed run begins at a boundary of shards (exact resume needs data=folder)"
+        )
+        if self._val is None:
+            rank_zero_info("data.val_urls is not given: nothing is held out and nothing is validated")
+
+    def train_dataloader(self) -> DataLoader[VideoBatch]:
+        """Micro-batches of this rank from `start_step` to the trainer's `max_steps`."""
+        limit = self.trainer.max_steps if self.trainer is not None else -1
+        self._marks = {}
+        seed, windows = self.seed, len(self.skipped_windows)
+        return self._loader(
+            StreamedBatches,
+            order=self._order,
+            # after a rollback the same shards give other batches
+            seed=hash64(seed, "skipped window", windows) >> 1 if windows else seed,
+            start_step=self.start_step,
+            steps=max(limit - self.start_step, 0) if limit >= 0 else ENDLESS,
+            start_shard=self._first_shard,
+            caption_dropout=self.caption_dropout,
+            buffer=self.shuffle_buffer,
+        )
+
+    def on_after_batch_transfer(self, batch: VideoBatch, dataloader_idx: int) -> VideoBatch:
+        """Notes how far the stream has come: the batch is trained on before the next checkpoint."""
+        if batch.mark is not None:
+            self._marks[batch.mark.worker] = batch.mark.shard
+        return batch
+
+    @property
+    def plan_hash(self) -> str:
+        """Digest of samples, shards and seed; a resumed run must have the same."""
+        content = ["stream", self.plan.hash, self._digests]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the samples are, and the epoch and its shards that all ranks are done with; a collective."""
+        epoch, shards = divmod(self._next_shard(), len(self._order.shards))
+        return {**super().state_dict(), "stream": {"epoch": epoch, "shards": shards}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after `state["step"]`, at a boundary of shards.
+
+        Raises:
+            ValueError: the samples are others.
+        """
+        super().load_state_dict(state)
+        epoch, shards, every = state["stream"]["epoch"], state["stream"]["shards"], len(self._order.shards)
+        self._first_shard, self._marks = epoch * every + shards, {}
+        rank_zero_info(
+            f"data=stream goes on after {shards:,} of the {every:,} shards of epoch {epoch}: samples of the shards "
+            "after them may be seen twice, none is left out (exact resume needs data=folder)"
+        )
+
+    def _next_shard(self) -> int:
+        """First place in the order of shards of which a reader of any rank has something left."""
+        workers = max(self.num_workers, 1)
+        part = self._part()
+        first = self._first_shard + part.rank * workers
+        own = min(self._marks.get(worker, first + worker) for worker in range(workers))
+        if part.world == 1:
+            return own
+        ranks: list[Any] = [None] * part.world
+        dist.all_gather_object(ranks, own)
+        return min(ranks)
+
+    def _shape(self, parts: Sequence[Sequence[SampleEntry]]) -> Shape:
+        shapes = sorted({entry.latent_shape for part in parts for entry in part})
+        if not shapes:
+            raise ValueError(f"{self._train.key}: its shards hold no samples, or data.drop leaves none")
+        if len(shapes) > 1:
+            told = ", ".join("x".join(map(str, shape)) for shape in shapes)
+            raise ValueError(
+                f"data.urls has latents of {len(shapes)} shapes ({told}), data=stream takes one: shards are named by it"
+            )
+        return shapes[0]
+
+    def _refuse_shared(self, indexes: Mapping[str, DatasetIndex]) -> None:
+        if self._val is None:
+            return
+        train = {sha256 for _, sha256 in self._train.digests(indexes[TRAIN])}
+        for name, sha256 in self._val.digests(indexes[VALIDATION]):
+            if sha256 in train:
+                raise ValueError(f"data.val_urls: {self._val.folder}/{name} is trained on, it stands in data.urls too")
+
+    def _hold(self, val: _Shards, reader: HeldReader) -> dict[Shape, tuple[SampleRef, ...]]:
+        """Read the first samples of the validation shards into memory; their references by shape."""
+
+        def refuse(error: RemoteError) -> None:
+            raise ValueError(f"data.val_urls: {error}")
+
+        parts = val.samples(reader.index)
+        most = None if self.val_batches is None else self.val_batches * self.batch_size
+        arrived = islice((each for part in parts for each in read_samples(val.folder, part, refuse)), most)
+        held: dict[Shape, tuple[SampleRef, ...]] = {}
+        payloads: dict[Span, bytes] = {}
+        for entry, members in arrived:
+            held[entry.latent_shape] = (*held.get(entry.latent_shape, ()), SampleRef(source=VALIDATION, id=entry.id))
+            payloads |= members
+        reader.hold(payloads)
+        return held
+
+
+class _Shards:
+    """Latent shards of one folder.
+
+    Args:
+        key: setting that names them.
+        urls: of all.
+
+    Raises:
+        ValueError: they lie in several folders.
+    """
+
+    def __init__(self, key: str, urls: Sequence[str]) -> None:
+        folders = sorted({url.rpartition("/")[0] if "/" in url else "." for url in urls})
+        if len(folders) > 1:
+            raise ValueError(f"{key} has shards of {len(folders)} folders, {folders[0]} and {folders[1]}: expected one")
+        self.key, self.folder = key, folders[0]
+        self.names = [url.rpartition("/")[2] for url in urls]
+
+    def check(self, index: DatasetIndex) -> None:
+        """Raise ValueError for a shard that the index does not list, or that holds no latents."""
+        shards = samples_by_shard(index)
+        for name in self.names:
+            if name not in index.shards:
+                raise ValueError(f"{self.key}: {self.folder}/{name} is not in the index.json beside it")
+            if name not in shards:
+                raise ValueError(
+                    f"{self.key}: {self.folder}/{name} holds no latents: expected latents-*.tar, captions are found by "
+                    "the index"
+                )
+
+    def samples(self, index: DatasetIndex) -> list[list[SampleEntry]]:
+        """Samples by shard, none of a shard that was dropped."""
+        shards = samples_by_shard(index)
+        return [shards.get(name, []) for name in self.names]
+
+    def digests(self, index: DatasetIndex) -> list[tuple[str, str]]:
+        """Name and digest of every shard."""
+        return [(name, index.shards[name].sha256) for name in self.names]
