@@ -30,6 +30,7 @@ TOPICS = (
     "signals",
     "ranks",
     "data",
+    "streams",
     "numbers",
     "secrets",
     "execution",

@@ -183,14 +183,14 @@ def test_times_of_each_rank_show_which_one_the_others_wait_for(training, trainer
     def on_rank(rank: int) -> None:
         class Slow(L.Callback):
             def on_train_batch_start(self, *_):
-                time.sleep(0.5 * (rank == 1))
+                time.sleep(rank == 1)
 
         training(*RANKS[:1], *RANKS[2:3], *steps, callbacks=(Slow(),))
 
     run_ranks(2, on_rank)
     row = {name: float(value) for name, value in training.metrics("slow")[3].items() if name.startswith("ranks/")}
     assert set(row) == {f"ranks/{what}_seconds_{rank}" for what in ("step", "data") for rank in (0, 1)}
-    assert row["ranks/step_seconds_1"] > 0.5
+    assert row["ranks/step_seconds_1"] > 1
     # it waited for as long, which is no work of its own
     assert row["ranks/step_seconds_0"] < row["ranks/step_seconds_1"] - 0.25
 
