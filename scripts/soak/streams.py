@@ -29,16 +29,22 @@ _TEXT = HashedNgramEncoder(dim=8, max_tokens=5)
 _STATUSES = (403, 404, 429, 503)
 
 
-def _module(urls: Sequence[str], **options: object) -> StreamDataModule:
-    module = StreamDataModule(urls=list(urls), codec=HaarCodec(16), text_encoder=_TEXT, batch_size=12, **options)
-    module.max_bad = 1.0
+def _module(urls: Sequence[str], *, shuffle_buffer: int, num_workers: int) -> StreamDataModule:
+    module = StreamDataModule(
+        urls=list(urls),
+        codec=HaarCodec(16),
+        text_encoder=_TEXT,
+        batch_size=12,
+        shuffle_buffer=shuffle_buffer,
+        num_workers=num_workers,
+    )
     module.setup()
     return module
 
 
 def _batches(module: StreamDataModule, *, rank: int, world: int, steps: int, start: int) -> Iterator[VideoBatch]:
     """The batches of one rank, without the process group that a run has."""
-    module._part = lambda: RankSlice(rank=rank, world=world)
+    module._part = lambda: RankSlice(rank=rank, world=world)  # type: ignore[method-assign]
     module._first_shard = start
     stream = module.train_dataloader().dataset
     stream.steps = steps  # type: ignore[attr-defined]
@@ -84,8 +90,8 @@ def _one(root: Path, draw: random.Random) -> str | None:
     reader = _write(root, shards := draw.randint(3, 6), draw.randint(5, 10), draw.randrange(1 << 30))
     good = {name: reader.latent(name) for name in reader.index.samples}
     parts = samples_by_shard(reader.index)
-    options = {"shuffle_buffer": draw.randint(1, 12), "num_workers": draw.choice((0, 0, 0, 2))}
-    world, wrong = draw.choice((1, 2, 3)), []
+    buffer, world = draw.randint(1, 12), draw.choice((1, 2, 3))
+    wrong: list[str] = []
     seen: set[str] = set()
     told: set[str] = set()
 
@@ -100,23 +106,23 @@ def _one(root: Path, draw: random.Random) -> str | None:
 
     with serve(root) as server:
         urls = [f"{server.url}/{name}" for name in parts]
-        module, ends = _module(urls, **options), []
+        module, ends = _module(urls, shuffle_buffer=buffer, num_workers=draw.choice((0, 0, 0, 2))), []
         lost = _damage(server, parts, draw)
         steps = draw.randint(1, max(1, len(good) // 12))
         for rank in range(world):
             for batch in _batches(module, rank=rank, world=world, steps=steps, start=0):
                 take(batch)
             # alone, as there is no process group
-            module._part = lambda rank=rank: RankSlice(rank=rank)
+            module._part = lambda rank=rank: RankSlice(rank=rank)  # type: ignore[method-assign]
             ends.append(module._next_shard())
         start = min(ends)
         before = {entry.id for place in range(start) for entry in module._order.at(place)}
         if not before <= seen | told:
             return f"a resume would leave out {sorted(before - seen - told)[:3]}"
-        module = _module(urls, **{**options, "num_workers": draw.choice((0, 0, 0, 1))})
+        module = _module(urls, shuffle_buffer=buffer, num_workers=draw.choice((0, 0, 0, 1)))
         world = draw.choice((1, 2, 3))
         # a reader has its share of the shards of an epoch, and a buffer that it empties late
-        steps = 2 * shards * len(next(iter(parts.values()))) * world // 12 + 3 * options["shuffle_buffer"]
+        steps = 2 * shards * len(next(iter(parts.values()))) * world // 12 + 3 * buffer
         for rank in range(world):
             for batch in _batches(module, rank=rank, world=world, steps=steps, start=start):
                 take(batch)
