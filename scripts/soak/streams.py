@@ -1,4 +1,4 @@
-"""Rows about `data=stream`: a web server that cuts connections, refuses and damages, and runs that end in the middle."""
+"""Rows about `data=stream`: a web server that cuts, refuses and damages, and runs that end in the middle."""
 
 from __future__ import annotations
 
