@@ -28,6 +28,7 @@ from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budge
 from vsa.training.callbacks.bad_samples import BadSamples
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.opening import Opening
+from vsa.training.callbacks.start_times import StartTimes
 from vsa.training.config_changes import changed_settings, listed, refuse_changes
 from vsa.training.deadline import deadline_of
 from vsa.training.ending import fit, nothing_to_do
@@ -59,6 +60,7 @@ def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
     Raises:
         ValueError: an impossible setting, named with its value.
     """
+    start_times = StartTimes()
     _check_values(cfg)
     run_dir = _run_dir(cfg)
     # before anything is read to go on from, and until the last file is written
@@ -67,7 +69,7 @@ def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
         if cfg.ckpt_path is None and _is_requeued() and list_checkpoints(run_dir / "checkpoints"):
             # the queue starts a job with the command it had
             cfg.ckpt_path = "last"
-        _train(cfg, run_dir, folder, typed)
+        _train(cfg, run_dir, folder, typed, start_times)
 
 
 def _is_requeued() -> bool:
@@ -111,7 +113,7 @@ def _check_values(cfg: DictConfig) -> None:
     _check_accelerator(cfg.trainer.accelerator)
 
 
-def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed) -> None:
+def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed, start_times: StartTimes) -> None:
     for message in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     rank_zero_module.log.addFilter(_no_advert)
@@ -129,7 +131,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed) -> N
     _check_job(cfg, module)
     module.check_weights(datamodule)
     loggers = [build(node) for node in cfg.logger.values() if node is not None]
-    callbacks = _callbacks(cfg, folder, loggers)
+    callbacks = [start_times, *_callbacks(cfg, folder, loggers)]
     module.status.deadline = deadline_of(cfg.trainer.get("max_time"), os.environ)
     trainer = _trainer(cfg, module, callbacks, loggers)
 

@@ -62,5 +62,9 @@ class TimedProgressBar(TQDMProgressBar):
         self.train_progress_bar.n = self._done
         super().on_train_epoch_end(trainer, pl_module)
 
+    def show_compiling(self, compiling: bool) -> None:
+        """Say in front of the bar that the model is being compiled, and no longer."""
+        self.train_progress_bar.set_description("Compiling" if compiling else f"Epoch {self.trainer.current_epoch}")
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         close_bars(self, self._done)
