@@ -1,4 +1,4 @@
-"""Block-sparse attention ops: what a block mask is, and the ops that compute with one."""
+"""Block-sparse attention operators: block masks, block pooling, block selection and attention over selected blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block-sparse mask means, independent of any kernel.
+"""Data structures of a block-sparse mask: the partition into blocks and the kv blocks of each query block.
 
 B batch, H heads, Nq / Nkv number of query / kv blocks, Kmax list capacity.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 def packed(x: Tensor) -> Tensor:
-    """x itself where the entries of its last dim are neighbours in memory, as kernels address them, else such a copy.
+    """x if its last dim is contiguous in memory, as the kernels require, else a copy whose last dim is.
 
-    A dim before the last may have any stride; one that an `expand` made (stride 0) stays so in the copy.
+    The other dims may have any stride. A dim of stride 0 (from `expand`) keeps stride 0 in the copy.
     """
     if x.stride(-1) == 1 or x.shape[-1] <= 1:
         return x
@@ -25,7 +25,7 @@ def packed(x: Tensor) -> Tensor:
 
 
 def pack(values: Any, *names: str) -> None:
-    """Packs tensors of a frozen dataclass while it is made, which every call and every op does: most need nothing."""
+    """Apply `packed` to the named tensors of a frozen dataclass, in its `__post_init__`; most are packed already."""
     for name in names:
         x = getattr(values, name)
         if x.stride(-1) != 1:
@@ -36,8 +36,8 @@ def pack(values: Any, *names: str) -> None:
 class Blocks:
     """Partition of a sequence into contiguous blocks (`cu_seqlens` style).
 
-    The extreme sizes stand beside the offsets as plain ints so that no kernel has to ask the device. Offsets that are
-    a strided view are copied.
+    The largest and smallest sizes are plain ints beside the offsets, so that no launch waits for the device. Offsets
+    that are a strided view are copied.
 
     Args:
         offsets: int32 `[N + 1]`, ascending from 0 to the sequence length; block n holds tokens
@@ -57,7 +57,7 @@ class Blocks:
     def from_sizes(cls, sizes: Sequence[int], device: torch.device | str | None = None) -> Blocks:
         """Blocks of the given sizes, in order."""
         if not sizes or min(sizes) < 1:
-            raise ValueError(f"block sizes must be positive and at least one, got {list(sizes)}")
+            raise ValueError(f"expected at least one block and positive block sizes, got {list(sizes)}")
         total = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
         return cls(offsets=total.to(torch.int32).to(device), max_size=max(sizes), min_size=min(sizes))
 
@@ -72,14 +72,14 @@ class Blocks:
 
 
 def token_places(blocks: Blocks, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Block of each token and the token's place inside it, both int64 `[num_tokens]`."""
+    """Block of each token and the token's position in that block, both int64 `[num_tokens]`."""
     token = torch.arange(num_tokens, device=blocks.offsets.device, dtype=torch.int32)
     block = torch.searchsorted(blocks.offsets[1:].contiguous(), token, right=True)
     return block, (token - blocks.offsets[block]).long()
 
 
 def by_block(x: Tensor, blocks: Blocks) -> Tensor:
-    """`[B, N, max_size, H, D]` of x `[B, L, H, D]`, zeros behind short blocks."""
+    """x `[B, L, H, D]` as `[B, N, max_size, H, D]`: its tokens by block, short blocks padded with zeros."""
     shape = (x.shape[0], blocks.num, blocks.max_size, *x.shape[2:])
     if blocks.max_size == blocks.min_size:
         return x.reshape(shape)
@@ -105,9 +105,10 @@ class BlockIndex:
         kv_num_full_blocks: int32 like `kv_num_blocks`, entries before it need no fine mask; None: all are full.
         mask_ids: int32 like `kv_indices`, row of `mask_bits` for each masked entry.
         mask_bits: bool `[M, block_q, block_kv]`, True = attend.
-        max_blocks: upper bound of `kv_num_blocks` when the host knows it; None: a backend that needs it asks.
+        max_blocks: upper bound of `kv_num_blocks` when the host knows it; None: unknown, and a backend that needs it
+            waits for the device.
         min_blocks: lower bound of `kv_num_blocks` when the host knows it; equal to `max_blocks` when every row
-            lists the same number of blocks, which spares the backends their slot masks.
+            lists the same number of blocks, so that the backends need no mask over unused list entries.
     """
 
     kv_indices: Tensor

@@ -1,4 +1,4 @@
-"""What every op refuses before any launch, in one line that names the argument, its value and what is allowed."""
+"""Argument checks that all ops share; each message names the argument, the expected value and the actual one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vsa_kernels.block_index import Blocks
 
 
 def check_tokens(name: str, x: Tensor) -> None:
-    """Tokens `[B, L, H, D]` of a float dtype; only the batch may be empty."""
+    """Check tokens x `[B, L, H, D]`: a float dtype, and no empty dim but the batch."""
     shape = x.shape
     if len(shape) != 4 or not x.is_floating_point():
         raise ValueError(f"{name} must be a float [B, tokens, heads, D], got {x.dtype} {list(shape)}")
@@ -18,7 +18,7 @@ def check_tokens(name: str, x: Tensor) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes, dtypes and devices of q `[B, L, H, D]`, k and v `[B, S, Hkv, D]`."""
+    """Check shapes, dtypes and devices of q `[B, L, H, D]`, k and v `[B, S, Hkv, D]`."""
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
     check_tokens("q", q)
@@ -35,13 +35,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_blocks(name: str, blocks: Blocks, of: str, x: Tensor) -> None:
-    """A partition covers the tokens of x `[B, L, H, D]`, as far as the host knows: kernels trust it.
+    """Check that a partition can cover the tokens of x `[B, L, H, D]`, by what the host knows without the device.
 
     Args:
-        name: of the partition, for the message.
+        name: name of the partition in the message.
         blocks: the partition.
-        of: name of x, for the message.
-        x: what the partition cuts.
+        of: name of x in the message.
+        x: the tokens that the partition divides.
     """
     offsets, num, tokens = blocks.offsets, blocks.num, x.shape[1]
     if offsets.ndim != 1 or offsets.dtype != torch.int32:
@@ -53,23 +53,23 @@ def check_blocks(name: str, blocks: Blocks, of: str, x: Tensor) -> None:
 
 
 def check_allowed(name: str, allowed: Tensor | None, num_q: int, num_kv: int, like: str, other: Tensor) -> None:
-    """Allowed pairs of blocks, bool `[Nq, Nkv]` where they are given, on the device of the other tensor."""
+    """Check a mask of allowed block pairs, bool `[Nq, Nkv]` or None, on the device of the other tensor."""
     if allowed is not None and (allowed.dtype != torch.bool or allowed.shape != (num_q, num_kv)):
         raise ValueError(f"{name} must be bool {[num_q, num_kv]}, got {allowed.dtype} {list(allowed.shape)}")
     check_device(name, allowed, like, other)
 
 
 def check_device(name: str, x: Tensor | None, like: str, other: Tensor) -> None:
-    """x, where it is given, lives where the other tensor does; the names are for the message."""
+    """Check that x, unless it is None, is on the device of the other tensor; both names are for the message."""
     if x is not None and x.device != other.device:
         raise ValueError(f"{name} must be on {other.device} like {like}, got {x.device}")
 
 
 def check_scale(scale: float | None, head_dim: int, backend: str) -> float:
-    """The factor of the logits that a backend gets, default `head_dim ** -0.5`.
+    """The factor of the logits that is passed to a backend, default `head_dim ** -0.5`.
 
-    A scale of 0 makes all visible keys of a query equal. `triton` gets the smallest normal number in its place: its
-    hidden logits are -inf before they are scaled, and -inf * 0 is nan; visible logits below 1e30 round to 0.
+    A scale of 0 gives all visible keys of a query the same weight. `triton` gets the smallest normal number instead:
+    its masked logits are -inf before they are scaled, and -inf * 0 is NaN; visible logits below 1e30 round to 0.
     """
     factor = head_dim**-0.5 if scale is None else scale
     if backend != "triton":

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: a pure function of the name asked for, the device and the problem."""
+"""Choice of the backend of an op: a pure function of the requested name, the device, the dtype and the head dim."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ MAX_HEAD_DIM = 256
 
 
 def check_backend_name(name: str | None) -> None:
-    """Refuse an unknown backend, wherever it will run.
-
-    Raises:
-        ValueError: `name` is no known backend.
-    """
+    """Raise a ValueError for a name that is not a backend; whether it can run here is not checked."""
     if name is not None and name not in BLOCK_SPARSE_BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BLOCK_SPARSE_BACKENDS)} or None (automatic), got {name!r}")
 
@@ -28,20 +24,17 @@ def resolve_backend(name: str | None, device: torch.device, dtype: torch.dtype, 
     None picks `triton` where it can run and `gather` elsewhere. A named backend never falls back to another one.
 
     Args:
-        name: backend asked for, None for the automatic choice.
-        device: where q, k and v live.
-        dtype: of q, k and v.
+        name: requested backend, None for the automatic choice.
+        device: device of q, k and v.
+        dtype: dtype of q, k and v.
         head_dim: D.
-
-    Raises:
-        ValueError: `name` is no known backend, or it cannot run this problem.
     """
     check_backend_name(name)
     if name in ("reference", "gather"):
         return name
     refusal = _triton_refusal(device, dtype, head_dim)
     if name is None:
-        # the interpreter is for tests that ask for it
+        # the interpreter runs only on request, in tests
         return "triton" if refusal is None and device.type == "cuda" else "gather"
     if refusal is not None:
         raise ValueError(f"backend triton {refusal}")
@@ -49,7 +42,7 @@ def resolve_backend(name: str | None, device: torch.device, dtype: torch.dtype, 
 
 
 def resolve_plain(name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int = 1) -> str:
-    """The backend of an op that has `reference` and `triton` alone; arguments and errors as in `resolve_backend`."""
+    """The backend of an op that has only `reference` and `triton`; arguments and errors as in `resolve_backend`."""
     if name not in (None, "reference", "triton"):
         raise ValueError(f"backend must be reference, triton or None (automatic), got {name!r}")
     return "triton" if resolve_backend(name, device, dtype, head_dim) == "triton" else "reference"

@@ -1,6 +1,6 @@
-"""Launching a kernel: which pinned configuration it runs with, and a short way to the compiled code.
+"""Kernel launches: the pinned configuration of a kernel, and a cache that shortens repeated launches.
 
-Configurations are looked up, never searched for while training; `scripts/tune.py` measures new ones and writes
+Configurations are looked up and never tuned while training; `scripts/tune.py` measures new ones and writes
 `configs.json`.
 """
 
@@ -33,8 +33,8 @@ def config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device)
     Args:
         kernel: name in `configs.json`.
         head_dim: D.
-        dtype: of q, k and v.
-        device: where they live.
+        dtype: dtype of q, k and v.
+        device: device of q, k and v.
     """
     major, minor = capability(device)
     return dict(_config(kernel, head_dim, dtype.itemsize * 8, major * 10 + minor))
@@ -54,29 +54,29 @@ def _table() -> dict[str, Any]:
     return json.loads(CONFIGS.read_text())
 
 
-# compiled kernel and its trailing constants, by everything that triton specialises a kernel on
+# compiled kernel and its trailing constants; the key is everything that triton specialises a kernel on
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """`kernel[grid](*args, **constants)` with less work on the host after the first call.
+    """Launch `kernel[grid](*args, **constants)` with less work on the host after the first call.
 
-    Triton looks at every argument and option of every call, which costs more than the launch itself where a step has
-    hundreds of small ones. Here a call with the same dtypes, alignments, integers and constants goes straight to the
-    code compiled for it.
+    Triton inspects every argument and option of every call, which costs more than the launch itself in a step with
+    hundreds of small launches. Here a call with the same dtypes, alignments, integers and constants reuses the code
+    that was compiled for them.
 
     Args:
-        kernel: a `triton.jit` function; interpreted ones are called as they are. It runs on its tensors' device.
+        kernel: a `triton.jit` function, compiled or interpreted. It runs on the device of its tensors.
         grid: programs along up to three axes.
-        args: its run-time arguments in order: tensors, descriptors, numbers, None.
-        constants: its constexprs and the options of the launch.
+        args: run-time arguments of the kernel in order: tensors, descriptors, numbers, None.
+        constants: constexprs of the kernel and options of the launch.
     """
     device = next(x.get_device() for x in args if isinstance(x, torch.Tensor))
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, **constants)
-    # constants by name, since two calls may write them in another order; plain integers, most of the arguments, are
-    # spared a call of `_kind`
+    # constants by name, since two calls may order them differently; plain integers are most of the arguments and skip
+    # the call of `_kind`
     key = (kernel.fn, device, *[x if type(x) is int else _kind(x) for x in args], frozenset(constants.items()))
     known = _compiled.get(key)
     if known is None:
@@ -94,5 +94,5 @@ def _kind(x: Any) -> Any:
         return x.dtype, x.data_ptr() % 16
     if isinstance(x, int) or x is None:
         return x
-    # a descriptor; floats are not specialised
+    # descriptors by dtype and block shape; triton does not specialise on floats
     return (x.base.dtype, *x.block_shape) if hasattr(x, "block_shape") else float

@@ -1,4 +1,4 @@
-"""What PyTorch's modes mean for the ops: `torch.autocast` lowers their inputs, forward-mode AD is refused."""
+"""PyTorch modes around the ops: `torch.autocast` casts their inputs, forward-mode AD raises an error."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.autograd import forward_ad
 
 
 def _autocasts(device: torch.device) -> bool:
-    # meta has no autocast and raises when it is asked; `is_autocast_available` would break the graphs of torch 2.11
+    # the meta device has no autocast and raises on the query; `is_autocast_available` breaks graphs of torch 2.11
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in the dtype of `torch.autocast` where that is on for x's device; fp64 stays, as in its matmuls."""
+    """The tensors cast to the dtype of `torch.autocast` if it is on for x's device; fp64 stays, as in its matmuls."""
     if not _autocasts(x.device):
         return (x, *others)
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -28,12 +28,12 @@ def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context for plain tensor code that decides its own precision."""
+    """A context without autocast, for plain tensor code that chooses its own precision."""
     return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
 
 
 class _ForwardMode(torch.autograd.Function):
-    """Asks autograd, through every transform of `torch.func`, whether an input carries a tangent."""
+    """Autograd function whose `jvp` raises an error: it detects tangents through every transform of `torch.func`."""
 
     generate_vmap_rule = True
 
@@ -54,14 +54,11 @@ class _ForwardMode(torch.autograd.Function):
 
 
 def refuse_forward_mode(*xs: Tensor | None) -> None:
-    """Raise where an input carries a tangent: a registered op would drop it and its output count as constant.
+    """Raise a ValueError if an input carries a tangent, which a registered op would silently drop.
 
     Args:
         xs: differentiable inputs of an op, None where absent.
-
-    Raises:
-        ValueError: a tangent of forward-mode AD would be lost.
     """
-    # -1 outside of `dual_level`, which `torch.func.jvp` enters too
+    # the level is -1 outside of `dual_level`, which `torch.func.jvp` enters too
     if forward_ad._current_level >= 0:
         _ForwardMode.apply(*(x for x in xs if x is not None))

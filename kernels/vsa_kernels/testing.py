@@ -1,6 +1,6 @@
-"""Cases, an independent fp64 definition and error budgets, shared by the tests and `scripts/bench`.
+"""Test cases, an independent fp64 definition and error budgets, shared by the tests and `scripts/bench`.
 
-Nothing here calls the code under test except `run`: masks are spelled out token by token on the host.
+Only `run` calls the code under test: the definition builds masks token by token on the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POISON = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One `block_sparse_attn` problem with the gradients of both outputs; fields as in its signature."""
+    """Arguments of one `block_sparse_attn` call, with gradients of both outputs."""
 
     q: Tensor
     k: Tensor
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def blocks(self) -> dict[str, Any]:
-        """Both partitions, as the ops take them."""
+        """Both partitions as keyword arguments of the ops."""
         return {"q_blocks": self.q_blocks, "kv_blocks": self.kv_blocks}
 
     def to(self, dtype: torch.dtype) -> Case:
@@ -62,7 +62,7 @@ def make_case(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Case:
-    """A random case; list entries past the counts hold an index far out of range, empty rows are possible.
+    """A random case. List entries past the counts hold an index far out of range, and rows may be empty.
 
     Args:
         q_sizes: tokens of each query block.
@@ -70,8 +70,8 @@ def make_case(
         density: probability that a block is listed.
         index_batch: batch dim of the index, 1 or `batch` (default).
         index_heads: head dim of the index, 1 or `heads` (default).
-        fine: give about half of the listed blocks one of the token masks of `fine_masks`.
-        kv_valid: shorten the kv blocks of each sample at random.
+        fine: whether about half of the listed blocks get one of the token masks of `fine_masks`.
+        kv_valid: whether the kv blocks of each sample are shortened at random.
     """
     g = torch.Generator().manual_seed(seed)
     L, S, Nq, Nkv = sum(q_sizes), sum(kv_sizes), len(q_sizes), len(kv_sizes)
@@ -93,14 +93,14 @@ def make_case(
 
 
 def index_of(listed: Tensor, masked: Tensor | None, block_q: int, block_kv: int, g: torch.Generator) -> BlockIndex:
-    """The lists of a bool block mask `[B, H, Nq, Nkv]`, written row by row, with poisoned tails.
+    """The index of a bool block mask `[B, H, Nq, Nkv]`, written row by row; entries past the counts are poisoned.
 
     Args:
-        listed: blocks each row lists.
+        listed: bool `[B, H, Nq, Nkv]`, blocks that each row lists.
         masked: listed blocks that carry one of the masks of `fine_masks`; None for an index without any.
         block_q: tokens of the largest query block.
         block_kv: tokens of the largest kv block.
-        g: source of the masks.
+        g: random generator of the masks.
     """
     indices, ids = (torch.full(listed.shape, _POISON, dtype=torch.int32) for _ in range(2))
     plain = BlockIndex(kv_indices=indices, kv_num_blocks=listed.sum(-1, dtype=torch.int32))
@@ -120,9 +120,9 @@ def index_of(listed: Tensor, masked: Tensor | None, block_q: int, block_kv: int,
 
 
 def fine_masks(block_q: int, block_kv: int, g: torch.Generator) -> Tensor:
-    """Token masks bool `[6, block_q, block_kv]`: random, a band, without some rows or columns, empty."""
+    """Token masks bool `[6, block_q, block_kv]`: random, a band, some rows empty, some columns empty, all empty."""
     bits = torch.rand(6, block_q, block_kv, generator=g) < 0.6
-    # keys near the query, as windows leave them
+    # keys near the query, as in the mask of a window
     place_q, place_kv = torch.arange(block_q) / block_q, torch.arange(block_kv) / block_kv
     bits[1] = (place_q[:, None] - place_kv).abs() < 0.3
     bits[2, ::3] = False
@@ -132,7 +132,7 @@ def fine_masks(block_q: int, block_kv: int, g: torch.Generator) -> Tensor:
 
 
 def expand_mask(case: Case) -> Tensor:
-    """bool `[B, H, L, S]` on the host: every query-key pair of the case, spelled out block by block."""
+    """Token mask bool `[B, H, L, S]` of the case, built block by block on the host."""
     B, L, H, _ = case.q.shape
     index = _on("cpu", case.index)
     q_at, kv_at = case.q_blocks.offsets.tolist(), case.kv_blocks.offsets.tolist()
@@ -153,7 +153,7 @@ def expand_mask(case: Case) -> Tensor:
 
 
 def define(case: Case) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv of a case by a dense masked softmax in fp64 and autograd."""
+    """The definition: out, lse, dq, dk, dv of a case by a dense masked softmax in fp64 and autograd."""
     case = case.to(torch.float64)
     allowed = expand_mask(case).to(case.q.device)
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
@@ -171,7 +171,7 @@ def define(case: Case) -> dict[str, Tensor]:
 
 
 def run(case: Case, backend: str | None) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv of a case by the op."""
+    """out, lse, dq, dk, dv of a case, computed by the op under test."""
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     how: dict[str, Any] = {**case.blocks, "kv_valid": case.kv_valid, "scale": case.scale, "backend": backend}
     out, lse = block_sparse_attn(q, k, v, case.index, **how)
@@ -180,9 +180,9 @@ def run(case: Case, backend: str | None) -> dict[str, Tensor]:
 
 
 def summed_terms(case: Case) -> dict[str, float]:
-    """Per output, the largest sum of the absolute terms it is added up from: fp32 sums are rounded by it.
+    """For each output, the largest sum of absolute terms over its elements, to which fp32 rounding is proportional.
 
-    A result may be small because its terms cancel; their rounding stays.
+    A result may be small because its terms cancel, but their rounding errors do not cancel.
     """
     case = case.to(torch.float64)
     group = case.q.shape[2] // case.k.shape[2]
@@ -190,7 +190,7 @@ def summed_terms(case: Case) -> dict[str, float]:
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scale = case.q.shape[3] ** -0.5 if case.scale is None else case.scale
     allowed = expand_mask(case).to(q.device)
-    # what does not exist may hold anything
+    # tokens past kv_valid may hold anything
     k, v = (x.masked_fill(~allowed.any(2)[..., None], 0) for x in (k, v))
     exact = define(case)
     logits = torch.einsum("blhd,bshd->bhls", case.q, case.k.repeat_interleave(group, 2)) * scale
@@ -212,16 +212,16 @@ def assert_right(case: Case, got: dict[str, Tensor], label: str = "") -> None:
 
 
 def assert_within_budget(actual: Tensor, plain: Tensor, exact: Tensor, name: str, terms: float = 0.0) -> None:
-    """The error against fp64 is at most twice that of the plain same-dtype computation, plus one rounding.
+    """Assert an error against fp64 of at most twice that of the reference in the same dtype, plus one rounding.
 
-    Holds for the largest and for the mean error; infinities must stand at the same places, NaN nowhere.
+    The bound holds for the largest and for the mean error. Infinities must be at the same positions, NaN nowhere.
 
     Args:
         actual: result under test.
         plain: the reference backend's result in the same dtype.
         exact: the fp64 definition.
-        name: of the tensor, for the message.
-        terms: largest sum of absolute terms behind a value (see `summed_terms`), of which fp32 rounding is allowed.
+        name: name of the tensor in the message.
+        terms: largest sum of absolute terms (see `summed_terms`), whose fp32 rounding is allowed on top.
     """
     exact = exact.double()
     assert not actual.isnan().any(), f"{name}: NaN in the result"
@@ -234,7 +234,7 @@ def assert_within_budget(actual: Tensor, plain: Tensor, exact: Tensor, name: str
     for kind in ("max", "mean"):
         got, budget, rounding = (float(getattr(x, kind)()) for x in (error, allowed, size))
         limit = 2 * budget + eps * rounding + torch.finfo(torch.float32).eps * terms
-        assert got <= limit, f"{name}: {kind} error {got:.3g} above its budget {limit:.3g}"
+        assert got <= limit, f"{name}: expected a {kind} error of at most {limit:.3g}, got {got:.3g}"
 
 
 def _rows(x: Tensor) -> list[tuple[int, int, int]]:

@@ -242,7 +242,7 @@ def test_bad_input():
         select_blocks(scores, RowRule(topk=1), union=torch.zeros(3, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"always must be bool .* got torch.bool \[1, 2, 2, 3\]"):
         select_blocks(scores, 1, always=torch.zeros(1, 2, 2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"share must be a number, or floating \[1\] or \[1, 1, 2\], got .*32 \[3\]"):
+    with pytest.raises(ValueError, match=r"share must be a number, or a float \[1\] or \[1, 1, 2\], got .*32 \[3\]"):
         select_blocks(scores, Shares(torch.ones(3)))
     with pytest.raises(ValueError, match=r"scores must be a float"):
         select_blocks(scores.long(), RowRule(top_p=0.5))

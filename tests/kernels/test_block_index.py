@@ -18,7 +18,7 @@ def test_blocks_of_sizes(sizes):
 
 @pytest.mark.parametrize("sizes", [[], [3, 0]], ids=str)
 def test_blocks_hold_tokens(sizes):
-    with pytest.raises(ValueError, match="block sizes must be positive"):
+    with pytest.raises(ValueError, match="positive block sizes"):
         Blocks.from_sizes(sizes)
 
 

@@ -181,11 +181,11 @@ def test_compiles_whole():
         ({"share": 90}, "share must be above 0 and at most 1, got 90"),
         (
             {"share": torch.ones(3)},
-            r"share must be a number, or floating \[2\] or \[1, 2, 3\], got torch.float32 \[3\]",
+            r"share must be a number, or a float \[2\] or \[1, 2, 3\], got torch.float32 \[3\]",
         ),
         (
             {"share": torch.ones(2, dtype=torch.long)},
-            r"share must be a number, or floating \[2\] or \[1, 2, 3\], got torch.int64 \[2\]",
+            r"share must be a number, or a float \[2\] or \[1, 2, 3\], got torch.int64 \[2\]",
         ),
         ({"share": torch.ones(2, device="meta")}, "share must be on cpu like scores, got meta"),
         ({"crossing": "past"}, "crossing must be one of keep, drop, exceed, got 'past'"),

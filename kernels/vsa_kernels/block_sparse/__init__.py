@@ -1,4 +1,4 @@
-"""Attention over the kv blocks that each query block selected."""
+"""Block-sparse attention: each query block attends to the kv blocks that its list names."""
 
 from __future__ import annotations
 

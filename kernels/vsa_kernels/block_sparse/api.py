@@ -33,7 +33,7 @@ def block_sparse_attn(
 
     out = softmax(scale * q k^T + M) v with M = 0 on the selected pairs and -inf elsewhere, and
     lse = log sum exp of the same logits. Both outputs are differentiable in q, k and v, so partial results over
-    disjoint kv sets can be merged by their lse. Under `torch.autocast` q, k and v go to its dtype.
+    disjoint kv sets can be merged by their lse. Under `torch.autocast` q, k and v are cast to its dtype.
 
     Args:
         q: `[B, L, H, D]` queries.
@@ -42,19 +42,15 @@ def block_sparse_attn(
         index: kv blocks of each query block; values out of range are undefined behaviour (see `check_values`).
         q_blocks: partition of the L query tokens.
         kv_blocks: partition of the S kv tokens.
-        kv_valid: int32 `[B, Nkv]`, only the first `kv_valid[b, n]` tokens of block n exist in sample b.
-        scale: factor of the logits, default D ** -0.5; 0 takes the mean over the selected tokens.
+        kv_valid: int32 `[B, Nkv]`, number of leading tokens of block n that exist in sample b; None: all of them.
+        scale: factor of the logits, default D ** -0.5; a scale of 0 gives the mean over the selected tokens.
         backend: `reference`, `gather`, `triton` or None (automatic, see `resolve_backend`).
-        check_values: for debugging, also compare the values of offsets, lists and counts with their contracts; it
-            waits for the device.
+        check_values: also check the values of offsets, lists and counts on the device and raise a ValueError where
+            they break their contract; for debugging, since it waits for the device.
 
     Returns:
         out `[B, L, H, D]` in q's dtype, and the natural-log lse `[B, H, L]` in fp32 (fp64 for fp64 inputs). A
         query without any kv token has out 0 and lse -inf.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or the backend do not fit, the blocks do not cover the tokens, or a tangent
-            of forward-mode AD comes in; with `check_values` also values.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (fine stage).
     """

@@ -1,4 +1,4 @@
-"""What `block_sparse_attn` refuses of an index and its values; shapes of tokens and blocks: `vsa_kernels.checks`."""
+"""Checks of the mask arguments of `block_sparse_attn`; those of tokens and blocks are in `vsa_kernels.checks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsa_kernels.checks import check_device
 
 
 def check_mask(q: Tensor, mask: BlockMask) -> None:
-    """Shapes, dtypes and devices of a mask for q `[B, L, H, D]`; its partitions are `check_blocks`'s."""
+    """Check shapes, dtypes and devices of a mask for q `[B, L, H, D]`; `check_blocks` checks its partitions."""
     index, valid = mask.index, mask.kv_valid
     shape, counts = index.kv_indices.shape, index.kv_num_blocks
     full, ids, bits = index.kv_num_full_blocks, index.mask_ids, index.mask_bits
@@ -50,16 +50,12 @@ def check_mask(q: Tensor, mask: BlockMask) -> None:
 
 
 def check_mask_values(mask: BlockMask, num_q: int, num_kv: int) -> None:
-    """The values of a mask against the contracts of `Blocks` and `BlockIndex`; waits for the device.
+    """Check the values of a mask against the contracts of `Blocks` and `BlockIndex`; waits for the device.
 
     Args:
-        mask: the mask.
-        num_q: L.
-        num_kv: S.
-
-    Raises:
-        ValueError: offsets that do not ascend from 0 to the number of tokens or do not have the stated sizes, counts
-            outside 0 .. Kmax, listed blocks out of range or not ascending, kv_valid outside the blocks.
+        mask: the mask to check.
+        num_q: L, query tokens.
+        num_kv: S, kv tokens.
     """
     for name, blocks, tokens in (("q_blocks", mask.q_blocks, num_q), ("kv_blocks", mask.kv_blocks, num_kv)):
         offsets = blocks.offsets.tolist()

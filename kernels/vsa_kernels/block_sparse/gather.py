@@ -30,14 +30,14 @@ _CHUNK_BYTES_GPU = 1 << 29
 
 @dataclass(frozen=True, kw_only=True)
 class _Lists:
-    """The index with batch and heads spelled out.
+    """The lists of a `BlockIndex` with one row for every batch entry, head and query block.
 
     Args:
         blocks: int64 `[R, K]` rows of the block tables.
-        stride: blocks of one (batch, kv head) in the block tables, the spare one included.
-        bias: `[Nb, bk]` 0 or -inf for every place of the block tables, None when all places exist.
-        mask_ids: int64 `[R, K]` rows of `mask_bits`, None without fine masks.
-        mask_bits: bool `[M + 1, bq, bk]`, True = do not attend; the last row hides nothing.
+        stride: blocks per (batch entry, kv head) in the block tables, the spare one included.
+        bias: `[Nb, bk]` 0 or -inf for every token slot of the block tables; None when every slot holds a token.
+        mask_ids: int64 `[R, K]` rows of `mask_bits`; None without fine masks.
+        mask_bits: bool `[M + 1, bq, bk]`, True = do not attend; the last row masks nothing.
     """
 
     blocks: Tensor
@@ -48,7 +48,7 @@ class _Lists:
 
     @property
     def hides(self) -> bool:
-        """Whether any query may be left without kv tokens."""
+        """Whether a query may attend to no kv token at all."""
         return self.bias is not None or self.mask_ids is not None
 
     def bias_logits(self, logits: Tensor, lo: int, hi: int) -> None:
@@ -63,13 +63,13 @@ class _Lists:
 
 
 class _Scratch:
-    """Buffers that every chunk reuses: a fresh allocation of this size costs a page fault every 4 KiB on a CPU."""
+    """Buffers that all chunks reuse: a fresh allocation of this size costs a page fault every 4 KiB on a CPU."""
 
     def __init__(self):
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """An uninitialised tensor in like's dtype over the memory of the same name."""
+        """An uninitialised tensor in like's dtype, in the buffer of this name."""
         size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = like.new_empty(size)
@@ -126,7 +126,7 @@ def backward(
     S, kv_heads = k.shape[1:3]
     wide = torch.promote_types(q.dtype, torch.float32)
     lists, scratch = _lists(q, k, mask, wide), _Scratch()
-    # places that pad a short query block have q = dout = delta = lse = 0, so they add exact zeros
+    # rows that pad a short query block have q = dout = delta = lse = 0, so they add exact zeros
     q_rows, d_rows = _block_table(q, mask.q_blocks), _block_table(dout, mask.q_blocks)
     lse = lse.masked_fill(lse == -torch.inf, 0)
     lse_rows, delta_rows = (_block_table(x.transpose(1, 2)[..., None], mask.q_blocks) for x in (lse, delta))
@@ -157,11 +157,11 @@ def _lists(q: Tensor, k: Tensor, mask: BlockMask, wide: torch.dtype) -> _Lists:
     B, H, kv_heads = q.shape[0], q.shape[2], k.shape[2]
     most, least = index.max_blocks, index.min_blocks
     if most is None or least is None:
-        # one wait for the device, instead of attending to every unused slot of the lists
+        # waits for the device once, which is cheaper than attending to every unused entry of the lists
         least, most = (int(x) for x in index.kv_num_blocks.aminmax())
     blocks = index.kv_indices[..., :most].long()
     slot = torch.arange(most, device=q.device)
-    # unused slots need a spare block at the end of each table
+    # unused list entries point to a spare block at the end of each table
     stride = num_kv + (least < most)
     if least < most:
         blocks = torch.where(slot < index.kv_num_blocks[..., None], blocks, num_kv)
@@ -188,21 +188,21 @@ def _lists(q: Tensor, k: Tensor, mask: BlockMask, wide: torch.dtype) -> _Lists:
 
 
 def _inside(mask: BlockMask) -> Tensor:
-    # bool [B|1, Nkv, bk]: the place holds a token of its block
+    # bool [B|1, Nkv, bk]: this slot of the block holds a token
     place = torch.arange(mask.kv_blocks.max_size, device=mask.kv_blocks.offsets.device)
     inside = (place < mask.kv_blocks.sizes[:, None])[None]
     return inside if mask.kv_valid is None else inside & (place < mask.kv_valid[..., None])
 
 
 def _kv_table(x: Tensor, mask: BlockMask, lists: _Lists) -> Tensor:
-    # [B * Hkv * stride, bk, D]: the blocks of each kv head, and a spare block of zeros when slots may be unused
+    # [B * Hkv * stride, bk, D]: the blocks of each kv head, and a spare block of zeros when list entries may be unused
     return _block_table(existing(x, mask), mask.kv_blocks, lists.stride)
 
 
 def _block_table(x: Tensor, blocks: Blocks, stride: int | None = None) -> Tensor:
-    # [B, L, H, D] -> [B * H * stride, max_size, D] contiguous, zeros behind short blocks and behind the last block
+    # [B, L, H, D] -> [B * H * stride, max_size, D] contiguous, zeros after short blocks and after the last block
     B, _, H, D = x.shape
-    # a CPU multiplies half inputs in fp32, a GPU on its tensor cores
+    # a CPU multiplies half-precision inputs in fp32, a GPU uses its tensor cores
     dtype = x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
     table = x.new_empty((B, H, stride or blocks.num, blocks.max_size, D), dtype=dtype)
     table[:, :, blocks.num :] = 0
@@ -222,7 +222,7 @@ def _tokens(rows: Tensor, blocks: Blocks, B: int, H: int, num_tokens: int) -> Te
 def _chunks(lists: _Lists, q_rows: Tensor, k_table: Tensor) -> Iterator[tuple[int, int]]:
     rows, K = lists.blocks.shape
     (bq, D), bk = q_rows.shape[1:], k_table.shape[1]
-    # backward holds two matrices of logits, the gathered k and v and one gradient of theirs
+    # the backward holds two matrices of logits, the gathered k and v, and the gradient of one of them
     per_row = K * bk * (2 * bq + 3 * D) * torch.promote_types(q_rows.dtype, torch.float32).itemsize
     if q_rows.is_cuda:
         step = _CHUNK_BYTES_GPU // max(per_row, 1)
@@ -233,7 +233,7 @@ def _chunks(lists: _Lists, q_rows: Tensor, k_table: Tensor) -> Iterator[tuple[in
 
 
 def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
-    # total[rows] += values with repeated rows; on a GPU index_add_ would use atomics, index_put_ sorts
+    # total[rows] += values, where rows repeat; on a GPU index_add_ would use atomics, index_put_ sorts instead
     rows = rows.reshape(-1)
     total, values = total.flatten(1), values.reshape(rows.shape[0], -1)
     if total.is_cuda:

@@ -1,9 +1,9 @@
-"""Forward kernel of block-sparse attention on Hopper for whole tiles of 64 rows, in Gluon.
+"""Forward kernel of block-sparse attention on Hopper, in Gluon, for blocks that are whole tiles of 64 rows.
 
-The same mathematics as `triton_fwd`. One warpgroup per 64 queries loads a kv block, multiplies, and loads the next one
-into the slot that became free; its waits are hidden by the other programs of the multiprocessor, so what counts is that
-four fit: registers and shared memory are spent on nothing else. Query blocks of a multiple of 128 rows have a
-configuration of their own (`hopper_fwd_wide`): with 8 warps two warpgroups share each kv block that is loaded.
+It computes what `triton_fwd` computes. One warpgroup per 64 queries loads a kv block, multiplies, and loads the next
+one into the slot that became free. Other programs of the multiprocessor hide its waits, so registers and shared memory
+are kept small enough for four programs to fit. Query blocks of a multiple of 128 rows have their own configuration
+(`hopper_fwd_wide`): with 8 warps, two warpgroups share each kv block that is loaded.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv blocks, Kmax list capacity.
 """
@@ -32,7 +32,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 # a row of 64 or 128 half-precision numbers fills the widest swizzle
 SHARED_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# triton 3.6 and 3.7 name it differently
+# triton 3.6 and 3.7 have different names for this barrier
 cta_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
@@ -160,7 +160,7 @@ def _hopper_fwd_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, for what `triton_fwd` finds suitable."""
+    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`, if `triton_fwd._suits_hopper` holds."""
     B, L, H, D = q.shape
     out = q.new_empty((B, L, H, D))
     lse = q.new_empty((B, H, L), dtype=torch.float32)
@@ -179,6 +179,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> t
 
 
 def _described(x: Tensor, tiles: int = 1) -> TensorDescriptor:
-    # B * L cannot pass 32 bits: that many rows fit no Hopper chip
+    # B * L fits 32 bits: no Hopper chip has memory for more rows
     B, L, H, D = x.shape
     return TensorDescriptor(x, [B * L, H * D], [x.stride(1), 1], [tiles * ROWS.value, D], SHARED_LAYOUT)

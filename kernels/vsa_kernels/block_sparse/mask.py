@@ -1,4 +1,4 @@
-"""A block mask with both block partitions: what every backend receives beside q, k and v."""
+"""The block mask that every backend receives beside q, k and v: the index with both partitions into blocks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _INDEX, _BLOCKS = (tuple(field.name for field in fields(kind)) for kind in (Bloc
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMask:
-    """Which token pairs attend.
+    """A block-sparse attention mask: the selected kv blocks, both partitions and the valid kv tokens.
 
     Args:
         index: selected kv blocks of each query block.
         q_blocks: partition of the L query tokens.
         kv_blocks: partition of the S kv tokens.
-        kv_valid: int32 `[B, Nkv]` leading tokens of each kv block that exist in this sample, None: all.
+        kv_valid: int32 `[B, Nkv]`, number of leading tokens of each kv block that exist in a sample; None: all.
     """
 
     index: BlockIndex
@@ -30,7 +30,7 @@ class BlockMask:
     kv_valid: Tensor | None
 
     def __post_init__(self):
-        # its rows have no stride of their own in the kernels
+        # the kernels assume contiguous rows
         if self.kv_valid is not None:
             object.__setattr__(self, "kv_valid", self.kv_valid.contiguous())
 
@@ -51,7 +51,7 @@ class BlockMask:
 
 
 def existing(x: Tensor, mask: BlockMask) -> Tensor:
-    """Keys or values `[B, S, Hkv, D]`, 0 past `kv_valid`: these tokens may hold anything, and 0 * nan is nan."""
+    """Keys or values `[B, S, Hkv, D]` with 0 past `kv_valid`, where they may hold NaN and 0 * NaN would be NaN."""
     if mask.kv_valid is None:
         return x
     block, place = token_places(mask.kv_blocks, x.shape[1])

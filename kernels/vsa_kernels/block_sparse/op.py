@@ -1,6 +1,6 @@
 """Registered ops of block-sparse attention: fake, autograd and FLOP formula around the backends.
 
-The mask travels as the flat arguments of `BlockMask.flatten`, in that order.
+The mask is passed as flat arguments, in the order of `BlockMask.flatten`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vsa_kernels.block_sparse import gather, reference
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.modes import without_autocast
 
-# backends of plain tensor code, which torch.autocast would reach into
+# backends in plain tensor code; torch.autocast has to be off inside them
 _PLAIN = {"reference": reference, "gather": gather}
 
 _CALL = (
@@ -70,7 +70,7 @@ def block_sparse_bwd(
 
         delta = triton_bwd.delta(dout, out, lse, dlse)
         return triton_bwd.backward(dout, delta, lse, q, k, v, mask, scale)
-    # delta of a query without kv tokens is set to 0: its dlse may be anything and must not reach others
+    # delta of a query without kv tokens is set to 0: its dlse is arbitrary and must not reach other gradients
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2) - dlse
     delta = delta.masked_fill(lse == -torch.inf, 0)
     with without_autocast(q.device):
@@ -97,7 +97,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
     out, lse, *tensors = ctx.saved_tensors
     saved = iter(tensors)
     inputs = [next(saved) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
-    # packed as q, k and v are: the sums over D then have one order whatever the layout
+    # packed like q, k and v, so that sums over D have one order whatever the memory layout of dout
     grads = block_sparse_bwd(packed(dout), dlse, out, lse, *inputs)
     return (*grads, *(None for _ in inputs[3:]))
 
@@ -106,7 +106,7 @@ block_sparse_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _matmul_flops(q_shape: Any, k_shape: Any, mask: tuple[Any, ...]) -> int:
-    # one matmul over the listed blocks at their mean size; without a host-known bound the list capacity counts
+    # one matmul over the listed blocks at their mean size; where the host knows no bound, the list capacity counts
     B, L, H, D = q_shape
     listed = mask[0][-1] if mask[5] is None else mask[5]
     return 2 * B * H * L * D * listed * k_shape[1] // (mask[10][0] - 1)

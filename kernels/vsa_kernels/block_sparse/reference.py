@@ -1,7 +1,7 @@
-"""Block-sparse attention by a dense token mask: the meaning of the op, in any float dtype.
+"""Reference of block-sparse attention by a dense token mask: the definition of the op, in any float dtype.
 
-Half-precision inputs are multiplied in fp32, and the factors of the second matmuls are rounded to the input dtype
-as in a fused kernel, so that its error in a dtype is what plain attention costs there. Memory is B * H * L * S.
+Half-precision inputs are multiplied in fp32, and the factors of the second matmuls are rounded to the input dtype as
+in a fused kernel, so that its error is that of plain attention in the same dtype. Memory grows with B * H * L * S.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def token_mask(mask: BlockMask, num_q: int, num_kv: int) -> Tensor:
         assert mask.index.mask_ids is not None
         assert mask.index.kv_num_full_blocks is not None
         which = _mask_of_block(mask)[:, :, q_block][..., kv_block]
-        # the last row stands for blocks that need no fine mask
+        # the last row is the mask of blocks that need no fine mask
         bits = torch.cat([mask.index.mask_bits, torch.ones_like(mask.index.mask_bits[:1])])
         allowed = allowed & bits[which, q_place[:, None], kv_place]
     if mask.kv_valid is not None:
@@ -62,7 +62,7 @@ def token_mask(mask: BlockMask, num_q: int, num_kv: int) -> Tensor:
 
 
 def _mask_of_block(mask: BlockMask) -> Tensor:
-    # int64 [B|1, H|1, Nq, Nkv]: row of mask_bits, M where the block is full or not listed
+    # int64 [B|1, H|1, Nq, Nkv]: row of mask_bits, or M where the block is full or not listed
     index = mask.index
     assert index.mask_bits is not None
     assert index.mask_ids is not None
@@ -86,7 +86,7 @@ def _logits(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    # -inf marks a query without kv tokens; 0 in its place makes exp(-inf - 0) the wanted 0
+    # -inf marks a query without kv tokens; replaced by 0, exp(-inf - 0) is 0 as it should be
     return lse.masked_fill(lse == -torch.inf, 0)
 
 

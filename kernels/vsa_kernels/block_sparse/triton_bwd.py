@@ -1,8 +1,8 @@
-"""Backward kernels of block-sparse attention, split so that no two programs write one gradient: no atomics, and
-every repeat gives the same bits.
+"""Backward kernels of block-sparse attention, split so that no two programs write the same gradient: there are no
+atomics, and repeated runs give the same bits.
 
-`_dq_kernel` walks the forward's lists, `_dkv_kernel` the transposed ones, each first the full entries and then the
-masked ones; both recompute the logits exactly as the forward did. With p = exp(s - lse) and
+`_dq_kernel` reads the lists of the forward, `_dkv_kernel` the transposed lists, each first the full entries and then
+the masked ones; both recompute the logits exactly as the forward did. With p = exp(s - lse) and
 delta = rowsum(dout * out) - dlse: dv = p^T dout, ds = p * (dout v^T - delta), dq = scale * ds k, dk = scale * ds^T q.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, N blocks.
@@ -241,7 +241,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> Tensor:
     B, L, H, D = out.shape
     dout, dlse = rows_ready(dout), dlse.contiguous()
     result = torch.empty_like(lse)
-    # half as many of longer rows: with 64, ptxas spills for sm_100
+    # half as many rows when they are longer: with 64, ptxas spills registers for sm_100
     rows = 64 if D <= 128 and out.element_size() == 2 else 32
     launch(
         _delta_kernel, (triton.cdiv(L, rows) * H, B),
@@ -274,8 +274,8 @@ def backward(
         q: `[B, L, H, D]`.
         k: `[B, S, Hkv, D]`.
         v: `[B, S, Hkv, D]`.
-        mask: of the forward.
-        scale: of the forward.
+        mask: mask of the forward.
+        scale: factor of the logits in the forward.
         q_share: fp32 `[B, Nq, H, D]` gradient of the query block means, added to dq by pooling's rule; with
             k_share and v_share `[B, Nkv, Hkv, D]`, or none of the three.
         k_share: see q_share.
@@ -335,7 +335,7 @@ def _run_dkv(
         lists = (columns.rows, columns.row_offsets)
         list_at = tuple(x.stride(d) if x.shape[d] > 1 else 0 for x in lists for d in (0, 1))
         if index.mask_bits is not None:
-            # of the same shapes as the full entries'
+            # the same shapes as for the full entries
             masked = transpose(index.kv_indices, index.kv_num_blocks, plan.kv.num, first=full, mask_ids=index.mask_ids)
             words = pack_words(index.mask_bits.transpose(1, 2))
             fine, word_at = (masked.rows, masked.row_offsets, masked.mask_ids, words), words.stride()[:2]

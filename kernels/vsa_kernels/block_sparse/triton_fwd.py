@@ -1,6 +1,6 @@
 """Forward kernel of block-sparse attention.
 
-One program per tile of queries walks the list of its query block, first the full entries and then the masked ones;
+One program per tile of queries reads the list of its query block, first the full entries and then the masked ones. The
 softmax is online, in base 2.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv blocks, Kmax list capacity.
@@ -129,8 +129,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> t
 
 
 def _suits_hopper(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> bool:
-    # the kernel of `hopper_fwd` has one chip's instructions, full tiles of 64 rows, and descriptors without a copy; it
-    # knows no fine masks
+    # the kernel of `hopper_fwd` needs Hopper's instructions, full tiles of 64 rows and tensors that descriptors can
+    # address without a copy, and does not support fine masks
     q_blocks, kv_blocks = mask.q_blocks, mask.kv_blocks
     return (
         capability(q.device) == (9, 0)
@@ -153,7 +153,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, *, half: bool) -> tuple
         k: fp32 `[B, S, Hkv, D]`.
         v: fp32 `[B, S, Hkv, D]`.
         scale: factor of the logits.
-        half: the tokens behind the means are half precision, so tf32 products are accurate enough.
+        half: whether the pooled tokens were half precision, so that tf32 products are accurate enough.
     """
     return _run(q, k, v, None, scale, Plan.of("coarse_fwd", q, k, None, half))
 

@@ -1,8 +1,8 @@
-"""The transposed index: which query blocks list a kv block, for the backward of k and v.
+"""Transpose of a block index: the query blocks that list each kv block, for the backward of k and v.
 
-Three launches, no atomics, no waiting for the device. `_mark` sets one bit per listed (row, column) in a word per
-32 rows and column; `_count` adds up a column's bits; `_list` writes the rows of every column where the counts say.
-Mask ids travel through a table of all pairs, where each entry has a place of its own.
+Three launches, without atomics and without waiting for the device. `_mark` sets one bit per listed (row, column) pair
+in a word per 32 rows and column; `_count` sums the bits of a column; `_list` writes the rows of every column at the
+offsets that follow from the counts. Mask ids pass through a table with one element per pair.
 
 Nq / Nkv query / kv blocks, G groups of 32 rows.
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from vsa_kernels.launch import launch
 
-# Entries of a row read at a time, and columns of a program: one warp each.
+# Entries of a row that are read at a time, and columns per program; one warp each.
 _BLOCK_K = 64
 _BLOCK_N = 32
-# Groups and columns added up at a time.
+# Groups and columns that are summed at a time.
 _BLOCK_G = 16
 _BLOCK_SUM = 256
 
@@ -32,7 +32,7 @@ class TransposedIndex(NamedTuple):
     Args:
         row_offsets: int32 `[B|1, H|1, Nkv + 1]`, kv block n has `rows[row_offsets[n] : row_offsets[n + 1]]`.
         rows: int32 `[B|1, H|1, Nq * Kmax]` query blocks, ascending for each kv block; the rest is undefined.
-        mask_ids: int32 like `rows`, the mask id of each entry; None where none were given.
+        mask_ids: int32 like `rows`, the mask id of each entry; None without mask ids.
     """
 
     row_offsets: Tensor
@@ -162,8 +162,8 @@ def transpose(
         kv_indices: int32 `[B|1, H|1, Nq, Kmax]`, distinct in a row; entries past the count are not read.
         kv_num_blocks: int32 `[B|1, H|1, Nq]`.
         num_kv_blocks: Nkv.
-        first: int32 like `kv_num_blocks`, entries before it are left out; with `mask_ids`, or neither.
-        mask_ids: int32 like `kv_indices`, goes with its entries.
+        first: int32 like `kv_num_blocks`, entries of a row before it are left out; requires `mask_ids`.
+        mask_ids: int32 like `kv_indices`, mask id of each entry; requires `first`.
     """
     lists, counts = kv_indices.contiguous(), kv_num_blocks.contiguous()
     first, mask_ids = (None if x is None else x.contiguous() for x in (first, mask_ids))

@@ -1,8 +1,8 @@
-"""Fine masks as the Triton kernels of block-sparse attention read them: one bit per pair, a word of 64 columns per row.
+"""Fine masks packed for the Triton kernels of block-sparse attention: one bit per pair, a word per row and 64 columns.
 
-A tile of 64 x 64 pairs reads 512 bytes of them, against 4 KiB as bools and 32 KiB of keys and values; and a thread
-needs one word for each of its rows, where bools would have to travel through shared memory into the layout of the
-logits. The words are made anew for each call: that reads the masks once, little beside what the blocks with masks read.
+A tile of 64 x 64 pairs reads 512 bytes of mask, against 4 KiB as bools and 32 KiB of keys and values. A thread needs
+one word for each of its rows, whereas bools would have to pass through shared memory into the layout of the logits.
+Each call packs the words again: this reads the masks once, which is little compared with what the masked blocks read.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def pack_words(bits: Tensor) -> Tensor:
 
 
 def fine_of(mask: BlockMask | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """Counts of full entries, mask ids and words of a mask, and where their rows lie; nothing without fine masks.
+    """Counts of full entries, mask ids and words of a mask, with their strides; None and 0 without fine masks.
 
-    Strides over batch and heads of the counts, over batch, heads and rows of the ids, over masks and word columns.
+    Strides are those of the counts over batch and heads, of the ids over batch, heads and rows, of the words over masks
+    and columns.
     """
     if mask is None or mask.index.mask_bits is None:
         return (None, None, None), (0,) * 7

@@ -1,8 +1,8 @@
-"""What the Triton kernels of block-sparse attention share: blocks to tiles of rows, tiles to registers.
+"""Shared parts of the Triton kernels of block-sparse attention: tiles of rows, their loads and stores, launch plans.
 
 A tile is a fixed number of rows (BLOCK) inside one block of tokens; a block of more than BLOCK tokens has several
-parts. Rows past the end of the block are read as 0 and never written, so nothing of a neighbouring block (a NaN, say)
-can enter a sum.
+parts. Rows past the end of the block are read as 0 and never written, so that no value of a neighbouring block (a NaN,
+for example) can enter a sum.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def store_tile(
 
 
 class Tiles(NamedTuple):
-    """How one side's blocks are cut into tiles: constants of a plan.
+    """Division of the query or the kv blocks into tiles: constants of a plan.
 
     Args:
         block: rows of a tile.
@@ -105,9 +105,9 @@ class Tiles(NamedTuple):
         """Tiles of at most `largest` rows, at least 16 (the smallest matrix product).
 
         Args:
-            blocks: their number, largest and smallest size; None: runs of `largest` tokens.
+            blocks: number of blocks, largest and smallest size; None: runs of `largest` tokens.
             num_tokens: L or S.
-            largest: rows of a tile at most.
+            largest: most rows of a tile.
         """
         if blocks is None:
             return cls(largest, 1, largest, num_tokens % largest == 0, triton.cdiv(num_tokens, largest))
@@ -118,13 +118,13 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One kernel's tiles, compile-time constants and options.
+    """Tiles, compile-time constants and options of one kernel.
 
     Args:
         q: tiles of the queries.
         kv: tiles of the keys and values.
         constants: constexprs and options of the plan.
-        describe: the configuration asks for descriptors where they fit.
+        describe: whether the configuration uses descriptors where they fit.
     """
 
     q: Tiles
@@ -141,7 +141,7 @@ class Plan(NamedTuple):
             q: `[B, L, H, D]`.
             k: `[B, S, Hkv, D]`.
             mask: selected blocks.
-            half: fp32 inputs are means of half-precision tokens, so tf32 products are accurate enough.
+            half: whether fp32 inputs are means of half-precision tokens, so that tf32 products are accurate enough.
         """
         blocks: tuple[Any, ...] = (None, None, False, False)
         if mask is not None:
@@ -174,9 +174,10 @@ def _plan(
 
 
 def lists_of(mask: BlockMask | None) -> tuple[tuple[Tensor | None, Tensor | None], tuple[int, int, int, int, int]]:
-    """Lists and counts of a mask, and where their rows lie: none of them where every token sees every token.
+    """Lists and counts of a mask, with their strides; None and 0 without a mask (dense attention).
 
-    Strides over batch, heads and rows of the lists, over batch and heads of the counts; 0 where they broadcast.
+    Strides are those of the lists over batch, heads and rows and of the counts over batch and heads; 0 where a dim
+    broadcasts.
     """
     if mask is None:
         return (None, None), (0, 0, 0, 0, 0)
@@ -186,23 +187,23 @@ def lists_of(mask: BlockMask | None) -> tuple[tuple[Tensor | None, Tensor | None
 
 
 def offsets_of(mask: BlockMask | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Offsets of the query and the kv blocks and the valid sizes of the latter, as the kernels take them."""
+    """Offsets of the query blocks, offsets of the kv blocks and `kv_valid`, each None where it is absent."""
     return (None, None, None) if mask is None else (mask.q_blocks.offsets, mask.kv_blocks.offsets, mask.kv_valid)
 
 
 def rows_ready(x: Tensor) -> Tensor:
-    """x itself when its rows can be addressed by the kernels, else a contiguous copy."""
-    # offsets inside a tile of up to 256 rows are 32 bit
+    """x if the kernels can address its rows, else a contiguous copy."""
+    # offsets inside a tile of up to 256 rows have 32 bits
     return x if x.stride(-1) == 1 and 0 <= x.stride(1) < 1 << 22 else x.contiguous()
 
 
 def described(
     xs: Sequence[Tensor], tiles: Tiles, offsets: Tensor | None, valid: Tensor | None = None
 ) -> tuple[Any, ...] | None:
-    """Descriptors over tensors `[B, L, H, D]`, one box per tile and head; None where the chip or D has none.
+    """Descriptors over tensors `[B, L, H, D]`, one box per tile and head; None where the chip or D does not allow them.
 
-    Boxes are cut from equal blocks. Where the blocks are ragged, the tensors are copied once with every block padded
-    by zeros: a few percent of the kernel's time, against half of its speed for masked loads in its loop.
+    Boxes need blocks of one size. Ragged blocks are padded with zeros in a copy of the tensors, which costs a few
+    percent of the kernel's time, while masked loads in its loop would halve its speed.
     """
     B, _, H, D = xs[0].shape
     if capability(xs[0].device) < (9, 0) or D not in (16, 32, 64, 128, 256) or xs[0].element_size() != 2:
@@ -229,7 +230,7 @@ def is_flat(x: Tensor) -> bool:
 
 
 def _pad_blocks(x: Tensor, tiles: Tiles, offsets: Tensor | None, valid: Tensor | None) -> Tensor:
-    """`[B, N * parts * block, H, D]`: the tokens of every block of x `[B, L, H, D]`, then zeros up to whole tiles."""
+    """x `[B, L, H, D]` as `[B, N * parts * block, H, D]`: every block padded with zeros to whole tiles."""
     B, L, H, D = x.shape
     padded = x.new_empty((B, tiles.num * tiles.parts * tiles.block, H, D))
     launch(

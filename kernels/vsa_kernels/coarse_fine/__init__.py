@@ -1,4 +1,4 @@
-"""The whole VSA operator: coarse attention between block means chooses the blocks of the fine attention."""
+"""The VSA operator: coarse attention between block means selects the blocks of the fine attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public call of the VSA operator: checks, defaults, then the registered op or the composition.
+"""Public interface of the VSA operator: checks, defaults, then the registered op or the composition of single ops.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
 """
@@ -31,7 +31,7 @@ def coarse_fine_attn(
     scale: float | None = None,
     backend: str | None = None,
 ) -> CoarseFineOutput:
-    """Video sparse attention: both stages, the selection and the gates.
+    """Video sparse attention (VSA): coarse stage, top-k selection, fine stage and gates.
 
     With means over the tokens of each block (qm, km, vm):
 
@@ -43,7 +43,7 @@ def coarse_fine_attn(
     Differentiable in q, k, v and both gates; the selection is a constant to the gradient. `triton` runs as one
     registered op (`torch.ops.vsa_kernels.coarse_fine_fwd`), so a checkpoint policy that saves it saves the selection
     together with out and lse; the other backends, and calls with `candidates` or `always`, compose the single ops (see
-    `reference`). Under `torch.autocast` q, k, v and the gates go to its dtype.
+    `reference`). Under `torch.autocast` q, k, v and the gates are cast to its dtype.
 
     Args:
         q: `[B, L, H, D]` queries, tokens in block order.
@@ -53,16 +53,12 @@ def coarse_fine_attn(
         gate_fine: `[B, L, H, D]` in q's dtype; None: 1.
         q_blocks: partition of the L query tokens.
         kv_blocks: partition of the S kv tokens.
-        topk: kv blocks per query block and head; Nkv or more selects all.
-        candidates: bool `[Nq, Nkv]`, blocks that the coarse stage sees and that may be selected, at least one per row;
-            None: all.
-        always: bool `[Nq, Nkv]`, blocks of the fine stage on top of the topk; None: none.
-        scale: factor on both stages' logits, default D ** -0.5.
-        backend: of `block_sparse_attn`; None: automatic, see `resolve_backend`.
-
-    Raises:
-        ValueError: topk below 1; shapes, dtypes, devices or the backend do not fit, the blocks do not cover the
-            tokens, or a tangent of forward-mode AD comes in.
+        topk: kv blocks per query block and head, at least 1; Nkv or more selects all.
+        candidates: bool `[Nq, Nkv]`, blocks that the coarse stage attends to and that may be selected, at least one per
+            row; None: all.
+        always: bool `[Nq, Nkv]`, blocks that the fine stage attends to besides the topk; None: none.
+        scale: factor of the logits of both stages, default D ** -0.5.
+        backend: `reference`, `gather`, `triton` or None (automatic, see `resolve_backend`).
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", sections 2.2 and 2.3.
     """

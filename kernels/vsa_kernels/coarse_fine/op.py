@@ -1,7 +1,7 @@
 """Registered ops of the VSA operator on the Triton kernels: fakes, autograd and FLOP formulas.
 
-The forward returns everything the backward reads, so that keeping this one node keeps the selection that out and lse
-belong to.
+The forward returns every tensor that the backward reads, so that an activation checkpoint that saves this one node
+saves out, lse and the selection they belong to.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward leaves to the backward, beside its arguments.
+    """Tensors that the forward saves for the backward, besides its arguments.
 
     Args:
         fine: `[B, L, H, D]`.
@@ -141,7 +141,7 @@ def _backward_arguments(args: tuple[Any, ...]) -> tuple[Any, Saved, Call]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    # without it a zero tensor would be made for the gradient of each of the other outputs
+    # otherwise autograd would allocate a zero gradient for each of the other outputs
     ctx.set_materialize_grads(False)
     call = Call(*inputs)
     tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
@@ -152,7 +152,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     grads: list[Tensor] = []
     if dout is not None:
-        # read once: under activation checkpointing a second look is an error
+        # read once: under activation checkpointing a second access raises an error
         tensors = ctx.saved_tensors
         saved, inputs = tensors[: len(Saved._fields)], tensors[len(Saved._fields) :]
         call = ctx.constants._replace(**dict(zip(ctx.names, inputs, strict=True)))
@@ -164,7 +164,7 @@ coarse_fine_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _matmul_flops(call: Call) -> int:
-    # of shapes: one matmul of the coarse stage and one of the fine stage over the listed blocks at their mean size
+    # call holds shapes here; one matmul of the coarse stage, one of the fine stage over listed blocks of mean size
     (B, L, H, D), (_, S, *_) = call.q, call.k
     num_q, num_kv = call.q_offsets[0] - 1, call.kv_offsets[0] - 1
     return 2 * B * H * D * (num_q * num_kv + L * call.topk * S // num_kv)  # type: ignore[operator]

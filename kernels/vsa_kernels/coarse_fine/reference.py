@@ -1,6 +1,7 @@
-"""The VSA operator composed of the other ops and plain matmuls: its meaning, on any device and in any float dtype.
+"""Reference of the VSA operator, composed of the other ops and plain matmuls, on any device and in any float dtype.
 
-It is also what runs wherever `coarse_fine_attn` is not one op, and the two halves of a call that is split in two.
+`coarse_fine_attn` runs it wherever the fused op does not apply; callers that split the operator call its stages and
+`combine` separately.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
 """
@@ -51,7 +52,7 @@ class Stages(NamedTuple):
 
 
 class CoarseFineOutput(NamedTuple):
-    """Result of `coarse_fine_attn`. Only `out` is differentiable; the rest is there to be looked at.
+    """Result of `coarse_fine_attn`. Only `out` is differentiable; the other fields are for inspection.
 
     Args:
         out: `[B, L, H, D]` gated sum of both stages.
@@ -78,7 +79,9 @@ def coarse_attn(
     candidates: Tensor | None = None,
     scale: float | None = None,
 ) -> CoarseOutput:
-    """Softmax attention between block means. Under `torch.autocast` q, k and v go to its dtype.
+    """Softmax attention between block means: the coarse stage of VSA.
+
+    Under `torch.autocast` q, k and v are cast to its dtype.
 
     Args:
         q: `[B, L, H, D]` queries, tokens in block order.
@@ -86,8 +89,8 @@ def coarse_attn(
         v: `[B, S, Hkv, D]` values.
         q_blocks: partition of the L query tokens.
         kv_blocks: partition of the S kv tokens.
-        candidates: bool `[Nq, Nkv]`, blocks that may be seen, at least one per row; None: all.
-        scale: factor on the scores; None: `1 / sqrt(D)`.
+        candidates: bool `[Nq, Nkv]`, kv blocks that a query block may attend to, at least one per row; None: all.
+        scale: factor of the logits, default D ** -0.5.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2.2.
     """
@@ -98,7 +101,7 @@ def coarse_attn(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if (group := q.shape[2] // k.shape[2]) > 1:
         k_mean, v_mean = k_mean.repeat_interleave(group, dim=1), v_mean.repeat_interleave(group, dim=1)
-    # the means are fp32 whatever the tokens are, and so are the scores that rank the blocks
+    # the means, and the scores that rank the blocks, are fp32 whatever the dtype of the tokens
     with without_autocast(q.device):
         scores = (q_mean * scale) @ k_mean.transpose(-1, -2)
         if candidates is not None:
@@ -120,17 +123,17 @@ def coarse_fine_stages(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Stages:
-    """Both stages of the operator without its gates; `combine` is the rest. Arguments as in `coarse_fine_attn`."""
+    """Both stages of the operator before the gates, which `combine` applies. Arguments as in `coarse_fine_attn`."""
     blocks: dict[str, Any] = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}
     coarse, scores = coarse_attn(q, k, v, **blocks, candidates=candidates, scale=scale)
-    # scores, not probabilities: the same order without ties where the softmax underflows
+    # ranked by scores, not by probabilities: the order is the same, and there are no ties where the softmax underflows
     index = select_topk(scores, topk, candidates=candidates, always=always)
     fine, lse = block_sparse_attn(q, k, v, index, **blocks, scale=scale, backend=backend)
     return Stages(fine, lse, coarse, scores, index)
 
 
 def combine(fine: Tensor, coarse: Tensor, gate_coarse: Tensor, gate_fine: Tensor | None, q_blocks: Blocks) -> Tensor:
-    """gate_coarse * coarse[block of the token] + gate_fine * fine, `[B, L, H, D]`.
+    """Gated sum of both stages `[B, L, H, D]`: gate_coarse * coarse[block of the token] + gate_fine * fine.
 
     Args:
         fine: `[B, L, H, D]`.
@@ -143,10 +146,10 @@ def combine(fine: Tensor, coarse: Tensor, gate_coarse: Tensor, gate_fine: Tensor
         fine = fine * gate_fine
     size = q_blocks.max_size
     if q_blocks.min_size == size:
-        # broadcast, so that backward keeps one coarse row per block and not one per token
+        # broadcast, so that the backward saves one coarse row per block instead of one per token
         fine, gate_coarse = (x.unflatten(1, (q_blocks.num, size)) for x in (fine, gate_coarse))
         return torch.addcmul(fine, gate_coarse, coarse[:, :, None]).flatten(1, 2)
     block, place = token_places(q_blocks, fine.shape[1])
-    # copies with one reader each, so that the sum in the backward has a fixed order on every device
+    # one copy per token, so that the sum in the backward has a fixed order on every device
     spread = coarse[:, :, None].expand(-1, -1, size, -1, -1).flatten(1, 2)
     return torch.addcmul(fine, gate_coarse, spread.index_select(1, block * size + place))

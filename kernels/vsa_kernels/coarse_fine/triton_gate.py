@@ -1,7 +1,7 @@
-"""The gates of the VSA operator: out = gate_coarse * coarse[block of the token] + gate_fine * fine, and its backward.
+"""Gates of the VSA operator: out = gate_coarse * coarse[block of the token] + gate_fine * fine, and the backward.
 
-Bound by memory: every token tensor is read or written once, in rows of D elements; programs that run side by side
-work on the heads of one block, whose rows are neighbours in memory.
+The kernels are bound by memory: every token tensor is read or written once, in rows of D elements. Adjacent programs
+work on the heads of one block, whose rows are adjacent in memory.
 
 B batch, L tokens, H heads, D head dim, N query blocks.
 """
@@ -19,7 +19,7 @@ from vsa_kernels.block_index import Blocks
 from vsa_kernels.block_sparse.triton_tiles import load_tile, rows_ready, span, store_tile
 from vsa_kernels.launch import launch
 
-# a step covers at most this many tokens and bytes of a tensor; a thread has four 16-byte accesses to each tensor
+# most tokens and bytes of a tensor per step; a thread makes four 16-byte accesses to each tensor
 _TOKENS = 64
 _STEP_BYTES = 1 << 15
 _THREAD_BYTES = 64
@@ -98,11 +98,11 @@ class GateGradients(NamedTuple):
     """Result of `combine_backward`.
 
     Args:
-        dfine: `[B, L, H, D]`; dout itself where there is no fine gate.
+        dfine: `[B, L, H, D]`; dout itself without a fine gate.
         delta: fp32 `[B, H, L]`, rowsum(dfine * fine).
         dcoarse: fp32 `[B, N, H, D]`.
         dgate_coarse: `[B, L, H, D]`.
-        dgate_fine: `[B, L, H, D]`, None where there is no fine gate.
+        dgate_fine: `[B, L, H, D]`, None without a fine gate.
         delta_coarse: fp32 `[B, H, N]`, rowsum(dcoarse * coarse).
     """
 
@@ -146,12 +146,12 @@ def combine_backward(
     gate_fine: Tensor | None,
     q_blocks: Blocks,
 ) -> GateGradients:
-    """Gradients of `combine`, and the deltas both attention backwards need, in one pass over the tokens.
+    """Gradients of `combine`, and the deltas that the backwards of both stages need, in one pass over the tokens.
 
     Args:
         dout: `[B, L, H, D]`.
-        fine: `[B, L, H, D]`, of the forward.
-        coarse: fp32 `[B, N, H, D]` contiguous, of the forward.
+        fine: `[B, L, H, D]` output of the fine stage.
+        coarse: fp32 `[B, N, H, D]` contiguous, output of the coarse stage.
         gate_coarse: `[B, L, H, D]`.
         gate_fine: `[B, L, H, D]` or None.
         q_blocks: partition of the L tokens.
@@ -186,7 +186,7 @@ def _constants(x: Tensor, q_blocks: Blocks) -> dict[str, Any]:
         "PARTS": triton.cdiv(q_blocks.max_size, block_t), "SIZE": q_blocks.max_size if uniform else 0,
         "EVEN": uniform and q_blocks.max_size % block_t == 0,
         "num_warps": max(1, block_t * block_d * size // (32 * _THREAD_BYTES)),
-        # 16 warps of a multiprocessor run at a time whatever the compiler would like to keep in registers
+        # limits registers, so that 16 warps run on a multiprocessor at a time
         "maxnreg": 128,
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ from vsa_kernels.pooling import triton_pool
 from vsa_kernels.selection import triton_topk
 from vsa_kernels.selection.triton_scores import scores as coarse_scores
 
-# of the scores that exist at a time; all of them would be 230 MB for 1200 blocks and 40 heads
+# bytes of scores that exist at a time; all scores take 230 MB for 1200 blocks and 40 heads
 _SCORE_BYTES = 64 << 20
 
 
@@ -54,7 +54,7 @@ def backward(dout: Tensor, saved: Saved, call: Call) -> list[Tensor]:
 
 def _means(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> tuple[Tensor, ...]:
     sizes = (q_blocks.max_size, q_blocks.min_size)
-    # self-attention hands in one tensor of offsets twice: one launch
+    # self-attention passes the same offsets twice and needs one launch
     if q.shape[1] == k.shape[1] and q_blocks.offsets.data_ptr() == kv_blocks.offsets.data_ptr():
         return triton_pool.forward((q, k, v), q_blocks.offsets, *sizes)
     q_mean = triton_pool.forward((q,), q_blocks.offsets, *sizes)
@@ -64,7 +64,7 @@ def _means(q: Tensor, k: Tensor, v: Tensor, q_blocks: Blocks, kv_blocks: Blocks)
 def _select(
     q_mean: Tensor, k_mean: Tensor, scale: float, topk: int, capacity: int, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """Lists `[B, H, Nq, capacity]` and counts `[B, H, Nq]`, over as many heads at a time as the scores may cover."""
+    """Lists `[B, H, Nq, capacity]` and counts `[B, H, Nq]`, for as many heads at a time as `_SCORE_BYTES` allows."""
     B, num_q, H, _ = q_mean.shape
     num_kv, rows = k_mean.shape[1], B * H
     step = max(1, _SCORE_BYTES // (4 * num_q * num_kv))

@@ -1,4 +1,4 @@
-"""Attention of groups of scattered query tiles over the key tiles that a group lists: FG-Attn's kernel."""
+"""Gathered attention (FG-Attn): groups of scattered query tiles attend to the kv tiles that their group lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public calls of gathered attention: checks, defaults, then the registered ops.
+"""Public interface of gathered attention: checks, defaults, then the registered ops.
 
 B batch, L / S query / kv tokens, H / Hkv query / kv heads, D head dim, Nq / Nkv query / kv tiles, G groups, R tiles of
 a group, Kmax list capacity.
@@ -16,7 +16,7 @@ from vsa_kernels.gathered.groups import TileGroups
 from vsa_kernels.gathered.op import gathered_fwd, group_tiles_op
 from vsa_kernels.modes import lowered, refuse_forward_mode
 
-# bits of a number of `kv_members`, the sign left out
+# tiles of a group that fit the bits of an int32 in `kv_members`, without the sign bit
 _MOST_TILEWISE = 31
 
 
@@ -33,9 +33,9 @@ def gathered_attn(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of groups of scattered query tiles over the kv tiles that each group lists; forward only.
 
-    The same as `block_sparse_attn` with `groups.tile_index`, computed a group at a time: the rows of its R tiles are
-    gathered into one program, and the tokens of the listed tiles, few of them each, into packed tiles of keys.
-    Gradients come from `block_sparse_attn`. Under `torch.autocast` q, k and v go to its dtype.
+    The result equals that of `block_sparse_attn` with `groups.tile_index`. It is computed group by group: one program
+    gathers the rows of the R query tiles, and packs the tokens of several small kv tiles into one tile of keys. For
+    gradients call `block_sparse_attn`. Under `torch.autocast` q, k and v are cast to its dtype.
 
     Args:
         q: `[B, L, H, D]` queries.
@@ -43,17 +43,13 @@ def gathered_attn(
         v: `[B, S, Hkv, D]` values.
         groups: the groups and their lists; values out of range are undefined behaviour.
         q_blocks: the query tiles, a partition of the L tokens.
-        kv_blocks: the kv tiles, a partition of the S tokens, of 1 token or more.
+        kv_blocks: the kv tiles, a partition of the S tokens; a tile may be a single token.
         scale: factor of the logits, default D ** -0.5.
         backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
 
     Returns:
         out `[B, L, H, D]` in q's dtype, and the natural-log lse `[B, H, L]` in fp32 (fp64 for fp64 inputs). A query
         that attends to nothing has out 0 and lse -inf.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or the backend do not fit, the tiles do not cover the tokens, or q, k or v
-            wants a gradient.
 
     Source: FG-Attn (arXiv 2509.16518), section 5.2.
     """
@@ -73,7 +69,7 @@ def gathered_attn(
 
 
 def _check_groups(q: Tensor, groups: TileGroups) -> None:
-    """Shapes, dtypes and devices of groups for q `[B, L, H, D]`."""
+    """Check shapes, dtypes and devices of groups for q `[B, L, H, D]`."""
     shape, members = groups.kv_indices.shape, groups.members.shape
     if len(members) != 4 or members[:2] != (q.shape[0], q.shape[2]) or 0 in members[1:]:
         raise ValueError(f"members must be [B, H, G, R] for q {list(q.shape)}, got {list(members)}")
@@ -97,22 +93,19 @@ def _check_groups(q: Tensor, groups: TileGroups) -> None:
 
 
 def group_tiles(mask: Tensor, size: int, *, backend: str | None = None) -> Tensor:
-    """Groups of query tiles whose rows of a mask are alike, greedily, in every head of every sample.
+    """Greedy grouping of query tiles whose mask rows are similar, for every head of every sample.
 
-    The first tile that is in no group leads the next one, together with the `size - 1` tiles in no group whose rows
-    have the smallest XOR distance to the leader's; equal distances go to the lowest tile. The last group may hold
-    fewer. Never waits for the device.
+    The first tile without a group leads the next group. It takes the `size - 1` tiles without a group whose rows have
+    the smallest Hamming distance (XOR) to its own; at equal distances the lower tile comes first. The last group may be
+    smaller. Never waits for the device.
 
     Args:
-        mask: bool `[B, H, Nq, Nkv]`, kv tiles that each query tile keeps.
-        size: R, tiles of a group.
+        mask: bool `[B, H, Nq, Nkv]`, kv tiles that each query tile attends to.
+        size: R, tiles per group, at least 1.
         backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
 
     Returns:
         int32 `[B, H, G, size]`, G = ceil(Nq / size): leader first, then by distance; -1 past the last tile.
-
-    Raises:
-        ValueError: another shape or dtype, a size below 1, or a backend that is unknown or cannot take the mask.
 
     Source: FG-Attn (arXiv 2509.16518), section 5.2.
     """
@@ -120,7 +113,7 @@ def group_tiles(mask: Tensor, size: int, *, backend: str | None = None) -> Tenso
         raise ValueError(f"mask must be a bool [B, H, Nq, Nkv], got {mask.dtype} {list(mask.shape)}")
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    # a mask has neither a float dtype nor a head dim to refuse
+    # a mask has no float dtype and no head dim that a backend could reject
     chosen = resolve_plain(backend, mask.device, torch.float32)
     if chosen == "triton" and (refusal := _ranks_too_many(mask)) is not None:
         if backend == "triton":
@@ -130,8 +123,8 @@ def group_tiles(mask: Tensor, size: int, *, backend: str | None = None) -> Tenso
 
 
 def _ranks_too_many(mask: Tensor) -> str | None:
-    # distance and number of a tile in one int32
+    # a rank packs the distance and the number of a tile into one int32
     num_q, num_kv = mask.shape[2:]
     if (num_kv + 1) << (num_q - 1).bit_length() >= 1 << 31:
-        return f"ranks tiles by 31 bits, too few for {num_q} x {num_kv} tiles"
+        return f"ranks tiles with 31 bits, which are too few for {num_q} x {num_kv} tiles"
     return None

@@ -1,6 +1,6 @@
-"""Which query tiles are computed together, and which key tiles they share.
+"""Groups of query tiles that are computed together, and the kv tiles that each group lists.
 
-B batch, H heads, Nq / Nkv query / kv tiles, G groups, R tiles of a group at most, Kmax list capacity.
+B batch, H heads, Nq / Nkv query / kv tiles, G groups, R largest number of tiles in a group, Kmax list capacity.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _LENGTHS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TileGroups:
-    """Groups of query tiles, each with one list of kv tiles; every query tile stands in one group.
+    """Groups of query tiles with one list of kv tiles per group; every query tile belongs to one group.
 
     Args:
-        members: int32 `[B, H, G, R]` query tiles of each group, first those that there are, then -1.
+        members: int32 `[B, H, G, R]` query tiles of each group, padded with -1 at the end.
         kv_indices: int32 `[B, H, G, Kmax]`; the first `kv_num_blocks` entries of a row are distinct and ascending, the
             rest is never read.
         kv_num_blocks: int32 `[B, H, G]`.
-        kv_members: int32 like `kv_indices`, bit r says that member r attends to the entry; None: all members do.
-        order: int32 `[B * H * G]`, in which the groups are computed, each of them once; None: as they stand. Changes no
-            result.
+        kv_members: int32 like `kv_indices`, bit r is set where member r attends to the entry; None: all members do.
+        order: int32 `[B * H * G]`, permutation in which the groups are computed; None: ascending. It changes the speed
+            only, not the result.
     """
 
     members: Tensor
@@ -42,7 +42,7 @@ class TileGroups:
         """Bool mask `[B, H, num_q, num_kv]` of the tiles that each query tile attends to."""
         capacity, size = self.kv_indices.shape[-1], self.members.shape[-1]
         listed = torch.arange(capacity, device=self.members.device) < self.kv_num_blocks[..., None]
-        # entries past the count are never read: send them to a spare column, and missing members to a spare row
+        # entries past the count go to a spare column, missing members to a spare row
         column = torch.where(listed, self.kv_indices, num_kv).long()
         row = torch.where(self.members < 0, num_q, self.members).long().flatten(2)
         attending = torch.full_like(self.kv_indices, -1) if self.kv_members is None else self.kv_members
@@ -55,15 +55,16 @@ class TileGroups:
         return mask.scatter_(2, at, by_member.flatten(2, 3).bool())[:, :, :num_q]
 
     def tile_index(self, num_q: int, num_kv: int) -> BlockIndex:
-        """The same mask as lists of every query tile `[B, H, num_q, num_kv]`, for `block_sparse_attn`."""
+        """The same mask as one list per query tile `[B, H, num_q, num_kv]`, for `block_sparse_attn`."""
         return BlockIndex.from_dense(self.to_dense(num_q, num_kv))
 
 
 def longest_first(kv_num_blocks: Tensor) -> Tensor:
-    """Order of the groups in which the last ones to start are short, int32 `[B * H * G]`.
+    """Permutation int32 `[B * H * G]` that computes the groups with the longest lists first.
 
-    Lengths count in eighths of the longest list: groups of about one length stay side by side, so that those of one
-    head run at a time and share its keys and values in the cache.
+    The groups that start last are then short, and no program runs on alone at the end. Lengths are rounded to eighths
+    of the longest list, so that groups of similar length keep their order: those of one head run together and share
+    its keys and values in the cache.
 
     Args:
         kv_num_blocks: int32 `[B, H, G]` kv tiles of each group.
@@ -76,7 +77,7 @@ def longest_first(kv_num_blocks: Tensor) -> Tensor:
 
 
 def full_entries(groups: TileGroups, kv_blocks: Blocks) -> Tensor:
-    """Leading entries of every list that stand before the first short kv tile, int32 `[B, H, G]`."""
+    """Number of entries of every list before its first short kv tile, int32 `[B, H, G]`."""
     if kv_blocks.min_size == kv_blocks.max_size:
         return groups.kv_num_blocks
     tile = torch.arange(kv_blocks.num, device=kv_blocks.offsets.device)

@@ -1,9 +1,9 @@
 """Forward kernel of gathered attention on Hopper, in Gluon.
 
-The same mathematics as `triton_fwd`, with the structure of `block_sparse.hopper_fwd`: one warpgroup per 64 rows
-multiplies 64 keys at a time, and the other programs of the multiprocessor hide its waits. What differs is where rows
-come from. A step's keys are the tokens of `64 / KV_SIZE` list entries, and each entry comes by a bulk copy of its own
-into its part of the slot; an entry of more than 64 tokens takes several steps. Queries are read once, by addresses.
+It computes what `triton_fwd` computes, with the structure of `block_sparse.hopper_fwd`: one warpgroup per 64 rows
+multiplies 64 keys at a time, and the other programs of the multiprocessor hide its waits. The difference is the source
+of the rows. The keys of a step are the tokens of `64 / KV_SIZE` list entries, and one bulk copy per entry fills its
+part of the slot; an entry of more than 64 tokens takes several steps. Queries are read once, by addresses.
 
 A slot `[64, D]` in the widest swizzle is `D / 64` panels `[64, 64]`, one after the other, and an entry's part of a
 panel is contiguous: that is what a copy writes.
@@ -240,7 +240,7 @@ def _gathered_hopper_kernel(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, groups: TileGroups, q_blocks: Blocks, kv_blocks: Blocks, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `gathered_attn`, for what `triton_fwd` finds suitable."""
+    """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `gathered_attn`, if `triton_fwd._suits_hopper` holds."""
     B, L, H, D = q.shape
     out = q.new_empty((B, L, H, D))
     lse = q.new_empty((B, H, L), dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""Gathered attention by a dense token mask, and greedy grouping step by step: the meaning of both ops.
+"""References of gathered attention, by a dense token mask, and of greedy grouping, step by step.
 
-B batch, L / S query / kv tokens, H heads, D head dim, Nq / Nkv query / kv tiles, G groups, R tiles of a group.
+B batch, L / S query / kv tokens, H heads, D head dim, Nq / Nkv query / kv tiles, G groups, R tiles per group.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def group(mask: Tensor, size: int) -> Tensor:
     free = torch.ones(rows.shape[:2], dtype=torch.bool, device=mask.device)
     members = torch.full((batch * heads, -(-num_q // size), size), -1, dtype=torch.int32, device=mask.device)
     for i, left in enumerate(range(num_q, 0, -size)):
-        # the first of the largest
+        # argmax returns the first free tile
         leader = free.int().argmax(-1)[:, None, None].expand(-1, 1, rows.shape[2])
         distance = (rows ^ rows.gather(1, leader)).sum(-1)
-        # all numbers differ, and the leader's is the smallest: no tile before it is free
+        # all ranks differ, and the leader's is the smallest, since no tile before it is free
         rank = torch.where(free, distance * num_q + tile, torch.iinfo(torch.int64).max)
         chosen = rank.topk(min(size, left), largest=False, sorted=True).indices
         members[:, i, : chosen.shape[1]] = chosen.int()

@@ -4,9 +4,9 @@ One program per tile of rows of a group: its rows come from up to R query tiles 
 takes a packed tile of BLOCK_N keys from the next entries of the group's list, `BLOCK_N / KV_SIZE` of them. Softmax is
 online, in base 2.
 
-Lists have two parts. Entries before the first short kv tile are KV_SIZE tokens each at a place that the number of the
-tile gives, and whole steps of them need neither offsets nor masks; the rest, at most the last step where only the last
-tile of the sequence is short, reads both.
+A list has two parts. Entries before the first short kv tile have KV_SIZE tokens each, at a position that follows from
+the number of the tile, so whole steps of them need neither offsets nor masks. The other entries need both; where only
+the last tile of the sequence is short, this is at most the last step.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, G groups, R tiles of a group, Kmax list capacity.
 """
@@ -123,8 +123,8 @@ def forward(
 
 
 def _suits_hopper(q: Tensor, k: Tensor, v: Tensor, kv_blocks: Blocks) -> bool:
-    # the kernel of `hopper_fwd` has one chip's instructions, copies whole rows of 16 to 64 tokens, and descriptors
-    # without a copy of k and v
+    # the kernel of `hopper_fwd` needs Hopper's instructions, tiles of 16, 32 or a multiple of 64 tokens, and k and v
+    # that descriptors can address without a copy
     size = kv_blocks.max_size
     return (
         capability(q.device) == (9, 0)

@@ -1,7 +1,8 @@
-"""Greedy grouping on the GPU: one program per head of a sample, no host in the loop.
+"""Greedy grouping of query tiles on the GPU: one program per head of a sample, without waiting for the host.
 
-Rows of the mask are packed, 32 kv tiles a word, word by word next to each other over the query tiles; distances are
-counted bits of XORs. A tile's rank, its distance and then its number, is one integer: the smallest is a minimum.
+Rows of the mask are packed into words of 32 kv tiles, and equal words of all query tiles are adjacent in memory. A
+distance is the number of set bits of an XOR. The rank of a tile combines its distance and its number in one integer, so
+that a minimum finds the next tile.
 
 B batch, H heads, Nq / Nkv query / kv tiles, G groups, R tiles of a group, W words of a row.
 """

@@ -1,4 +1,4 @@
-"""Mean over the tokens of each block, and how alike they are."""
+"""Block pooling: the mean over the tokens of each block, and the self-similarity of these tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public calls of block pooling. B batch, L tokens, H heads, D head dim, N blocks."""
+"""Public interface of block pooling. B batch, L tokens, H heads, D head dim, N blocks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ def block_mean_pool(x: Tensor, blocks: Blocks, backend: str | None = None) -> Te
     Returns:
         `[B, N, H, D]`, fp32 for half-precision x, otherwise x's dtype; differentiable.
 
-    Raises:
-        ValueError: x is not a 4-dim float tensor, the blocks do not cover its tokens, the backend is unknown or cannot
-            take it, or a tangent of forward-mode AD comes in.
-
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (coarse stage).
     """
     check_tokens("x", x)
@@ -39,25 +35,21 @@ def block_mean_pool(x: Tensor, blocks: Blocks, backend: str | None = None) -> Te
 def block_mean_and_similarity(
     x: Tensor, blocks: Blocks, *, center: Tensor | None = None, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean of each block over its own tokens, and how alike these tokens are, in one read of x.
+    """Mean and self-similarity of the tokens of each block, in one read of x.
 
-    The similarity is the mean of the cosines of all pairs of a block's tokens, each token with itself included: the
-    squared norm of the mean of its tokens at length 1. 1 where all point one way, 1 / n for n orthogonal ones. A token
-    of zeros has no direction and counts as zeros. Neither result is differentiable.
+    The similarity of a block is the mean cosine over all pairs of its tokens, pairs of a token with itself included,
+    which equals the squared norm of the mean of the normalised tokens. It is 1 where all tokens have one direction and
+    1 / n for n orthogonal tokens. A token of zeros stays zero. Neither result is differentiable.
 
     Args:
         x: `[B, L, H, D]` tokens in block order.
         blocks: partition of the L tokens; ragged blocks divide by their own size.
-        center: floating `[B, H, D]`, subtracted from every token first (SpargeAttn's keys: their mean over the
+        center: float `[B, H, D]`, subtracted from every token first (SpargeAttn subtracts the mean of the keys over the
             sequence); None: zeros.
         backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
 
     Returns:
         Means `[B, N, H, D]` and similarities `[B, N, H]`, fp32 for half-precision x, otherwise x's dtype.
-
-    Raises:
-        ValueError: x is not a 4-dim float tensor, the blocks do not cover its tokens, a center that does not fit, or
-            the backend is unknown or cannot take it.
 
     Source: code of Zhang et al., "SpargeAttention" (arXiv 2502.18137), the self-similarity judge of its section 3.3.
     """

@@ -1,4 +1,4 @@
-"""Registered ops of block pooling. They hold no matmul, so the FLOP counter has nothing to count."""
+"""Registered ops of block pooling. They contain no matmul, so they register no FLOP formula."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def backward(grad: Tensor, blocks: Blocks, num_tokens: int, dtype: torch.dtype) 
 
 
 def mean_and_similarity(x: Tensor, center: Tensor | None, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Means `[B, N, H, D]` and similarities `[B, N, H]` of x `[B, L, H, D]` less its center `[B, H, D]`."""
+    """Means `[B, N, H, D]` and similarities `[B, N, H]` of x `[B, L, H, D]` minus its center `[B, H, D]`."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     x = x if center is None else x - center[:, None]
     length = x.norm(dim=-1, keepdim=True)

@@ -1,8 +1,7 @@
-"""Block means, and similarities, as one streaming pass over the tokens; gradients as one streaming pass of stores.
+"""Block means and similarities in one streaming pass over the tokens; their gradients in one streaming pass of stores.
 
-A program of the means handles one block of tokens and a few heads of one tensor. Its columns are (head, dim) pairs,
-laid out so that one load instruction of its warps is one row of 16-byte accesses: sums over tokens stay inside a
-thread.
+A program of the means handles one block of tokens and a few heads of one tensor. Its columns are (head, dim) pairs, and
+one load instruction of its warps reads one row of 16-byte accesses, so that sums over tokens stay inside a thread.
 
 B batch, L tokens, H heads, D head dim, N blocks.
 """
@@ -23,7 +22,7 @@ from vsa_kernels.launch import launch
 _ROW_BYTES = 1024
 # Rows in flight per thread.
 _BLOCK_T = 8
-# Elements in the registers of the one warp that takes similarities.
+# Elements in the registers of the one warp that computes similarities.
 _TILE = 16 * 128
 
 
@@ -175,7 +174,7 @@ def forward(xs: Sequence[Tensor], offsets: Tensor, max_size: int, min_size: int)
     """Block means of one to three tensors in one launch.
 
     Args:
-        xs: `[B, L, H_i, D]` tokens in fp32, fp16 or bf16, alike in all but their heads and strides.
+        xs: `[B, L, H_i, D]` tokens in fp32, fp16 or bf16; only their heads and strides may differ.
         offsets: int32 `[N + 1]` first token of every block.
         max_size: tokens in the largest block.
         min_size: tokens in the smallest block.
@@ -191,7 +190,7 @@ def forward(xs: Sequence[Tensor], offsets: Tensor, max_size: int, min_size: int)
     means = [x.new_empty((B, N, H, D), dtype=torch.float32) for x, H in zip(xs, heads, strict=True)]
     constants = _tile(max(heads), D, xs[0].dtype)
     num_groups = sum(triton.cdiv(H, constants["HEADS"]) for H in heads)
-    # a place without a tensor has no heads, hence no program
+    # an unused argument has no heads and hence no program
     spare = 3 - len(xs)
     strides = [x.stride()[:3] for x in xs]
     strides += [strides[0]] * spare
@@ -213,11 +212,11 @@ def forward(xs: Sequence[Tensor], offsets: Tensor, max_size: int, min_size: int)
 def mean_and_similarity(
     x: Tensor, center: Tensor | None, offsets: Tensor, max_size: int, min_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Block means, and the squared norm of the mean of a block's tokens at length 1, in one read of the tokens.
+    """Block means, and the squared norm of the mean of a block's normalised tokens, in one read of the tokens.
 
     Args:
         x: `[B, L, H, D]` tokens in fp32, fp16 or bf16.
-        center: fp32 `[B, H, D]`, subtracted from every token first; None: nothing is.
+        center: fp32 `[B, H, D]`, subtracted from every token first; None: zeros.
         offsets: int32 `[N + 1]` first token of every block.
         max_size: tokens in the largest block.
         min_size: tokens in the smallest block.
@@ -230,7 +229,7 @@ def mean_and_similarity(
     N = offsets.shape[0] - 1
     means = x.new_empty((B, N, H, D), dtype=torch.float32)
     similarity = x.new_empty((B, N, H), dtype=torch.float32)
-    # a pointer that is never read stands in for what is absent
+    # a kernel never reads the pointer that replaces an absent center
     middle = means[:, 0] if center is None else center.contiguous()
     block_d = triton.next_power_of_2(D)
     block_t = max(min(triton.next_power_of_2(max_size), _TILE // block_d), 1)
@@ -259,7 +258,7 @@ def mean_and_similarity(
 def backward(
     grad: Tensor, offsets: Tensor, max_size: int, min_size: int, num_tokens: int, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient `[B, L, H, D]` of the tokens: every token's share of its block's.
+    """Gradient `[B, L, H, D]` of the tokens: the gradient of a block mean, divided evenly over the block's tokens.
 
     Args:
         grad: fp32 `[B, N, H, D]` gradient of the means.
@@ -267,7 +266,7 @@ def backward(
         max_size: tokens in the largest block.
         min_size: tokens in the smallest block.
         num_tokens: L.
-        dtype: of the result, fp32, fp16 or bf16.
+        dtype: dtype of the result, fp32, fp16 or bf16.
     """
     grad = grad.contiguous()
     B, N, H, D = grad.shape
@@ -289,7 +288,7 @@ def backward(
 
 
 def _tile(heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    # constants of a launch: as many heads as fill a row of a program, and the warps that read it in one instruction
+    # constants of a launch: the heads that fill a row of a program, and the warps that read it in one instruction
     block_d = triton.next_power_of_2(head_dim)
     fitting = max(_ROW_BYTES // (block_d * dtype.itemsize), 1)
     num = min(triton.next_power_of_2(heads), fitting)

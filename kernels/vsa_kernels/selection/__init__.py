@@ -1,4 +1,4 @@
-"""Which kv blocks each query block keeps."""
+"""Block selection: the kv blocks that each query block attends to, by top-k or by share of the softmax (top-p)."""
 
 from __future__ import annotations
 

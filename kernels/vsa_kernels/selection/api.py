@@ -1,4 +1,4 @@
-"""The public calls of block selection. B batch, H heads, Nq / Nkv query / kv blocks, Kmax list capacity."""
+"""Public interface of block selection. B batch, H heads, Nq / Nkv query / kv blocks, Kmax list capacity."""
 
 from __future__ import annotations
 
@@ -29,26 +29,22 @@ def select_topk(
     always: Tensor | None = None,
     backend: str | None = None,
 ) -> BlockIndex:
-    """The `topk` highest-scoring candidates of each row, and every `always` block on top of them.
+    """Top-k selection: the `topk` highest-scoring candidates of each row, and every `always` block besides.
 
-    Exact and deterministic: equal scores (0.0 and -0.0 are equal) go to the lowest index, NaN ranks below -inf. A
-    row with fewer candidates than `topk` keeps them all. The choice is not differentiable and never waits for the
-    device.
+    Exact and deterministic: of equal scores (0.0 and -0.0 are equal) the lowest index comes first, and NaN ranks below
+    -inf. A row with fewer candidates than `topk` keeps them all. The selection is not differentiable and never waits
+    for the device.
 
     Args:
         scores: `[B, H, Nq, Nkv]` any float dtype.
         topk: blocks to keep per row, at least 1; or int32 `[Nq]`, one count per query block.
-        candidates: bool `[Nq, Nkv]`, blocks that may compete; None: all.
-        always: bool `[Nq, Nkv]`, blocks every row lists whatever their score; they do not compete.
+        candidates: bool `[Nq, Nkv]`, blocks that compete; None: all.
+        always: bool `[Nq, Nkv]`, blocks that a row lists whatever their score; they do not compete.
         backend: `reference`, `triton` (at most 4096 kv blocks) or None (`triton` where it can run, else `reference`).
 
     Returns:
         Ascending index with capacity Kmax = `topk` rounded up to a multiple of 32, at most Nkv (Nkv when `topk` is a
         tensor or `always` is given, so that capacity never depends on values on the device).
-
-    Raises:
-        ValueError: `topk` below 1 (ints only: a tensor is not read), shapes, dtypes or devices that do not fit, or a
-            backend that is unknown or cannot take the scores.
 
     Source: Zhang et al., "VSA: Faster Video Diffusion with Trainable Sparse Attention", section 2 (top-k).
     """
@@ -83,29 +79,28 @@ def select_share(
     always: Tensor | None = None,
     backend: str | None = None,
 ) -> BlockIndex:
-    """The best candidates of each row that hold a share of its softmax (top-p), and every `always` block with them.
+    """Top-p selection: the best candidates of each row that hold a share of its softmax, and every `always` block.
 
-    Exact and deterministic: equal scores (0.0 and -0.0 are equal) go to the lowest index, NaN ranks below -inf, and
-    sums are of the whole units of `weights.py`, the same on every backend and device. A row with any candidate keeps
-    at least its best one; a share of 1 keeps all of them, those without weight too. The choice is not differentiable
-    and never waits for the device.
+    Exact and deterministic: of equal scores (0.0 and -0.0 are equal) the lowest index comes first, NaN ranks below
+    -inf, and weights are summed as the integers of `weights.py`, the same on every backend and device. A row with any
+    candidate keeps at least its best one; a share of 1 keeps all candidates, those of weight 0 too. The selection is
+    not differentiable and never waits for the device.
 
     Args:
         scores: `[B, H, Nq, Nkv]` logits of any float dtype.
-        share: above 0 and at most 1; or floating, one per head `[H]` or per row `[B|1, H|1, Nq|1]`, whose values are
-            not read on the host (above 1 counts as 1; 0, less and NaN keep the best candidate alone).
-        crossing: keep: the smallest set that holds at least the share (FG-Attn, NABLA); drop: the largest set that
-            holds at most the share (SpargeAttn); exceed: the smallest set that holds more than the share (SVG2).
-        candidates: bool, blocks that may compete and make up the softmax; None: all. Broadcasts to the scores.
-        always: bool, blocks every row lists whatever their score; they neither compete nor count. Broadcasts too.
+        share: a number above 0 and at most 1; or a float tensor, one share per head `[H]` or per row
+            `[B|1, H|1, Nq|1]`, whose values are not read on the host (above 1 counts as 1; 0, negative values and NaN
+            keep the best candidate only).
+        crossing: treatment of the entry that reaches the share. keep: the smallest set that holds at least the share
+            (FG-Attn, NABLA); drop: the largest set that holds at most the share (SpargeAttn); exceed: the smallest set
+            that holds more than the share (SVG2).
+        candidates: bool, broadcasts to the scores, blocks that compete and over which the softmax runs; None: all.
+        always: bool, broadcasts to the scores, blocks that a row lists whatever their score; they do not compete and
+            have no part in the softmax.
         backend: `reference`, `triton` (at most 8192 kv blocks) or None (`triton` where it can run, else `reference`).
 
     Returns:
-        Ascending index with capacity Nkv; the host knows no bound of its counts.
-
-    Raises:
-        ValueError: a share that is no share (numbers only), an unknown crossing, shapes, dtypes or devices that do not
-            fit, or a backend that is unknown or cannot take the scores.
+        Ascending index with capacity Nkv; its counts are known on the device only.
 
     Source: Zhang et al., "SpargeAttention" (arXiv 2502.18137), Algorithm 1 (TopCdf, drop); FG-Attn (arXiv 2509.16518),
     section 5.3 (keep); code of Sparse VideoGen 2 (arXiv 2505.18875, exceed).
@@ -128,20 +123,17 @@ def select_share(
 def mean_scores(
     q_mean: Tensor, k_mean: Tensor, *, scale: float | None = None, half: bool = False, backend: str | None = None
 ) -> Tensor:
-    """Logits between block means, for a selection; not differentiable.
+    """Logits between block means that a selection ranks, scale * q_mean k_mean^T; not differentiable.
 
     Args:
-        q_mean: `[B, Nq, H, D]` means of query blocks, fp32 or fp64, as `block_mean_pool` gives them.
-        k_mean: `[B, Nkv, Hkv, D]` of key blocks, H a multiple of Hkv.
-        scale: factor, default D ** -0.5.
-        half: the tokens behind the means are half precision, so that tf32 products are accurate enough (`triton`).
+        q_mean: `[B, Nq, H, D]` means of query blocks, fp32 or fp64, as `block_mean_pool` returns them.
+        k_mean: `[B, Nkv, Hkv, D]` means of key blocks, H a multiple of Hkv.
+        scale: factor of the logits, default D ** -0.5.
+        half: whether the pooled tokens were half precision, so that `triton` may use tf32 products.
         backend: `reference`, `triton` or None (`triton` where it can run, else `reference`).
 
     Returns:
         `[B, H, Nq, Nkv]` in the dtype of the means.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or a backend that is unknown or cannot take the means.
     """
     check_qkv(q_mean, k_mean, k_mean)
     if q_mean.dtype not in (torch.float32, torch.float64):
@@ -159,7 +151,7 @@ def _check_scores(scores: Tensor) -> None:
 
 
 def _by_head(name: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
-    """A mask with the four dims of the scores, 1 where it says the same for all."""
+    """A mask with the four dims of the scores; a dim has size 1 where the mask broadcasts."""
     if mask is None:
         return None
     sizes, wanted = (1,) * (4 - mask.ndim) + tuple(mask.shape), tuple(scores.shape)
@@ -170,7 +162,7 @@ def _by_head(name: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
 
 
 def _by_row(share: Tensor, scores: Tensor) -> Tensor:
-    """Shares fp64 `[B|1, H|1, Nq|1]` from one per head or per row."""
+    """Shares fp64 `[B|1, H|1, Nq|1]` from one share per head or per row."""
     sizes, rows = tuple(share.shape), tuple(scores.shape[:3])
     if len(sizes) == 1:
         sizes = (1, *sizes, 1)
@@ -180,14 +172,14 @@ def _by_row(share: Tensor, scores: Tensor) -> Tensor:
         or any(n not in (1, m) for n, m in zip(sizes, rows, strict=True))
     ):
         raise ValueError(
-            f"share must be a number, or floating {[rows[1]]} or {list(rows)}, got {share.dtype} {list(share.shape)}"
+            f"share must be a number, or a float {[rows[1]]} or {list(rows)}, got {share.dtype} {list(share.shape)}"
         )
     check_device("share", share, "scores", scores)
     return share.detach().double().view(sizes)
 
 
 def _resolve(backend: str | None, scores: Tensor, most: int) -> str:
-    # scores have no head dim to refuse
+    # scores have no head dim that a backend could reject
     chosen, refusal = resolve_plain(backend, scores.device, scores.dtype), unsupported(scores, most)
     if refusal is not None and backend == "triton":
         raise ValueError(f"backend triton {refusal}")
@@ -195,5 +187,5 @@ def _resolve(backend: str | None, scores: Tensor, most: int) -> str:
 
 
 def list_capacity(topk: int, num_kv: int) -> int:
-    """Kmax of a list of topk blocks: steps of 32, so that an annealed top-k changes shapes rarely; at most num_kv."""
+    """Kmax of lists of topk blocks: a multiple of 32, so that an annealed top-k rarely changes shapes, up to num_kv."""
     return min((topk + _CAPACITY_STEP - 1) // _CAPACITY_STEP * _CAPACITY_STEP, num_kv)

@@ -1,4 +1,4 @@
-"""Registered ops of block selection: scores of means, and lists. They have no gradient."""
+"""Registered ops of block selection, none of them differentiable: scores of block means, top-k and top-p lists."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vsa_kernels.selection import reference
 from vsa_kernels.selection.weights import Crossing
 
 MAX_COLUMNS = 4096
-"""Kv blocks up to which `triton` selects by count: it holds a row in registers."""
+"""Most kv blocks for which `triton` selects by top-k: it holds a row in registers."""
 MAX_SHARE_COLUMNS = 8192
-"""The same by share, where it takes more warps."""
+"""Most kv blocks for which `triton` selects by share, with more warps per row."""
 
 
 def unsupported(scores: Tensor, most: int = MAX_COLUMNS) -> str | None:
-    """Why the backend `triton` cannot take these scores in rows of at most so many; None when it can."""
+    """Reason why the backend `triton`, limited to rows of `most` kv blocks, cannot take these scores; None: it can."""
     if scores.dtype == torch.float64:
         return "takes no float64 scores"
     if scores.shape[-1] > most:

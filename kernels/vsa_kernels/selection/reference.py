@@ -1,4 +1,4 @@
-"""Exact selection, by count or by share, by a stable sort of total-order integer keys."""
+"""Reference of block selection, by top-k or by share: a stable sort of integer keys in a total order."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def select(
     keys = order_keys(scores)
     keys = keys.masked_fill(~compete, torch.iinfo(keys.dtype).min)
     ranking = _ranking(keys)
-    # of which just one is given
+    # exactly one of topk and topk_per_row is not None
     limit = compete.sum(-1).clamp(max=topk_per_row if topk is None else topk)
-    # rank of a slot below the row's limit: that block is kept
+    # a block is kept when its rank is below the limit of its row
     slot = torch.arange(scores.shape[-1], device=scores.device)
     kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ranking, (slot < limit[:, None]).expand_as(ranking))
     if always is not None:
@@ -48,7 +48,7 @@ def select_share(
     keys = order_keys(scores)
     ranking = _ranking(keys.masked_fill(~compete, torch.iinfo(keys.dtype).min))
     inside = within_share(weight_units(scores, compete).gather(-1, ranking), shares[..., None], crossing)
-    # at least the best
+    # a row keeps at least its best block
     inside[..., 0] = True
     kept = torch.zeros_like(inside).scatter_(-1, ranking, inside) & compete
     return _lists(kept if always is None else kept | always, scores.shape[-1])
@@ -67,7 +67,7 @@ def _lists(kept: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def order_keys(scores: Tensor) -> Tensor:
-    """Integers in the order of the scores: NaN below -inf, -0.0 equal to 0.0, the smallest integer unused."""
+    """Integer keys in the order of the scores: NaN below -inf, -0.0 equal to 0.0; the smallest integer is not used."""
     # adding 0 turns -0.0 into 0.0
     x = (scores if scores.dtype == torch.float64 else scores.float()) + 0.0
     bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)

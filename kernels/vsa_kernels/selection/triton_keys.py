@@ -1,4 +1,4 @@
-"""Scores as integers of the same order, which a threshold can be found among by halving."""
+"""Order-preserving integer keys of scores, among which a bisection finds a threshold."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ def scores(q_mean: Tensor, k_mean: Tensor, scale: float, first: int, count: int,
     Args:
         q_mean: fp32 `[B, Nq, H, D]` contiguous.
         k_mean: fp32 `[B, Nkv, Hkv, D]` contiguous, H a multiple of Hkv.
-        scale: factor.
-        first: pair to begin with.
-        count: pairs.
-        precision: of the products: ieee, or tf32 where the tokens behind the means are half precision.
+        scale: factor of the logits.
+        first: first pair.
+        count: number of pairs.
+        precision: precision of the products: ieee, or tf32 where the pooled tokens were half precision.
 
     Returns:
         fp32 `[count, Nq, Nkv]`.

@@ -1,8 +1,8 @@
-"""Exact top-p of a row in registers, written as a sorted list: no sort, no cumulative sum of sorted weights.
+"""Exact top-p of a row in registers, written as a sorted list, without a sort or a cumulative sum of sorted weights.
 
-One or a few warps handle one row. Scores become unsigned keys of the same order and, by `weights.py`, whole units of
-weight. Interpolation finds the key at which the sum of the units of all keys above passes the share; ties of that key
-follow by their column, and a prefix sum gives every kept block its place in the list.
+One or a few warps handle one row. Scores become order-preserving unsigned keys and integer weights as in `weights.py`.
+Interpolation finds the key at which the sum of the weights of all keys above passes the share. Ties of that key are
+kept in the order of their columns, and a prefix sum gives every kept block its position in the list.
 
 B batch, H heads, Nq / Nkv query / kv blocks.
 """
@@ -26,16 +26,16 @@ _SCALE = tl.constexpr(2.0**weights.DIFFERENCE_BITS)
 _DIFFERENCE_BITS = tl.constexpr(weights.DIFFERENCE_BITS)
 _LOG2_E = tl.constexpr(weights.LOG2_E)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = (tl.constexpr(c) for c in weights.POWER)
-# A difference without weight whose exponent, 25.97, is below the 26 at which shifts of 32 bits would end.
+# A difference whose weight is 0. Its binary exponent, 25.97, is still below 26, the limit of the 32-bit shifts.
 _WEIGHTLESS = tl.constexpr(18.0)
-# Bits by which the units of a row of `MAX_SHARE_COLUMNS` can exceed 30: all of them the largest, 2^24.
+# Most bits beyond 30 in the sum of a row of `MAX_SHARE_COLUMNS`: when every weight is the largest, 2^24.
 _EXCESS_BITS = tl.constexpr(8)
-# Keys: 0 does not compete, 1 is NaN, the last one is listed whatever its score; values lie between.
+# Special keys: 0 does not compete, 1 is NaN, the last key is listed whatever its score; all other scores lie between.
 _NAN = tl.constexpr(1)
 _FORCED = tl.constexpr(0xFFFFFFFF)
-# Entries between the two thresholds, at most, from which on they are taken one by one.
+# Once at most this many entries are left between the two thresholds, they are taken one by one.
 _FEW = tl.constexpr(3)
-# Of the distance between two thresholds, how near to one of them the next may lie.
+# Smallest distance of the next threshold to either of the two, as a fraction of their distance.
 _NEAREST = tl.constexpr(1 / 64)
 
 
@@ -201,16 +201,16 @@ def _share_kernel(
 def select(
     scores: Tensor, shares: Tensor, crossing: Crossing, candidates: Tensor | None, always: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Sorted lists of the blocks that hold a share of each row, equal to `selection.reference` up to every row's count.
+    """Sorted lists of the blocks that hold a share of each row; up to the counts they equal `selection.reference`.
 
     Entries past the count are 0. fp64 scores and rows of more than `MAX_SHARE_COLUMNS` blocks take the reference.
 
     Args:
         scores: `[B, H, Nq, Nkv]` logits.
         shares: fp64 `[B|1, H|1, Nq|1]`.
-        crossing: what happens to the entry that reaches the share.
+        crossing: treatment of the entry that reaches the share, see `weights.Crossing`.
         candidates: bool `[B|1, H|1, Nq|1, Nkv|1]`, blocks that compete; None: all.
-        always: bool of such a shape, blocks on top of them; None: none.
+        always: bool of such a shape, blocks listed whatever their score; None: none.
 
     Returns:
         int32 indices `[B, H, Nq, Nkv]` and counts `[B, H, Nq]`.
@@ -223,7 +223,7 @@ def select(
     indices = scores.new_empty((B, H, Nq, Nkv), dtype=torch.int32)
     counts = scores.new_empty((B, H, Nq), dtype=torch.int32)
     shares = shares.expand(scores.shape[:3])
-    # a pointer that is never read stands in for what is absent
+    # the kernel never reads the pointer that replaces an absent mask
     allowed, forced = (indices if x is None else _mask(x, scores) for x in (candidates, always))
     launch(
         _share_kernel,
@@ -250,17 +250,17 @@ def select(
 
 
 def _mask(mask: Tensor, scores: Tensor) -> Tensor:
-    # rows are read in whole words; what is copied is as small as the mask
+    # the kernel reads rows with stride 1 or 0; a copy is as small as the mask
     mask = mask if mask.stride(-1) <= 1 else mask.contiguous()
     return mask.expand(scores.shape).view(torch.uint8)
 
 
 def _tile(num_kv: int) -> dict[str, Any]:
-    # constants of a launch; a key and its units are two registers. Halvings of the range of values leave about one
-    # score, before those of the keys that are there
+    # constants of a launch; a key and its weight take two registers. Steps over the range of values leave about one
+    # score, before the steps over the keys begin
     width = max(triton.next_power_of_2(num_kv), 32)
-    # more rows at once hide what each waits for: few registers, and 16 entries a thread up to where barriers between
-    # warps cost more (measured on an H200)
+    # more rows at a time hide the waits of each, so registers are kept few: 16 entries per thread, until barriers
+    # between more warps would cost more than they save (measured on an H200)
     warps = min(max(width // 512, 1), 4 if width < 8192 else 8)
     return {
         "BLOCK": width,

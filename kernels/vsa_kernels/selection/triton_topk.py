@@ -1,10 +1,10 @@
-"""Exact top-k of a row in registers, written as a sorted list: no mask, no sort, no second pass over memory.
+"""Exact top-k of a row in registers, written as a sorted list, without a mask, a sort or a second pass over memory.
 
-One warp handles one row. Scores become unsigned keys of the same order; a bisection on the keys finds the threshold
-that splits the row into kept and dropped blocks, and a prefix sum gives every kept block its place in the list.
+One warp handles one row. Scores become order-preserving unsigned keys; a bisection on the keys finds the threshold that
+splits the row into kept and dropped blocks, and a prefix sum gives every kept block its position in the list.
 
 A row is held as one or two tiles whose widths are powers of two (1200 columns: 1024 and 256), since the padding of a
-single tile would cost as much as columns do. B batch, H heads, Nq / Nkv query / kv blocks.
+single tile would cost as much as real columns. B batch, H heads, Nq / Nkv query / kv blocks.
 """
 
 from __future__ import annotations
@@ -184,16 +184,16 @@ def select(
     always: Tensor | None,
     capacity: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sorted lists of each row's best blocks, equal to `selection.reference` up to every row's count.
+    """Sorted lists of each row's best blocks; up to the counts they equal `selection.reference`.
 
     Entries past the count are 0. fp64 scores and rows of more than `MAX_COLUMNS` blocks take the reference.
 
     Args:
         scores: `[B, H, Nq, Nkv]`.
-        topk: blocks to keep per row, None when `topk_per_row` says it.
+        topk: blocks to keep per row, None with `topk_per_row`.
         topk_per_row: int `[Nq]`.
         candidates: bool `[Nq, Nkv]`, blocks that compete; None: all.
-        always: bool `[Nq, Nkv]`, blocks on top of the best; None: none.
+        always: bool `[Nq, Nkv]`, blocks listed whatever their score; None: none.
         capacity: length of a list.
 
     Returns:
@@ -206,7 +206,7 @@ def select(
     B, H, Nq, Nkv = scores.shape
     indices = scores.new_empty((B, H, Nq, capacity), dtype=torch.int32)
     counts = scores.new_empty((B, H, Nq), dtype=torch.int32)
-    # a pointer that is never read stands in for what is absent
+    # the kernel never reads the pointer that replaces an absent mask
     allowed, forced = (counts if x is None else x.contiguous().view(torch.uint8) for x in (candidates, always))
     launch(
         _topk_kernel,
@@ -232,7 +232,7 @@ def select(
 
 
 def _tile(num_kv: int) -> dict[str, Any]:
-    # constants of a launch: two tiles where they are narrower together than one; a thread has at least one column
+    # constants of a launch: two tiles where their total width is below that of one; a thread has at least one column
     whole = max(triton.next_power_of_2(num_kv), 32)
     rest = max(triton.next_power_of_2(num_kv - whole // 2), 32)
     split = rest < whole // 2
@@ -241,6 +241,6 @@ def _tile(num_kv: int) -> dict[str, Any]:
         "BLOCK_A": whole // 2 if split else whole,
         "BLOCK_B": rest if split else 0,
         "BLOCK_TAIL": 128,
-        # one warp needs no barriers, but has no registers for more columns
+        # one warp needs no barriers, but lacks the registers for wider rows
         "num_warps": 1 if width <= 1536 else 2 if width <= 3072 else 4,
     }

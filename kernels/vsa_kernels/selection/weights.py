@@ -1,13 +1,13 @@
-"""The weight of an entry in the softmax of its row, in whole units: what a share (top-p) is counted in.
+"""Integer softmax weights of a row, in which a share (top-p) is measured.
 
-Everything behind the difference of a score to the row's largest is integer arithmetic, so that every backend and every
-device counts the same units, and sums of them do not depend on an order. Rounded are
+After the difference of a score to the largest of its row, all arithmetic is on integers, so that every backend and
+device gets the same weights, and their sums do not depend on the order. These values are rounded:
 
-- the difference, in the scores' dtype (at least fp32), then towards 0 to a multiple of 2^-26;
-- the weight `exp(score - largest)`, to the nearest unit of 2^-24 (its exponential is right to 2^-29), so that an
-  entry more than 17.3 below the largest has no weight;
-- the units of a row whose sum would need 31 bits, all of them, to the nearest multiple of the power of two that the
-  sum calls for: a unit is then still below 2^-29 of the row.
+- the difference, computed in the scores' dtype (at least fp32), towards 0 to a multiple of 2^-26;
+- the weight `exp(score - largest)`, to the nearest unit of 2^-24 (the exponential is exact to 2^-29), so that an
+  entry more than 17.3 below the largest has weight 0;
+- all weights of a row whose sum would need 31 bits, to the nearest multiple of the power of two that makes the sum
+  fit: a unit is then still below 2^-29 of the row.
 
 B batch, H heads, Nq / Nkv query / kv blocks.
 """
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 Crossing = Literal["keep", "drop", "exceed"]
-"""Which entries hold a share of their row: the smallest set whose sum is at least the share (keep), the largest whose
-sum is at most the share (drop), or the smallest whose sum is above it (exceed)."""
+"""Set of entries that holds a share of its row: the smallest whose sum is at least the share (keep), the largest whose
+sum is at most the share (drop), or the smallest whose sum is above the share (exceed)."""
 CROSSINGS = get_args(Crossing)
 
 DIFFERENCE_BITS = 26
-"""Of the fraction of a difference of two scores."""
+"""Bits of the fraction of a difference of two scores."""
 FARTHEST = 20.0
-"""Difference behind which nothing has weight, so that differences fit 31 bits."""
+"""Difference beyond which every weight is 0, so that differences fit 31 bits."""
 LOG2_E = 3098164009
 """log2(e) in units of 2^-31."""
 POWER = (2147483645, 1488521945, 515877823, 119165869, 20572593, 2739202, 234782)
@@ -37,18 +37,19 @@ alternate."""
 
 
 def weight_units(scores: Tensor, compete: Tensor) -> Tensor:
-    """int64 weights `[B, H, Nq, Nkv]` of the scores in units that all entries of a row share.
+    """Integer softmax weights int64 `[B, H, Nq, Nkv]` of the scores, in one unit per row.
 
-    0 for entries that do not compete, for NaN and for -inf. Infinite scores share the row.
+    The weight is 0 for entries that do not compete, for NaN and for -inf. Where scores are +inf, only these have
+    weight, all the same.
 
     Args:
         scores: `[B, H, Nq, Nkv]` logits of any float dtype.
-        compete: bool, broadcastable to the scores; the others have no weight.
+        compete: bool, broadcasts to the scores, entries of the softmax; the others have weight 0.
     """
     logits = (scores if scores.dtype == torch.float64 else scores.float()).masked_fill(~compete, -math.inf)
     logits = logits.masked_fill(logits.isnan(), -math.inf)
     largest = logits.amax(-1, keepdim=True)
-    # infinities have no difference
+    # inf - inf is NaN: the largest entries differ by 0 from themselves
     below = (largest - logits).masked_fill(logits == largest, 0).clamp(max=FARTHEST)
     exponent = ((below * 2**DIFFERENCE_BITS).long() * LOG2_E) >> 31
     fraction = (exponent << 6) & 0xFFFFFFFF
@@ -70,14 +71,14 @@ def _excess_bits(units: Tensor) -> Tensor:
 
 
 def within_share(ranked: Tensor, shares: Tensor | float, crossing: Crossing) -> Tensor:
-    """Bool mask of the first entries of each row that hold a share of it; all of them for a share of 1 or more.
+    """Bool mask of the first entries of each row that hold a share of its weight; all entries for a share of 1 or more.
 
-    A row without any weight holds no share of it: of a share below 1 nothing is kept.
+    A row whose weights are all 0 keeps nothing for a share below 1.
 
     Args:
         ranked: integer weights `[..., Nkv]`, not negative, best entries first.
         shares: a number, or fp64 that broadcasts to `[..., 1]`.
-        crossing: what happens to the entry that reaches the share.
+        crossing: treatment of the entry that reaches the share, see `Crossing`.
     """
     reached = ranked.cumsum(-1)
     total = reached[..., -1:]

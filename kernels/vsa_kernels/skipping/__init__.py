@@ -1,4 +1,4 @@
-"""Block-sparse attention that leaves out products with values that weigh next to nothing."""
+"""Block-sparse attention that skips value products of negligible weight: the second stage of SpargeAttn."""
 
 from __future__ import annotations
 

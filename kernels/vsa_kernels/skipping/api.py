@@ -1,4 +1,4 @@
-"""The public call of attention that skips: checks, defaults, then the registered op.
+"""Public interface of skipping attention: checks, defaults, then the registered op.
 
 B batch, L / S query / kv tokens, H / Hkv query / kv heads, D head dim, Nq / Nkv query / kv blocks.
 """
@@ -17,7 +17,7 @@ from vsa_kernels.modes import lowered, refuse_forward_mode
 from vsa_kernels.skipping.op import skipping_fwd
 
 MAX_BLOCK = 128
-"""Tokens of a block that the Triton kernel takes."""
+"""Most tokens of a block that the Triton kernel takes."""
 
 
 def skipping_attn(
@@ -34,12 +34,12 @@ def skipping_attn(
     scale: float | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`block_sparse_attn` whose online softmax skips products with values: SpargeAttn's second stage; no gradient.
+    """Block-sparse attention whose online softmax skips value products: SpargeAttn's second stage; forward only.
 
-    A query block walks its list in order. With m the row's largest logit so far, this block included, and m' that of
-    this block alone, a slice of rows skips the block's values when max over the rows of (m' - m) is below the head's
-    threshold: all its weights are then at most exp(threshold) of the row's largest. Rows without a skip are exact, up
-    to what others of the sum lack.
+    A query block processes its list in order. Let m be the largest logit of a row up to and including this kv block,
+    and m' the largest within this kv block. A slice of rows skips the product with the block's values where
+    max over its rows of (m' - m) is below the head's threshold: the skipped weights are then at most exp(threshold)
+    times the row's largest. Slices that skip nothing are exact.
 
     Args:
         q: `[B, L, H, D]` queries.
@@ -48,19 +48,16 @@ def skipping_attn(
         index: kv blocks of each query block, without fine masks.
         q_blocks: partition of the L query tokens.
         kv_blocks: partition of the S kv tokens.
-        thresholds: float `[H]`, at most 0, in natural logarithms (lambda); -inf skips nothing.
-        slice_rows: rows of a slice, the first ones of a block and so on; a warp of the paper's kernel has 32 of 128.
-        keeps_sum: whether the weights that are skipped stay in the denominator (the paper), or not (its code).
+        thresholds: float `[H]`, at most 0, in natural logarithms (the paper's lambda); -inf skips nothing.
+        slice_rows: consecutive rows of a block that skip together; a warp of the paper's kernel has 32 of 128.
+        keeps_sum: whether skipped weights stay in the softmax denominator (the paper) or not (its code).
         scale: factor of the logits, default D ** -0.5.
         backend: `reference`, `triton` (blocks of at most 128 tokens, slices of a power of two) or None (`triton` where
             it can run).
 
     Returns:
-        out `[B, L, H, D]` in q's dtype, and int32 `[B, H, Nq]`: how often a slice of the block skipped a kv block, of
-        its listed blocks times its slices.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or the backend do not fit, or the index has fine masks.
+        out `[B, L, H, D]` in q's dtype, and the number of skipped (slice, kv block) pairs of each query block, int32
+        `[B, H, Nq]`.
 
     Source: SpargeAttn (arXiv 2502.18137), Algorithm 1, lines 12 to 16.
     """

@@ -1,4 +1,4 @@
-"""The registered op of attention that skips: fake and FLOP formula around the backends; it has no gradient."""
+"""Registered op of skipping attention (forward only): fake and FLOP formula around the backends."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _fwd_flops(
     q_shape: Any, k_shape: Any, v_shape: Any, lists: Any, counts: Any, max_blocks: Any, q_offsets: Any, q_max: Any,
     q_min: Any, kv_offsets: Any, *args: Any, out_shape: Any = None, **_: Any,
 ) -> int:  # fmt: skip
-    # nothing is skipped as far as the host knows
+    # counted without skips, which the host does not know
     B, L, H, D = q_shape
     listed = lists[-1] if max_blocks is None else max_blocks
     return 4 * B * H * L * D * listed * k_shape[1] // (kv_offsets[0] - 1)

@@ -1,4 +1,4 @@
-"""The online softmax that skips, block after block, in plain tensor code and any float dtype."""
+"""Reference of skipping attention: the online softmax block after block, in plain tensor code and any float dtype."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def forward(
         local = logits.amax(-1)
         new = torch.maximum(top, local)
         gaps = _slices((local - new).masked_fill(~exists, -torch.inf), slice_rows).amax(-1)
-        # a slice past the end of its block is none
+        # a slice past the end of its block has no rows and skips nothing
         skip = (gaps < bars) & (gaps > -torch.inf) & listed[..., None]
         kept = ~skip.repeat_interleave(slice_rows, dim=-1)[..., : rows.shape[3], None]
         p = (logits - new[..., None]).exp()
@@ -66,5 +66,5 @@ def _by_head(x: Tensor, blocks: Blocks) -> Tensor:
 
 
 def _slices(x: Tensor, slice_rows: int) -> Tensor:
-    """`[..., slices, slice_rows]` of x `[..., rows]`, the last one filled up with -inf."""
+    """x `[..., rows]` as `[..., slices, slice_rows]`, the last slice padded with -inf."""
     return F.pad(x, (0, -x.shape[-1] % slice_rows), value=-torch.inf).unflatten(-1, (-1, slice_rows))

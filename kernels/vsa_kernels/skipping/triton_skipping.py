@@ -1,7 +1,7 @@
-"""Forward kernel of attention that skips: one program per query block, one whole kv block a turn.
+"""Forward kernel of skipping attention: one program per query block, one whole kv block per step.
 
-A turn decides for all slices of its rows at once and leaves out the values' load and product where every slice skips;
-where some do, their weights are 0.
+A step decides for all slices of its rows. Where every slice skips, the load of the values and their product are left
+out; where only some do, the weights of these are set to 0.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv blocks, Kmax list capacity.
 """
@@ -98,7 +98,7 @@ def forward(
     mask = BlockMask(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=None)
     lists, list_at = lists_of(mask)
     sizes = [(x.num, x.max_size, x.min_size) for x in (q_blocks, kv_blocks)]
-    # whole blocks: what is skipped is a block, not a part of one
+    # tiles of whole blocks, since a slice skips a block and not a part of it
     whole = [max(16, triton.next_power_of_2(largest)) for _, largest, _ in sizes]
     rows, columns = Tiles.of(sizes[0], L, whole[0]), Tiles.of(sizes[1], k.shape[1], whole[1])
     block_m = max(rows.block, slice_rows)
