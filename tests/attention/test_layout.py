@@ -375,7 +375,7 @@ def test_build_is_cached_immutable_and_usable_in_training():
     [
         (lambda: Segment((0, 2, 2)), r"grid_thw must be three positive sizes, got \(0, 2, 2\)"),
         (lambda: Segment((1, 2, 2), "audio"), "kind must be video, image, text or cond, got 'audio'"),
-        (lambda: Segment((1, 2, 2), "text"), r"text segment has grid \(1, 1, n\), got \(1, 2, 2\)"),
+        (lambda: Segment((1, 2, 2), "text"), r"grid_thw of a text segment must be \(1, 1, n\), got \(1, 2, 2\)"),
         (lambda: TileLayout.build([], tile_thw=None), "at least one segment"),
         (lambda: TileLayout.build([Segment((1, 1, 2), "text")], tile_thw=None), "at least one video or image"),
         (lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=(4, 0, 4)), r"got \(4, 0, 4\)"),
@@ -390,11 +390,11 @@ def test_build_is_cached_immutable_and_usable_in_training():
         ),
         (
             lambda: TileLayout.build([Segment((1, 2, 2))], tile_thw=None, more_tiles=[(1, 2, 2)]),
-            r"tiles of several sizes need a tile_thw, got None beside \(\(1, 2, 2\),\)",
+            r"tiles of several sizes need a tile_thw, got None with \(\(1, 2, 2\),\)",
         ),
         (
             lambda: TileLayout.build([Segment((1, 2, 2), sample=n) for n in (0, 1, 0)], tile_thw=None),
-            r"must stand together, got samples \[0, 1, 0\]",
+            r"must be adjacent, got samples \[0, 1, 0\]",
         ),
     ],
 )

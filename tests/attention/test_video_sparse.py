@@ -520,7 +520,7 @@ def test_changing_topk_does_not_recompile():
         (lambda: run_layer(make_method(), make_method().layout(TEXT), make_inputs(122), 0), "at least 1, got 0"),
         (
             lambda: make_method().attend(*make_inputs(4)[:3], AttnContext(layout=make_method().layout(SINGLE), topk=1)),
-            "layout has 105 tokens, q has 4",
+            "q must have the 105 tokens of the layout, got 4",
         ),
     ],
 )

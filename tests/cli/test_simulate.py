@@ -35,7 +35,7 @@ def test_a_sweep(rows):
     _, cells, below = rows(*SETTING, *TILES, "--sweep")
     assert cells[0][:5] == ["1x1x1", "275", "171.6", "900", "3.27x"]
     assert cells[-1] == ["16x8x8", "81", "81.0", "900", "11.11x", "11.11x", "11.11x", "none"]
-    assert below == [f"{len(cells)} of 10368 strides: the others are coarser than one of these and no faster"]
+    assert below == [f"{len(cells)} of 10368 strides: each other one is coarser than one here and no faster"]
 
 
 def test_tilings_and_windows_reach_the_simulator(rows):
@@ -65,7 +65,10 @@ def test_without_tiles_the_best_one(rows):
             "dilation 2 of time does not fit: window 18 * 2 is above its 30 tokens",
         ),
         ((*SETTING, *TILES[:-2], "0", "8"), "kv_tile of height must be at least 1, got 0"),
-        ((*SETTING, "--stride", "1", "8", "8", "--sweep"), "leave out --stride 1 8 8 or --sweep"),
+        (
+            (*SETTING, "--stride", "1", "8", "8", "--sweep"),
+            "expected one of --sweep and --stride, got both (--stride 1 8 8)",
+        ),
         ((*SETTING, "--dense-steps", "15"), "need an --attention-share"),
         ((*SETTING, *END[:3], "10", *END[4:]), "got 15 of 10"),
         ((*SETTING, *END[:2], "--steps", "0"), "steps at least 1, got 0 of 0"),

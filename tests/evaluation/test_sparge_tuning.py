@@ -151,7 +151,7 @@ def test_a_model_is_tuned_on_what_it_sees(tiny_run_dir, tmp_path, command_line):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda x: replace(x, q=x.q * math.nan), "layer 1: head 0: its q, k, v or its attention hold NaN"),
+        (lambda x: replace(x, q=x.q * math.nan), "layer 1: head 0: q, k, v or the attention output contain NaN"),
         (lambda x: replace(x, q=x.q[:, :, :2], k=x.k[:, :, :2], v=x.v[:, :, :2]), "layer 1 have heads and head dims"),
         (lambda x: replace(x, k=x.k[..., :3]), "layer 1 have heads and head dims [(4, 5), (4, 3), (4, 5)]"),
     ],

@@ -1,4 +1,4 @@
-"""The contract every attention method fulfils.
+"""Base class of the attention methods.
 
 B batch, L tokens (tile-major), H heads, D head dim, C = H * D model width.
 """
@@ -23,8 +23,9 @@ from vsa.settings import arguments_of
 class AttentionMethod(nn.Module):
     """Self-attention of one layer, between the qk-norm and the output projection.
 
-    Three parts, so that sequence parallelism can put its all-to-alls between them: `project` makes per-token
-    tensors that stay local, `attend` sees the whole sequence for some heads, `combine` makes the output.
+    A method has three parts, so that sequence parallelism can put its all-to-alls between them: `project` computes
+    per-token tensors that stay local, `attend` handles the whole sequence for some heads, `combine` computes the
+    output.
 
     A method's own parameters live in `extra_modules()`; the block registers these under their names
     (`blocks.N.to_gate_compress`), so a dense checkpoint's keys stay a subset of a sparse one's.
@@ -37,27 +38,26 @@ class AttentionMethod(nn.Module):
     """
 
     selects = False
-    """Whether query tiles select kv tiles, so that a top-k has a meaning."""
+    """Whether query tiles select kv tiles by a top-k."""
 
     predicts = False
-    """Whether the tiles that it visits follow from q and k by another rule than a top-k; they can be kept all the same
-    (`AttnContext.select`)."""
+    """Whether another rule than a top-k selects kv tiles from q and k; `AttnContext.select` can reuse the selection."""
 
     def __init__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int = 0):
         super().__init__()
         self.dim, self.num_heads, self.head_dim, self.layer_idx = dim, num_heads, head_dim, layer_idx
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's settings without those of a layer and the backend, as JSON has them: what makes it anew."""
+        """Constructor settings as JSON values, without those of a layer and the backend; they rebuild the method."""
         return json.loads(json.dumps({name: self.setting(name) for name in own_settings(type(self))}))
 
     def setting(self, name: str) -> Any:
-        """One of them."""
+        """One of the settings."""
         return getattr(self, name)
 
     @classmethod
     def selection_with(cls, settings: Mapping[str, Any]) -> tuple[bool, bool]:
-        """`selects` and `predicts` of a method with these settings."""
+        """The flags `selects` and `predicts` of a method with these settings."""
         return cls.selects, cls.predicts
 
     @classmethod
@@ -65,17 +65,17 @@ class AttentionMethod(nn.Module):
         """Raise ValueError when a method with these settings cannot run on a token grid."""
 
     def extra_modules(self) -> dict[str, nn.Module]:
-        """Modules with this method's parameters, by the name the block registers them under."""
+        """Modules with the method's parameters, by the names under which the block registers them."""
         return {}
 
     def reset_extra_parameters(self) -> None:
-        """Put the extra modules at their documented start, after the model initialised every linear layer."""
+        """Initialise the extra modules as documented, after the model has initialised every linear layer."""
 
     def check_model(self, num_layers: int) -> None:
-        """Raise ValueError where the method has settings of another model; called when a model is built."""
+        """Raise ValueError where the settings are for another model; called when a model is built."""
 
     def layout(self, segments: Sequence[Segment], device) -> TileLayout:
-        """The token order and tiles this method wants for a row of segments."""
+        """The token order and tiles of this method for a row of segments."""
         raise NotImplementedError
 
     def project(self, x: Tensor) -> dict[str, Tensor]:
@@ -83,17 +83,17 @@ class AttentionMethod(nn.Module):
         return {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """Output `[B, L, H, D]` of the layer: what callers outside of a method ask for.
+        """Output `[B, L, H, D]` of the layer, for callers outside of the method.
 
-        In a dense layer of a denoising (`AttnContext.dense`) a method that selects keeps all tiles, with the gates it
-        has, and every other one gives way to dense attention.
+        In a dense layer of a denoising (`AttnContext.dense`) a method that selects keeps all tiles and its gates; any
+        other method is replaced by `attend_dense`.
         """
         if ctx.dense and not self.selects:
             return self.attend_dense(q, k, v, extra, ctx)
         return self.attend_combine(q, k, v, extra, ctx)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """What stands in for a method that selects nothing in a dense layer: dense attention inside each sample."""
+        """Output of a dense layer for a method that selects nothing: dense attention inside each sample."""
         return dense_attn_per_sample(q, k, v, ctx.layout)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
@@ -109,8 +109,8 @@ class AttentionMethod(nn.Module):
         return self.combine(self.attend(q, k, v, ctx), extra, ctx)
 
     def sees(self, tokens: Tensor, layout: TileLayout) -> Tensor | None:
-        """bool `[n, L]`, which keys some query tokens (int64 `[n]`, the layout's order) attend to, where groups of
-        tokens and no lists of tiles say so; None: what the method records says it."""
+        """Keys that query tokens (int64 `[n]`, in the layout's order) attend to, bool `[n, L]`, for a method without
+        lists of tiles; None: the recorded index has them."""
         return None
 
     def pairs(self, layout: TileLayout, topk: int) -> float:
@@ -119,23 +119,19 @@ class AttentionMethod(nn.Module):
 
 
 def own_settings(method: type[AttentionMethod]) -> tuple[str, ...]:
-    """Names of a method's own constructor arguments: without those of a layer and the backend."""
+    """Names of a method's own constructor arguments, without those of a layer and the backend."""
     shared = {*arguments_of(AttentionMethod), "backend"}
     return tuple(name for name in arguments_of(method) if name not in shared)
 
 
 def required_settings(method: type[AttentionMethod]) -> tuple[str, ...]:
-    """Those of them that have no default."""
+    """Names of a method's own constructor arguments that have no default."""
     arguments = arguments_of(method)
     return tuple(name for name in own_settings(method) if arguments[name].default is inspect.Parameter.empty)
 
 
 def trains(name: str, allowed: bool, *tensors: Tensor) -> bool:
-    """Whether gradients are asked for, of a method whose mask is a constant to them.
-
-    Raises:
-        ValueError: they are, and the method has not been allowed to.
-    """
+    """Whether gradients flow through a training-free method; ValueError where the method does not allow them."""
     asked = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if asked and not allowed:
         raise ValueError(

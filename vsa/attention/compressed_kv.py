@@ -1,4 +1,4 @@
-"""Attention of every token to pooled keys and values. B batch, L tokens, N tiles, H heads, D head dim."""
+"""Attention to compressed keys and values, one per tile. B batch, L tokens, N tiles, H heads, D head dim."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vsa.settings import AtLeastOne, checked
 
 @checked
 class CompressedKV(AttentionMethod):
-    """Softmax attention to the mean key and mean value of each tile, `softmax(q km^T / sqrt(D)) vm`; no `topk`.
+    """Softmax attention to the mean key km and mean value vm of each tile, `softmax(q km^T / sqrt(D)) vm`; no `topk`.
 
-    A tile has one vote whatever its size, as everywhere in VSA's coarse stage.
+    A tile counts as one key whatever its size, as in VSA's coarse stage.
 
     Args:
-        pool_thw: tokens of a tile along time, height, width.
+        pool_thw: tokens per tile along time, height, width.
         **layer: see `AttentionMethod`.
 
     Source: baseline of the VSA paper, Table 1(a), with tiles of 2 x 2 x 2.

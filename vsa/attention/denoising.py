@@ -1,8 +1,7 @@
-"""How attention runs over a denoising: dense first steps and layers, budgets by progress and by step, kept selections.
+"""Denoising plans: dense first steps and layers, budgets by progress and by step, and reuse of selections.
 
-A denoising has steps, counted from 0, and a progress, `(1000 - timestep) / 1000`: 0 is pure noise, 1 is clean. A
-step may take several passes of the network (classifier-free guidance: the conditional one, then the unconditional
-one).
+A denoising has steps, counted from 0, and a progress, `(1000 - timestep) / 1000`: 0 is pure noise, 1 is clean. A step
+may need several passes of the network (classifier-free guidance: the conditional pass, then the unconditional one).
 
 B samples.
 """
@@ -21,27 +20,27 @@ from torch import Tensor
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 
 Row = int | tuple[int, ...]
-"""Kv tiles per query tile, of all layers or of each."""
+"""Kv tiles per query tile: one number for all layers, or one per layer."""
 
 
 def progress_of(timestep: float) -> float:
     """Denoising progress at a timestep in 0..1000: 0 is pure noise, 1 is clean."""
-    # 1 - 900 / 1000 would lie below 0.1
+    # in floating point 1 - 900 / 1000 would be below 0.1
     return (1000 - timestep) / 1000
 
 
 def range_at(ranges: Sequence[tuple[float, float]], progress: float) -> int | None:
-    """Which of the ranges (start, stop) of progress, the stop not included, holds; None: none does."""
+    """Index of the range (start, stop) that contains a progress, the stop excluded; None if no range does."""
     return next((i for i, (start, stop) in enumerate(ranges) if start <= progress < stop), None)
 
 
 def last_from(starts: Sequence[int], step: int | None) -> int | None:
-    """Which of the ascending starts is the last one at or before a step; None: none is, or there is no step."""
+    """Index of the last of the ascending starts at or before a step; None without such a start or without a step."""
     return None if step is None else max((i for i, start in enumerate(starts) if start <= step), default=None)
 
 
 Rounding = Literal["up", "down"]
-"""How a share of the tiles becomes a number of them; never less than one."""
+"""Rounding of a share of the tiles to a number of tiles, which is at least one."""
 
 
 class Budget(NamedTuple):
@@ -57,28 +56,25 @@ _DENSE, _KEPT = ("dense_steps", "dense_layers"), ("refresh", "shared_cache")
 @checked
 @dataclass(frozen=True, kw_only=True)
 class DenoisingPlan:
-    """How attention runs over a denoising, on any grid.
+    """Settings of attention over a denoising, on any grid.
 
-    Where several entries speak of a pass the first of these holds: dense step or layer, budget of the step, range of
-    progress. Samples of a training step have a noise level and no step: they follow the ranges alone.
+    Where several entries apply to a pass, the first of these wins: dense step or layer, budget of the step, range of
+    progress. Samples in training have a noise level but no step, so only the ranges apply to them.
 
     Args:
-        dense_steps: the first denoising steps, in which every layer is dense.
-        dense_layers: layers that are dense in every step. A method that selects keeps all tiles there, every other one
+        dense_steps: number of first denoising steps in which every layer is dense.
+        dense_layers: layers that are dense in every step. A method that selects keeps all tiles there; any other method
             runs dense attention.
-        topk_ranges: `[start, stop, topk]`, another top-k while `start <= progress < stop`.
-        sparsity_ranges: `[start, stop, sparsity]`, the same with a share of tiles skipped.
-        step_topk: `[step, topk]`, another top-k from this step on.
-        step_sparsity: `[step, sparsity]`, the same with a share of tiles skipped.
-        refresh: steps for which a selection is kept, 1 selects in every step; or `[step, refresh]` by step, each from
-            its step on, before the first of them 1. Counted from the end of the dense steps. Another top-k selects
-            anew in any case.
-        shared_cache: the unconditional pass of classifier-free guidance reuses the selections of the conditional one
-            instead of having its own.
-        rounding: of tiles kept at a sparsity, of the schedule's as well: up, or down as in DFSAttn.
-
-    Raises:
-        ValueError: a value out of range, ranges that are empty or overlap, steps that do not ascend.
+        topk_ranges: `[start, stop, topk]` entries: the top-k while `start <= progress < stop`.
+        sparsity_ranges: `[start, stop, sparsity]` entries: the share of tiles skipped while `start <= progress < stop`.
+        step_topk: `[step, topk]` entries: the top-k from this step on.
+        step_sparsity: `[step, sparsity]` entries: the share of tiles skipped from this step on.
+        refresh: number of steps that share a selection, 1 selects in every step; or `[step, refresh]` entries, each
+            valid from its step on and 1 before the first. Counted from the end of the dense steps. A change of the
+            top-k always selects again.
+        shared_cache: whether the unconditional pass of classifier-free guidance reuses the selections of the
+            conditional pass.
+        rounding: rounding of the number of tiles kept at a sparsity, also of the schedule's: up, or down as in DFSAttn.
 
     Source: dense first steps: GNA (12 of 35, 15 of 50, 9 of 28), FG-Attn (24%, 10%), DFSAttn (12 of 50), whose
     schedules are `denoising=dfs` and `denoising=dfs_distilled`.
@@ -116,28 +112,28 @@ class DenoisingPlan:
 
     @property
     def ranges(self) -> tuple[tuple[float, float, Budget], ...]:
-        """Start, stop and budget of the parts of progress with another one."""
+        """Start, stop and budget of each range of progress that has its own budget."""
         kept = ((start, stop, Budget(topk=k)) for start, stop, k in self.topk_ranges)
         return (*kept, *((start, stop, Budget(sparsity=share)) for start, stop, share in self.sparsity_ranges))
 
     @property
     def steps(self) -> tuple[tuple[int, Budget], ...]:
-        """Steps from which on there is another budget, ascending, with that."""
+        """Ascending steps at which the budget changes, with the new budget."""
         kept = [(step, Budget(topk=k)) for step, k in self.step_topk]
         return tuple(sorted(kept + [(step, Budget(sparsity=share)) for step, share in self.step_sparsity]))
 
     @property
     def keeps_selections(self) -> bool:
-        """Whether a pass may read what another one selected."""
+        """Whether a pass may reuse the selection of another one."""
         return self.refresh not in (1, ()) or self.shared_cache
 
     @property
     def follows_steps(self) -> bool:
-        """Whether passes differ, so that step and progress have to be known."""
+        """Whether passes differ, so that step and progress must be known."""
         return self.dense_steps > 0 or bool(self.ranges or self.steps) or self.keeps_selections
 
     def budget_at(self, step: int | None, progress: float) -> Budget | None:
-        """Budget of a moment that has another one than the rest; whether it is dense is not asked here."""
+        """The budget that the plan sets at a step or progress, None if it sets none; dense steps are not considered."""
         steps, ranges = self.steps, self.ranges
         if (i := last_from([start for start, _ in steps], step)) is not None:
             return steps[i][1]
@@ -145,7 +141,7 @@ class DenoisingPlan:
         return None if found is None else ranges[found][2]
 
     def selects_anew(self, step: int) -> bool:
-        """Whether a step selects whatever was selected before."""
+        """Whether a step makes a new selection."""
         first, interval = 0, self.refresh
         if not isinstance(interval, int):
             i = last_from([start for start, _ in interval], step)
@@ -153,7 +149,7 @@ class DenoisingPlan:
         return (step - max(first, self.dense_steps)) % interval == 0
 
     def on_grid(self, base: Row, row: Callable[[Budget], Row]) -> Topk:
-        """Top-k on one grid: `base` where nothing else is said, and what `row` makes of every other budget."""
+        """Top-k on one grid: `row(budget)` where the plan sets a budget, and `base` elsewhere."""
         if not self.ranges and not self.steps:
             return base
         return DenoisingTopk(
@@ -163,11 +159,11 @@ class DenoisingPlan:
         )
 
     def refuse_without_topk(self, method: str, *, predicts: bool = False) -> None:
-        """Raise ValueError when there is an option that a method which has no top-k has no use for.
+        """Raise ValueError for an option of the plan that has no effect on a method without a top-k.
 
         Args:
-            method: its name.
-            predicts: whether its tiles depend on q and k, so that they can be kept.
+            method: name of the method.
+            predicts: whether its tiles depend on q and k, so that its selections can be reused.
         """
         used = (*_DENSE, *(_KEPT if predicts else ()))
         for name, value in self.changes().items():
@@ -180,25 +176,25 @@ class DenoisingPlan:
         return replace(self, topk_ranges=(), sparsity_ranges=(), step_topk=(), step_sparsity=())
 
     def for_method(self, *, selects: bool, predicts: bool) -> DenoisingPlan:
-        """What of the plan a method has a use for, see `AttentionMethod.selects` and `predicts`."""
+        """The part of the plan that has an effect on a method, see `AttentionMethod.selects` and `predicts`."""
         if selects:
             return self
         names = (*_DENSE, *(_KEPT if predicts else ()))
         return DenoisingPlan(**{name: getattr(self, name) for name in names})
 
     def changes(self) -> dict[str, Any]:
-        """Its options that have not their default, as plain values for a record."""
+        """Options that differ from their default, as plain values for a record."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenoisingTopk:
-    """Kv tiles per query tile on one grid where they change during a denoising.
+    """Top-k on one grid that changes during a denoising.
 
     Args:
-        base: where nothing else is said.
-        ranges: start and stop (not included) of a part of progress, and what holds there.
-        steps: step, ascending, and what holds from it on; goes before the ranges.
+        base: top-k outside of the ranges and before the steps.
+        ranges: start and stop (excluded) of a range of progress, and the top-k in it.
+        steps: ascending steps with the top-k from each step on; they have priority over the ranges.
     """
 
     base: Row
@@ -206,7 +202,7 @@ class DenoisingTopk:
     steps: tuple[tuple[int, Row], ...] = ()
 
     def at(self, progress: float, step: int | None = None) -> Row:
-        """What holds at a progress; None as a step: the ranges alone."""
+        """The top-k at a step and progress; without a step only the ranges apply."""
         if (i := last_from([start for start, _ in self.steps], step)) is not None:
             return self.steps[i][1]
         found = range_at([(start, stop) for start, stop, _ in self.ranges], progress)
@@ -214,24 +210,24 @@ class DenoisingTopk:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """What holds in each of the ranges, and then `base`."""
+        """The top-k of each range, followed by `base`."""
         return (*(row for _, _, row in self.ranges), self.base)
 
     def weighted(self, share: Callable[[float, float], float]) -> list[tuple[float, Row]]:
-        """Each of `rows` with the share of samples it holds for; `share(start, stop)` is that of a range."""
+        """Each of `rows` with its share of the samples; `share(start, stop)` is the share in a range of progress."""
         shares = [share(start, stop) for start, stop, _ in self.ranges]
         return list(zip((*shares, 1 - sum(shares)), self.rows, strict=True))
 
     def largest(self, num_layers: int) -> tuple[int, ...]:
-        """The most that each layer keeps in any range."""
+        """The largest top-k of each layer over all ranges."""
         return tuple(max(layer) for layer in zip(*(per_layer(row, num_layers) for row in self.rows), strict=True))
 
     def per_sample(self, timestep: Tensor, num_layers: int) -> Tensor:
-        """What each layer keeps of each sample, int32 `[layers, B]` on the device, which is not waited for.
+        """Top-k of each layer and sample, int32 `[layers, B]`, without waiting for the device.
 
         Args:
-            timestep: `[B]`, or `[B, L]` of which the highest counts (given tokens have 0).
-            num_layers: layers of the model.
+            timestep: `[B]`, or `[B, L]` of which the highest counts (condition tokens have 0).
+            num_layers: number of layers of the model.
         """
         highest = timestep if timestep.dim() == 1 else timestep.amax(1)
         progress = (1000 - highest.double()) / 1000
@@ -242,22 +238,22 @@ class DenoisingTopk:
 
 
 Topk = int | tuple[int, ...] | DenoisingTopk
-"""Kv tiles per query tile on one grid: of all layers, of each, or what they are during a denoising."""
+"""Kv tiles per query tile on one grid: one number, one per layer, or numbers that change during a denoising."""
 
 
 def row_at(topk: Topk, progress: float, step: int | None = None) -> Row:
-    """What a top-k is at one moment."""
+    """The top-k at one step and progress."""
     return topk.at(progress, step) if isinstance(topk, DenoisingTopk) else topk
 
 
 def per_layer(row: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """A row with an entry for each layer."""
+    """A top-k as one number per layer."""
     return (row,) * num_layers if isinstance(row, int) else tuple(row)
 
 
 @lru_cache(maxsize=64)
 def _table(topk: DenoisingTopk, num_layers: int, device: torch.device) -> Tensor:
-    """int32 `[layers, ranges + 1]`; kept, because a copy to the device in every step would wait for it."""
+    """int32 `[layers, ranges + 1]`, cached, because a copy to the device in every step would wait for the device."""
     rows = [per_layer(row, num_layers) for row in topk.rows]
     return torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
 
@@ -267,17 +263,18 @@ Half = Literal["first", "second"]
 
 @dataclass(frozen=True, kw_only=True)
 class DenoisingPass:
-    """One forward pass of a denoising, as attention sees it.
+    """Settings of attention in one forward pass of a denoising.
 
     Args:
-        step: from 0.
+        step: step of the denoising, from 0.
         progress: see the top of this file.
-        dense: every layer is dense.
-        dense_layers: layers that are.
-        cache: selections by (owner, layer, segments of the row), of the caller; None: none are kept.
-        owner: number of the pass in its step whose selections are read and written; 0 is the conditional one.
-        refresh: select, whatever is kept.
-        leaders: half of the batch whose selections all samples follow, of guidance in one batch; None: each its own.
+        dense: whether every layer is dense.
+        dense_layers: layers that are dense.
+        cache: selections by (owner, layer, segments of the row), owned by the caller; None: no selection is cached.
+        owner: number, within its step, of the pass whose selections are read and written; 0 is the conditional pass.
+        refresh: whether to select even if a selection is cached.
+        leaders: half of the batch whose selections all samples follow, when guidance runs in one batch; None: every
+            sample has its own.
     """
 
     step: int = 0
@@ -291,10 +288,10 @@ class DenoisingPass:
 
 
 class Denoising:
-    """One denoising of a batch of clips: its plan, and the selections that its passes keep.
+    """One denoising of a batch of clips: its plan, and the cached selections of its passes.
 
     Args:
-        plan: of the denoising.
+        plan: plan of the denoising.
     """
 
     def __init__(self, plan: DenoisingPlan):
@@ -305,13 +302,14 @@ class Denoising:
         """A pass of the network.
 
         Args:
-            step: from 0.
+            step: step of the denoising, from 0.
             progress: see the top of this file.
-            number: of the pass in its step; 0 is the conditional one.
-            conditional: half of the batch that is conditional, where one pass holds both; None: they are passes.
+            number: number of the pass within its step; 0 is the conditional pass.
+            conditional: conditional half of the batch, where one pass holds both halves; None: they are separate
+                passes.
         """
         plan, shared = self.plan, self.plan.shared_cache
-        # one batch shares without keeping anything
+        # guidance in one batch shares selections without a cache
         kept = plan.keeps_selections and not (plan.refresh == 1 and conditional is not None)
         return DenoisingPass(
             step=step,

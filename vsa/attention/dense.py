@@ -1,4 +1,4 @@
-"""Softmax attention over all keys.
+"""Dense attention: softmax attention over all keys.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim.
 """
@@ -20,7 +20,7 @@ def dense_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
         q: `[B, L, H, D]` queries.
         k: `[B, S, Hkv, D]` keys, H a multiple of Hkv.
         v: `[B, S, Hkv, D]` values.
-        mask: bool `[B, 1, 1, S]`, keys that are seen; None: all.
+        mask: bool `[B, 1, 1, S]`, True for visible keys; None: all are visible.
 
     Returns:
         `[B, L, H, D]`.
@@ -50,6 +50,6 @@ def dense_index(layout: TileLayout) -> BlockIndex:
 
 
 def text_attn(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> list[Tensor]:
-    """Dense attention of each text or cond segment of a tile-major row to its sample."""
+    """Outputs of the text and cond segments of a tile-major row, which attend densely to their sample."""
     spans = [(start, stop, *layout.sample_spans[sample]) for start, stop, sample in layout.text_spans]
     return [dense_attn(q[:, a:b], k[:, first:last], v[:, first:last]) for a, b, first, last in spans]

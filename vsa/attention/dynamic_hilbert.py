@@ -1,4 +1,4 @@
-"""Dynamic sparse attention along a Hilbert curve (DFSAttn): blocks of the curve select blocks, scored by sub-blocks.
+"""Dynamic sparse attention along a Hilbert curve (DFSAttn): blocks of the curve select blocks by scores of sub-blocks.
 
 With mean queries qm and keys km of sub-blocks, s = 1/sqrt(D), a query block i and a key block j:
 
@@ -6,8 +6,9 @@ With mean queries qm and keys km of sub-blocks, s = 1/sqrt(D), a query block i a
     S[i, j] = sum of A[u, w] over the sub-blocks u of i and w of j
     out     = softmax(q k^T / sqrt(D)) v                            over the tokens of the top-k blocks of S
 
-Sub-blocks tell apart what the mean of a whole block blurs; with one a block S ranks as the plain product of means. The
-paper's budget, refreshes and dense first steps are a plan: `denoising=dfs`.
+Sub-blocks resolve differences that the mean of a whole block averages out; with one sub-block per block, S ranks blocks
+like the product of their means. The paper's budget, refreshes and dense first steps are a denoising plan:
+`denoising=dfs`.
 
 B batch, L tokens, H heads, D head dim, Nv / N video / all blocks of a row.
 """
@@ -41,31 +42,29 @@ _PARTITIONS: dict[Order, Partition] = {
 
 @checked
 class DynamicHilbertAttention(AttentionMethod):
-    """DFSAttn as a layer's self-attention: no parameters, training-free.
+    """DFSAttn as self-attention of a layer: training-free, without parameters.
 
-    Blocks are runs of `tokens` tokens of a video, only the last one shorter; `topk` counts them. Text and cond tokens
-    have blocks of their own, which every video query sees, and attend densely to their sample.
+    Blocks are runs of `tokens` tokens of a video, of which only the last may be shorter; `topk` counts blocks. Text and
+    cond tokens have their own blocks, which are visible to every video query, and attend densely to their sample.
 
     Args:
-        tokens: of a block of queries and of keys.
-        sub_tokens: of a sub-block, divides `tokens`; as many as `tokens`: no sub-blocks. The paper tries 16, 32, 64.
-        order: of tokens: hilbert (3-D curve), hilbert2d (frame after frame along a 2-D curve), block3d (cubes of
-            4 x 4 x 4 tokens, raster inside) or raster.
-        padding: of the scores of a short last block: masked (means over the tokens there are, no sub-blocks without
-            any) or zeros (the block is filled up with zero tokens, which shorten the means and take part in the
-            softmax; the paper's code). Padding is never attended to.
-        text_budget: within (text blocks count among the `topk`, which leaves at least one video block; of several
-            samples in a row, as many as the one with the most has) or exempt (they come on top).
-        allow_training: attend where a gradient is asked for, the selection being a constant to it.
-        backend: of `block_sparse_attn`; null picks by device.
+        tokens: tokens of a block of queries or keys.
+        sub_tokens: tokens of a sub-block, divides `tokens`; the same number as `tokens` means no sub-blocks. The paper
+            tries 16, 32 and 64.
+        order: order of the tokens: hilbert (3-D curve), hilbert2d (frame after frame along a 2-D curve), block3d (cubes
+            of 4 x 4 x 4 tokens, raster inside) or raster.
+        padding: scores of a short last block: masked (means over the existing tokens, empty sub-blocks left out) or
+            zeros (the block is padded with zero tokens, which shrink the means and take part in the softmax, as in the
+            paper's code). Attention itself never sees padding.
+        text_budget: within (text blocks count among the `topk`, which leaves at least one video block; with several
+            samples in a row, the largest number of text blocks of a sample counts) or exempt (text blocks are extra).
+        allow_training: allow gradients, for which the selection is a constant.
+        backend: backend of `block_sparse_attn`; null chooses by device.
         **layer: see `AttentionMethod`.
 
-    Raises:
-        ValueError: sub-blocks that do not divide a block; on a call: a gradient without `allow_training`.
-
-    Source: DFSAttn, eqs. 11 and 12 and its public code. Its curve is Skilling's, ours takes steps to neighbours in any
-    box (`vsa.attention.hilbert`). Its code lets blocks begin in the video and end in the text, and takes the budget of
-    all blocks; here it is one of the video's.
+    Source: DFSAttn, eqs. 11 and 12 and its public code. The paper's curve is Skilling's; ours makes unit steps in any
+    box (`vsa.attention.hilbert`). In the paper's code a block may begin in the video and end in the text, and the
+    budget is a share of all blocks; here it is a share of the video blocks.
     """
 
     selects = True
@@ -128,16 +127,16 @@ class DynamicHilbertAttention(AttentionMethod):
         return parts["out"]
 
     def scores(self, q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
-        """S of the top of this file as a mean over the sub-blocks of i, `[B, H, Nv, N]`; 0 for text blocks.
+        """Scores `[B, H, Nv, N]`: S of the top of this file as a mean over the sub-blocks of i; 0 for text blocks.
 
         Args:
             q, k: tile-major `[B, L, H, D]`, `[B, L, Hkv, D]`.
-            layout: of this method.
+            layout: a layout of this method.
         """
         return subblock_scores(q, k, layout, self._sub_thw, self.padding)
 
     def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Pairs of the selected blocks (exact when they are full), of text, and half of the pairs of sub-blocks."""
+        """Pairs of the selected blocks (exact when they are full) and of text, plus half the pairs of sub-blocks."""
         topk = self._video_topk(topk, layout)
         total = 0.0
         for sample, (start, stop) in enumerate(layout.sample_spans):
@@ -154,7 +153,7 @@ class DynamicHilbertAttention(AttentionMethod):
     def _select(self, scores: Tensor | None, topk: int | SampleTopk, layout: TileLayout) -> BlockIndex:
         assert scores is not None
         if isinstance(topk, SampleTopk):
-            # as for one number: all stay all
+            # as for one number: a top-k of all blocks stays all blocks
             most = layout.num_video_tiles
             less = (topk.counts - self._text_tiles(layout)).clamp(min=1)
             counts = torch.where(topk.counts < most, less, topk.counts)
@@ -164,7 +163,7 @@ class DynamicHilbertAttention(AttentionMethod):
         return select_blocks(scores, topk, candidates=layout.candidates, always=layout.always)
 
     def _video_topk(self, topk: int, layout: TileLayout) -> int:
-        """Video blocks of a top-k; all of them leave none to the text."""
+        """Video blocks of a top-k; a top-k of all blocks is not reduced by the text."""
         return topk if topk >= layout.num_video_tiles else max(1, topk - self._text_tiles(layout))
 
     def _text_tiles(self, layout: TileLayout) -> int:

@@ -1,4 +1,4 @@
-"""Dense attention: every token sees its whole sample.
+"""Dense attention: every token attends to its whole sample.
 
 B batch, L tokens, H heads, D head dim.
 """

@@ -1,8 +1,8 @@
-"""Attention inside groups of tokens that a layer's group shape cuts out of the video: the factorised baselines.
+"""Factorised attention: dense attention inside groups of tokens whose shape depends on the layer.
 
     spatial     (1, all, all)   the tokens of a frame
-    temporal    (all, 1, 1)     the tokens of one place
-    windows     (2, all, all)   frames two by two; (all, 8, 8): a window of places through all frames
+    temporal    (all, 1, 1)     the tokens of one position over all frames
+    windows     (2, all, all)   pairs of frames; (all, 8, 8): a spatial window over all frames
 
 B batch, L tokens, H heads, D head dim.
 """
@@ -29,19 +29,16 @@ Extent = AtLeastOne | Literal["all"]
 
 @checked
 class GroupedAttention(AttentionMethod):
-    """Dense attention among the tokens of a group; the layers take turns with the group shapes. `topk` is ignored.
+    """Dense attention among the tokens of a group; layers alternate between the group shapes. `topk` is ignored.
 
     Args:
         groups: tokens of a group along time, height, width; all: the whole axis. Groups at the far edges are smaller.
             Layer i has `groups[(i + first) % len(groups)]`.
-        first: which of the groups layer 0 has.
+        first: index of the group shape of layer 0.
         **layer: see `AttentionMethod`.
 
-    Raises:
-        ValueError: `first` is none of the groups.
-
-    Source: baselines of the VSA paper, Table 1(a): spatial-temporal, spatial-full, strided window. Which kind of layer
-    comes first, and where the full one stands, is not stated there.
+    Source: baselines of the VSA paper, Table 1(a): spatial-temporal, spatial-full, strided window. The paper does not
+    state which kind of layer comes first or where the full layer is.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class GroupedAttention(AttentionMethod):
     ):
         super().__init__(**layer)
         if first >= len(groups):
-            raise ValueError(f"first={first} is none of the {len(groups)} groups, they count from 0")
+            raise ValueError(f"first must be an index into the {len(groups)} groups, from 0, got {first}")
         self.groups = tuple((t, h, w) for t, h, w in groups)
         self.group = self.groups[(self.layer_idx + first) % len(groups)]
 
@@ -63,7 +60,7 @@ class GroupedAttention(AttentionMethod):
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         layout = TileLayout.build(segments, tile_thw=None, device=device)
         if layout.can_derive:
-            # the layers share a layout
+            # the layers share one layout
             for group in self.groups:
                 layout.derive(_make_groups, group)
         return layout
@@ -97,12 +94,12 @@ class GroupedAttention(AttentionMethod):
 
 
 class _Groups(NamedTuple):
-    """Tokens of a raster row by group, groups of one size together.
+    """Tokens of a raster row sorted by group; groups of one size are adjacent.
 
     Args:
-        order: int64 `[L]`, raster index of each token in that order.
-        inverse: int64 `[L]`.
-        classes: number of groups and tokens in each, by size.
+        order: int64 `[L]`, raster index of each token in this order.
+        inverse: int64 `[L]`, the inverse permutation.
+        classes: number of groups and tokens per group, for each size.
     """
 
     order: Tensor

@@ -23,13 +23,13 @@
 # OF THIS SOFTWARE, EVEN IF ADVISED OF THE POSSIBILITY OF SUCH DAMAGE.
 """A space-filling curve through any box: neighbours on the curve are neighbours in space.
 
-The curve generalises Hilbert's to boxes whose sides are no powers of two. A box is walked from one corner to the
-other end of its main axis: through its eight octants in Gray-code order, octants that follow each other in a
-straight line taken together, which leaves five smaller boxes of the same kind.
+The curve generalises Hilbert's curve to boxes whose sides are not powers of two. It runs through a box from one corner
+to the other end of the main axis, over the eight octants in Gray-code order. Consecutive octants in a straight line are
+merged, which leaves five smaller boxes of the same kind.
 
 Source: Jakub Červený, gilbert3d of "gilbert: space-filling curve for rectangular domains of arbitrary size"
-(https://github.com/jakubcerveny/gilbert, BSD-2-Clause). Cuts, their order and thresholds are its own; the main axis is
-chosen otherwise (the longest even side, there the longest), and so is the walk of a box that is one cell long.
+(https://github.com/jakubcerveny/gilbert, BSD-2-Clause). The cuts, their order and thresholds are those of gilbert3d.
+The main axis (here the longest even side, there the longest side) and the order of a box that is one cell long differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# an axis of a box: which coordinate it moves, the direction (+1 or -1), how many cells
+# an axis of a box: its coordinate, its direction (+1 or -1) and its number of cells
 Axis = tuple[int, int, int]
 Cell = tuple[int, int, int]
 
@@ -45,8 +45,8 @@ Cell = tuple[int, int, int]
 def hilbert_order(grid_thw: tuple[int, int, int]) -> Tensor:
     """Raster indices of a box's cells in the order of a 3-D Hilbert-like curve.
 
-    Each step leads to a cell that touches the last one. Sides that are even take unit steps; odd sides force
-    some diagonal ones, because a path between two corners of the same colour cannot exist.
+    Consecutive cells touch each other. Even sides allow unit steps everywhere. Odd sides force some diagonal steps,
+    because no path of unit steps connects two corners of the same colour of a checkerboard.
 
     Args:
         grid_thw: cells along time, height and width.
@@ -54,10 +54,10 @@ def hilbert_order(grid_thw: tuple[int, int, int]) -> Tensor:
     Returns:
         int64 `[T * H * W]` on the CPU.
 
-    Source: gilbert3d (see the module); an order of this kind is what DFSAttn and SpargeAttn (3.7) reorder tokens by.
+    Source: gilbert3d (see the module). DFSAttn and SpargeAttn (section 3.7) reorder tokens along such a curve.
     """
     axes: list[Axis] = [(dim, 1, size) for dim, size in enumerate(grid_thw)]
-    # the longest even side leads: only then can all steps be unit steps
+    # the longest even side is the main axis, since only an even one allows unit steps throughout
     main = max(axes, key=lambda axis: (axis[2] % 2 == 0, axis[2]))
     sides = [axis for axis in axes if axis is not main]
     _, height, width = grid_thw
@@ -94,7 +94,7 @@ def _walk(start: Cell, a: Axis, b: Axis, c: Axis, cells: list[Cell]) -> None:
         cells.extend(_move(start, a, i) for i in range(na))
         return
     if na == 1:
-        # nothing to walk along: sweep the plane of the two sides, its end is any corner
+        # one cell long: sweep the plane of the two other sides and end in any corner
         lead, side = (b, c) if nb >= nc else (c, b)
         _walk(start, lead, side, a, cells)
         return
@@ -109,7 +109,7 @@ def _walk(start: Cell, a: Axis, b: Axis, c: Axis, cells: list[Cell]) -> None:
     b1, b2 = _split(b)
     end = _move(start, a, na - 1)
     if nc == 1 or 3 * nb > 4 * nc:
-        # flat, or much wider than thick: a 2-D step that takes the thickness whole
+        # flat, or much wider than thick: a 2-D step over the whole thickness
         _walk(start, b1, a1, c, cells)
         _walk(_move(start, b, b1[2]), a, b2, c, cells)
         _walk(_move(end, b, b1[2] - 1), _back(b1), _back(a2), c, cells)

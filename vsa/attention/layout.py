@@ -1,8 +1,8 @@
-"""How the tokens of a row become tiles.
+"""Tile layouts: the order of the tokens of a row and their division into tiles.
 
-B batch, L tokens, N blocks, Nv video blocks. A row is a sequence of segments (a video, an image, a text); the
-segments of one sample stand together. Raster order is the order tokens arrive in; in tile-major order the tokens
-of a tile are contiguous, so that a tile is a block to the kernels. A block never crosses a segment.
+B batch, L tokens, N blocks, Nv video blocks. A row is a sequence of segments (a video, an image, a text); the segments
+of one sample are adjacent. Raster order is the order of the input; in tile-major order the tokens of a tile are
+contiguous, so that a tile is a block for the kernels. A block never crosses a segment.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Segment:
 
     Args:
         grid_thw: tokens along time, height, width; text and cond segments of n tokens have (1, 1, n).
-        kind: video or image (tiled in space, competing for top-k), text or cond (visible to all of the sample).
-        sample: number of the sample the segment belongs to; samples never see each other.
+        kind: video or image (tiles compete for the top-k), text or cond (visible to every token of the sample).
+        sample: number of the sample that the segment belongs to; tokens of different samples never attend to each
+            other.
     """
 
     grid_thw: Grid
@@ -64,7 +65,7 @@ class Segment:
         if len(self.grid_thw) != 3 or min(self.grid_thw) < 1:
             raise ValueError(f"grid_thw must be three positive sizes, got {self.grid_thw}")
         if not self.is_video and self.grid_thw[:2] != (1, 1):
-            raise ValueError(f"a {self.kind} segment has grid (1, 1, n), got {self.grid_thw}")
+            raise ValueError(f"grid_thw of a {self.kind} segment must be (1, 1, n), got {self.grid_thw}")
 
     @property
     def is_video(self) -> bool:
@@ -77,39 +78,39 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TileLayout:
-    """Token order and blocks of a row; made by `TileLayout.build`, immutable, tensors on `device`.
+    """Token order and blocks of a row: immutable, built by `TileLayout.build`, with tensors on `device`.
 
     Args:
-        segments: the row's segments in order; their places are the same in raster and in tile-major order.
+        segments: the row's segments in order; a segment has the same token range in raster and in tile-major order.
         tile_thw: tile of the video segments; None: raster order, one block per segment.
         kv_tile_thw: tile that a query tile selects; `tile_thw` unless the layout was built with another one.
         partition: cube (cuboid tiles, ragged at the far edges), or runs of exactly tile-volume tokens, only the last
             one shorter: hilbert_run (along a 3-D Hilbert curve), raster_run (in raster order), hilbert2d_run (frame
             after frame along a 2-D curve), block3d_run (cube after cube of 4 x 4 x 4 tokens, raster inside).
         block_order: nested or raster order of cube tiles; runs follow their own order.
-        device: where the tensors are.
+        device: device of the tensors.
         num_tokens: L.
         num_blocks: N.
         order: int64 `[L]`, raster index of the i-th tile-major token.
         inverse: int64 `[L]`, tile-major index of the i-th raster token.
-        is_identity: the two orders are the same.
+        is_identity: whether the two orders are the same.
         blocks: all N blocks over the tile-major tokens.
-        tiles: blocks of every size of tile that the layout was built with, `blocks` (of `tile_thw`) among them.
-        kv_blocks: those of `kv_tile_thw`.
-        video_tiles: video kv tiles of each sample, in the order samples appear.
-        num_video_tiles: the largest of them: what "all tiles" means as a top-k.
-        fill: tokens per slot of the video tiles; a short tile costs a kernel a whole one.
-        super_offsets: int32 `[groups + 1]` block offsets of the aligned groups of 2 (tiles next to each other in
-            height), 4 (height and width) and 8 (time too) blocks; groups at an edge hold fewer. Empty in raster
-            block order and with tiles of several sizes.
+        tiles: blocks for every tile size of the layout, `blocks` (for `tile_thw`) included.
+        kv_blocks: blocks for `kv_tile_thw`.
+        video_tiles: number of video kv tiles of each sample, in the order of the samples.
+        num_video_tiles: largest number of video kv tiles of a sample, the top-k that keeps all tiles.
+        fill: share of the slots of the video tiles that hold a token; a kernel spends a whole tile on a short one.
+        super_offsets: int32 `[groups + 1]` block offsets of the aligned groups of 2 (tiles adjacent in height),
+            4 (height and width) and 8 (also time) blocks; groups at an edge hold fewer. Empty in raster block order
+            and with tiles of several sizes.
         sample_spans: token range of each sample.
         text_spans: token range and sample position of each text or cond segment.
-        video_spans: token ranges of the video tokens, neighbours merged.
-        video_blocks: the Nv video blocks over the video tokens alone; `blocks` itself in a row without text.
+        video_spans: token ranges of the video tokens, adjacent ranges merged.
+        video_blocks: the Nv video blocks over the video tokens only; `blocks` itself in a row without text.
         candidates: bool `[Nv, Nkv]` over `kv_blocks`, video tiles of the query tile's own sample, which it may select;
-            None: all of them.
+            None: it may select all.
         always: bool `[Nv, Nkv]`, text tiles of the query tile's own sample; None in a row without text.
-        derived: what `derive` has made.
+        derived: cache of the results of `derive`.
     """
 
     segments: tuple[Segment, ...]
@@ -149,23 +150,19 @@ class TileLayout:
         block_order: BlockOrder = "nested",
         device: torch.device | str | None = None,
     ) -> TileLayout:
-        """The layout of a row of segments; the same arguments give the same object while it is in the cache.
+        """The layout of a row of segments; equal arguments return the same object while it is cached.
 
         Warns once per layout when short tiles waste more than a tenth of the slots.
 
         Args:
-            segments: at least one; the segments of a sample stand together.
+            segments: at least one segment; the segments of a sample are adjacent.
             tile_thw: tokens per tile along time, height, width; None for raster order.
-            kv_tile_thw: of the tiles that are selected; None: `tile_thw`. Tiles of several sizes lie inside each other
-                in one token order, so each has to divide the next larger one.
-            more_tiles: sizes of further tiles.
+            kv_tile_thw: tokens per selected tile; None: `tile_thw`. Tiles of several sizes are nested in one token
+                order, so each size has to divide the next larger one.
+            more_tiles: further tile sizes.
             partition: see `TileLayout`.
             block_order: nested or raster.
-            device: None means cpu.
-
-        Raises:
-            ValueError: no segments, samples interleaved, a tile without three positive sizes, unknown names, tiles that
-                do not divide each other.
+            device: device of the tensors; None: cpu.
         """
         segments = tuple(segments)
         if not segments:
@@ -175,40 +172,36 @@ class TileLayout:
         sizes = {tile, kv_tile, *(_tile("more_tiles", sides) for sides in more_tiles)}
         chain = chain_of(sides for sides in sizes if sides is not None) if len(sizes) > 1 else ()
         if chain and tile is None:
-            raise ValueError(f"tiles of several sizes need a tile_thw, got None beside {chain}")
+            raise ValueError(f"tiles of several sizes need a tile_thw, got None with {chain}")
         if partition not in get_args(Partition):
             raise ValueError(f"partition must be one of {', '.join(get_args(Partition))}, got {partition!r}")
         if block_order not in ("nested", "raster"):
             raise ValueError(f"block_order must be nested or raster, got {block_order!r}")
         samples = [sample for sample, _ in itertools.groupby(s.sample for s in segments)]
         if len(set(samples)) < len(samples):
-            raise ValueError(f"segments of one sample must stand together, got samples {samples}")
+            raise ValueError(f"segments of one sample must be adjacent, got samples {samples}")
         return _build(segments, tile, kv_tile, chain, partition, block_order, torch.device(device or "cpu"))
 
     def only_video(self, what: str) -> Segment:
-        """The one segment of a row that holds a single video or image.
-
-        Raises:
-            ValueError: the row holds more; `what` it is for stands in the message.
-        """
+        """The segment of a row that holds a single video or image; `what` starts the message for any other row."""
         if len(self.segments) != 1:
             raise ValueError(f"{what} takes rows of one video, got {[s.kind for s in self.segments]}")
         return self.segments[0]
 
     @property
     def can_derive(self) -> bool:
-        """Whether it is of a row of one video and on a device with data."""
+        """Whether the row is one video and its tensors hold data (not on the meta device)."""
         return len(self.segments) == 1 and self.device.type != "meta"
 
     def derive(self, make: Callable[..., Made], *arguments: Any) -> Made:
-        """`make(layout, *arguments)`, made once.
+        """The result of `make(layout, *arguments)`, cached.
 
-        Methods ask for it in `layout`, too: inside a compiled block what is not made yet cannot be.
+        Methods also call it in `layout`, because it cannot be computed for the first time inside a compiled block.
         """
         key = (make.__name__, *arguments)
         if key not in self.derived:
-            # also first made while validating, where inference tensors cannot be saved for a backward, and while a
-            # network without memory is built
+            # the first call may come in validation, whose inference tensors a backward cannot save, or while a network
+            # is built on the meta device
             with torch.inference_mode(False), torch.device("cpu"):
                 self.derived[key] = make(self, *arguments)
         return self.derived[key]
@@ -229,7 +222,7 @@ class TileLayout:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def merge(self, video: Tensor, texts: Sequence[Tensor]) -> Tensor:
-        """Whole row `[B, L, ...]` from its video tokens `[B, Lv, ...]` and one tensor per text segment."""
+        """A whole row `[B, L, ...]` from its video tokens `[B, Lv, ...]` and one tensor per text segment."""
         if not texts:
             return video
         pieces: list[tuple[int, Tensor]] = []
@@ -241,7 +234,7 @@ class TileLayout:
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim=1)
 
     def tile_to_tokens(self, x: Tensor) -> Tensor:
-        """Copies of a per-tile x `[B, Nv, ...]` for each of its tokens, `[B, Lv, ...]`."""
+        """A per-tile x `[B, Nv, ...]` repeated for each token of its tile, `[B, Lv, ...]`."""
         num_tokens = sum(stop - start for start, stop in self.video_spans)
         return x.repeat_interleave(self.video_blocks.sizes, dim=1, output_size=num_tokens)
 
@@ -261,7 +254,7 @@ def _tiles(segment: Segment, tile: Grid | None, partition: Partition, block_orde
 
 
 def _partition(segment: Segment, partition: Partition) -> Partition:
-    # a text has no cuboids and no curve
+    # a text has neither cuboids nor a curve
     return partition if segment.is_video else "raster_run"
 
 
@@ -275,7 +268,7 @@ def _blocks(sizes: Sequence[int], device: torch.device) -> Blocks:
 
 
 def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans in order, neighbours that touch made one."""
+    """Spans in order, with adjacent ones merged."""
     merged: list[Span] = []
     for start, stop in spans:
         if merged and merged[-1][1] == start:
@@ -286,7 +279,7 @@ def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def _fill(segments: Sequence[Segment], parts: Sequence[SegmentTiles], tile: Grid | None, partition: Partition) -> float:
-    """Share of the video tiles' slots that hold a token; warns when another tile or partition would waste less."""
+    """Share of the slots of the video tiles that hold a token; warns when another tile or partition wastes less."""
     videos = [(s, p) for s, p in zip(segments, parts, strict=True) if s.is_video]
     if tile is None or not videos:
         return 1.0
@@ -295,17 +288,17 @@ def _fill(segments: Sequence[Segment], parts: Sequence[SegmentTiles], tile: Grid
     if fill < MIN_FILL and partition == "cube":
         worst = min(videos, key=lambda item: item[0].num_tokens / len(item[1].sizes))[0].grid_thw
         better = propose_tile(worst, volume)
-        hint = "partition=hilbert_run has no short tiles but the last"
+        hint = "with partition=hilbert_run only the last tile is short"
         if count_tiles(worst, better) < count_tiles(worst, tile):
             hint = f"tile {better} fits grid {worst} better"
-        warnings.warn(f"tiles {tile} are {fill:.0%} full, a short tile costs a whole one: {hint}", stacklevel=6)
+        warnings.warn(f"tiles {tile} are {fill:.0%} full, and a short tile costs a whole one: {hint}", stacklevel=6)
     return fill
 
 
 def _select(
     segments: Sequence[Segment], num_tiles: Sequence[int], num_kv_tiles: Sequence[int], device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Candidates and always-visible tiles of a layout, from the query and kv tiles of each segment."""
+    """Masks of the candidates and of the always visible tiles of a layout, from the tiles of each segment."""
     has_text = not all(s.is_video for s in segments)
     if not has_text and len({s.sample for s in segments}) == 1:
         return None, None
@@ -317,7 +310,7 @@ def _select(
     return (same & is_video).to(device), (same & ~is_video).to(device) if has_text else None
 
 
-# rows repeat from step to step; the bound keeps a run over many grids from holding all of their index tensors
+# rows repeat from step to step; the bound keeps a run with many grids from holding all their index tensors
 @lru_cache(maxsize=64)
 # a layout first built while validating is used in training too, where inference tensors cannot be saved
 @torch.inference_mode(False)

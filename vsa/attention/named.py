@@ -1,4 +1,4 @@
-"""Attention methods without parameters: a name and settings are all that a file or a pipeline has to say of them."""
+"""Attention methods without parameters, which a file or a pipeline describes by a name and settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WITHOUT_PARAMETERS: Mapping[str, type[AttentionMethod]] = {
     "fine_grained": FineGrainedAttention,
     "dynamic_hilbert": DynamicHilbertAttention,
 }
-"""By the name of their config. Methods of other names are described by fields of their own, or not at all."""
+"""Classes by the name of their config. Other methods have their own fields in a file, or cannot be described."""
 
 
 def name_of(method: AttentionMethod) -> str | None:
@@ -28,7 +28,7 @@ def name_of(method: AttentionMethod) -> str | None:
 
 
 def refuse_settings(name: str, settings: Mapping[str, Any], grids: Sequence[Grid]) -> None:
-    """Raise ValueError when a method lacks a setting, has one of no such name or value, or cannot run on a grid."""
+    """Raise ValueError for missing, unknown or invalid settings of a method, or a grid on which it cannot run."""
     method = WITHOUT_PARAMETERS[name]
     hints, known = hints_of(method), own_settings(method)
     missing, unknown = sorted(set(known) - set(settings)), sorted(set(settings) - set(known))

@@ -3,10 +3,10 @@
 With a tile's mean key km_j, mean value vm_j, n_j tokens and the variance var_j of its keys by channel, s = 1/sqrt(D):
 
     tail_ij = s q_i km_j + ln n_j                       order 1
-            + s^2/2 (q_i^2) var_j                       order 2, what is left of the logarithm of sum_j exp(s q_i k)
+            + s^2/2 (q_i^2) var_j                       order 2, the second-order term of log sum_j exp(s q_i k)
     out_i   = softmax over the tokens of selected tiles (s q_i k) and the other tiles (tail_ij) of v and vm_j
 
-There are no parameters; with all tiles selected it is dense attention, and so it is with tiles of one token.
+It has no parameters. With all tiles selected, or with tiles of one token, it equals dense attention.
 
 B batch, L tokens, N tiles, H / Hkv heads, D head dim.
 """
@@ -39,21 +39,21 @@ from vsa.settings import AtLeastOne, checked
 
 @checked
 class PooledTail(AttentionMethod):
-    """Top-k tiles exactly, all others by their mean, in one softmax; for rows of one video.
+    """Exact attention to the top-k tiles and to the means of all others, in one softmax; for rows of one video.
 
     Args:
         tile_thw: tokens per tile along time, height, width.
         partition: cube or a kind of runs, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
-        order: 1 or 2, see the top of this file; the variance is that of each channel alone.
-        score: what ranks the tiles of a row: mean (mean query times mean key, as VSA), mass (the mean over the tile's
-            queries of the softmax of `tail`, the mass that the tail would give it) or subblock_lse, see
+        order: order of the tail's approximation, 1 or 2, see the top of this file; variances are per channel.
+        score: score that ranks the tiles of a row: mean (mean query times mean key, as in VSA), mass (mean over the
+            tile's queries of the softmax of `tail`, the mass that the tail assigns to it) or subblock_lse, see
             `vsa.attention.scores`.
-        score_thw: tokens of a sub-block of subblock_lse along time, height, width; it divides the tile.
-        backend: of the fine stage; None picks by device.
+        score_thw: tokens per sub-block of subblock_lse along time, height, width; it divides the tile.
+        backend: backend of the fine stage; None chooses by device.
         **layer: see `AttentionMethod`.
 
-    Source: forward of Sol-Attn (arXiv 2607.24027) for order 1; its training, order 2 and `mass` are ours.
+    Source: forward of Sol-Attn (arXiv 2607.24027) for order 1; training, order 2 and `mass` are ours.
     """
 
     selects = True
@@ -126,8 +126,8 @@ class PooledTail(AttentionMethod):
         return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Pairs of the selected tiles (exact when tiles are full) and of every token with every tile; the product of
-        order 2 with the variances is half a pair."""
+        """Pairs of the selected tiles (exact when tiles are full) and of every token with every tile; the product with
+        the variances in order 2 counts as half a pair."""
         tiles = layout.num_blocks
         tail = tiles * (1 if self.order == 1 else 1.5)
         pairs = layout.num_tokens * (layout.num_tokens * min(topk, tiles) / tiles + tail)

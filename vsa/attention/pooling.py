@@ -1,4 +1,4 @@
-"""One vector a tile, from the tokens it holds. B batch, L tokens, N tiles, H heads, D head dim."""
+"""Pooling of the tokens of each tile to one vector. B batch, L tokens, N tiles, H heads, D head dim."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ConvSharing = Literal["heads", "all", "none"]
 
 
 class TilePool(nn.Module):
-    """Pools tokens of tiles.
+    """Pooling of tiles by mean, maximum or convolution.
 
     Args:
-        kind: mean; max, of each channel; or conv, a 3-D convolution with the tile as kernel and stride, D to D
-            channels, without bias; a short tile is filled up with zeros.
+        kind: mean; max of each channel; or conv, a 3-D convolution with the tile as kernel and stride, D to D channels,
+            without bias; a short tile is padded with zeros.
         head_dim: D.
-        tile_thw: tokens of a tile.
-        heads: convolutions, one for each head of x; None: one that the heads share.
+        tile_thw: tokens per tile along time, height, width.
+        heads: number of convolutions, one for each head of x; None: the heads share one.
 
     Source: VSA (arXiv 2505.13389), Table 1(e).
     """
@@ -41,19 +41,19 @@ class TilePool(nn.Module):
             self.convs = nn.ModuleList(convs) if heads is not None else None
 
     def start_as_mean(self) -> None:
-        """Give a convolution the weights of the mean of a full tile."""
+        """Set the weights of a convolution to the mean over a full tile."""
         for conv in [module for module in self.modules() if isinstance(module, nn.Linear)]:
             eye = torch.eye(conv.out_features, dtype=conv.weight.dtype, device=conv.weight.device)
             with torch.no_grad():
                 conv.weight.copy_(eye.repeat(1, self.volume) / self.volume)
 
     def prepare(self, layout: TileLayout) -> None:
-        """Make what `forward` derives from a layout."""
+        """Compute the tensors that `forward` derives from a layout."""
         if self.kind == "conv":
             layout.derive(tile_slots, self.tile_thw)
 
     def forward(self, x: Tensor, layout: TileLayout) -> Tensor:
-        """`[B, N, H, D]`, at least fp32, of tile-major tokens x `[B, L, H, D]`."""
+        """Pooled tiles `[B, N, H, D]`, at least fp32, of tile-major tokens x `[B, L, H, D]`."""
         blocks = layout.tiles[self.tile_thw]
         if self.kind == "mean":
             return block_mean_pool(x, blocks)
@@ -83,12 +83,9 @@ def make_pools(
     """Pools of queries, keys and values.
 
     Args:
-        tiles: sizes of tiles by q, k, v.
-        sharing: of conv: heads (one convolution each for queries, keys and values, shared by the heads), all (a single
-            one) or none (every head has its own three). The paper does not say which.
-
-    Raises:
-        ValueError: one convolution for tiles of two sizes.
+        tiles: tile sizes by q, k, v.
+        sharing: sharing of convolutions: heads (one each for queries, keys and values, shared by the heads), all (a
+            single one) or none (every head has its own three). The paper does not say which.
     """
     if kind == "conv" and sharing == "all":
         if len(set(tiles.values())) > 1:
@@ -99,7 +96,7 @@ def make_pools(
 
 
 def pool_modules(pools: nn.ModuleDict) -> dict[str, TilePool]:
-    """Pools with parameters by the name they have in a block: `to_pool_q`, ..., or `to_pool` for one that all share."""
+    """Pools with parameters by their names in a block: `to_pool_q`, ..., or `to_pool` for a shared one."""
     own: dict[str, Any] = {name: pool for name, pool in pools.items() if list(pool.parameters())}
     if len(own) > len(set(map(id, own.values()))):
         return {"to_pool": own["q"]}
@@ -107,7 +104,7 @@ def pool_modules(pools: nn.ModuleDict) -> dict[str, TilePool]:
 
 
 def tile_slots(layout: TileLayout, tile_thw: Grid) -> Tensor:
-    """int64 `[L]`: tile * volume + place in a whole tile, of the tile-major tokens of a row of one video; for
+    """Slot of each tile-major token of a row of one video, int64 `[L]`: tile * volume + position in a whole tile; for
     `TileLayout.derive`."""
     places = token_places(layout) % torch.tensor(tile_thw)
     _, th, tw = tile_thw
@@ -117,6 +114,6 @@ def tile_slots(layout: TileLayout, tile_thw: Grid) -> Tensor:
 
 
 def token_places(layout: TileLayout) -> Tensor:
-    """int64 `[L, 3]` on the CPU: time, height and width of the tile-major tokens of a row of one video."""
+    """Positions int64 `[L, 3]` (time, height, width) of the tile-major tokens of a row of one video, on the CPU."""
     grid = layout.only_video("the place of a token").grid_thw
     return torch.stack(torch.unravel_index(layout.order.cpu(), grid), dim=-1)

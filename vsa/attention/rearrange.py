@@ -1,6 +1,6 @@
-"""Tokens in another order, with a gradient that is read back and not added up.
+"""Permutation of tokens whose gradient is a gather instead of a scatter-add.
 
-The gradient of `index_select` adds atomically, because an index may take a token twice; a permutation takes each once.
+The gradient of `index_select` uses atomic adds, because an index may select a token twice; a permutation never does.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ def rearrange(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     Args:
         x: `[B, L, ...]`.
         order: int64 `[L]`, a permutation.
-        inverse: int64 `[L]`, the permutation that undoes it.
+        inverse: int64 `[L]`, its inverse.
     """
     return _Rearranged.apply(x, order, inverse)
 
 
 class _Rearranged(torch.autograd.Function):
-    # without a rule for forward mode, which torch.compile would not trace; a tangent is refused
+    # without a rule for forward mode, which torch.compile would not trace; a tangent raises an error
     generate_vmap_rule = True
 
     @staticmethod

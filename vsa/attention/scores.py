@@ -1,20 +1,21 @@
-"""What ranks the kv tiles of a query tile. Selection is a constant to the gradient: nothing here has one.
+"""Scores that rank the kv tiles of a query tile. Selection is a constant to the gradient: no score has a gradient.
 
 With mean queries qm and keys km of tiles, n_j tokens of kv tile j, s = 1/sqrt(D), a query tile i of tokens a:
 
-    mean           s qm_i km_j; where the coarse stage has smaller tiles, the mean over their cells of it or its softmax
+    mean           s qm_i km_j; with smaller tiles in the coarse stage, the mean over their cells of this or its softmax
     subblock_lse   mean over sub-blocks u of i of  exp(lse over sub-blocks w of j - lse over all w), both lse of
                    s qm_u km_w + ln n_w
     mass           mean over tokens a of i of  softmax_j(s q_a km_j + ln n_j)
 
     oracle         mean over tokens a of i of  sum over tokens b of j of  softmax_b(s q_a k_b)
-    random         numbers in [0, 1) that know nothing of q and k
+    random         numbers in [0, 1) that do not depend on q and k
 
-subblock_lse and mass estimate the share of its attention that a query tile has in a kv tile, one from smaller tiles,
-one from every query; oracle is that share, for the price of dense attention, and no other selection of as many tiles a
-row holds more of it. random is the floor to that ceiling. For full tiles subblock_lse ranks as the router of VSA2
-(arXiv 2609.32882) and of DFSAttn, which average or sum the softmax over the cells of a tile; the logarithms of sizes,
-which ragged tiles need, are ours. DFSAttn's own reading of ragged tiles is an option of `subblock_scores`.
+subblock_lse and mass estimate the share of a query tile's attention mass that falls on a kv tile, one from smaller
+tiles, the other from every query. oracle is that share, at the cost of dense attention: no selection of as many tiles
+per row holds more mass. oracle and random are the upper and the lower bound of a comparison. For full tiles
+subblock_lse ranks like the routers of VSA2 (arXiv 2609.32882) and DFSAttn, which average or sum the softmax over the
+cells of a tile; the logarithms of sizes, which ragged tiles need, are ours. DFSAttn's own treatment of ragged tiles is
+an option of `subblock_scores`.
 
 B batch, L tokens, Nq / Nkv query / kv tiles, H / Hkv heads, D head dim.
 """
@@ -35,28 +36,28 @@ from vsa.attention.tiling import Grid
 
 Score = Literal["mean", "subblock_lse", "mass"]
 BoundScore = Literal["oracle", "random"]
-"""What any other score lies between."""
+"""Upper and lower bound of any other score."""
 Ragged = Literal["weighted", "masked", "zeros"]
-"""How short and missing sub-blocks count, see `subblock_scores`."""
+"""Treatment of short and missing sub-blocks, see `subblock_scores`."""
 
-# logits between sub-blocks that exist at a time: 1 GiB
+# number of logits between sub-blocks that exist at a time: 1 GiB
 _LOGITS = 1 << 28
 
 
 def mean_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
-    """`mean` without the factor s, `[B, H, Nq, Nkv]`, at least fp32, of tile-major q, k `[B, L, H, D]`."""
+    """Scores `mean` `[B, H, Nq, Nkv]` without the factor s, at least fp32, of tile-major q, k `[B, L, H, D]`."""
     q_mean = block_mean_pool(q.detach(), layout.blocks).transpose(1, 2)
     k_mean = block_mean_pool(k.detach(), layout.kv_blocks).transpose(1, 2)
     return q_mean @ per_head(k_mean, q.shape[2]).transpose(-1, -2)
 
 
 class SubBlocks(NamedTuple):
-    """The sub-blocks of every video tile: R places a tile, some of them empty where a tile is short.
+    """The sub-blocks of every video tile: R slots per tile, some of them empty where a tile is short.
 
     Args:
-        tiles: int64 `[Nv]`, the video tiles among all of the row.
-        number: int64 `[Nv * R]`, the sub-block at each place; at an empty one any.
-        present: bool `[Nv, R]`.
+        tiles: int64 `[Nv]`, indices of the video tiles among all tiles of the row.
+        number: int64 `[Nv * R]`, sub-block of each slot; arbitrary in an empty slot.
+        present: bool `[Nv, R]`, whether the slot holds a sub-block.
     """
 
     tiles: Tensor
@@ -65,18 +66,18 @@ class SubBlocks(NamedTuple):
 
 
 def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, ragged: Ragged = "weighted") -> Tensor:
-    """`subblock_lse` with sub-blocks of `sub_thw` tokens, of video tiles alone: the columns of texts are 0.
+    """Scores `subblock_lse` of the video tiles with sub-blocks of `sub_thw` tokens; text columns are 0.
 
     Args:
         q, k: tile-major `[B, L, H, D]`, `[B, L, Hkv, D]`.
-        layout: with tiles of that size.
-        sub_thw: tokens of a sub-block.
-        ragged: weighted (as above, a sub-block votes with its tokens), masked (every sub-block has one vote, as far as
-            there are any) or zeros (tiles are filled up with zero tokens, which shorten the means and vote; DFSAttn's
-            code). All the same where tiles are full.
+        layout: layout whose tiles include this size.
+        sub_thw: tokens per sub-block along time, height, width.
+        ragged: weighted (as above, a sub-block counts by its number of tokens), masked (every existing sub-block counts
+            once) or zeros (tiles are padded with zero tokens, which shrink the means and take part; DFSAttn's code).
+            The three agree where tiles are full.
 
     Returns:
-        `[B, H, Nv, Nkv]`, at least fp32; rows are the video tiles.
+        `[B, H, Nv, Nkv]`, at least fp32; rows are the video query tiles.
     """
     subs, heads = layout.tiles[sub_thw], q.shape[2]
     rows, columns = (layout.derive(subblock_places, sub_thw, tile) for tile in (layout.tile_thw, layout.kv_tile_thw))
@@ -112,7 +113,7 @@ def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, rag
 
 
 def subblock_places(layout: TileLayout, sub_thw: Grid, tile_thw: Grid) -> SubBlocks:
-    """Where the sub-blocks of video tiles are, for `TileLayout.derive`."""
+    """The sub-blocks of the video tiles of a layout, for `TileLayout.derive`."""
     inside = tiles_inside(layout, sub_thw, tile_thw)
     starts = layout.tiles[tile_thw].offsets[:-1].tolist()
     video = [n for n, start in enumerate(starts) if not any(a <= start < b for a, b, _ in layout.text_spans)]
@@ -124,12 +125,12 @@ def subblock_places(layout: TileLayout, sub_thw: Grid, tile_thw: Grid) -> SubBlo
 
 
 def mass_scores(tail: Tensor, layout: TileLayout) -> Tensor:
-    """`mass` of the logits `[B, H, L, Nkv]` of `tile_logits`, `[B, H, Nq, Nkv]`."""
+    """Scores `mass` `[B, H, Nq, Nkv]` from the logits `[B, H, L, Nkv]` of `tile_logits`."""
     return block_mean_pool(tail.detach().softmax(-1).transpose(1, 2), layout.blocks).transpose(1, 2)
 
 
 def oracle_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
-    """`oracle`, fp32 `[B, H, Nq, Nkv]`, exact; computes dense attention, the rows of some tiles at a time."""
+    """Scores `oracle`, fp32 `[B, H, Nq, Nkv]`, exact; computes dense attention for the rows of some tiles at a time."""
     sizes, start, rows = layout.blocks.sizes.tolist(), 0, []
     for some in (sizes[i : i + 16] for i in range(0, len(sizes), 16)):
         tokens = torch.arange(start, start + sum(some), device=q.device)
@@ -140,7 +141,7 @@ def oracle_scores(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
 
 
 def random_scores(q: Tensor, layout: TileLayout, seed: int) -> Tensor:
-    """`random`, fp32 `[B, H, Nq, Nkv]`, the same on every device; samples and heads differ."""
+    """Scores `random`, fp32 `[B, H, Nq, Nkv]`, the same on every device, different for every sample and head."""
     shape = (q.shape[0], q.shape[2], layout.num_blocks, layout.kv_blocks.num)
     # splitmix64 of the entry's number (Steele et al., 2014); int64 wraps around, and its shifts keep the sign
     x = (torch.arange(math.prod(shape), device=q.device) + (seed << 40)) * -0x61C8864680B583EB
@@ -153,9 +154,9 @@ def map_scores(logits: Tensor, layout: TileLayout, q_pool: Grid, kv_pool: Grid, 
     """Scores of the fine stage's tiles from logits `[B, H, N, N']` between tiles of other sizes: means over cells.
 
     Args:
-        q_pool: size of the tiles of a row of logits; divides the query tile.
-        kv_pool: of a column; divides the kv tile.
-        pooled_map: probabilities or logits.
+        q_pool: size of the query tiles of the logits; divides the query tile of the fine stage.
+        kv_pool: size of the kv tiles of the logits; divides the kv tile of the fine stage.
+        pooled_map: whether probabilities or logits are averaged.
 
     Source: VSA, Table 1(d), experiment 16: average pooling of the predicted attention map on both axes.
     """
@@ -168,7 +169,7 @@ def map_scores(logits: Tensor, layout: TileLayout, q_pool: Grid, kv_pool: Grid, 
 
 
 def tile_logits(q: Tensor, k: Tensor, kv_blocks: Blocks, order: int = 1) -> Tensor:
-    """Logits `[B, H, L, Nkv]` of every kv tile as one key, at least fp32.
+    """Logits `[B, H, L, Nkv]` of every query for every kv tile as one key, at least fp32.
 
     s q km_j + ln n_j                order 1
     + s^2/2 (q^2) var_j              order 2, var the variance of the tile's keys by channel
@@ -185,21 +186,21 @@ def tile_logits(q: Tensor, k: Tensor, kv_blocks: Blocks, order: int = 1) -> Tens
 
 
 def cell_means(values: Tensor, rows: Blocks, columns: Blocks) -> Tensor:
-    """Means `[B, H, N, M]` of the cells that blocks of rows and of columns cut out of values `[B, H, R, C]`."""
+    """Means `[B, H, N, M]` over the cells of values `[B, H, R, C]` that blocks of rows and of columns define."""
     for groups in (rows, columns):
         # [B, N, H, C]; a fixed order of summation on every device
         means = by_block(values.transpose(1, 2), groups).sum(2) / groups.sizes[:, None, None]
-        # the columns are the rows of the second time
+        # the second pass has the columns as rows
         values = means.permute(0, 2, 3, 1)
     return values
 
 
 def tiles_inside(layout: TileLayout, small: Grid, large: Grid) -> Blocks:
-    """The tiles of one size as blocks of the smaller tiles they hold; for `TileLayout.derive`."""
+    """The tiles of one size as blocks of the smaller tiles that they contain; for `TileLayout.derive`."""
     offsets = torch.searchsorted(layout.tiles[small].offsets.cpu(), layout.tiles[large].offsets.cpu())
     return Blocks.from_sizes(offsets.diff().tolist(), layout.device)
 
 
 def per_head(x: Tensor, heads: int) -> Tensor:
-    """Kv heads `[B, Hkv, N, D]` once for each query head of their group, `[B, H, N, D]`."""
+    """Kv heads `[B, Hkv, N, D]` repeated for each query head of their group, `[B, H, N, D]`."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -1,4 +1,4 @@
-"""Row rules: which kv tiles a query tile keeps, by its row of scores.
+"""Row rules: the kv tiles that a query tile keeps, given its row of scores.
 
 Every attention method selects with `select_blocks`. A rule keeps the best entries of a row and only says how many, so
 the union of two rules is the one that keeps more (`RowRule` takes the largest count).
@@ -20,28 +20,25 @@ from vsa_kernels.selection.api import list_capacity
 from vsa.settings import AtLeastOne, PositiveShare, checked
 
 _UNITS = 1 << 32
-"""Whole units that the shares of a head are counted in: sums of integers are exact, and the same on every device."""
+"""Integer units of the shares of a head: sums of integers are exact and the same on every device."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class RowRule:
-    """How many of a row's best candidates are kept: the largest of the counts that are given, at least one.
+    """Number of a row's best candidates that are kept: the largest of the counts that the options give, at least one.
 
     Args:
-        topk: a count.
+        topk: number of candidates to keep.
         top_p: share of the softmax over the row's logits; 1 keeps every candidate, those of weight 0 too.
-        crossing: whether top_p keeps the entry that reaches the share (keep: the smallest set whose sum is at least
-            top_p; FG-Attn, NABLA, FastVideo's BSA), does not (drop: the largest set whose sum is at most top_p;
-            SpargeAttn's listing, LongCat), or goes on until the sum is above it (exceed: the smallest set whose sum is
-            more than top_p; SVG2). `sparge_top_p`, `fine_grained_top_p` and `svg2_top_p` name the three.
-        deviations: keeps scores above the row's mean + this many standard deviations (Sol-Attn's beta).
-        over: row, or head: all rows of a head compete for `topk` * Nq entries, for `top_p` of the head's sum, or stand
-            against the head's mean and deviation (VSA2, VMoBA), and one row may keep more than another. Scores of
-            different rows are then compared as they are and summed as they are: they must be shares, not logits.
-
-    Raises:
-        ValueError: no count at all.
+        crossing: treatment of the entry that reaches the share. keep: the smallest set whose sum is at least top_p
+            (FG-Attn, NABLA, FastVideo's BSA); drop: the largest set whose sum is at most top_p (SpargeAttn's listing,
+            LongCat); exceed: the smallest set whose sum is more than top_p (SVG2). `fine_grained_top_p`, `sparge_top_p`
+            and `svg2_top_p` are the three.
+        deviations: keep scores above the row's mean + this many standard deviations (Sol-Attn's beta).
+        over: row, or head: all rows of a head compete for `topk` * Nq entries or for `top_p` of the head's sum, or are
+            compared with the head's mean and deviation (VSA2, VMoBA), so that rows may keep different numbers. Scores
+            of different rows are then compared and summed directly, so they must be shares, not logits.
     """
 
     topk: AtLeastOne | None = None
@@ -52,7 +49,7 @@ class RowRule:
 
     def __post_init__(self) -> None:
         if self.topk is None and self.top_p is None and self.deviations is None:
-            raise ValueError("a row rule needs topk, top_p or deviations, got none of them")
+            raise ValueError("a row rule needs topk, top_p or deviations, got none")
 
     @property
     def is_topk(self) -> bool:
@@ -70,28 +67,27 @@ _SHARES = {crossing: RowRule(top_p=1, crossing=crossing) for crossing in get_arg
 
 
 class SampleTopk(NamedTuple):
-    """A top-k of its own for every sample of a batch.
+    """A separate top-k for every sample of a batch.
 
     Args:
         counts: int32 `[B]`, at least 1.
-        largest: the most of them, which the host knows.
+        largest: largest of the counts, known to the host.
     """
 
     counts: Tensor
     largest: int
 
     def less(self, tiles: int) -> SampleTopk:
-        """So many tiles fewer, at least 1."""
+        """The top-k reduced by a number of tiles, at least 1."""
         return SampleTopk((self.counts - tiles).clamp(min=1), max(1, self.largest - tiles))
 
 
 class Shares(NamedTuple):
-    """A `top_p` of its own for every head or row.
+    """A separate `top_p` for every head or row.
 
     Args:
-        shares: floating `[H]` or `[B|1, H|1, Nq|1]` on the device of the scores, above 0; 1 or more keeps every
-            candidate.
-        crossing: of `RowRule`.
+        shares: float `[H]` or `[B|1, H|1, Nq|1]` on the device of the scores, above 0; 1 or more keeps every candidate.
+        crossing: see `RowRule`.
     """
 
     shares: Tensor
@@ -99,10 +95,10 @@ class Shares(NamedTuple):
 
 
 def sparge_top_p(tau: float) -> RowRule:
-    """SpargeAttn's TopCdf: the largest set whose sum is at most tau, or the best entry alone where that is above it.
+    """SpargeAttn's TopCdf: the largest set whose sum is at most tau, or the best entry alone where it exceeds tau.
 
-    Without the entry that crosses tau: one entry fewer than `fine_grained_top_p` unless a sum is exactly tau. The
-    listing of the paper may keep nothing at all; its code keeps at least one, as this does.
+    The entry that crosses tau is dropped: one entry fewer than `fine_grained_top_p` unless a sum is exactly tau. The
+    listing of the paper may keep nothing at all; its code keeps at least one entry, as this does.
 
     Source: SpargeAttn (arXiv 2502.18137), Algorithm 1 and its code.
     """
@@ -110,15 +106,15 @@ def sparge_top_p(tau: float) -> RowRule:
 
 
 def fine_grained_top_p(p: float) -> RowRule:
-    """FG-Attn's: the smallest set whose sum is at least p, so with the entry that crosses p.
+    """FG-Attn's top-p: the smallest set whose sum is at least p, which includes the entry that crosses p.
 
-    Source: FG-Attn (arXiv 2509.16518v2); NABLA and FastVideo's BSA spell it so, too.
+    Source: FG-Attn (arXiv 2509.16518v2); NABLA and FastVideo's BSA use the same rule.
     """
     return RowRule(top_p=p, crossing="keep")
 
 
 def svg2_top_p(p: float) -> RowRule:
-    """SVG2's: keeps an entry while the sum before it is at most p, so the smallest set whose sum is above p.
+    """SVG2's top-p: keeps an entry while the sum before it is at most p, hence the smallest set whose sum exceeds p.
 
     One entry more than `fine_grained_top_p` where a sum is exactly p, otherwise the same.
 
@@ -137,31 +133,28 @@ def select_blocks(
     union: Tensor | None = None,
     backend: str | None = None,
 ) -> BlockIndex:
-    """The kv blocks of every row by a rule; ragged lists, ascending.
+    """Block selection: the kv blocks that a rule keeps in every row, as ragged ascending lists.
 
-    Exact and deterministic: equal scores (0.0 and -0.0 are equal) go to the lowest index (of a head: to the lowest
-    row, then index), NaN ranks below -inf and has no weight. The choice is not differentiable and never waits for the
-    device.
+    Exact and deterministic: of equal scores (0.0 and -0.0 are equal) the lowest index comes first (over a head: the
+    lowest row, then index); NaN ranks below -inf and has weight 0. The selection is not differentiable and never waits
+    for the device.
 
     Args:
         scores: `[B, H, Nq, Nkv]` any float dtype; logits, or shares of at least 0 for a rule over the head.
-        rule: how many are kept; a number is a top-k, and so are those of `SampleTopk`, each of its sample.
-            `Shares` are shares of a row, each of its head or its own.
-        candidates: blocks that may compete; None: all. A row without any lists what the masks below give it.
-        always: blocks listed whatever their score; they do not compete (text).
-        first: candidates that come before all others and count towards the rule (a local window inside the budget).
-        union: blocks listed on top of what the rule chose among all candidates (a static index).
-            All four are bool `[Nq, Nkv]`, or `[B, H, Nq, Nkv]` with any of these dims 1.
-        backend: of `select_topk`, for a plain top-k with masks `[Nq, Nkv]`, or of `select_share`, for a plain share of
-            a row.
+        rule: number of blocks to keep: a number is a top-k, `SampleTopk` a top-k per sample, `Shares` a share of the
+            row per head or row.
+        candidates: blocks that compete; None: all. A row without candidates lists only the blocks of the masks below.
+        always: blocks that are listed whatever their score and do not compete (text).
+        first: candidates that rank before all others and count towards the rule (a local window inside the budget).
+        union: blocks listed in addition to those that the rule keeps among all candidates (a static index).
+            All four masks are bool `[Nq, Nkv]`, or `[B, H, Nq, Nkv]` with any of these dims 1.
+        backend: backend of `select_topk`, for a plain top-k with masks `[Nq, Nkv]`, or of `select_share`, for a plain
+            share of a row.
 
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-
-    Source: reference of the rules: VSA (top-k), SpargeAttn, FG-Attn and SVG2 (top-p, see `sparge_top_p` and the next
-    two), Sol-Attn (mean + beta * std), VSA2 (one budget for the rows of a head).
+    Source: the rules are those of VSA (top-k), SpargeAttn, FG-Attn and SVG2 (top-p, see `sparge_top_p` and the next two
+    functions), Sol-Attn (mean + beta * std) and VSA2 (one budget for the rows of a head).
     """
-    # a compiled block cannot make a rule of its own
+    # a compiled block cannot construct a rule
     count, rule, shares = _parts_of(rule)
     by_head = any(mask is not None and mask.dim() == 4 for mask in (candidates, always))
     if first is None and union is None and rule.is_topk and shares is None and not by_head:
@@ -182,7 +175,7 @@ def select_blocks(
     lowest = torch.iinfo(keys.dtype).min
     keys = keys.masked_fill(~compete, lowest)
     first = torch.zeros_like(compete) if first is None else first & compete
-    # at least the best candidate, one of the first where the row has any
+    # at least the best candidate is kept, one of `first` where the row has any
     best = keys.masked_fill(first.any(-1, keepdim=True) & ~first, lowest)
     best = best == best.amax(-1, keepdim=True)
     chosen = _by_rule(scores.detach(), keys, compete, first, rule, count, shares)
@@ -195,7 +188,7 @@ def select_blocks(
 def _parts_of(
     rule: RowRule | SampleTopk | Shares | int,
 ) -> tuple[SampleTopk | int | None, RowRule, Tensor | float | None]:
-    """The top-k, the rule that says the rest, and the share of a rule: a tensor where heads or rows have their own."""
+    """The top-k, the remaining rule and the share of a rule, which is a tensor where heads or rows have their own."""
     if isinstance(rule, RowRule):
         return rule.topk, rule, rule.top_p
     if isinstance(rule, Shares):
@@ -206,14 +199,14 @@ def _parts_of(
 def _topk_per_sample(
     scores: Tensor, topk: SampleTopk, candidates: Tensor | None, always: Tensor | None, backend: str | None
 ) -> BlockIndex:
-    """The rows of all samples as rows of one, each with the top-k of its sample."""
+    """Selection with the rows of all samples as rows of one sample, each with the top-k of its own sample."""
     batch, _, num_q, num_kv = scores.shape
     rows = scores.transpose(0, 1).flatten(1, 2)[None]
     counts = topk.counts.repeat_interleave(num_q, output_size=batch * num_q)
     masks = {"candidates": candidates, "always": always}
     masks = {name: None if mask is None else mask.repeat(batch, 1) for name, mask in masks.items()}
     index = select_topk(rows, counts, **masks, backend=backend)
-    # lists are as long as the host knows that they may be
+    # the capacity of the lists is the largest length that the host knows
     most = min(topk.largest, num_kv) if always is None else None
     capacity = num_kv if most is None else list_capacity(most, num_kv)
     indices = index.kv_indices[0, ..., :capacity].unflatten(1, (batch, num_q)).transpose(0, 1).contiguous()
@@ -230,8 +223,8 @@ def _by_rule(
     topk: SampleTopk | int | None,
     shares: Tensor | float | None,
 ) -> Tensor:
-    """Bool `[B, H, Nq, Nkv]`, entries that the rule keeps."""
-    # a head's rows are one long row
+    """Entries that the rule keeps, bool `[B, H, Nq, Nkv]`."""
+    # the rows of a head become one long row
     groups = {"row": scores.shape[2], "head": 1}[rule.over]
     rows_in_group = scores.shape[2] // groups
     keys = keys.unflatten(2, (groups, -1)).flatten(3)
@@ -261,7 +254,7 @@ def _by_rule(
                 units = weight_units(scores, compete)
             else:
                 weights = scores.masked_fill(~compete, 0).clamp(min=0)
-                # a NaN has no weight
+                # NaN has weight 0
                 units = (weights.nan_to_num(0.0).double() * _UNITS).round().long()
             slots = slots | within_share(units.reshape(keys.shape).gather(-1, ranking), shares, rule.crossing)
         kept = kept | torch.zeros_like(kept).scatter_(-1, ranking, slots)

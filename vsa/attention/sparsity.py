@@ -1,6 +1,6 @@
-"""How many tiles a query tile keeps, by optimizer step and layer.
+"""Sparsity schedules: the number of kv tiles that a query tile keeps, by optimizer step and layer.
 
-Sparsity is the share of kv tiles skipped per query tile. N tiles of a grid, K of them kept.
+Sparsity is the share of kv tiles that a query tile skips. N tiles of a grid, K kept tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vsa.attention.denoising import DenoisingPlan, DenoisingTopk, Rounding, Row,
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 
 SparsityPoint = Literal["current", "dense", "target", "half", "double"]
-"""Where to look at a schedule: what the step asks for, all tiles, its end value, half or double what the step asks."""
+"""Point of a schedule: the top-k of the step, all tiles, the end value, half or double the top-k of the step."""
 
 Budget = Literal["count", "fraction"] | Share
 LayerTopk = Mapping[Any, AtLeastOne]
@@ -25,19 +25,16 @@ SPARSITY_POINTS: tuple[SparsityPoint, ...] = ("current", "dense", "target", "hal
 
 
 def resolve_topk(sparsity: float | str, num_tiles: int, rounding: Rounding = "up") -> int:
-    """Tiles kept at a sparsity: `clamp(ceil((1 - sparsity) * num_tiles), 1, num_tiles)`, or the floor.
+    """Tiles kept at a sparsity: `clamp(ceil((1 - sparsity) * num_tiles), 1, num_tiles)`, or with floor for ceil.
 
-    The sparsity is taken as the decimal number it is written as: in binary floats `(1 - 0.7) * 10` ceils to 4.
+    The sparsity counts as the written decimal number: in binary floats `ceil((1 - 0.7) * 10)` would be 4.
 
     Args:
         sparsity: share of tiles skipped, in [0, 1).
-        num_tiles: kv tiles there are.
+        num_tiles: number of kv tiles.
         rounding: up (ceil) or down (floor).
 
-    Raises:
-        ValueError: sparsity outside [0, 1) or not a number, num_tiles below 1.
-
-    Source: up: VSA's code (methods 1.1), its paper gives top-k directly; down: DFSAttn's code (methods 5.2).
+    Source: up: VSA's code (its paper gives top-k directly); down: DFSAttn's code.
     """
     if num_tiles < 1:
         raise ValueError(f"num_tiles must be at least 1, got {num_tiles}")
@@ -47,11 +44,7 @@ def resolve_topk(sparsity: float | str, num_tiles: int, rounding: Rounding = "up
 
 
 def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
-    """The points of an option called `name`.
-
-    Raises:
-        ValueError: none, one twice, or one that is not in SPARSITY_POINTS.
-    """
+    """The checked points of an option called `name`, in the order of `SPARSITY_POINTS`."""
     ordered: tuple[SparsityPoint, ...] = tuple(point for point in SPARSITY_POINTS if point in points)
     if not ordered or len(ordered) < len(points):
         raise ValueError(f"{name} must hold some of {', '.join(SPARSITY_POINTS)}, each once, got {list(points)}")
@@ -59,29 +52,29 @@ def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
 
 
 def topk_at(topk: int, num_tiles: int, at: SparsityPoint) -> int:
-    """A top-k between 1 and num_tiles halved (rounded up), doubled, or as it is at every other point."""
+    """A top-k halved (rounded up) or doubled at these points, unchanged at others; between 1 and num_tiles."""
     wanted = {"half": -(-topk // 2), "double": 2 * topk}.get(at, topk)
     return max(1, min(wanted, num_tiles))
 
 
 def mean_topk(topk: float | Sequence[float], num_tiles: int) -> float:
-    """Tiles a query tile keeps in the mean over the layers.
+    """Mean over the layers of the tiles that a query tile keeps.
 
     Args:
-        topk: one for all layers, or one per layer.
-        num_tiles: N; no layer keeps more.
+        topk: one number for all layers, or one per layer.
+        num_tiles: N, the most that a layer keeps.
     """
     topks = [topk] if isinstance(topk, int | float) else topk
     return sum(min(k, num_tiles) for k in topks) / len(topks)
 
 
 def expected_topk(topk: Topk, num_layers: int, share: Callable[[float, float], float]) -> float | tuple[float, ...]:
-    """Tiles kept in the mean over samples, of all layers or of each.
+    """Mean over samples of the tiles that a query tile keeps, one number or one per layer.
 
     Args:
-        topk: on one grid.
-        num_layers: of the model.
-        share: of the samples whose denoising progress lies between two values.
+        topk: top-k on one grid.
+        num_layers: number of layers of the model.
+        share: function of two values, the share of samples whose denoising progress is between them.
     """
     if not isinstance(topk, DenoisingTopk):
         return topk
@@ -91,11 +84,7 @@ def expected_topk(topk: Topk, num_layers: int, share: Callable[[float, float], f
 
 
 def exact(name: str, value: float | str) -> Fraction:
-    """The decimal number that an option called `name` is written as.
-
-    Raises:
-        ValueError: no finite number.
-    """
+    """The exact decimal number of an option called `name`, as it is written."""
     try:
         number = Decimal(str(value))
     except InvalidOperation:
@@ -113,38 +102,36 @@ def _exact_sparsity(sparsity: float | str) -> Fraction:
 
 
 def constant_topk(topk: Row, plan: DenoisingPlan, num_tiles: int) -> Topk:
-    """A top-k on one grid with the other budgets of a plan, none of which keeps more than all tiles."""
+    """A top-k on one grid combined with the budgets of a denoising plan, clamped to the number of tiles."""
     own = DenoisingPlan(rounding=plan.rounding)
     return plan.on_grid(topk, lambda budget: ConstantSparsity(**budget._asdict(), denoising=own).target_topk(num_tiles))
 
 
 @checked
 class SparsitySchedule:
-    """Top-k of each optimizer step and layer, on the way from all tiles to an end value.
+    """Top-k by optimizer step and layer, from all tiles to an end value.
 
-    The end value is a `topk`, the same count on every grid (a grid of fewer tiles keeps all of its own), or a
-    `sparsity`, the same fraction on every grid. With a `budget` it is the value on a grid of `reference_tiles`, and a
-    grid of N keeps
+    The end value is a `topk`, the same count on every grid (a grid of fewer tiles keeps all of them), or a `sparsity`,
+    the same fraction on every grid. With a `budget` it is the value on a grid of `reference_tiles`, and a grid of N
+    tiles keeps
 
         K(N) = ceil(K(reference_tiles) * (N / reference_tiles) ** budget)
 
     Args:
-        topk: tiles kept in the end, at least 1.
-        sparsity: share of tiles skipped in the end, in [0, 1). Exactly one of the two is given.
-        budget: count (exponent 0), fraction (1) or the exponent, between 0 and 1.
-        reference_tiles: N of the grid that the end value is meant for; given with a budget only.
+        topk: tiles that a query tile keeps at the end, at least 1.
+        sparsity: share of tiles skipped at the end, in [0, 1). Exactly one of topk and sparsity is required.
+        budget: exponent by which the end value follows the number of tiles: count (0), fraction (1) or a number
+            between.
+        reference_tiles: number of tiles of the grid for which the end value is given; required with a budget.
         dense_layers: layers that always keep all tiles.
-        layer_topk: top-k of the layers that have one of their own, the same at every step.
-        denoising: what differs during a denoising (`denoising@sparsity.denoising=plan`). Samples of training follow
-            its ranges by their noise level: the end value of a range takes the place of the schedule's, on the same
-            way down, except in layers that have a top-k of their own. Its steps and dense layers are of sampling alone.
-
-    Raises:
-        ValueError: a value out of range, or options that exclude or need each other.
+        layer_topk: constant top-k of single layers, by layer.
+        denoising: plan of changes during a denoising (`denoising@sparsity.denoising=plan`). In training, samples follow
+            its ranges by their noise level: the end value of the range replaces that of the schedule, with the same
+            annealing, except in layers of layer_topk. Its steps and dense layers apply to sampling only.
     """
 
     measured = False
-    """Whether the top-k follows `observe`, so that somebody has to call it."""
+    """Whether the top-k depends on measurements that have to be passed to `observe`."""
 
     def __init__(
         self,
@@ -158,10 +145,11 @@ class SparsitySchedule:
         denoising: DenoisingPlan | None = None,
     ):
         if (topk is None) == (sparsity is None):
-            raise ValueError(f"give exactly one of topk and sparsity, got topk={topk} and sparsity={sparsity}")
+            raise ValueError(f"expected exactly one of topk and sparsity, got topk={topk} and sparsity={sparsity}")
         if (budget is None) != (reference_tiles is None):
             raise ValueError(
-                f"budget and reference_tiles come together, got budget={budget} and reference_tiles={reference_tiles}"
+                f"expected both or none of budget and reference_tiles, got budget={budget} and "
+                f"reference_tiles={reference_tiles}"
             )
         self._topk, self._sparsity = topk, sparsity
         exponents: dict[Any, Any] = {None: int(topk is None), "count": 0, "fraction": 1}
@@ -173,19 +161,19 @@ class SparsitySchedule:
         self._layer_topk = {_layer(layer): int(k) for layer, k in (layer_topk or {}).items()}
         both = sorted(self._layer_topk.keys() & self.dense_layers)
         if both:
-            raise ValueError(f"layers {both} are in dense_layers and in layer_topk: a layer has one top-k")
+            raise ValueError(f"layers {both} are both in dense_layers and in layer_topk")
         self.denoising = DenoisingPlan() if denoising is None else denoising
         self._held: int | None = None
 
     @property
     def budget(self) -> Budget:
-        """How the end value follows the number of tiles of a grid: count, fraction or the exponent between them."""
+        """Dependence of the end value on the number of tiles of a grid: count, fraction or an exponent between them."""
         if self._exponent.denominator == 1:
             return "fraction" if self._exponent else "count"
         return float(self._exponent)
 
     def topk(self, step: int, num_tiles: int) -> int:
-        """Tiles a query tile keeps in layers without a top-k of their own, between 1 and num_tiles.
+        """Tiles that a query tile keeps, between 1 and num_tiles, in layers without their own top-k.
 
         Args:
             step: optimizer step, from 0.
@@ -194,7 +182,7 @@ class SparsitySchedule:
         raise NotImplementedError
 
     def final_step(self, num_tiles: int) -> int | None:
-        """First step from which the end values hold on a grid of num_tiles; None: it depends on measurements."""
+        """First step from which the end value holds on a grid of num_tiles; None: it depends on measurements."""
         schedules = (self, *(self._ending_at(*budget) for _, _, budget in self.denoising.ranges))
         ends = [schedule._final_step(num_tiles) for schedule in schedules]
         return None if None in ends else max(end for end in ends if end is not None)
@@ -207,17 +195,14 @@ class SparsitySchedule:
         return max(1, min(self._wanted(num_tiles), num_tiles))
 
     def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
-        """One top-k for all layers, or one per layer when some layers have their own; with what differs in a denoising.
+        """One top-k for all layers, or one per layer where some have their own, with the changes during a denoising.
 
         Args:
             step: optimizer step, from 0.
             num_tiles: video tiles of a sample.
             num_layers: layers of the model.
-            at: current follows the step, dense keeps all tiles in all layers, target is the end value; half and double
-                are of what the step asks, except in `dense_layers`.
-
-        Raises:
-            ValueError: a layer with a top-k of its own that the model does not have.
+            at: current is the top-k of the step, dense all tiles in all layers, target the end value; half and double
+                change the top-k of the step, except in `dense_layers`.
         """
         self._check_layers(num_layers)
         if at == "dense":
@@ -229,19 +214,19 @@ class SparsitySchedule:
         )
 
     def held_at(self, step: int) -> Self:
-        """This schedule with the top-k of optimizer step `step` at every step, to measure what such a step takes."""
+        """This schedule frozen at the top-k of optimizer step `step`, to measure the cost of such a step."""
         changed = copy.copy(self)
         changed._held = step
         return changed
 
     def with_denoising(self, plan: DenoisingPlan) -> Self:
-        """This schedule with another plan."""
+        """This schedule with another denoising plan."""
         changed = copy.copy(self)
         changed.denoising = plan
         return changed
 
     def _ending_at(self, topk: int | None, sparsity: float | None) -> SparsitySchedule:
-        """This schedule, with what it measured so far, and another end value."""
+        """This schedule with another end value and the measurements so far."""
         changed = copy.copy(self)
         changed._topk, changed._sparsity = topk, sparsity
         if self._reference_tiles is None:
@@ -256,32 +241,26 @@ class SparsitySchedule:
         return tuple(own.get(layer, topk) for layer in range(num_layers)) if own else topk
 
     def topk_after(self, steps: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
-        """Top-k of weights after `steps` optimizer steps, wherever they are looked at: that of the last of these steps.
+        """Top-k of weights after `steps` optimizer steps: that of the last of these steps.
 
-        Validation, diagnostics, sampling, evaluation, export and the logged sparsity all ask here, so that what they
-        say of one checkpoint is about one model. Training itself asks `topk_per_layer` for the step to come.
+        Validation, diagnostics, sampling, evaluation, export and the logged sparsity all use this function, so that
+        their results for one checkpoint refer to one model. Training uses `topk_per_layer` for the next step.
 
         Args:
-            steps: optimizer steps done; after none the top-k is that of the first step.
+            steps: optimizer steps done; for 0 the top-k is that of the first step.
             num_tiles: video tiles of a sample.
             num_layers: layers of the model.
             at: see `topk_per_layer`.
-
-        Raises:
-            ValueError: see `topk_per_layer`.
         """
         # steps count from 0: the last of S steps is step S - 1
         return self.topk_per_layer(max(steps - 1, 0), num_tiles, num_layers, at)
 
     def check(self, num_tiles: int, num_layers: int | None = None) -> None:
-        """Refuse a grid or a model that cannot give what the schedule asks for.
+        """Raise ValueError if the top-k or the layers of the schedule do not fit a grid or a model.
 
         Args:
-            num_tiles: of the largest grid; smaller ones keep all of their tiles.
-            num_layers: layers of the model; None leaves the layers unchecked.
-
-        Raises:
-            ValueError: a top-k above num_tiles, a sparsity that leaves less than a tile, a layer that does not exist.
+            num_tiles: number of tiles of the largest grid; smaller grids keep all of their tiles.
+            num_layers: number of layers of the model; None: layers are not checked.
         """
         self._check_end(num_tiles)
         for budget in (*(budget for _, _, budget in self.denoising.ranges), *(b for _, b in self.denoising.steps)):
@@ -296,7 +275,7 @@ class SparsitySchedule:
         wanted = {"topk": self._wanted(num_tiles)}
         wanted |= {f"layer_topk of layer {layer}": k for layer, k in self._layer_topk.items()}
         for name, k in wanted.items():
-            # a grid in one tile, dense attention among them, has nothing to select
+            # a grid of a single tile, as with dense attention, has nothing to select
             if k > num_tiles > 1:
                 raise ValueError(f"{name}={k} is above the number of tiles, {num_tiles}")
         if self._sparsity is not None and num_tiles > 1 and (1 - _exact_sparsity(self._sparsity)) * num_tiles < 1:
@@ -304,7 +283,7 @@ class SparsitySchedule:
             raise ValueError(f"sparsity={self._sparsity} leaves less than one of {num_tiles} tiles, at most {most:.4g}")
 
     def observe(self, step: int, missed_share: float) -> None:
-        """Take in a measurement, see `MissedMassSparsity`; a schedule that follows the step alone ignores it.
+        """Process a measurement, see `MissedMassSparsity`; a schedule that depends on the step only ignores it.
 
         Args:
             step: optimizer steps done.
@@ -312,20 +291,16 @@ class SparsitySchedule:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to keep, as plain values for JSON; empty for a pure function of the step."""
+        """State for a checkpoint, as plain values for JSON; empty for a pure function of the step."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave.
-
-        Raises:
-            ValueError: the state is that of another schedule.
-        """
+        """Restore the state of `state_dict`."""
         if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, the checkpoint has that of another schedule")
+            raise ValueError(f"{type(self).__name__} has no state, but the checkpoint holds that of another schedule")
 
     def _wanted(self, num_tiles: int) -> int:
-        # the end value before it is held to the tiles there are
+        # the end value before it is clamped to the number of tiles
         at = num_tiles if self._reference_tiles is None else self._reference_tiles
         kept = self._topk if self._topk is not None else resolve_topk(self._sparsity or 0, at, self.denoising.rounding)
         if self._reference_tiles is None:
@@ -353,7 +328,7 @@ def _layer(key: int | str) -> int:
 
 
 class ConstantSparsity(SparsitySchedule):
-    """The end value at every step; sparsity 0 is dense. Args: those of `SparsitySchedule`."""
+    """Constant sparsity: the end value at every step; sparsity 0 is dense. Arguments as in `SparsitySchedule`."""
 
     def topk(self, step: int, num_tiles: int) -> int:
         return self.target_topk(num_tiles)
@@ -364,16 +339,13 @@ class ConstantSparsity(SparsitySchedule):
 
 @checked
 class TokenBudgetSparsity(ConstantSparsity):
-    """So many kv tokens per query tile at every step, in whole tiles: `ceil(tokens / tokens_per_tile)` of them.
+    """Constant budget of kv tokens per query tile, rounded up to whole tiles: `ceil(tokens / tokens_per_tile)`.
 
     Args:
-        tokens: kv tokens a query tile attends to, text and cond tokens not counted.
-        tokens_per_tile: tile volume of the attention method, 64 for (4, 4, 4).
+        tokens: kv tokens that a query tile attends to, text and cond tokens not counted.
+        tokens_per_tile: tokens of a tile of the attention method, 64 for (4, 4, 4).
         budget, reference_tiles, dense_layers, layer_topk, denoising: see `SparsitySchedule`; without a budget every
             grid keeps the same number of tokens.
-
-    Raises:
-        ValueError: see `SparsitySchedule`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Schedules that go from all tiles down to an end value: by steps, on a line, along a cosine, by measured loss.
+"""Annealed sparsity schedules, from all tiles to an end value: staircase, linear, cosine, and by missed mass.
 
 N tiles of a grid.
 """
@@ -17,17 +17,14 @@ from vsa.settings import AtLeastOne, Count, PositiveShare, Share, checked
 
 @checked
 class StaircaseSparsity(SparsitySchedule):
-    """All tiles for `dense_steps`, then a step down at once and every `interval` steps, to exactly the end value.
+    """Staircase: all tiles for `dense_steps`, then fewer tiles at once and every `interval` steps, to the end value.
 
     Args:
-        dense_steps: steps with all tiles; the first step down is at this one.
-        interval: optimizer steps between two steps down.
-        tiles: tiles fewer at each step down, the same count on every grid.
-        fraction: share of the grid's tiles fewer at each step down. Exactly one of the two is given.
+        dense_steps: optimizer steps with all tiles; the first decrease is at this step.
+        interval: optimizer steps between two decreases.
+        tiles: number of tiles of each decrease, the same on every grid.
+        fraction: share of the grid's tiles of each decrease. Exactly one of tiles and fraction is required.
         **end: see `SparsitySchedule`.
-
-    Raises:
-        ValueError: a value out of range, both or none of tiles and fraction.
 
     Source: VSA, section 2.3 and appendix C.5 (50 steps dense, then 10 tiles every 50 steps down to 32).
     """
@@ -43,7 +40,7 @@ class StaircaseSparsity(SparsitySchedule):
     ):
         super().__init__(**end)
         if (tiles is None) == (fraction is None):
-            raise ValueError(f"give exactly one of tiles and fraction, got tiles={tiles} and fraction={fraction}")
+            raise ValueError(f"expected exactly one of tiles and fraction, got tiles={tiles} and fraction={fraction}")
         self._tiles, self._fraction = tiles, exact("fraction", fraction or 0)
         self._dense_steps, self._interval = dense_steps, interval
 
@@ -59,21 +56,18 @@ class StaircaseSparsity(SparsitySchedule):
         return Fraction(self._tiles) if self._tiles is not None else self._fraction * num_tiles
 
     def _drops(self, step: int) -> int:
-        """Steps down so far."""
+        """Number of decreases up to a step."""
         return 0 if step < self._dense_steps else (step - self._dense_steps) // self._interval + 1
 
 
 @checked
 class LinearSparsity(SparsitySchedule):
-    """All tiles for `dense_steps`, then down in a straight line that reaches the end value `total_steps` later.
+    """Linear annealing: all tiles for `dense_steps`, then a linear decrease to the end value over `total_steps`.
 
     Args:
-        dense_steps: steps with all tiles.
-        total_steps: optimizer steps of the way down.
+        dense_steps: optimizer steps with all tiles.
+        total_steps: optimizer steps of the decrease.
         **end: see `SparsitySchedule`.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     def __init__(
@@ -95,33 +89,30 @@ class LinearSparsity(SparsitySchedule):
         return 0 if self.target_topk(num_tiles) == num_tiles else self._dense_steps + self._total_steps
 
     def _left(self, progress: Fraction) -> Fraction:
-        """Share of the way that is still to go, 1 at progress 0 and 0 at progress 1."""
+        """Remaining share of the decrease, 1 at progress 0 and 0 at progress 1."""
         return 1 - progress
 
 
 class CosineSparsity(LinearSparsity):
-    """Like `LinearSparsity` along half a cosine: slow at both ends."""
+    """Cosine annealing: like `LinearSparsity`, but along half a cosine, which is slow at both ends."""
 
     def _left(self, progress: Fraction) -> Fraction:
         if progress == 1:
             return Fraction(0)
-        # rounded, so that 0.7500000000000001 is not a tile more than 0.75
+        # rounded, so that 0.7500000000000001 does not give one tile more than 0.75
         return Fraction(max(round((1 + math.cos(math.pi * progress)) / 2, 14), 1e-14))
 
 
 @checked
 class MissedMassSparsity(StaircaseSparsity):
-    """A staircase that goes down only where a measurement allows it, and never up.
+    """Staircase that decreases only where a measurement allows it, and never increases.
 
-    A measurement is the share of the true attention mass that the selected tiles miss (1 - recall), as the callback
-    `Diagnostics` takes it. The steps down are state: they are in `state_dict`.
+    A measurement is the share of the true attention mass that the selected tiles miss (1 - recall), measured by the
+    callback `Diagnostics`. The decreases are state and part of `state_dict`.
 
     Args:
-        max_missed: a step down needs a measured share at or below this, in [0, 1].
-        **staircase: see `StaircaseSparsity`; `dense_steps` and `interval` are the least.
-
-    Raises:
-        ValueError: a value out of range.
+        max_missed: largest measured share, in [0, 1], at which the number of tiles may decrease.
+        **staircase: see `StaircaseSparsity`; `dense_steps` and `interval` are lower bounds.
     """
 
     measured = True
@@ -133,15 +124,11 @@ class MissedMassSparsity(StaircaseSparsity):
         self._measured: list[tuple[int, float]] = []
 
     def observe(self, step: int, missed_share: float) -> None:
-        """Take in a measurement made after `step` optimizer steps; a step down holds from training step `step` on.
-
-        Raises:
-            ValueError: a share outside [0, 1], or a step before that of the last measurement.
-        """
+        """Process a measurement made after `step` optimizer steps; a decrease applies from training step `step` on."""
         if not 0 <= missed_share <= 1:
             raise ValueError(f"missed_share must be in [0, 1], got {missed_share}")
         if self._measured and step <= self._measured[-1][0]:
-            raise ValueError(f"measurements go forward: step {step} after step {self._measured[-1][0]}")
+            raise ValueError(f"measurements must have ascending steps, got {step} after {self._measured[-1][0]}")
         self._measured.append((step, missed_share))
         due = self._drop_steps[-1] + self._interval if self._drop_steps else self._dense_steps
         if step >= due and missed_share <= self._max_missed:
@@ -156,7 +143,7 @@ class MissedMassSparsity(StaircaseSparsity):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != {"drop_steps", "measured"}:
             raise ValueError(
-                f"{type(self).__name__} needs its measurements, the checkpoint has the state of another schedule"
+                f"{type(self).__name__} needs its measurements, but the checkpoint holds the state of another schedule"
             )
         self._drop_steps = [int(step) for step in state["drop_steps"]]
         self._measured = [(int(step), float(missed)) for step, missed in state["measured"]]

@@ -1,19 +1,19 @@
-"""The stages of VSA taken apart: coarse output (C), fine stage on selected tiles (F), fixed window of tiles (L).
+"""VSA in separate stages, for ablations: coarse output (C), fine stage on selected tiles (F), local window (L).
 
-    l        window alone                          c_l      coarse + window
-    f        selected tiles alone                  c_f      coarse + selected tiles: VSA
+    l        window only                           c_l      coarse + window
+    f        selected tiles only                   c_f      coarse + selected tiles: VSA
     c_f_l    coarse + selected + window, three gates
-    c_f_l_e  the same, tiles of the window cannot be selected
+    c_f_l_e  like c_f_l, but tiles of the window cannot be selected
     c_fl     coarse + one fine stage over selected tiles and window
 
-Three sizes of tiles may differ: of a query tile of the fine stage, of the kv tiles it selects, and of the coarse stage.
+Three tile sizes may differ: query tiles of the fine stage, kv tiles that they select, and tiles of the coarse stage.
 
     tile_thw    kv_tile_thw  pool_thw
     (4, 4, 4)   (2, 4, 2)    -            queries in 64s select keys in 16s (Table 1d, "16x64"); or the other way round
     (4, 8, 8)   -            (4, 4, 4)    coarse map in 64s, its means over 2 x 2 tiles select 256s (experiment 16)
-    (4, 8, 4)   (4, 4, 4)    (4, 4, 4)    two tiles of 64 rows share the list that the mean of their scores selects
+    (4, 8, 4)   (4, 4, 4)    (4, 4, 4)    two tiles of 64 rows share the list selected by the mean of their scores
 
-They lie inside each other in one order of the tokens, so nothing is permuted twice.
+They are nested in one token order, so tokens are permuted only once.
 
 B batch, L query tokens, H heads, D head dim, Nq / Nkv tiles of queries / keys in the fine stage, Np / Np' in the coarse
 one, C = H * D model width.
@@ -63,35 +63,34 @@ class StagedAttention(AttentionMethod):
     Args:
         stages: see the top of this file.
         tile_thw: tokens per tile of queries along time, height, width.
-        kv_tile_thw: of keys and values, what top-k counts; None: `tile_thw`. One of the two divides the other.
-        pool_thw: of the coarse stage; divides both. None: queries are pooled by `tile_thw`, keys by `kv_tile_thw`.
-        pooled_map: what is averaged where tiles of the coarse stage are smaller: probabilities (its softmax) or logits.
-            The paper says "predicted attention map".
-        score: mean, subblock_lse or mass, what ranks the tiles, see `vsa.attention.scores`; the coarse output is always
-            that of the means. For comparisons: oracle (the exact mass, which costs dense attention) and random.
-        score_seed: of random; layers differ by themselves.
-        score_thw: tokens of a sub-block of subblock_lse; divides both tiles.
+        kv_tile_thw: tokens per tile of keys and values, the tiles that the top-k counts; None: `tile_thw`. One of the
+            two divides the other.
+        pool_thw: tokens per tile of the coarse stage; divides both. None: queries are pooled by `tile_thw`, keys by
+            `kv_tile_thw`.
+        pooled_map: map that is averaged where tiles of the coarse stage are smaller: probabilities (its softmax) or
+            logits. The paper says "predicted attention map".
+        score: score that ranks the tiles: mean, subblock_lse or mass, see `vsa.attention.scores`; the coarse output
+            always uses the means. For comparisons: oracle (exact mass, at the cost of dense attention) and random.
+        score_seed: seed of the score random; layers always differ.
+        score_thw: tokens per sub-block of subblock_lse; divides both tiles.
         partition: cube or a kind of runs, see `TileLayout`; a window and conv pooling need cubes.
         block_order: nested or raster, see `TileLayout`.
-        window_thw: tiles of the window along time, height, width, around the query's tile; of the larger tile where
-            queries and keys differ.
-        window_edge: clamp (the window is shifted inside the grid and always whole) or truncate (what lies outside is
+        window_thw: tiles of the window along time, height, width around the query's tile; counted in the larger tile
+            where query and kv tiles differ.
+        window_edge: clamp (the window is shifted inside the grid and always whole) or truncate (the part outside is
             missing). The paper does not say which.
-        window_budget: union (the window comes on top of the selected tiles) or within (of c_fl: its tiles take the
-            first places of the top-k; of c_f_l and c_f_l_e: the top-k is smaller by a whole window, at least 1). The
-            paper does not say which.
-        window_gate: of c_f_l and c_f_l_e: own, or fine (the window has the gate of the selected tiles). The paper does
-            not say which.
-        pooling: of queries, keys and values in the coarse stage: mean, max or conv, see `TilePool`.
-        conv_sharing: of conv pooling, see `make_pools`.
-        fine_gate: False leaves the output of the selected tiles as it is.
-        gate_init: identity (coarse 0, fine 1, window 0 beside selected tiles; conv pooling starts as the mean) or model
-            (weights as the model initialises its linear layers, biases as in identity).
-        backend: of the fine stages; None picks by device.
+        window_budget: union (the window is added to the selected tiles) or within (in c_fl its tiles take the first
+            places of the top-k; in c_f_l and c_f_l_e the top-k is reduced by a whole window, to at least 1). The paper
+            does not say which.
+        window_gate: gate of the window in c_f_l and c_f_l_e: own, or fine (the gate of the selected tiles). The paper
+            does not say which.
+        pooling: pooling of queries, keys and values in the coarse stage: mean, max or conv, see `TilePool`.
+        conv_sharing: sharing of the convolutions of conv pooling, see `make_pools`.
+        fine_gate: whether the output of the selected tiles has a gate.
+        gate_init: identity (coarse 0, fine 1, window 0 next to selected tiles; conv pooling starts as the mean) or
+            model (weights as the model initialises its linear layers, biases as in identity).
+        backend: backend of the fine stages; None chooses by device.
         **layer: see `AttentionMethod`.
-
-    Raises:
-        ValueError: tiles that do not divide each other, or a window or conv pooling with runs along a curve.
 
     Source: VSA (arXiv 2505.13389), Table 1(b), experiments 7 to 13, 1(c), 1(d) and 1(e).
     """
@@ -185,7 +184,9 @@ class StagedAttention(AttentionMethod):
         return {name: self.gates[f"to_gate_{name}"](x).unflatten(-1, heads) for name in self._gate_starts}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        """Of `fine`, `window` `[B, L, H, D]` per token and `coarse` `[B, Np, H, D]` per tile what the stages have."""
+        """Outputs of the stages in use: per token `fine`, `window` `[B, L, H, D]`, per tile `coarse` `[B, Np, H, D]`.
+
+        A stage that is not in use has no entry."""
         layout, parts = ctx.layout, {}
         layout.only_video("attention in stages")
         window = self._window(layout) if self.has_window else None
@@ -197,7 +198,7 @@ class StagedAttention(AttentionMethod):
                 parts["coarse"] = coarse.transpose(1, 2).to(q.dtype)
         if ctx.dense:
             parts["fine"] = dense_attn(q, k, v)
-            # all tiles hold the window; only one with a gate of its own says something else
+            # all tiles include the window; it is needed only if it has its own gate
             window = window if "window" in self._gate_starts else None
             index = BlockIndex.from_dense(q.new_ones(1, 1, layout.blocks.num, layout.kv_blocks.num, dtype=torch.bool))
         elif self.selects:
@@ -213,7 +214,7 @@ class StagedAttention(AttentionMethod):
             assert index is not None
             coarse = parts.get("coarse")
             if coarse is not None:
-                # per token: tiles of the coarse stage may have another size
+                # per token, because tiles of the coarse stage may have another size
                 coarse = coarse.repeat_interleave(layout.tiles[self.q_pool].sizes, 1, output_size=layout.num_tokens)
             seen = {"coarse": coarse, "scores": self._as_logits(scores, logits, layout)}
             ctx.record(self.layer_idx, index, q=q, k=k, fine=parts["fine"], **seen)
@@ -231,7 +232,7 @@ class StagedAttention(AttentionMethod):
         return out
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """Every tile in place of the window, with the coarse output and the gates there are."""
+        """Output of a dense layer: every tile replaces the window, with the coarse output and the gates in use."""
         return self.combine(self.attend(q, k, v, ctx), extra, ctx)
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
@@ -239,10 +240,10 @@ class StagedAttention(AttentionMethod):
         return super().attend_combine(q, k, v, extra, ctx.also_recording(gates))
 
     def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Pairs of the coarse stage and of every fine stage; of a union as if no selected tile were in the window.
+        """Pairs of the coarse stage and of every fine stage; a union counts as if no selected tile were in the window.
 
-        A selected tile counts with the mean size, so the number is exact when tiles are full. A product of queries and
-        keys alone, for scores, counts as half.
+        A selected tile counts with the mean tile size, so the number is exact when tiles are full. Scores, which need a
+        product of queries and keys only, count as half a pair.
         """
         tokens, sizes, kv_sizes = layout.num_tokens, layout.blocks.sizes.double(), layout.kv_blocks.sizes.double()
         total = 0.0 if self.pool is None else float(layout.tiles[self.q_pool].num * layout.tiles[self.kv_pool].num)
@@ -266,7 +267,7 @@ class StagedAttention(AttentionMethod):
         return total + local + selected
 
     def _scores(self, q: Tensor, k: Tensor, logits: Tensor | None, layout: TileLayout) -> Tensor:
-        """`[B, H, Nq, Nkv]`; `mean` comes from the logits `[B, H, Np, Np']` of the coarse stage."""
+        """Scores `[B, H, Nq, Nkv]`; `mean` uses the logits `[B, H, Np, Np']` of the coarse stage."""
         if self.score == "mass":
             return mass_scores(tile_logits(q.detach(), k.detach(), layout.kv_blocks), layout)
         if self.score_thw is not None:
@@ -279,7 +280,7 @@ class StagedAttention(AttentionMethod):
         return map_scores(logits, layout, self.q_pool, self.kv_pool, self.pooled_map)
 
     def _as_logits(self, scores: Tensor | None, logits: Tensor | None, layout: TileLayout) -> Tensor | None:
-        """Logits `[B, H, Nq, Nkv]` of what a query tile is expected to attend to, None where nothing says."""
+        """Logits `[B, H, Nq, Nkv]` of the predicted attention map, None where there is none."""
         same = (self.q_pool, self.kv_pool) == (layout.tile_thw, layout.kv_tile_thw)
         if scores is None:
             return logits if same else None
@@ -301,7 +302,7 @@ class StagedAttention(AttentionMethod):
         return select_blocks(scores, topk)
 
     def _fewer(self, window: Window | None) -> int:
-        """Tiles by which a window inside the budget lowers the top-k."""
+        """Number of tiles by which a window inside the budget reduces the top-k."""
         lowered = self.window_budget == "within" and self.stages in ("c_f_l", "c_f_l_e")
         return window.largest if lowered and window is not None else 0
 
@@ -313,7 +314,7 @@ class StagedAttention(AttentionMethod):
         return layout.derive(tile_window, self.window_thw, self.window_edge)
 
     def _prepare(self, layout: TileLayout) -> None:
-        """Make what `attend` derives from the layout of a row of one video."""
+        """Compute the tensors that `attend` derives from the layout of a row of one video."""
         if self.has_window:
             self._window(layout)
         for pool in [] if self.pool is None else pool_modules(self.pool).values():
@@ -333,7 +334,7 @@ class StagedAttention(AttentionMethod):
         chain_of(tile for tile in tiles if tile is not None)
         if self.partition != "cube" and (self.has_window or conv):
             what = f"stages={self.stages}" if self.has_window else "pooling=conv"
-            raise ValueError(f"{what} needs partition=cube, got {self.partition}: its tiles have no places in a grid")
+            raise ValueError(f"{what} needs partition=cube, got {self.partition}: its tiles have no grid positions")
 
 
 def _grid(tile: Sequence[int]) -> Grid:

@@ -1,8 +1,8 @@
-"""How good a selection is, and what the coarse stage adds: numbers from one forward of a sparse layer.
+"""Statistics of one forward of a sparse layer: recall, density and overlap of the selection, share of the coarse stage.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv tiles. Tensors are tile-major with RoPE
-and qk-norm applied, as a method hands them to a recorder. Every tile may select every tile. Masses, lists and overlaps
-count whole tiles; `density`, `visible_keys` and `visible_recall` count what a fine mask leaves of them.
+and qk-norm applied, as a method passes them to a recorder. Every tile may select every tile. Masses, lists and overlaps
+count whole tiles; `density`, `visible_keys` and `visible_recall` apply fine masks.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 from vsa_kernels import BlockIndex, Blocks
 
 CHUNK_LOGITS = 1 << 25
-"""Logits held at a time by `dense_weights`: 128 MiB of fp32."""
+"""Number of logits that `dense_weights` holds at a time: 128 MiB in fp32."""
 
 
 class Recall(NamedTuple):
-    """Recall of a selection and of one made at random.
+    """Recall of a selection and of a random selection.
 
     Args:
-        selected: fp32 `[B, H]`.
-        random: fp32 `[B, H]`, of as many tiles drawn at random: (tiles selected) / Nkv on average, whatever the mass.
+        selected: fp32 `[B, H]`, recall of the selection.
+        random: fp32 `[B, H]`, expected recall of as many random tiles: (tiles selected) / Nkv, whatever the mass.
     """
 
     selected: Tensor
@@ -33,7 +33,7 @@ class Recall(NamedTuple):
 
 
 def sample_tokens(num_tokens: int, count: int | None, *, seed: int = 0) -> Tensor:
-    """int64 `[n]` ascending token numbers, drawn without replacement; all of them with `count` None or too large."""
+    """Random token indices int64 `[n]`, ascending, without replacement; all with `count` None or too large."""
     if count is None or count >= num_tokens:
         return torch.arange(num_tokens)
     if count < 1:
@@ -49,9 +49,9 @@ def tile_mass(q: Tensor, k: Tensor, tokens: Tensor, kv_blocks: Blocks, scale: fl
     Args:
         q: `[B, L, H, D]`.
         k: `[B, S, Hkv, D]`, H a multiple of Hkv.
-        tokens: int64 `[n]` query tokens to look at.
+        tokens: int64 `[n]`, indices of the query tokens.
         kv_blocks: the kv tiles.
-        scale: factor on the logits; None: `1 / sqrt(D)`.
+        scale: factor of the logits, default D ** -0.5.
 
     Returns:
         fp32 `[B, H, n, Nkv]`, rows sum to 1.
@@ -60,7 +60,7 @@ def tile_mass(q: Tensor, k: Tensor, tokens: Tensor, kv_blocks: Blocks, scale: fl
 
 
 def dense_weights(q: Tensor, k: Tensor, tokens: Tensor, scale: float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some of the query tokens at a time, and their dense attention `[B, H, n, S]`, exact in fp32; see `tile_mass`."""
+    """Chunks of the query tokens with their dense attention weights `[B, H, n, S]`, exact in fp32; see `tile_mass`."""
     batch, _, heads, dim = q.shape
     factor: float = dim**-0.5 if scale is None else scale
     # [B, Hkv, D, S]
@@ -81,9 +81,9 @@ def _sum_tiles(x: Tensor, blocks: Blocks) -> Tensor:
 
 
 def selection_recall(mass: Tensor, selected: Tensor, tokens: Tensor, q_blocks: Blocks) -> Recall:
-    """Share of the true attention mass on the selected tiles, the mean over the query tokens.
+    """Recall: share of the true attention mass on the selected tiles, averaged over the query tokens.
 
-    With tokens from `sample_tokens` it is an unbiased estimate of the mean over all of them.
+    With tokens from `sample_tokens` it is an unbiased estimate of the mean over all tokens.
 
     Args:
         mass: `[B, H, n, Nkv]` from `tile_mass`.
@@ -99,7 +99,7 @@ def selection_recall(mass: Tensor, selected: Tensor, tokens: Tensor, q_blocks: B
 
 
 def density(index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
-    """Share of the query-key pairs that attend, what fine masks hide not counted, fp64 `[B|1, H|1]`.
+    """Density: share of the query-key pairs that attend, with fine masks applied, fp64 `[B|1, H|1]`.
 
     Args:
         index: kv tiles of each query tile.
@@ -112,7 +112,7 @@ def density(index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
     q_sizes, kv_sizes = q_blocks.sizes.double(), kv_blocks.sizes.double()
     pairs = q_sizes[:, None] * kv_sizes[tile]
     if index.mask_bits is not None and index.mask_ids is not None:
-        # a mask may say anything of the places behind a short tile: sums up to the last place that there is
+        # mask bits past the end of a short tile are arbitrary, so sums stop at its last token
         sums = index.mask_bits.cumsum(1, dtype=torch.int32).cumsum(2, dtype=torch.int32)
         last = (q_blocks.sizes - 1)[:, None].long(), (kv_blocks.sizes - 1)[tile].long()
         ids = torch.where(masked, index.mask_ids, 0).long()
@@ -123,7 +123,7 @@ def density(index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
 def visible_recall(
     q: Tensor, k: Tensor, index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks: Blocks
 ) -> Recall:
-    """`selection_recall` of an index with fine masks: the mass on the keys that a query attends to.
+    """Recall of an index with fine masks: the attention mass on the keys that a query attends to.
 
     Args:
         q: `[B, L, H, D]`.
@@ -144,7 +144,7 @@ def visible_recall(
 
 
 def visible_keys(index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
-    """Bool `[B|1, H|1, n, S]`, keys that some query tokens attend to.
+    """Keys that the given query tokens attend to, bool `[B|1, H|1, n, S]`.
 
     Args:
         index: kv tiles of each query tile.
@@ -156,12 +156,12 @@ def visible_keys(index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks:
     listed, masked = (x[:, :, row] for x in _entries(index))
     tile = torch.where(listed, index.kv_indices[:, :, row], 0).long()
     within = torch.arange(kv_blocks.max_size, device=tokens.device)
-    # [B|1, H|1, n, K, block_kv]; places behind a short tile are no keys
+    # [B|1, H|1, n, K, block_kv]; slots past the end of a short tile hold no key
     bits = listed[..., None] & (within < kv_blocks.sizes[tile][..., None])
     if index.mask_bits is not None and index.mask_ids is not None:
         ids = torch.where(masked, index.mask_ids[:, :, row], 0).long()
         bits = bits & (index.mask_bits[ids, (tokens - q_blocks.offsets[row])[:, None]] | ~masked[..., None])
-    # what is no key goes to a spare column
+    # slots without a key go to a spare column
     num_keys = int(kv_blocks.offsets[-1])
     key = torch.where(bits, kv_blocks.offsets[tile][..., None] + within, num_keys).long().flatten(3)
     seen = torch.zeros(*key.shape[:3], num_keys + 1, dtype=torch.bool, device=tokens.device)
@@ -169,7 +169,7 @@ def visible_keys(index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks:
 
 
 def _entries(index: BlockIndex) -> tuple[Tensor, Tensor]:
-    """Entries of the lists that are read, and those of them that have a fine mask; bool `[B|1, H|1, Nq, Kmax]`."""
+    """Valid entries of the lists, and those of them that have a fine mask; bool `[B|1, H|1, Nq, Kmax]`."""
     slot = torch.arange(index.kv_indices.shape[-1], device=index.kv_indices.device)
     listed = slot < index.kv_num_blocks[..., None]
     if index.kv_num_full_blocks is None:
@@ -178,13 +178,13 @@ def _entries(index: BlockIndex) -> tuple[Tensor, Tensor]:
 
 
 def selection_overlap(a: Tensor, b: Tensor) -> Tensor:
-    """Share of the tiles that two selections have in common, `2 |a and b| / (|a| + |b|)`, fp32 scalar.
+    """Dice overlap of two selections, `2 |a and b| / (|a| + |b|)`, fp32 scalar.
 
     With K tiles in both it is (tiles in common) / K; two random selections have K / Nkv.
 
     Args:
-        a: bool `[B|1, H|1, Nq, Nkv]`.
-        b: the same.
+        a: bool `[B|1, H|1, Nq, Nkv]`, one selection.
+        b: bool `[B|1, H|1, Nq, Nkv]`, the other selection.
     """
     a, b = torch.broadcast_tensors(a, b)
     return 2 * (a & b).sum() / (a.sum() + b.sum())
@@ -202,7 +202,7 @@ def head_overlap(selected: Tensor) -> Tensor:
 
 
 def coarse_entropy(scores: Tensor) -> Tensor:
-    """Mean entropy of the coarse attention over its maximum, log(Nkv), fp32 scalar; 1 is uniform.
+    """Normalised entropy: mean entropy of the coarse attention divided by its maximum log(Nkv), fp32 scalar.
 
     Args:
         scores: `[B, H, Nq, Nkv]` coarse logits.
@@ -219,7 +219,7 @@ def rms(x: Tensor) -> Tensor:
 
 
 def coarse_share(coarse: Tensor, fine: Tensor) -> Tensor:
-    """Share of the coarse stage in the output, `rms(coarse) / (rms(coarse) + rms(fine))`, fp32 scalar; 0 of nothing.
+    """Share of the coarse stage in the output, `rms(coarse) / (rms(coarse) + rms(fine))`, fp32 scalar; 0 if both are 0.
 
     Args:
         coarse: `[B, L, H, D]` gated coarse output per token.
@@ -230,11 +230,11 @@ def coarse_share(coarse: Tensor, fine: Tensor) -> Tensor:
 
 
 class Neighbours(NamedTuple):
-    """How much the lists of neighbouring query tiles have in common, and what random lists would have.
+    """Overlap of the lists of neighbouring query tiles, and that of random lists.
 
     Args:
-        overlap: fp32 `[B, H]`.
-        random: fp32 `[B, H]`, of lists of the same lengths drawn at random.
+        overlap: fp32 `[B, H]`, see `neighbour_overlap`.
+        random: fp32 `[B, H]`, expected overlap of random lists of the same lengths.
     """
 
     overlap: Tensor
@@ -242,16 +242,16 @@ class Neighbours(NamedTuple):
 
 
 def neighbour_overlap(selected: Tensor, groups: Tensor) -> Neighbours:
-    """What a kernel would save that loads the tiles of a group's lists once, of what equal lists would save.
+    """Loads that a kernel would save by loading each tile of a group's lists once, relative to equal lists.
 
     overlap = sum over groups (sum |list| - |union|) / sum over groups (sum |list| - max |list|)
 
-    For pairs of equally long lists it is the share of tiles in common; the loads fall by half of it.
+    For pairs of lists of equal length it is the share of common tiles; the number of loads falls by half of it.
 
     Args:
-        selected: bool `[B, H, Nq, Nkv]`.
+        selected: bool `[B, H, Nq, Nkv]`, tiles that each query tile selects.
         groups: int `[G + 1]` ascending offsets of runs of query tiles that are computed together
-            (`TileLayout.super_offsets`); runs of one tile are left out. NaN when there are no others.
+            (`TileLayout.super_offsets`); runs of one tile are ignored. The result is NaN without longer runs.
     """
     lengths, num_kv = selected.sum(-1).float(), selected.shape[-1]
     saved, random, whole = (torch.zeros_like(lengths[..., 0]) for _ in range(3))
@@ -267,16 +267,16 @@ def neighbour_overlap(selected: Tensor, groups: Tensor) -> Neighbours:
 
 
 class Popularity(NamedTuple):
-    """In how many lists the kv tiles are: fp32 `[B, H]` each.
+    """Distribution of the number of lists that contain a kv tile: fp32 `[B, H]` each.
 
     Args:
-        mean: lists that hold a tile, over the tiles.
-        median: of the same.
+        mean: mean over the tiles.
+        median: median over the tiles.
         p90: 90th percentile.
         p99: 99th percentile.
-        largest: of the most popular tile.
+        largest: number for the most popular tile.
         unlisted: share of tiles in no list.
-        long: share of tiles in more than 1.5 times the mean: what a kernel would start first.
+        long: share of tiles in more than 1.5 times the mean number of lists, which a kernel would start first.
     """
 
     mean: Tensor
@@ -289,10 +289,9 @@ class Popularity(NamedTuple):
 
 
 def popularity(selected: Tensor) -> Popularity:
-    """How unequally the kv tiles are selected, which is how unequal the work of a backward over kv tiles is.
+    """Popularity of the kv tiles, which determines the imbalance of a backward that works per kv tile.
 
     Args:
-        selected: bool `[B, H, Nq, Nkv]`.
     """
     lists = selected.sum(2).float()
     mean = lists.mean(-1)

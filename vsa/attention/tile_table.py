@@ -1,4 +1,4 @@
-"""Which tiles suit a grid: how many there are, how full they are, what selecting a share of them costs."""
+"""Table of tiles for a grid: their number, their fill and the cost of attention to a share of them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from vsa.attention.tiling import Grid, Partition, count_tiles, proposals
 
 
 class TileRow(NamedTuple):
-    """A way to cut a grid.
+    """One division of a grid into tiles.
 
     Args:
-        tile_thw: tokens of a tile along time, height, width.
+        tile_thw: tokens per tile along time, height, width.
         partition: cube or hilbert_run.
-        tiles: how many there are.
-        fill: share of their slots that hold a token.
+        tiles: number of tiles.
+        fill: share of the slots of the tiles that hold a token.
         topk: tiles that a query tile keeps.
-        pairs: query-key pairs that the fine stage needs over those of dense attention.
-        executed: pairs of slots that a kernel computes over those of dense attention; a short tile costs a whole one.
+        pairs: query-key pairs of the fine stage relative to dense attention.
+        executed: pairs of slots that a kernel computes relative to dense attention; a short tile costs a whole one.
     """
 
     tile_thw: Grid
@@ -34,13 +34,13 @@ class TileRow(NamedTuple):
 
 
 def tile_rows(grid_thw: Grid, volume: int, sparsity: float, count: int) -> list[TileRow]:
-    """Rows of a table: the cube nearest to `volume`, runs along a curve, and the best proposals.
+    """Rows of the table: the cube closest to `volume`, runs along a curve, and the best proposals.
 
     Args:
         grid_thw: tokens of the patchified latents along time, height, width.
         volume: slots of a tile, 64 for (4, 4, 4).
         sparsity: share of tiles that are skipped.
-        count: how many proposals.
+        count: number of proposals.
     """
     usual = min(_cuts(volume), key=lambda tile: (max(tile) - min(tile), -tile[2], -tile[1]))
     tokens = math.prod(grid_thw)
@@ -56,11 +56,7 @@ def tile_rows(grid_thw: Grid, volume: int, sparsity: float, count: int) -> list[
 
 
 def describe_tiles(grid_thw: Grid, volume: int, sparsity: float, count: int) -> Iterator[str]:
-    """Lines of the table, options of a run first.
-
-    Raises:
-        ValueError: sizes below 1, or a sparsity outside [0, 1).
-    """
+    """Lines of the table, in which every row begins with the options of a run."""
     if min(*grid_thw, volume, count) < 1:
         raise ValueError(f"sizes must be at least 1, got grid {list(grid_thw)}, volume={volume}, proposals={count}")
     tokens = math.prod(grid_thw)

@@ -1,4 +1,4 @@
-"""Cutting one segment into tiles: which token goes where, and how large each tile is."""
+"""Division of one segment into tiles: the order of the tokens and the size of each tile."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Partition = Literal["cube", "hilbert_run", "raster_run", "hilbert2d_run", "block
 
 # sizes of the aligned groups of blocks that nested order keeps compact
 SUPER_SIZES = (2, 4, 8)
-# cubes whose tokens follow each other in block3d_run
+# cubes whose tokens are consecutive in block3d_run
 RUN_CUBE: Grid = (4, 4, 4)
-# a layout below this share of filled slots is worth a warning
+# a layout with a smaller share of filled slots gets a warning
 MIN_FILL = 0.9
 
 
 @dataclass(frozen=True)
 class SegmentTiles:
-    """One segment cut into blocks: its tokens in tile-major order, block sizes, groups of blocks."""
+    """The tiles of one segment: its tokens in tile-major order, block sizes, groups of blocks."""
 
     order: Tensor
     sizes: list[int]
@@ -35,7 +35,7 @@ class SegmentTiles:
 
 
 def run_order(grid: Grid, partition: Partition) -> Tensor | None:
-    """Raster indices of a grid's tokens in the order that the runs of a partition follow; None: it cuts cuboids.
+    """Raster indices of a grid's tokens in the order of a partition's runs; None for the partition into cuboids.
 
     Args:
         grid: tokens along time, height, width.
@@ -61,14 +61,14 @@ def run_tiles(num_tokens: int, size: int, order: Tensor | None = None) -> Segmen
 
 
 def cube_tiles(grid: Grid, tile: Grid, block_order: BlockOrder) -> SegmentTiles:
-    """Cuboid tiles, raster inside; sizes of the tiles at the far edges are what is left there."""
+    """Cuboid tiles with tokens in raster order; tiles at the far edges hold the remaining tokens."""
     axes = [torch.arange(n, device="cpu") // c for n, c in zip(grid, tile, strict=True)]
     t, h, w = (axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij"))
     nt, nh, nw = (math.ceil(n / c) for n, c in zip(grid, tile, strict=True))
     if block_order == "raster":
         key = (t * nh + h) * nw + w
     else:
-        # groups of 2 x 2 x 2 tiles in raster order; inside a group height runs fastest, then width, then time
+        # groups of 2 x 2 x 2 tiles in raster order; within a group height runs fastest, then width, then time
         group = (t // 2 * math.ceil(nh / 2) + h // 2) * math.ceil(nw / 2) + w // 2
         key = group * 8 + t % 2 * 4 + w % 2 * 2 + h % 2
     key, order = torch.sort(key, stable=True)
@@ -79,11 +79,7 @@ def cube_tiles(grid: Grid, tile: Grid, block_order: BlockOrder) -> SegmentTiles:
 
 
 def chain_of(tiles: Iterable[Grid]) -> tuple[Grid, ...]:
-    """Tiles from the largest to the smallest, each once.
-
-    Raises:
-        ValueError: two of them, of which neither is cut into whole copies of the other.
-    """
+    """Distinct tiles from the largest to the smallest; ValueError unless each divides the next larger one."""
     chain = tuple(sorted(set(tiles), key=math.prod, reverse=True))
     for large, small in itertools.pairwise(chain):
         if any(n % c for n, c in zip(large, small, strict=True)):
@@ -92,7 +88,7 @@ def chain_of(tiles: Iterable[Grid]) -> tuple[Grid, ...]:
 
 
 def refuse_no_divisor(name: str, tile: Grid, **larger: Grid) -> None:
-    """Raise ValueError where a tile, the option called `name`, does not divide one of the larger ones."""
+    """Raise ValueError if a tile (the option called `name`) does not divide one of the larger ones."""
     for other, sides in larger.items():
         if any(n % c for n, c in zip(sides, tile, strict=True)):
             raise ValueError(f"{name}={list(tile)} must divide {other}={list(sides)} along every axis")
@@ -101,15 +97,16 @@ def refuse_no_divisor(name: str, tile: Grid, **larger: Grid) -> None:
 def nested_tiles(
     grid: Grid, chain: Sequence[Grid], partition: Partition, block_order: BlockOrder
 ) -> tuple[Tensor, dict[Grid, list[int]]]:
-    """One token order in which the tiles of every size of a chain are blocks, and the sizes of these blocks.
+    """A token order in which the tiles of every size of a chain are contiguous, and the sizes of these blocks.
 
-    The largest tiles stand in the order that they have alone, smaller ones in raster order inside the next larger.
+    The largest tiles have the order that they would have alone; smaller ones are in raster order inside the next larger
+    tile.
 
     Args:
         grid: tokens along time, height, width.
-        chain: as `chain_of` gives it.
+        chain: tile sizes as returned by `chain_of`.
         partition: see `TileLayout`.
-        block_order: of cubes.
+        block_order: order of cube tiles, see `TileLayout`.
     """
     if (order := run_order(grid, partition)) is not None:
         return order, {tile: run_tiles(len(order), math.prod(tile)).sizes for tile in chain}
@@ -126,19 +123,19 @@ def nested_tiles(
 
 
 def count_tiles(grid_thw: Sequence[int], tile_thw: Sequence[int]) -> int:
-    """Tiles that cover a grid, short ones at the far edges included."""
+    """Number of tiles that cover a grid, short ones at the far edges included."""
     return math.prod(math.ceil(n / c) for n, c in zip(grid_thw, tile_thw, strict=True))
 
 
 def proposals(grid_thw: Sequence[int], volume: int) -> list[Grid]:
-    """Tiles of at most so many tokens, best first.
+    """Tiles of at most `volume` tokens, best first.
 
-    A kernel pays `volume` slots for every tile, so what counts is how many tiles there are. Among those that fill
-    at least `MIN_FILL` of their slots, the nearest to a cube comes first; then the others by their number.
+    A kernel computes `volume` slots for every tile, so the cost is the number of tiles. Tiles that fill at least
+    `MIN_FILL` of their slots come first, the most cubic one in front; the others follow by the number of tiles.
 
     Args:
         grid_thw: tokens along time, height, width.
-        volume: tokens that a tile may have.
+        volume: most tokens of a tile.
     """
     ts, hs, ws = (range(1, min(n, volume) + 1) for n in grid_thw)
     tiles = [(t, h, w) for t, h, w in itertools.product(ts, hs, ws) if t * h * w <= volume]

@@ -1,4 +1,4 @@
-"""Video sparse attention (VSA): a coarse stage over tiles chooses the tiles that the fine stage attends to.
+"""Video sparse attention (VSA): a coarse stage over tiles selects the tiles that the fine stage attends to.
 
 B batch, L query tokens, S kv tokens, H heads, D head dim, Nq / Nkv query / kv tiles, C = H * D model width.
 
@@ -7,11 +7,11 @@ B batch, L query tokens, S kv tokens, H heads, D head dim, Nq / Nkv query / kv t
     fine   = softmax(q k^T / sqrt(D)) v                         over the tokens of the top-k tiles of `scores`
     out    = G_c * coarse + G_f * fine                          gates: linear in the block's hidden states
 
-The selection is a constant to the gradient. Means are over the tokens a tile really has, and every tile has one
-vote in the coarse softmax whatever its size.
+The selection is a constant to the gradient. Means are over the existing tokens of a tile, and every tile counts as one
+key in the coarse softmax whatever its size.
 
 Source: "VSA: Faster Video Diffusion with Trainable Sparse Attention" (arXiv 2505.13389), sections 2.2 and 2.3; where
-its text and its published code differ, the code.
+its text and its published code differ, the code decides.
 """
 
 from __future__ import annotations
@@ -36,24 +36,22 @@ Backend = Literal["reference", "gather", "triton"]
 
 @checked
 class VideoSparseAttention(AttentionMethod):
-    """VSA as a layer's self-attention, with gates on the coarse and the fine output.
+    """VSA as self-attention of a layer, with gates on the coarse and the fine output.
 
-    Text and cond tokens have no coarse output and attend densely to their sample; every video token sees them on
-    top of the tiles it selects. With as many tiles kept as there are, the fine stage is dense attention.
+    Text and cond tokens have no coarse output and attend densely to their sample; every video token attends to them in
+    addition to the selected tiles. If all tiles are kept, the fine stage is dense attention.
 
     Args:
         tile_thw: tokens per tile along time, height, width; the paper's best is (4, 4, 4).
         partition: cube or a kind of runs, see `TileLayout`.
         block_order: nested or raster, see `TileLayout`.
-        fine_gate: False leaves the fine output as it is (finetuning); the coarse gate is always there.
-        gate_init: identity (G_c = 0 and G_f = 1 for any input: a layer starts as plain sparse attention) or model
-            (weights as the model initialises its linear layers; biases 0 for the coarse and 1 for the fine gate).
-            The paper zero-initialises the coarse gate to finetune and does not say how to start from scratch.
-        backend: of `coarse_fine_attn`; None picks by device.
+        fine_gate: whether the fine output has a gate (off for finetuning); the coarse output always has one.
+        gate_init: initial gates: identity (G_c = 0 and G_f = 1 for any input, so that a layer starts as plain sparse
+            attention) or model (weights as the model initialises its linear layers; biases 0 for the coarse and 1 for
+            the fine gate). The paper zero-initialises the coarse gate for finetuning and does not state an
+            initialisation from scratch.
+        backend: backend of `coarse_fine_attn`; None chooses by device.
         **layer: see `AttentionMethod`; dim is num_heads * head_dim.
-
-    Raises:
-        ValueError: dim is not num_heads * head_dim, or an unknown gate_init.
     """
 
     selects = True
@@ -124,7 +122,7 @@ class VideoSparseAttention(AttentionMethod):
         if ctx.sample_topk is None and topk >= layout.num_video_tiles:
             fine = dense_attn_per_sample(q, k, v, layout)
         else:
-            # scores, not probabilities: the same order without ties where the softmax underflows
+            # ranked by scores, not by probabilities: the same order, without ties where the softmax underflows
             masks = (layout.candidates, layout.always)
             index = ctx.select(lambda kept: select_blocks(scores, kept, candidates=masks[0], always=masks[1]))
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
@@ -143,8 +141,8 @@ class VideoSparseAttention(AttentionMethod):
         return layout.merge(combine(video, parts["coarse"], gate, None, layout.video_blocks), texts)
 
     def attend_combine(self, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
-        """`combine(attend(...))`, as one call of the operator where it selects: not where all tiles are kept, the parts
-        are recorded, or the selection is that of another pass or differs by sample."""
+        """`combine(attend(...))` as one call of the fused operator where possible: unless all tiles are kept, the parts
+        are recorded, or the selection comes from another pass or differs by sample."""
         ctx = ctx.also_recording(extra)
         layout, topk = ctx.layout, ctx.kept(q)
         if ctx.recorder is not None or topk >= layout.num_video_tiles or not ctx.plain_topk:

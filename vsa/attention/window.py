@@ -1,4 +1,4 @@
-"""A fixed local window of tiles around each query tile. Nq / Nkv query / kv tiles."""
+"""Fixed local window of tiles around each query tile. Nq / Nkv query / kv tiles."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Edge = Literal["clamp", "truncate"]
 
 
 class Window(NamedTuple):
-    """The window of every query tile.
+    """The windows of all query tiles.
 
     Args:
-        tiles: bool `[Nq, Nkv]`.
-        largest: the most kv tiles that a query tile sees.
+        tiles: bool `[Nq, Nkv]`, True where a kv tile is inside the window of a query tile.
+        largest: largest number of kv tiles in a window.
     """
 
     tiles: Tensor
@@ -28,12 +28,12 @@ class Window(NamedTuple):
 
 
 def tile_window(layout: TileLayout, window_thw: Grid, edge: Edge) -> Window:
-    """Kv tiles in the window around each query tile, for a row of one video cut into cuboids; for `TileLayout.derive`.
+    """Window of kv tiles around each query tile, for a row of one video in cuboid tiles; for `TileLayout.derive`.
 
     Args:
-        layout: where its query and kv tiles differ in size, the window counts the larger ones.
-        window_thw: tiles along time, height, width.
-        edge: clamp (shifted inside the grid, always whole) or truncate (what lies outside is missing).
+        layout: the layout; where its query and kv tiles differ in size, the window counts the larger ones.
+        window_thw: tiles of the window along time, height, width.
+        edge: clamp (the window is shifted inside the grid and always whole) or truncate (the part outside is missing).
     """
     layout.only_video("a window of tiles")
     q_tile, kv_tile = layout.tile_thw, layout.kv_tile_thw

@@ -305,7 +305,7 @@ def test_shares_of_a_stride_that_is_refused():
         ),
         ([Segment((2, 2, 2)), Segment((1, 2, 2), kind="image")], {}, "takes rows of one video and its text"),
         ([Segment((2, 2, 2))], {"partition": "hilbert_run"}, "needs cuboid tiles, got hilbert_run"),
-        ([Segment((2, 2, 3))], {}, r"axes of \[2, 2, 2\] tokens do not fit the grid \[2, 2, 3\]"),
+        ([Segment((2, 2, 3))], {}, r"axes must have the sizes \[2, 2, 3\] of the grid, got \[2, 2, 2\]"),
     ],
 )
 def test_refused_rows(segments, layout, message):

@@ -231,7 +231,7 @@ def test_heads_have_settings_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("file", "settings", "message"),
     [
-        ({"heads": 3}, {}, "layer 0 has 4 heads, but heads is 3"),
+        ({"heads": 3}, {}, "layer 0: expected 3 heads, got 4"),
         ({"head_dim": 64}, {}, "was tuned for head_dim=64, got head_dim=5"),
         ({"layers": 3}, {}, "was tuned for layers=3, got layers=2"),
         ({"found": {0: [HeadSettings(tau=1, theta=0)] * 4}}, {}, "has no layer 1, but 1 of 2"),
@@ -249,7 +249,7 @@ def test_heads_have_settings_of_their_own(tmp_path):
             {},
             "threshold=1.0: expected a number of at",
         ),
-        ({"found": {5: [HeadSettings(tau=1, theta=0)] * 4}}, {}, "found has layer 5, but layers is 2"),
+        ({"found": {5: [HeadSettings(tau=1, theta=0)] * 4}}, {}, "found has layer 5: expected 0 to 1"),
         ({"found": {0: [HeadSettings(tau=1, theta=0, sparsity="no")] * 4}}, {}, "sparsity=no: expected a number"),
         (
             {"found": {i: [HeadSettings(tau=1, theta=0, threshold=-1.0)] * 4 for i in (0, 1)}},

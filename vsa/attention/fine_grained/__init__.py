@@ -1,1 +1,1 @@
-"""FG-Attn: masks of small tiles, whose query tiles are computed in groups that share their keys."""
+"""FG-Attn: masks of small tiles; query tiles are computed in groups that share their keys."""

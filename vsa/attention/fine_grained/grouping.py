@@ -1,4 +1,4 @@
-"""From the kv tiles that query tiles keep to groups of query tiles that fill a program of 128 rows.
+"""Groups of query tiles that fill a program of 128 rows, from the kv tiles that each query tile keeps.
 
 B batch, H heads, Nq / Nkv query / kv tiles, G groups, R tiles of a group, Kmax list capacity.
 """
@@ -26,17 +26,17 @@ def plan_groups(
     samples: Sequence[int] = (),
     backend: str | None = None,
 ) -> TileGroups:
-    """Groups of query tiles, the union of what their tiles keep, and the longest lists first; never waits for a GPU.
+    """Groups of query tiles with the union of their tiles' lists, longest lists first; never waits for the device.
 
     Args:
-        index: lists `[B, H, Nq, Kmax]` of what each query tile keeps.
-        num_kv: Nkv.
-        size: R.
-        merge: xor (alike rows, see `group_tiles`) or consecutive (each `size` tiles in order).
-        attend: union (every query of a group attends to all kv tiles of the group) or tile (to those of its own tile
-            alone; the others are computed and hidden). The paper computes the union and says neither.
-        samples: query tiles of each sample of the row, no group crosses two; empty: one sample.
-        backend: of `group_tiles`.
+        index: lists `[B, H, Nq, Kmax]` of the kv tiles that each query tile keeps.
+        num_kv: Nkv, number of kv tiles.
+        size: R, tiles per group.
+        merge: xor (similar rows, see `group_tiles`) or consecutive (runs of `size` tiles).
+        attend: union (every query of a group attends to all kv tiles of the group) or tile (a query attends to the kv
+            tiles of its own tile; the others are computed and masked). The paper computes the union and states neither.
+        samples: number of query tiles of each sample of the row, which no group crosses; empty: one sample.
+        backend: backend of `group_tiles`.
 
     Source: FG-Attn (arXiv 2509.16518), section 5.2.
     """
@@ -47,7 +47,7 @@ def plan_groups(
     rows = rows.unflatten(2, members.shape[2:]) & (members >= 0)[..., None]
     union = BlockIndex.from_dense(rows.any(3))
     attending = None
-    # a group of one tile has no other's kv tiles
+    # a group of one tile lists only its own kv tiles
     if attend == "tile" and size > 1:
         member = torch.arange(size, device=mask.device, dtype=torch.int32)[:, None]
         attending = (rows.int() << member).sum(3, dtype=torch.int32).gather(-1, union.kv_indices.long())
@@ -61,7 +61,7 @@ def plan_groups(
 
 
 def _members(mask: Tensor, size: int, merge: Merge, samples: Sequence[int], backend: str | None) -> Tensor:
-    """int32 `[B, H, G, size]`, groups of one sample after those of another."""
+    """Members int32 `[B, H, G, size]` of the groups, sample after sample."""
     parts, first = [], 0
     for rows in mask.split(list(samples), dim=2):
         if merge == "xor" and size > 1:

@@ -1,10 +1,10 @@
-"""FG-Attn as a layer's self-attention: masks of small tiles from their means, made anew from every q and k.
+"""FG-Attn as self-attention of a layer: masks of small tiles, computed from the tile means of each q and k.
 
     A = softmax over kv tiles j of  mean(q of tile i) mean(k of tile j) / sqrt(D)
 
 A query tile of `q_tokens` keeps the smallest set of kv tiles of `kv_tokens` whose mass is at least `top_p`. The matrix
-unit wants 128 rows and columns: R = 128 / q_tokens query tiles with alike sets are computed together, over the union of
-their sets, and the keys of the listed tiles are gathered from where they lie.
+unit needs 128 rows and columns to be efficient: R = 128 / q_tokens query tiles with similar sets are computed together
+over the union of their sets, and the keys of the listed tiles are gathered from memory.
 
 B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv tiles.
 """
@@ -30,32 +30,29 @@ from vsa.attention.stats import density
 from vsa.settings import PositiveShare, checked
 
 _ROWS = 128
-# of the heads that are scored at a time; the row rule sorts them and needs several times as much
+# scores of the heads that are handled at a time; the row rule sorts them and needs several times this memory
 _SCORES = 1 << 26
 
 
 @checked
 class FineGrainedAttention(AttentionMethod):
-    """Every query tile attends to the fewest kv tiles that hold the share `top_p` of its tile's attention.
+    """FG-Attn: every query tile attends to the fewest kv tiles that hold the share `top_p` of its attention mass.
 
-    Training-free and without parameters; the mask is a constant to the gradient. Text and cond tokens of a row are seen
-    by every token of their sample and see all of it themselves; a query tile's share is one of the video's tiles.
+    Training-free and without parameters; the mask is a constant to the gradient. Text and cond tokens are visible to
+    every token of their sample and attend to all of it; the share of a query tile is taken over the video tiles.
 
     Args:
-        q_tokens: of a query tile, consecutive in the order of tokens; the last tile may hold fewer.
-        kv_tokens: of a kv tile.
-        top_p: share of the mass that is kept, the tile that reaches it included; 1 keeps all.
-        merge: xor or consecutive, see `plan_groups`.
-        attended: union or tile, see `plan_groups`.
-        order: of the tokens: raster, as published, or hilbert, along a space-filling curve.
-        backend: reference or triton, of the groups and of attention; null picks by device.
-        allow_training: compute gradients, with the mask as a constant, by `block_sparse_attn`.
+        q_tokens: consecutive tokens of a query tile; the last tile may be shorter.
+        kv_tokens: consecutive tokens of a kv tile.
+        top_p: share of the attention mass that is kept, the tile that reaches it included; 1 keeps all tiles.
+        merge: grouping of the query tiles, xor or consecutive, see `plan_groups`.
+        attended: kv tiles that a query attends to, union or tile, see `plan_groups`.
+        order: order of the tokens: raster, as published, or hilbert, along a space-filling curve.
+        backend: backend of grouping and attention, reference or triton; null chooses by device.
+        allow_training: allow gradients, computed by `block_sparse_attn` with the mask as a constant.
         **layer: see `AttentionMethod`.
 
-    Raises:
-        ValueError: in a forward, a gradient is wanted without `allow_training`.
-
-    Source: FG-Attn (arXiv 2509.16518v2), sections 5.2 and 5.3. Order and union are `plan_groups`'s.
+    Source: FG-Attn (arXiv 2509.16518v2), sections 5.2 and 5.3; for order and union of the groups see `plan_groups`.
     """
 
     predicts = True
@@ -117,15 +114,15 @@ class FineGrainedAttention(AttentionMethod):
         return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: int) -> float:
-        """The most pairs there can be, all of each sample: how many are kept is up to q and k.
+        """Upper bound of the pairs, all pairs of each sample: the number that is kept depends on q and k.
 
-        A recorder gets the shares of them that a call keeps (`kept_density`) and, after merging, computes
-        (`merged_density`), `[B, H]` each.
+        A recorder receives the shares `[B, H]` of them that a call keeps (`kept_density`) and, after merging, computes
+        (`merged_density`).
         """
         return float(sum((stop - start) ** 2 for start, stop in layout.sample_spans))
 
     def _select(self, q: Tensor, k: Tensor, layout: TileLayout) -> BlockIndex:
-        """What every video query tile keeps, `[B, H, Nq, Nkv]`, some heads at a time."""
+        """The kv tiles that every video query tile keeps, `[B, H, Nq, Nkv]`, computed for some heads at a time."""
         rows = q.shape[0] * layout.video_blocks.num * layout.kv_blocks.num
         group = q.shape[2] // k.shape[2]
         step = max(1, _SCORES // (rows * group))
@@ -144,7 +141,7 @@ class FineGrainedAttention(AttentionMethod):
         return BlockIndex(kv_indices=lists, kv_num_blocks=counts)
 
     def _query_tiles(self, layout: TileLayout) -> list[int]:
-        """Video query tiles of each sample of a row, in their order."""
+        """Number of video query tiles of each sample of a row, in order."""
         counts: dict[int, int] = {}
         for segment in layout.segments:
             own = -(-segment.num_tokens // self.q_tokens) if segment.is_video else 0
@@ -168,8 +165,8 @@ def mean_logits(q: Tensor, k: Tensor, layout: TileLayout) -> Tensor:
 
     Args:
         q: `[B, Lv, H, D]` video queries.
-        k: `[B, L, Hkv, D]`.
-        layout: of the row.
+        k: `[B, L, Hkv, D]` keys.
+        layout: layout of the row.
     """
     q_mean = block_mean_pool(q.detach(), layout.video_blocks).transpose(1, 2) * q.shape[-1] ** -0.5
     k_mean = block_mean_pool(k.detach(), layout.kv_blocks).transpose(1, 2)

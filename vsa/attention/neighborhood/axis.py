@@ -1,4 +1,4 @@
-"""The window of neighborhood attention along one axis; several axes are joined by "and".
+"""The window of neighborhood attention along one axis; a key is visible if it is visible along every axis.
 
 n tokens of an axis, w window, s stride, d dilation.
 """
@@ -20,26 +20,24 @@ AXES = ("time", "height", "width")
 
 @dataclass(frozen=True, kw_only=True)
 class AxisWindow:
-    """Which keys each query sees along one axis.
+    """Keys that are visible to each query along one axis.
 
-    Dilation splits the axis by residue: tokens x with the same x % d form a group, in which token x has the place
-    x // d, and only tokens of one group see each other. Inside a group, `stride` neighbours share the window of their
+    Dilation splits the axis by residue: tokens x with the same x % d form a group, in which token x has position
+    x // d, and tokens attend within their group only. Inside a group, `stride` neighbours share the window of their
     leader.
 
-        not causal: the leader is the centre of the stride's run (the right one of two), its window has w // 2 keys
-            before it and w - 1 - w // 2 behind it, and is pushed inside at both ends: always exactly w keys.
-        causal: the leader is the last of the run; a query sees the leader's last w keys up to itself.
+        not causal: the leader is the centre of the run of `stride` queries (the right one of two). Its window has
+            w // 2 keys before it and w - 1 - w // 2 after it, and is shifted inside at both ends: it always has w keys.
+        causal: the leader is the last query of the run; a query sees those of the leader's last w keys that are not
+            after itself.
 
     Args:
-        size: n.
-        window: w, keys of a query; n with d = 1 restricts nothing.
-        stride: s, neighbouring queries that share a window; w is blocked attention.
+        size: n, tokens of the axis.
+        window: w, keys of a query; w = n with d = 1 restricts nothing.
+        stride: s, neighbouring queries that share a window; s = w is blocked attention.
         dilation: d, distance of neighbouring keys.
-        causal: no query sees a later key.
-        name: of the axis, for messages.
-
-    Raises:
-        ValueError: w above n, s above w, w * d above n, or one of them below 1.
+        causal: whether later keys are hidden from a query.
+        name: name of the axis in messages.
 
     Source: Hassani et al., "Generalized Neighborhood Attention" (arXiv 2504.16922), section 3; rules for causal axes
     with a stride as in NATTEN.
@@ -66,12 +64,12 @@ class AxisWindow:
 
     @property
     def is_whole(self) -> bool:
-        """Every query sees every key."""
+        """Whether every query sees every key."""
         return self.window == self.size and not self.causal
 
     @cached_property
     def span(self) -> tuple[Tensor, Tensor]:
-        """Places in its group of the first key of each query and of the one behind its last, int64 `[n]` each."""
+        """Positions in its group of each query's first key and of the one after its last, int64 `[n]` each."""
         w, s = self.window, self.stride
         token = torch.arange(self.size, device="cpu")
         place, residue = token // self.dilation, token % self.dilation
@@ -93,17 +91,18 @@ class AxisWindow:
 
 
 Extent = int | float
-"""Tokens of an axis, or a float above 0 and at most 1: a share of them."""
+"""Number of tokens of an axis, or a share of them (a float above 0 and at most 1)."""
 
 
 class AxisRule(NamedTuple):
     """The settings of one axis before its length is known.
 
-    A share counts the m = n // d tokens that dilation leaves of n, to whole ones (a half up), at least 1. A window that
-    is a share below 1 is the multiple of the stride nearest to it, at least one stride and at most m; with a stride
-    above m it stays what it is, and the stride is refused.
+    A share refers to the m = n // d tokens of a dilation group and is rounded to whole tokens (half up), at least 1. A
+    window given as a share below 1 becomes the nearest multiple of the stride, at least one stride and at most m. With
+    a stride above m it is not rounded, and the stride raises an error.
 
-    Window and stride are pairs of `tokens` or `share` and its value: rules are keys, and 1 token equals the share 1.0.
+    Window and stride are pairs of `tokens` or `share` and the value: rules are dictionary keys, in which 1 token and
+    the share 1.0 have to differ.
     """
 
     name: str
@@ -113,11 +112,7 @@ class AxisRule(NamedTuple):
     causal: bool
 
     def at(self, size: int) -> AxisWindow:
-        """The window on an axis of `size` tokens.
-
-        Raises:
-            ValueError: see `AxisWindow`.
-        """
+        """The window on an axis of `size` tokens."""
         places = max(size // self.dilation, 1)
         stride = _nearest(_tokens(self.stride, places))
         wanted = _tokens(self.window, places)
@@ -132,11 +127,7 @@ class AxisRule(NamedTuple):
 def axis_rules(
     window_thw: Sequence[Extent], stride_thw: Sequence[Extent], dilation_thw: Sequence[int], causal_thw: Sequence[bool]
 ) -> tuple[AxisRule, AxisRule, AxisRule]:
-    """Rules of time, height and width.
-
-    Raises:
-        ValueError: a stride above the window, both tokens or both shares.
-    """
+    """The rules of time, height and width."""
     rules = []
     for name, window, stride, dilation, causal in zip(
         AXES, window_thw, stride_thw, dilation_thw, causal_thw, strict=True
@@ -152,7 +143,7 @@ def _extent(value: Extent) -> tuple[str, Extent]:
 
 
 def _tokens(extent: tuple[str, Extent], places: int) -> Fraction:
-    # the decimal number as it is written: 0.15 of 30 is 4.5
+    # exact as the written decimal number: 0.15 of 30 is 4.5
     kind, value = extent
     return Fraction(str(value)) * (places if kind == "share" else 1)
 

@@ -1,11 +1,11 @@
-"""The mask of neighborhood attention as an index of blocks: what a product over axes is, tile by tile.
+"""The mask of neighborhood attention as a block index, computed per axis and combined tile by tile.
 
-Along one axis a query tile and a kv tile have a pattern, which of their tokens see each other: none, all, or some.
-Tiles in space see each other where none of the three patterns is empty, and need a fine mask unless all three are
-whole. The same few patterns repeat all over the grid, so nothing here is as large as tokens times tokens.
+Along one axis, a query tile and a kv tile have a pattern: the pairs of their tokens that attend, which may be none, all
+or some. Tiles of the grid attend where none of the three patterns is empty, and need a fine mask unless all three are
+full. The same few patterns repeat over the grid, so no tensor here has the size tokens times tokens.
 
-    entries   [Nq, Et * Eh * Ew]   pairs of tiles, E the kv tiles that a query tile sees along an axis at most
-    masks     [M, block_q, block_kv], M the distinct triples of patterns
+    entries   [Nq, Et * Eh * Ew]   pairs of tiles, E the largest number of kv tiles of a query tile along an axis
+    masks     [M, block_q, block_kv], M the number of distinct triples of patterns
 
 Nq / Nkv query / kv tiles, nq / nkv tiles of one axis, tq / tk tokens of a query / kv tile along it.
 """
@@ -30,20 +30,17 @@ Axes = tuple[AxisWindow, AxisWindow, AxisWindow]
 
 
 def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
-    """Kv tiles that each query tile of a video sees, with fine masks where it does not see all of one.
+    """Kv tiles that are visible to each query tile of a video, with fine masks for those that are visible in part.
 
-    Text and cond tokens of the row are visible to every query of the video, whose tiles are the only rows of the index.
+    Text and cond tokens are visible to every query of the video; the rows of the index are the video's query tiles.
 
     Args:
-        layout: of cuboid tiles; a row of one video, with any text beside it.
-        axes: along time, height, width of the video's grid.
+        layout: cuboid tiles of a row with one video and any text.
+        axes: windows along time, height and width of the video's grid.
 
     Returns:
-        `[1, 1, Nq, Kmax]` on the layout's device, rows in the order of `layout.video_blocks`, entries counting
-        `layout.kv_blocks`; no masks at all where whole tiles are all there is.
-
-    Raises:
-        ValueError: a row of something else, tiles that are no cuboids, axes of another grid.
+        `[1, 1, Nq, Kmax]` on the layout's device, rows in the order of `layout.video_blocks`, entries are indices of
+        `layout.kv_blocks`; without masks where all tiles are visible as a whole.
 
     Source: Hassani et al., "Generalized Neighborhood Attention" (arXiv 2504.16922), section 3.
     """
@@ -51,10 +48,11 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
     if layout.tile_thw is None or layout.kv_tile_thw is None or layout.partition != "cube":
         raise ValueError(f"neighborhood attention needs cuboid tiles, got {layout.partition}, {layout.tile_thw}")
     if tuple(axis.size for axis in axes) != video.grid_thw:
-        raise ValueError(f"axes of {[axis.size for axis in axes]} tokens do not fit the grid {list(video.grid_thw)}")
+        sizes = list(video.grid_thw)
+        raise ValueError(f"axes must have the sizes {sizes} of the grid, got {[axis.size for axis in axes]}")
     tiles = tuple(map(axis_tiles, axes, layout.tile_thw, layout.kv_tile_thw))
     place = torch.stack(torch.unravel_index(layout.order[start:stop].cpu() - start, video.grid_thw), dim=-1)
-    # blocks of the row from the video's first token on
+    # offsets of the row's blocks relative to the video's first token
     offsets = layout.kv_blocks.offsets.cpu().long() - start
     inside = (offsets[:-1] >= 0) & (offsets[:-1] < stop - start)
     queries = _Side.of(place, layout.video_blocks.offsets.cpu().long(), layout.tile_thw)
@@ -66,12 +64,12 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
     nothing = torch.zeros_like(others)
     kv, triple = torch.cat([numbers[kv], others], 1), torch.cat([triple, nothing], 1)
     seen, full = (torch.cat([x, nothing == 0], 1) for x in (seen, full))
-    # full entries first, masked ones behind them, both ascending, what is not seen last
+    # full entries first, then masked ones, both ascending, and invisible ones last
     rank = torch.where(full, 0, torch.where(seen, 1, 2)) * len(inside) + kv
     counts, full_counts = seen.sum(1), full.sum(1)
     most, least = int(counts.max()), int(counts.min())
     order = rank.argsort(dim=1)[:, :most]
-    # rows as the query tiles are stored
+    # rows in the order in which the query tiles are stored
     rows = queries.number.flatten().argsort()
     kv, triple, counts, full_counts = (
         kv.gather(1, order)[rows],
@@ -100,11 +98,7 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
 
 
 def only_clip(segments: Sequence[Segment]) -> tuple[Segment, Span]:
-    """The one video or image of a row and its tokens; text and cond may stand beside it.
-
-    Raises:
-        ValueError: several of them, none, or several samples.
-    """
+    """The only video or image of a row and its token range; the row may also hold text and cond segments."""
     starts = itertools.accumulate((segment.num_tokens for segment in segments), initial=0)
     videos = [(s, (start, start + s.num_tokens)) for s, start in zip(segments, starts, strict=False) if s.is_video]
     if len(videos) != 1 or len({segment.sample for segment in segments}) != 1:
@@ -114,14 +108,14 @@ def only_clip(segments: Sequence[Segment]) -> tuple[Segment, Span]:
 
 
 class AxisTiles(NamedTuple):
-    """Which tiles of one axis see each other.
+    """Pairs of query and kv tiles of one axis with their patterns of visibility.
 
     Args:
-        kv: int64 `[nq, E]`, kv tiles that may be seen by each query tile, ascending; numbers at the end may not exist.
-        pattern: int64 `[nq, E]`, what of them is seen; -1: nothing.
-        bits: bool `[P, tq, tk]`, pairs of tokens that see each other by pattern, False behind the end of the axis.
-        whole: bool `[P]`, all tokens that exist see each other.
-        short: bool `[P, 2]`, the query tile, the kv tile is the short one at the end of the axis.
+        kv: int64 `[nq, E]`, kv tiles that may be visible to each query tile, ascending; the last may not exist.
+        pattern: int64 `[nq, E]`, pattern of each pair; -1: nothing is visible.
+        bits: bool `[P, tq, tk]`, visible pairs of tokens of each pattern, False past the end of the axis.
+        whole: bool `[P]`, whether all existing pairs of tokens are visible.
+        short: bool `[P, 2]`, whether the query tile and the kv tile are the short tile at the end of the axis.
     """
 
     kv: Tensor
@@ -136,34 +130,34 @@ class AxisTiles(NamedTuple):
         return self.pattern >= 0
 
     def pairs(self, size: int) -> int:
-        """Pairs of tokens in tiles that see each other, whole tiles counted, on this axis of `size` tokens."""
+        """Pairs of tokens in pairs of visible tiles, whole tiles counted, on this axis of `size` tokens."""
         tq, tk = self.bits.shape[1:]
         q_sizes, kv_sizes = _sizes(size, tq), _sizes(size, tk)
         return int(((kv_sizes[self.kv.clamp(max=len(kv_sizes) - 1)] * self.seen).sum(1) * q_sizes).sum())
 
 
 def axis_tiles(axis: AxisWindow, q_tile: int, kv_tile: int) -> AxisTiles:
-    """Tiles of one axis that see each other, of `q_tile` and `kv_tile` tokens."""
+    """Visible pairs of tiles of one axis, of `q_tile` and `kv_tile` tokens."""
     n, d = axis.size, axis.dilation
     low, high = _reach(axis, q_tile)
     inner_low, inner_high = _reach(axis, q_tile, "inner")
     first = low // kv_tile
     kv = first[:, None] + torch.arange(int((high // kv_tile - first).max()) + 1)
-    # [nq, E] first tokens, and tokens that exist
+    # [nq, E] first tokens, and number of existing tokens
     q_start = (torch.arange(len(kv)) * q_tile)[:, None].expand_as(kv)
     kv_start = kv * kv_tile
     q_size, kv_size = ((n - start).clamp(0, tile) for start, tile in ((q_start, q_tile), (kv_start, kv_tile)))
-    # where all queries reach over the whole kv tile, dilation alone decides: one look for each phase of it
+    # where the windows of all queries cover the whole kv tile, the pattern depends on the phase of the dilation only
     inner = (inner_low[:, None] <= kv_start) & (inner_high[:, None] >= (kv_start + kv_tile).clamp(max=n) - 1)
     short = torch.stack([q_size < q_tile, kv_size < kv_tile], dim=-1)
     phase = ((q_start - kv_start) % d * 2 + short[..., 0]) * 2 + short[..., 1]
     group = torch.where(inner, phase, 4 * d + torch.arange(kv.numel()).view_as(kv))
-    # tiles that no query reaches, those behind the end among them, are one group too
+    # tiles that no query reaches, also those past the end, form one group
     group = torch.where((kv_start <= high[:, None]) & (kv_size > 0), group, -1)
     groups, of_group = torch.unique(group, return_inverse=True)
     chosen = torch.empty_like(groups).scatter_(0, of_group.flatten(), torch.arange(kv.numel()))
     q_start, kv_start, size = (x.flatten()[chosen] for x in (q_start, kv_start, q_size * kv_size))
-    # [groups, tq, tk]; tokens behind the end see nothing
+    # [groups, tq, tk]; tokens past the end see nothing
     query, key = q_start[:, None] + torch.arange(q_tile), kv_start[:, None] + torch.arange(kv_tile)
     start, end = (x[query.clamp(max=n - 1)][..., None] for x in axis.span)
     query, key = query[..., None], key[:, None]
@@ -179,15 +173,15 @@ def axis_tiles(axis: AxisWindow, q_tile: int, kv_tile: int) -> AxisTiles:
 
 
 def executed_pairs(axes: Axes, tile: Grid, kv_tile: Grid) -> float:
-    """Query-key pairs that are computed: all of every two tiles that see each other, whatever a fine mask hides."""
+    """Query-key pairs that are computed: all pairs of two visible tiles, also those that a fine mask hides."""
     parts = zip(axes, tile, kv_tile, strict=True)
-    # also asked while a network without memory is built
+    # also called while a network is built on the meta device
     with torch.device("cpu"):
         return float(math.prod(axis_tiles(axis, tq, tk).pairs(axis.size) for axis, tq, tk in parts))
 
 
 def _reach(axis: AxisWindow, tile: int, which: Literal["outer", "inner"] = "outer") -> tuple[Tensor, Tensor]:
-    """The first and the last token in reach of any query of each tile, or of all of them (inner); int64 `[nq]` each."""
+    """First and last token in reach of any query of each tile (outer), or of all of them (inner); int64 `[nq]` each."""
     n, d = axis.size, axis.dilation
     residue, of_tile = torch.arange(n) % d, torch.arange(n) // tile
     first, stop = axis.span
@@ -201,17 +195,17 @@ def _reach(axis: AxisWindow, tile: int, which: Literal["outer", "inner"] = "oute
 
 
 def _sizes(size: int, tile: int) -> Tensor:
-    """Tokens of the tiles of an axis."""
+    """Number of tokens of each tile of an axis."""
     return (size - torch.arange(0, size, tile)).clamp(max=tile)
 
 
 class _Side(NamedTuple):
-    """The tiles of queries, or those of keys.
+    """The tiles of the queries or of the keys.
 
     Args:
-        number: int64 `[nt, nh, nw]`, which block of the video a tile is.
-        places: by whether a tile is a short one along each axis, int64 `[tokens, 3]` where its tokens are inside it, in
-            the order that they are stored in.
+        number: int64 `[nt, nh, nw]`, index of the tile's block in the video.
+        places: positions int64 `[tokens, 3]` of a tile's tokens inside the tile, in the order in which they are stored;
+            the key says along which axes the tile is a short one.
     """
 
     number: Tensor
@@ -219,7 +213,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, place: Tensor, offsets: Tensor, tile: Grid) -> _Side:
-        """The tiles of a video from where its tokens are, `[Lv, 3]`, and the offsets of its blocks."""
+        """The tiles of a video from the positions `[Lv, 3]` of its tokens and the offsets of its blocks."""
         grid = (place.amax(0) + 1).tolist()
         corner = place[offsets[:-1]] // torch.tensor(tile)
         counts = [-(-n // c) for n, c in zip(grid, tile, strict=True)]
@@ -234,10 +228,10 @@ class _Side(NamedTuple):
 
 
 def _entries(tiles: Sequence[AxisTiles], keys: _Side) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Kv tile, whether it is seen, whether as a whole, number of its triple of patterns; `[Nq, Et * Eh * Ew]` each."""
+    """Kv tile, its visibility, its visibility as a whole, and its triple of patterns; `[Nq, Et * Eh * Ew]` each."""
 
     def spread(x: Tensor, axis: int) -> Tensor:
-        # a matrix of one axis in the product of all three
+        # broadcast a matrix of one axis to the product of all three
         return x.view([x.shape[0] if i == axis else x.shape[1] if i == axis + 3 else 1 for i in range(6)])
 
     kv = [
@@ -260,7 +254,7 @@ def _entries(tiles: Sequence[AxisTiles], keys: _Side) -> tuple[Tensor, Tensor, T
 def _mask_bits(
     tiles: Sequence[AxisTiles], triples: Tensor, queries: _Side, keys: _Side, blocks: tuple[Blocks, Blocks]
 ) -> Tensor:
-    """Fine masks of triples of patterns, bool `[M, block_q, block_kv]`, by the places that tokens are stored in."""
+    """Fine masks bool `[M, block_q, block_kv]` of triples of patterns, with tokens in stored order."""
     bits = torch.zeros(len(triples), blocks[0].max_size, blocks[1].max_size, dtype=torch.bool)
     patterns = torch.unravel_index(triples, tuple(len(axis.bits) for axis in tiles))
     # [M, 3, 2]

@@ -1,8 +1,8 @@
-"""Neighborhood attention as a layer's self-attention.
+"""Neighborhood attention as self-attention of a layer.
 
     window_thw       stride_thw    dilation_thw
-    all of an axis   -             1              that axis restricts nothing; all three: dense attention
-    w                1             1              neighborhood attention, a window of its own for each query
+    all of an axis   -             1              no restriction along that axis; along all three: dense attention
+    w                1             1              neighborhood attention, each query has its own window
     w                w             1              blocked attention, also called window attention
     k * t, k odd     t             1              sliding tile attention with tiles of t and windows of k tiles
     w                1             d              dilated: every d-th token
@@ -35,29 +35,26 @@ Rules = tuple[AxisRule, AxisRule, AxisRule]
 
 @checked
 class NeighborhoodAttention(AttentionMethod):
-    """Every token attends to a window of tokens around it; no parameters and no `topk`.
+    """Neighborhood attention: every token attends to a window of tokens around it; no parameters and no `topk`.
 
-    Windows slide over the grid and are pushed inside at its ends, so that every query has a whole window; `AxisWindow`
-    has the rule of an axis, `AxisRule` that of shares. Text and cond tokens of a row are seen by every token of its
-    video in the same softmax and see all tokens themselves.
+    Windows slide over the grid and are shifted inside at its ends, so that every query has a whole window; `AxisWindow`
+    states the rule of an axis, `AxisRule` that of shares. Text and cond tokens are visible to every token of the video
+    in the same softmax, and attend to all tokens themselves.
 
     Args:
-        window_thw: keys along time, height, width that a query sees: tokens (an integer), or a share of the grid (a
+        window_thw: visible keys of a query along time, height, width: tokens (an integer), or a share of the grid (a
             number above 0 and at most 1, written with a point: 1 is one token, 1.0 the whole axis).
-        stride_thw: neighbouring queries that share a window, as tokens or shares in the same way. Where the sides of a
-            tile divide it and windows begin and end between tiles, nothing is computed in vain or needs a fine mask.
-        dilation_thw: distance of neighbouring keys.
-        causal_thw: no query sees a later key along this axis.
-        tile_thw: tokens per tile of queries; null: of the tiles of 64 tokens, with sides that are powers of two, the
-            one that visits the fewest, by grid.
-        kv_tile_thw: of keys and values; null: `tile_thw`. One of the two divides the other.
+        stride_thw: neighbouring queries that share a window, in tokens or shares like the window. Where tile sides
+            divide the stride and windows start and end between tiles, no pair is computed in vain and no fine mask is
+            needed.
+        dilation_thw: distance of neighbouring keys along time, height, width.
+        causal_thw: whether later keys along this axis are hidden from a query.
+        tile_thw: tokens per tile of queries; null: for each grid, the tile of 64 tokens with sides that are powers of
+            two that visits the fewest kv tiles.
+        kv_tile_thw: tokens per tile of keys and values; null: `tile_thw`. One of the two divides the other.
         block_order: nested or raster, see `TileLayout`.
-        backend: of `block_sparse_attn`; null picks by device.
+        backend: backend of `block_sparse_attn`; null chooses by device.
         **layer: see `AttentionMethod`.
-
-    Raises:
-        ValueError: a stride above its window, a kv tile without a tile; on a grid: a window above it, a dilation that
-            does not fit, each with its axis.
 
     Source: Hassani et al., "Generalized Neighborhood Attention" (arXiv 2504.16922).
     """
@@ -126,7 +123,7 @@ class NeighborhoodAttention(AttentionMethod):
         return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Pairs that are computed: all of every tile that is visited, also those that a fine mask hides."""
+        """Pairs that are computed: all pairs of visited tiles, also those that a fine mask hides."""
         axes = _axes(layout.segments, self.rules)
         if is_whole(axes):
             return float(layout.num_tokens**2)
@@ -143,7 +140,7 @@ def is_whole(axes: Axes) -> bool:
 
 
 def window_index(layout: TileLayout, rules: Rules) -> BlockIndex | None:
-    """Tiles that each query tile sees, None where it sees all; for `TileLayout.derive`."""
+    """Kv tiles that are visible to each query tile, None where all are visible; for `TileLayout.derive`."""
     axes = _axes(layout.segments, rules)
     return None if is_whole(axes) else neighborhood_index(layout, axes)
 

@@ -1,7 +1,7 @@
-"""What a window costs and saves on a kernel that works on tiles: an analytical simulator, without a device.
+"""Analytical simulator of the cost and the speed-up of a window on a kernel that works on tiles; it needs no device.
 
 A kernel computes a kv tile for a query tile as soon as one query of it sees one key of the other. The slowest query
-tile decides, so the speed-up over dense attention is the number of kv tiles there are over those that it visits.
+tile decides, so the speed-up over dense attention is the number of all kv tiles over the number that it visits.
 
 n tokens of an axis, w window, s stride.
 
@@ -29,17 +29,17 @@ NAMES = {1: ("length",), 2: ("height", "width"), 3: ("time", "height", "width")}
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What one setting visits.
+    """Result for one setting: the kv tiles that its query tiles visit.
 
     Args:
         stride: s of each axis.
-        worst_tiles: kv tiles that the query tile with the most of them visits.
-        mean_tiles: the same in the mean over the query tiles: what a kernel with balanced work pays.
-        total_tiles: kv tiles there are; dense attention visits all of them.
-        flop_speedup: query-key pairs of dense attention over visible ones; no tiling can be above it on an even grid.
-        perfect: perfectly block-sparse: in every visited kv tile every query of the tile sees every key, so that a
-            kernel needs no mask. Where the tiles divide the grid and no axis is causal, `speedup` is `flop_speedup`
-            then, and only then.
+        worst_tiles: largest number of kv tiles that a query tile visits.
+        mean_tiles: mean number over the query tiles, the cost of a kernel with balanced work.
+        total_tiles: number of all kv tiles, which dense attention visits.
+        flop_speedup: query-key pairs of dense attention over visible pairs; no tiling exceeds it on an even grid.
+        perfect: whether the mask is perfectly block-sparse: in every visited kv tile, every query of the tile sees
+            every key, so that a kernel needs no mask. Where the tiles divide the grid and no axis is causal, this is
+            equivalent to `speedup` being equal to `flop_speedup`.
     """
 
     stride: tuple[int, ...]
@@ -51,12 +51,12 @@ class Simulation:
 
     @property
     def speedup(self) -> float:
-        """Over dense attention, of a kernel that is as slow as its worst query tile."""
+        """Speed-up over dense attention of a kernel that is as slow as its worst query tile."""
         return self.total_tiles / self.worst_tiles
 
     @property
     def mean_speedup(self) -> float:
-        """Over dense attention, of a kernel that spreads the work of the query tiles evenly."""
+        """Speed-up over dense attention of a kernel that spreads the work of the query tiles evenly."""
         return self.total_tiles / self.mean_tiles
 
 
@@ -72,22 +72,18 @@ def simulate(
     tiling: Tiling = "static",
     one_d: bool = False,
 ) -> Simulation:
-    """Count the kv tiles that query tiles visit. All sequences have one value an axis, of 1, 2 or 3 axes.
+    """Count the kv tiles that query tiles visit. All sequences have one value per axis, for 1, 2 or 3 axes.
 
     Args:
-        grid: n, tokens.
-        window: w, tokens.
+        grid: n, tokens of each axis.
+        window: w, tokens of the window along each axis.
         q_tile: tokens of a query tile; tiles at the far edge are short where it does not divide the grid.
         kv_tile: tokens of a kv tile.
-        stride: s; None: 1.
-        dilation: None: 1.
-        causal: None: no axis is.
-        tiling: static or dynamic kv tiles.
-        one_d: tiles are runs of the flattened grid with as many tokens as `q_tile` and `kv_tile` have.
-
-    Raises:
-        ValueError: a number of values that is not that of the grid's axes, a tile below 1, and whatever `AxisWindow`
-            refuses, with the axis and the value.
+        stride: s, queries that share a window; None: 1.
+        dilation: distance of neighbouring keys; None: 1.
+        causal: whether an axis is causal; None: no axis is.
+        tiling: static or dynamic kv tiles, see `Tiling`.
+        one_d: whether tiles are runs of the flattened grid, with as many tokens as `q_tile` and `kv_tile` have.
     """
     axes = axis_windows(grid, window, stride, dilation, causal)
     return _Lattice([[axis] for axis in axes], q_tile, kv_tile, tiling, one_d).setting((0,) * len(axes))
@@ -104,16 +100,16 @@ def sweep_strides(
     tiling: Tiling = "static",
     one_d: bool = False,
 ) -> list[Simulation]:
-    """The strides worth a look, among all from 1 to the window: slowest and finest first.
+    """Simulations of all strides from 1 to the window that are worth considering, slowest and finest first.
 
-    A stride is left out when a smaller or equal one along every axis, which is nearer to a window of each query's own,
-    is at least as fast.
+    A stride is left out when another one that is at most as large along every axis, and so closer to a separate window
+    for each query, is at least as fast.
 
-    Args, Raises: see `simulate`. It takes seconds; with `one_d` over several axes of 100,000 tokens minutes, and with
-        dynamic tiles beside it more than an hour.
+    Arguments as in `simulate`. It takes seconds; with `one_d` over several axes and 100,000 tokens it takes minutes,
+    and with dynamic tiles as well more than an hour.
     """
     axes = axis_windows(grid, window, None, dilation, causal)
-    # where every key is seen a stride changes nothing
+    # where every key is visible, a stride changes nothing
     most = [1 if axis.is_whole else axis.window for axis in axes]
     choices = [[replace(axis, stride=s) for s in range(1, m + 1)] for axis, m in zip(axes, most, strict=True)]
     lattice = _Lattice(choices, q_tile, kv_tile, tiling, one_d)
@@ -124,19 +120,16 @@ def sweep_strides(
 def end_to_end(
     speedup: float, *, attention_share: float, steps: int = 1, dense_steps: int = 0, rounded: bool = False
 ) -> float:
-    """Bound on the speed-up of a whole sampling run, where all but attention takes as long as before.
+    """Bound on the speed-up of a whole sampling run in which everything but attention takes as long as before.
 
         1 / (1 - f * (1 - n0 / steps) * (1 - 1 / S))
 
     Args:
-        speedup: S of the attention.
-        attention_share: f, share of the dense run's time that this attention takes.
-        steps: of the sampler.
-        dense_steps: n0, steps at the start that keep dense attention.
+        speedup: S, speed-up of attention.
+        attention_share: f, share of attention in the time of the dense run.
+        steps: steps of the sampler.
+        dense_steps: n0, first steps that keep dense attention.
         rounded: round S half up to two decimals, then to one, as the paper's tables do.
-
-    Raises:
-        ValueError: a share outside [0, 1], dense steps outside 0..steps, no step, or a speed-up of 0 or less.
     """
     if not 0 <= attention_share <= 1:
         raise ValueError(f"attention_share must be in [0, 1], got {attention_share}")
@@ -157,7 +150,7 @@ def axis_windows(
     dilation: Sequence[int] | None = None,
     causal: Sequence[bool] | None = None,
 ) -> tuple[AxisWindow, ...]:
-    """The windows of a grid's axes; arguments and errors as of `simulate`."""
+    """The windows of a grid's axes; arguments and errors as in `simulate`."""
     if len(grid) not in NAMES:
         raise ValueError(f"grid must have 1, 2 or 3 axes, got {list(grid)}")
     if math.prod(grid) > MAX_TOKENS:
@@ -174,11 +167,11 @@ def axis_windows(
 
 def _refuse_other_length(option: str, values: Sequence[int], axes: int) -> None:
     if len(values) != axes:
-        raise ValueError(f"{option} must have a value for each of the {axes} axes of the grid, got {list(values)}")
+        raise ValueError(f"{option} must have one value for each of the {axes} axes of the grid, got {list(values)}")
 
 
 class _Lattice:
-    """Every combination of the choices of each axis: `worst`, `summed` and `computed` have a dimension an axis."""
+    """Counts for every combination of the windows of the axes: `worst`, `summed`, `computed` have one dim per axis."""
 
     def __init__(
         self,
@@ -197,7 +190,7 @@ class _Lattice:
                     raise ValueError(f"{option} of {axis.name} must be at least 1, got {side}")
         self.choices = choices
         sizes = [axes[0].size for axes in choices]
-        # parts whose counts multiply: a tile with sides is visited where it is along every axis
+        # counts of axes multiply: a cuboid tile is visited where it is visited along every axis
         parts = [[axes] for axes in choices]
         if one_d:
             sizes, q_tile, kv_tile, parts = [math.prod(sizes)], [math.prod(q_tile)], [math.prod(kv_tile)], [choices]
@@ -215,7 +208,7 @@ class _Lattice:
         self.computed = joined([v.computed for v in part] for part in visits)
 
     def setting(self, place: tuple[int, ...]) -> Simulation:
-        """The combination at one place."""
+        """The combination at one index."""
         axes = [choices[i] for choices, i in zip(self.choices, place, strict=True)]
         visible = math.prod(int((stop - first).sum()) for first, stop in (axis.span for axis in axes))
         return Simulation(
@@ -229,12 +222,12 @@ class _Lattice:
 
 
 def _undominated(cost: Tensor) -> Tensor:
-    """bool, True where every other place that is at most as far along each dimension costs more."""
+    """bool, True where every other element whose indices are all at most as large costs more."""
     least = cost
     for dim in range(cost.ndim):
         least = least.cummin(dim).values
     kept = torch.ones_like(cost, dtype=torch.bool)
     for dim, size in enumerate(cost.shape):
-        # all those places lie at or before a neighbour one step back
+        # each of these elements is at or before a neighbour one step back
         kept.narrow(dim, 1, size - 1).logical_and_(cost.narrow(dim, 1, size - 1) < least.narrow(dim, 0, size - 1))
     return kept

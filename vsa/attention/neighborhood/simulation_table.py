@@ -1,4 +1,4 @@
-"""What `vsa simulate` prints: settings of neighborhood attention with what they visit and save, a row each."""
+"""The table of `vsa simulate`: one row per setting of neighborhood attention, with visited tiles and speed-ups."""
 
 from __future__ import annotations
 
@@ -35,15 +35,12 @@ def print_simulation(
 
     Args:
         grid, window, stride, dilation, causal, tiling, one_d: see `simulate`.
-        sweep: the strides of `sweep_strides` in place of one.
-        q_tile, kv_tile: left out, the other one; without both the `best_tile` of 64 tokens.
-        attention_share, steps, dense_steps, rounded: see `end_to_end`; without a share there is no such column.
-
-    Raises:
-        ValueError: options that exclude or need each other, and what the functions above refuse.
+        sweep: print the strides of `sweep_strides` instead of one.
+        q_tile, kv_tile: a missing one takes the other's value; without both, the `best_tile` of 64 tokens.
+        attention_share, steps, dense_steps, rounded: see `end_to_end`; without a share the column is left out.
     """
     if sweep and stride is not None:
-        raise ValueError(f"a sweep tries every stride: leave out --stride {' '.join(map(str, stride))} or --sweep")
+        raise ValueError(f"expected one of --sweep and --stride, got both (--stride {' '.join(map(str, stride))})")
     if attention_share is None and (steps, dense_steps, rounded) != (None, None, False):
         raise ValueError("--steps, --dense-steps and --paper-rounding need an --attention-share")
     bound = None
@@ -51,7 +48,7 @@ def print_simulation(
         counts = {"steps": steps, "dense_steps": dense_steps}
         counts = {name: count for name, count in counts.items() if count is not None}
         bound = partial(end_to_end, attention_share=attention_share, rounded=rounded, **counts)
-        # a sweep may take long: what it refuses is told before
+        # a sweep may take long, so invalid options raise their error before it
         bound(1.0)
     kv_tile = kv_tile or q_tile or best_tile(axis_windows(grid, window, stride, dilation, causal))[1]
     q_tile = q_tile or kv_tile
@@ -96,7 +93,7 @@ def print_simulation(
     )
     Console().print(table)
     if sweep:
-        print(f"{len(settings)} of {math.prod(window)} strides: the others are coarser than one of these and no faster")
+        print(f"{len(settings)} of {math.prod(window)} strides: each other one is coarser than one here and no faster")
 
 
 def _sides(values: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Which tile suits neighborhood attention on a grid."""
+"""Choice of the tile for neighborhood attention on a grid."""
 
 from __future__ import annotations
 
@@ -15,24 +15,21 @@ from vsa.attention.neighborhood.visits import Visits, count_visits
 def best_tile(
     axes: tuple[AxisWindow, ...], *, q_tokens: int = 64, kv_tokens: int = 64, even: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The query tile and the kv tile with which a kernel computes the fewest pairs, static kv tiles.
+    """The query tile and the kv tile with which a kernel computes the fewest pairs, for static kv tiles.
 
-    A kernel pays all its slots for a short tile, so what counts is the number of visited pairs of tiles: the kv slots
-    that the mean query tile visits times the query tiles there are. Among equals visited tiles with the fewest tokens
-    are taken, of which fewer are masked, then the nearest to a cube, then the one with the longest rows.
+    A kernel computes all slots of a short tile, so the cost is the number of visited pairs of tiles: the kv slots that
+    the mean query tile visits times the number of query tiles. Ties go to the tiles that visit the fewest tokens, of
+    which fewer are masked, then to the most cubic tile, then to the one with the longest rows.
 
     Args:
-        axes: of a grid, 1, 2 or 3.
-        q_tokens: slots of a query tile, a multiple of `kv_tokens`. The query tile is so many kv tiles side by side.
+        axes: windows of the 1, 2 or 3 axes of a grid.
+        q_tokens: slots of a query tile, a multiple of `kv_tokens`. The query tile is that many adjacent kv tiles.
         kv_tokens: slots of a kv tile.
-        even: kv tiles have `kv_tokens` tokens and sides that are powers of two, which fast kernels want; otherwise
-            they may have fewer tokens and any sides, none longer than its axis.
+        even: whether kv tiles have exactly `kv_tokens` tokens and sides that are powers of two, as fast kernels need;
+            otherwise they may have fewer tokens and any sides up to the length of the axis.
 
     Returns:
-        sides of the query tile and of the kv tile.
-
-    Raises:
-        ValueError: q_tokens that is no multiple of kv_tokens, or kv_tokens that is no power of two for even tiles.
+        Sides of the query tile and of the kv tile.
     """
     if min(q_tokens, kv_tokens) < 1 or q_tokens % kv_tokens:
         raise ValueError(f"q_tokens must be a multiple of kv_tokens, got {q_tokens} and {kv_tokens}")
@@ -58,8 +55,8 @@ def best_tile(
 
 
 def _cuboids(most: Sequence[int], volume: int) -> Iterator[tuple[int, ...]]:
-    """Cuboids of at most `volume` tokens with sides up to `most`, but for those of which a whole copy could be added at
-    the last side: a tile that is made of others is never the worse one."""
+    """Cuboids of at most `volume` tokens with sides up to `most`, without those that could be extended by a whole copy
+    along the last side: a tile made of several copies is never worse than one copy."""
     *outer, last = most
     for sides in itertools.product(*(range(1, min(n, volume) + 1) for n in outer)):
         room = volume // math.prod(sides)
@@ -68,7 +65,7 @@ def _cuboids(most: Sequence[int], volume: int) -> Iterator[tuple[int, ...]]:
 
 
 def _even_cuboids(sizes: Sequence[int], volume: int) -> Iterator[tuple[int, ...]]:
-    """Cuboids of `volume` tokens with sides that are powers of two, no longer than axes need unless all are small."""
+    """Cuboids of `volume` tokens with powers of two as sides, no longer than the axes need unless all are short."""
     most = [1 << (n - 1).bit_length() for n in sizes]
     if math.prod(most) < volume:
         most = [volume] * len(sizes)

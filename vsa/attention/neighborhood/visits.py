@@ -1,4 +1,4 @@
-"""Which kv tiles the query tiles of neighborhood attention visit, counted from the windows without a mask of tokens.
+"""Numbers of kv tiles that the query tiles of neighborhood attention visit, from the windows without a token mask.
 
 n tokens of an axis, Nq / Nkv query / kv tiles.
 """
@@ -18,18 +18,18 @@ from torch import Tensor
 from vsa.attention.neighborhood.axis import AxisWindow
 
 Tiling = Literal["static", "dynamic"]
-"""Where kv tiles lie: static cuts the grid once, dynamic starts at the first key that the query tile sees."""
+"""Position of the kv tiles: static divides the grid once, dynamic starts at the first key that the query tile sees."""
 
-# query tiles and kv tiles that are compared at once
+# pairs of query and kv tiles that are compared at once
 PAIRS_AT_ONCE = 1 << 18
 
-# the first element of each of several runs and the one behind its last, which is not above the first in an empty run
+# the first element of each of several runs and the one after its last, which is at most the first in an empty run
 Runs = tuple[Tensor, Tensor]
 
 
 @dataclass
 class Visits:
-    """kv tiles that the worst query tile visits, those of all query tiles summed, and query-key pairs in them."""
+    """Kv tiles that the worst query tile visits, the sum over all query tiles, and the query-key pairs in them."""
 
     worst: int = 0
     summed: int = 0
@@ -39,12 +39,12 @@ class Visits:
 def count_visits(
     choices: Sequence[Sequence[AxisWindow]], q_size: int, kv_size: int, tiling: Tiling = "static"
 ) -> list[Visits]:
-    """Counts for tiles that are runs of the flattened axes (of one axis: along this axis), for every combination of the
-    choices.
+    """Counts for tiles that are runs of the flattened axes (with one axis: along this axis), for every combination of
+    the windows.
 
     Args:
-        choices: windows of each axis; the last axis runs fastest.
-        q_size, kv_size: tokens of a tile; the last tile is shorter where they do not divide all tokens.
+        choices: alternative windows of each axis; the last axis runs fastest.
+        q_size, kv_size: tokens of a tile; the last tile is shorter where they do not divide the number of tokens.
     """
     combinations = list(itertools.product(*choices))
     if tiling == "dynamic" and len(combinations) > 1:
@@ -70,16 +70,16 @@ def count_visits(
 
 
 def _visited(choices: Sequence[Sequence[AxisWindow]], runs: list[list[tuple[Runs, Runs]]]) -> Iterator[Tensor]:
-    """bool `[Nq, Nkv]` of every combination of the choices.
+    """Visited pairs of tiles, bool `[Nq, Nkv]`, for every combination of the windows.
 
     Args:
-        runs: of each axis, runs of queries and of keys; the first ones of all axes are a pair of boxes, and so on.
+        runs: runs of queries and of keys for each axis; the first runs of all axes make a pair of boxes, and so on.
     """
 
     def seen(axis: AxisWindow, pairs: list[tuple[Runs, Runs]]) -> Tensor:
         return torch.stack([_sees_some(axis, queries, keys) for queries, keys in pairs])
 
-    # those of the first axis are needed once
+    # the pairs of the first axis are needed only once, so they are not stored
     inner = [[seen(axis, pairs) for axis in axes] for axes, pairs in zip(choices[1:], runs[1:], strict=True)]
     for axis in choices[0]:
         for boxes in itertools.product([seen(axis, runs[0])], *inner):
@@ -87,7 +87,7 @@ def _visited(choices: Sequence[Sequence[AxisWindow]], runs: list[list[tuple[Runs
 
 
 def _boxes(start: Tensor, stop: Tensor, sizes: Sequence[int]) -> list[list[Runs]]:
-    """Runs of a flattened grid as unions of boxes with a run an axis; boxes that are empty for all are left out."""
+    """Runs of a flattened grid as unions of boxes with one run per axis; boxes that are empty for all are left out."""
     if len(sizes) == 1:
         return [[(start, stop)]] if bool((start < stop).any()) else []
     inner, sizes = math.prod(sizes[1:]), sizes[1:]
@@ -104,9 +104,9 @@ def _boxes(start: Tensor, stop: Tensor, sizes: Sequence[int]) -> list[list[Runs]
 
 
 def _groups(axis: AxisWindow, queries: Runs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The residue of one dilation group after the other in runs of queries, and the places of the keys that its queries
-    see: first, and the one behind the last. They are one interval: neighbours of a group have windows that start and
-    end in their own order, and no further apart than a window is long."""
+    """For each dilation group in runs of queries: its residue, and the positions of the first visible key of its
+    queries and of the one after the last. The visible keys are one interval, since the windows of neighbours in a group
+    start and end in the order of the queries and overlap or touch."""
     (first, stop), d = axis.span, axis.dilation
     start, end = queries
     for offset in range(min(d, int((end - start).max()))):
@@ -116,12 +116,12 @@ def _groups(axis: AxisWindow, queries: Runs) -> Iterator[tuple[Tensor, Tensor, T
 
 
 def _sees_some(axis: AxisWindow, queries: Runs, keys: Runs) -> Tensor:
-    """bool `[Nq, Nkv]`: some query of the run sees some key of the other. Runs of keys may differ by run of queries."""
+    """bool `[Nq, Nkv]`: whether any query of one run sees any key of the other. Key runs may differ by query run."""
     result = torch.zeros(1, 1, dtype=torch.bool, device="cpu")
     for residue, first, stop in _groups(axis, queries):
         low, high = keys
         if axis.dilation > 1:
-            # places in the group of the first of its tokens from here on
+            # positions in the group of its first token at or after the bounds
             low, high = ((key + axis.dilation - 1 - residue[:, None]) // axis.dilation for key in keys)
         result = result | (torch.maximum(low, first[:, None]) < torch.minimum(high, stop[:, None]))
     return result

@@ -1,1 +1,1 @@
-"""SpargeAttn: kv blocks chosen by a share of the softmax of block means, where means stand for their blocks."""
+"""SpargeAttn: kv blocks selected by top-p over block means; blocks whose tokens differ are always computed."""

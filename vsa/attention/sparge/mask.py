@@ -1,17 +1,18 @@
-"""The first stage of SpargeAttn: which kv blocks each query block attends to.
+"""The first stage of SpargeAttn: selection of the kv blocks of each query block.
 
 With mean queries qm and keys km of blocks, s = 1/sqrt(D):
 
-    sim(X)    how alike the tokens of a block are
+    sim(X)    similarity of the tokens of a block
     P_i       softmax over similar kv blocks j of  s qm_i km_j
     kept_i    the largest set of the best j whose P_i sums to at most tau, at least one   (TopCdf)
     always    all of a row i with sim(Q_i) < theta, all of a column j with sim(K_j) < theta
 
-A mean says nothing of a block whose tokens differ, so what is not similar is computed.
+The mean does not represent a block whose tokens differ, so blocks of low similarity are always computed.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
 
-Source: SpargeAttn (arXiv 2502.18137), sections 3.2 to 3.4; its code (thu-ml/SpargeAttn) where the readings differ.
+Source: SpargeAttn (arXiv 2502.18137), sections 3.2 to 3.4, and its code (thu-ml/SpargeAttn); `Readings` lists where the
+two differ.
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ Span = tuple[int, int]
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Readings:
-    """Where the paper, its code and good sense differ.
+    """Options for the points in which the paper, its code and a natural reading differ.
 
     Args:
-        similarity: cosine, the mean cosine of all pairs of a block's tokens, each with itself too: the squared norm of
-            the mean of the unit tokens (code, and the prose of the paper); or gram, mean(X X^T) / max(X X^T) (its
-            formula). Both lie in [0, 1], 1 for equal tokens; a block of zeros has 0.
-        scaled: the factor s (code); false: none (paper).
-        smooth_k: keys are compared after their mean over the sequence is subtracted (code). P does not change by it,
-            sim(K) does: keys share a large common part.
-        ragged_differs: a block shorter than the others is never similar, so always computed. The code does so by a
-            division 0/0; its tokens are as good as others'.
-        attention_sink: the first kv block of the row's own sample is listed in every row, and competes like the others.
-        causal: query block i sees kv block j when its first token is before the end of i. Blocks alone: what a token
-            of the last visible block sees is up to the attention.
+        similarity: cosine, the mean cosine of all pairs of a block's tokens, a token with itself included, which is the
+            squared norm of the mean of the normalised tokens (code, and the text of the paper); or gram,
+            mean(X X^T) / max(X X^T) (the paper's formula). Both are in [0, 1], 1 for equal tokens, 0 for a block of
+            zeros.
+        scaled: true: logits have the factor s (code); false: they do not (paper).
+        smooth_k: subtract the mean of the keys over the sequence before keys are compared (code). This changes sim(K)
+            but not P, since keys share a large common part.
+        ragged_differs: treat a block that is shorter than the others as not similar, so that it is always computed. The
+            code does so by a division 0/0, although nothing is special about its tokens.
+        attention_sink: list the first kv block of the row's own sample in every row; it also competes like the others.
+        causal: show kv block j to query block i if the first token of j is before the end of i. This selects blocks
+            only; the attention itself has to mask tokens of the last visible block.
     """
 
     similarity: Literal["cosine", "gram"] = "cosine"
@@ -62,15 +64,15 @@ class Readings:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStatistics:
-    """What the first stage knows of q and k; tau and theta only come after it.
+    """Scores and similarities of blocks, from which the first stage selects given tau and theta.
 
     Args:
-        scores: `[B, H, Nq, Nkv]` logits of means, at least fp32.
-        q_similarity: `[B, H, Nq]`.
-        kv_similarity: `[B, H, Nkv]`.
+        scores: `[B, H, Nq, Nkv]` logits of block means, at least fp32.
+        q_similarity: `[B, H, Nq]` similarity of the tokens of each query block.
+        kv_similarity: `[B, H, Nkv]` similarity of the tokens of each kv block.
         visible: bool `[Nq, Nkv]`, blocks that a row may list; None: all.
-        always: bool `[Nq, Nkv]`, blocks that it lists anyhow and that do not compete (text); None: none.
-        sink: bool `[Nq, Nkv]`, blocks that it lists on top of those that it chose; None: none.
+        always: bool `[Nq, Nkv]`, blocks that a row always lists and that do not compete (text); None: none.
+        sink: bool `[Nq, Nkv]`, blocks that a row lists in addition to the selected ones; None: none.
     """
 
     scores: Tensor
@@ -96,14 +98,14 @@ def block_statistics(
     """Scores and similarities of blocks.
 
     Args:
-        q: `[B, L, H, D]`.
-        k: `[B, S, Hkv, D]`.
-        q_blocks: of the queries.
-        kv_blocks: of the keys.
-        readings: see there.
-        samples: token ranges of the keys that have a mean of their own; none: all are one.
+        q: `[B, L, H, D]` queries.
+        k: `[B, S, Hkv, D]` keys.
+        q_blocks: partition of the L query tokens.
+        kv_blocks: partition of the S kv tokens.
+        readings: see `Readings`.
+        samples: token ranges of the keys that have their own mean (`smooth_k`); empty: one range.
         candidates: bool `[Nq, Nkv]`, blocks of the row's own sample that compete; None: all.
-        always: bool `[Nq, Nkv]`, blocks that are listed and do not compete (text).
+        always: bool `[Nq, Nkv]`, blocks that are always listed and do not compete (text); None: none.
     """
     heads, half, center = q.shape[2], q.dtype.itemsize == 2, None
     with without_autocast(q.device):
@@ -130,7 +132,7 @@ def block_statistics(
 
 
 def _mean_token(x: Tensor, blocks: Blocks) -> Tensor:
-    """`[B, H, D]`, at least fp32, the mean of all tokens x `[B, L, H, D]`, from the means of their blocks."""
+    """Mean `[B, H, D]`, at least fp32, of all tokens x `[B, L, H, D]`, from the means of their blocks."""
     means = block_mean_pool(x, blocks)
     return ((blocks.sizes.to(means.dtype) / x.shape[1]) @ means.flatten(2)).view(means[:, 0].shape)
 
@@ -146,12 +148,12 @@ def _sink(visible: Tensor | None, scores: Tensor) -> Tensor:
 def mean_and_similarity(
     x: Tensor, blocks: Blocks, readings: Readings = Readings(), center: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean of each block `[B, N, H, D]` and how alike its tokens are, `[B, N, H]`, at least fp32.
+    """Means `[B, N, H, D]` and similarities `[B, N, H]` of the tokens of each block, at least fp32.
 
     Args:
-        x: `[B, L, H, D]`.
-        blocks: of x.
-        readings: `similarity` and `ragged_differs` of them; a ragged block that differs has -inf.
+        x: `[B, L, H, D]` tokens.
+        blocks: partition of the L tokens.
+        readings: `similarity` and `ragged_differs` apply; a short block that counts as different has similarity -inf.
         center: `[B, H, D]`, subtracted from every token; None: zeros.
     """
     if readings.similarity == "cosine":
@@ -160,7 +162,7 @@ def mean_and_similarity(
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide if center is None else wide - center[:, None]
         means = block_mean_pool(wide, blocks)
-        # no product of two tokens is above the largest with itself
+        # no product of two tokens exceeds the largest squared norm
         largest = by_block(wide.square().sum(-1, keepdim=True), blocks).amax((2, 4))
         similarity = means.square().sum(-1) / largest.masked_fill(largest == 0, 1)
     if readings.ragged_differs:
@@ -170,18 +172,18 @@ def mean_and_similarity(
 
 @torch.no_grad()
 def first_stage(known: BlockStatistics, rule: RowRule | Shares | SampleTopk | int, theta: float | Tensor) -> BlockIndex:
-    """The kv blocks of every row.
+    """First stage of SpargeAttn: the kv blocks of every query block.
 
     Args:
         known: scores and similarities.
-        rule: `sparge_top_p(tau)`, `Shares` of every head's tau, or a top-k (the code's other way to choose).
-        theta: blocks of a similarity below it are computed whatever their scores; a tensor is `[H]`, of every head. A
-            negative one turns the judge off, but for blocks with NaN, which are always computed.
+        rule: `sparge_top_p(tau)`, `Shares` with a tau per head, or a top-k (the code's other interface).
+        theta: similarity below which a block is always computed; a tensor `[H]` has one value per head. A negative
+            value turns this off, except for blocks with NaN, which are always computed.
     """
     threshold = theta[:, None] if isinstance(theta, Tensor) else theta
-    # a mean of tokens that are not numbers stands for nothing either
+    # negated, so that a block with a NaN similarity is computed
     rows, columns = (~(similarity >= threshold) for similarity in (known.q_similarity, known.kv_similarity))
-    # what is listed whatever its score does not compete
+    # blocks that are always listed do not compete
     forced, compete = columns[..., None, :], known.visible
     if isinstance(rule, RowRule) and rule.is_share:
         assert rule.top_p is not None

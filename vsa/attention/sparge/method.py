@@ -1,7 +1,7 @@
-"""SpargeAttn as a layer's self-attention: training-free, without parameters.
+"""SpargeAttn as self-attention of a layer: training-free, without parameters.
 
-    first stage     which kv blocks a query block attends to, see `vsa.attention.sparge.mask`
-    second stage    which of their products with values are skipped, see `vsa_kernels.skipping_attn`
+    first stage     selects the kv blocks of each query block, see `vsa.attention.sparge.mask`
+    second stage    skips products with values of negligible weight, see `vsa_kernels.skipping_attn`
 
 B batch, L tokens, H heads, D head dim.
 """
@@ -29,11 +29,11 @@ from vsa.settings import AtLeastOne, NonPositive, PositiveShare, checked
 
 READINGS = tuple(field.name for field in fields(Readings))
 SLICES = 4
-"""Slices of a query block that skip on their own; warps of the paper's kernel (c_w)."""
+"""Slices of a query block that skip separately; the warps of the paper's kernel (c_w)."""
 
 
 class PerHead(NamedTuple):
-    """Hyperparameters of the heads of a layer, a number for all of them or a tensor `[H]`; no threshold: it is off."""
+    """Hyperparameters of the heads of a layer, one number for all heads or a tensor `[H]`; threshold None: off."""
 
     rule: RowRule | Shares
     theta: float | Tensor
@@ -42,39 +42,37 @@ class PerHead(NamedTuple):
 
 @checked
 class SpargeAttention(AttentionMethod):
-    """Query blocks attend to the kv blocks that hold a share tau of the softmax of block means.
+    """SpargeAttn: query blocks attend to the kv blocks that hold a share tau of the softmax over block means.
 
-    How many they are depends on the data, so `topk` and `sparsity` have a meaning with rule=topk only, where a row
-    keeps the best `topk` similar blocks instead. That is the code's second interface, with n = max(1, int(share *
-    blocks)) and without a judge; here the count is that of the sparsity settings, ceil((1 - sparsity) * blocks).
+    Their number depends on the data, so `topk` and `sparsity` apply with rule=topk only, where a row keeps the best
+    `topk` similar blocks. This is the second interface of the paper's code, which keeps max(1, int(share * blocks))
+    blocks and ignores similarity; here the count follows from the sparsity settings, ceil((1 - sparsity) * blocks).
 
-    Training-free: the mask is a constant to the gradient. A call that wants gradients is refused unless
-    `allow_training`, and then has no second stage.
+    Training-free: the mask is a constant to the gradient. A call that needs gradients is an error unless
+    `allow_training` is set, and then skips the second stage.
 
     Args:
         q_tokens: tokens of a query block.
-        kv_tokens: tokens of a kv block; one of the two divides the other. They differ in rows of one video only.
-        order: of the tokens that blocks are cut from: raster, or hilbert, a curve along which neighbours stay together.
-        rule: cdf, by tau; or topk.
-        tau: share of the softmax that a row keeps, at most; 1 is dense attention. The default is the code's.
-        theta: a block whose tokens are less alike than this is always computed; below 0: no block is; null: the code's
-            0.6 with rule=cdf, -0.1 with rule=topk.
-        threshold: lambda: a slice of a query block's rows skips a kv block's values when no weight there is above
-            exp(lambda) of its row's largest so far; null: nothing is skipped.
-        keeps_sum: whether skipped weights stay in the softmax's denominator (paper), or not (code).
+        kv_tokens: tokens of a kv block; one of the two divides the other. They may differ in rows of one video only.
+        order: order of the tokens before they are divided into blocks: raster, or hilbert, a space-filling curve that
+            keeps neighbours together.
+        rule: selection by share (cdf, with tau) or by count (topk).
+        tau: largest share of the softmax that a row keeps; 1 is dense attention. The default is that of the code.
+        theta: similarity of a block's tokens below which the block is always computed; negative: never; null: the
+            code's 0.6 with rule=cdf, -0.1 with rule=topk.
+        threshold: lambda: a slice of a query block's rows skips a kv block's values if all weights there are below
+            exp(lambda) times the largest of their row so far; null: nothing is skipped.
+        keeps_sum: whether skipped weights stay in the softmax denominator (paper) or not (code).
         similarity: see `Readings`.
         scaled: see `Readings`.
         smooth_k: see `Readings`.
         ragged_differs: see `Readings`.
         attention_sink: see `Readings`.
-        tuned: file of `vsa tune-sparge`, or what it holds: tau, theta and threshold of each layer and head, in place of
-            the three above; its blocks, order and readings must be the ones here.
-        allow_training: whether gradients may be asked for.
-        backend: of attention; null picks by device.
+        tuned: file of `vsa tune-sparge`, or its content: tau, theta and threshold of each layer and head, which replace
+            the three above; its blocks, order and readings must equal those given here.
+        allow_training: allow gradients, for which the mask is a constant.
+        backend: backend of attention; null chooses by device.
         **layer: see `AttentionMethod`.
-
-    Raises:
-        ValueError: blocks that do not divide each other, a file of another model, impossible values in it.
 
     Source: Zhang et al., "SpargeAttn" (arXiv 2502.18137).
     """
@@ -114,7 +112,7 @@ class SpargeAttention(AttentionMethod):
         self.selects, self.predicts = rule == "topk", rule == "cdf"
         self.tau, self.theta = tau, {"cdf": 0.6, "topk": -0.1}[rule] if theta is None else float(theta)
         self.threshold, self.keeps_sum = threshold, keeps_sum
-        # a compiled block cannot make a rule of its own
+        # a compiled block cannot construct a rule
         self.share = sparge_top_p(tau)
         self.readings = Readings(
             similarity=similarity,
@@ -141,7 +139,7 @@ class SpargeAttention(AttentionMethod):
 
     def setting(self, name: str) -> Any:
         if name == "tuned":
-            # the file stays where it is, and an export goes elsewhere
+            # the content instead of the path, which an export to another place could not follow
             return None if self.file is None else self.file.values()
         return getattr(self.readings if name in READINGS else self, name)
 
@@ -156,7 +154,7 @@ class SpargeAttention(AttentionMethod):
             self._tuned()
 
     def _tuned(self) -> tuple[HeadSettings, ...] | None:
-        """Settings of the layer's heads, None without a file."""
+        """Tuned settings of the layer's heads, None without a file."""
         if self.file is None:
             return None
         assert self.path is not None
@@ -195,21 +193,21 @@ class SpargeAttention(AttentionMethod):
         """Attention to the listed blocks.
 
         Args:
-            q: `[B, Lv, H, D]` of the video.
-            k: `[B, L, Hkv, D]`.
-            v: `[B, L, Hkv, D]`.
-            index: from `first_stage`.
-            layout: of the row.
-            threshold: `[H]` of the second stage, None without one.
+            q: `[B, Lv, H, D]` queries of the video tokens.
+            k: `[B, L, Hkv, D]` keys.
+            v: `[B, L, Hkv, D]` values.
+            index: selection of `first_stage`.
+            layout: layout of the row.
+            threshold: `[H]` thresholds of the second stage, None without one.
 
         Returns:
-            `[B, Lv, H, D]`, and what `skipping_attn` counts, None without a second stage.
+            Output `[B, Lv, H, D]`, and the counts of `skipping_attn`, None without a second stage.
         """
         blocks: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.kv_blocks}
         if threshold is None:
             return block_sparse_attn(q, k, v, index, **blocks, backend=self.backend)[0], None
         options: dict[str, Any] = {"slice_rows": self.q_tokens // SLICES, "keeps_sum": self.keeps_sum}
-        # a gather of one block a turn is what its reference does
+        # skipping_attn has no gather backend: its reference already gathers one block at a time
         return skipping_attn(q, k, v, index, **blocks, thresholds=threshold, **options, backend=self.backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
@@ -234,8 +232,9 @@ class SpargeAttention(AttentionMethod):
         return parts["out"]
 
     def pairs(self, layout: TileLayout, topk: int) -> float:
-        """Pairs of the blocks' means and of attention: with rule=topk those of `topk` blocks a row, exact when blocks
-        are full and nothing is forced; tuned, those of its inputs; otherwise the data decide, and all are counted."""
+        """Pairs of block means and of attention. With rule=topk a row counts `topk` blocks, which is exact when blocks
+        are full and none is forced. Tuned settings count their measured sparsity; otherwise all pairs are counted,
+        since the number depends on the data."""
         total, heads = float(layout.video_blocks.num * layout.kv_blocks.num), self._tuned()
         for sample, (start, stop) in enumerate(layout.sample_spans):
             text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
@@ -253,7 +252,7 @@ class SpargeAttention(AttentionMethod):
 
 @lru_cache(maxsize=1024)
 def per_head_tensors(heads: tuple[HeadSettings, ...], device: torch.device) -> PerHead:
-    """The settings of a layer's heads on a device; kept, because a copy in every call would wait for it."""
+    """Settings of a layer's heads as tensors, cached, because a copy in every call would wait for the device."""
     with torch.inference_mode(False):
         tau, theta = (
             torch.tensor([getattr(head, name) for head in heads], dtype=torch.float64, device=device)

@@ -1,16 +1,18 @@
-"""Choosing tau, theta and lambda of every head of a layer on inputs that the layer saw.
+"""Search for tau, theta and lambda of every head of a layer, on recorded inputs of the layer.
 
     first    the tau and theta of the grid with the highest sparsity whose error is below l1
-    then     the lambda of the list with the highest sparsity whose error is below l2
+    then     the lambda of the list with the highest sparsity whose total error is below l2
 
     error       sum |out - dense| / sum |dense| of a head over all inputs
     sparsity    (skipped products q k + skipped products with v) / (2 Nq Nkv) of a head over all inputs
 
-tau=1, which is dense attention, is always among the choices: a head that nothing else suits stays dense.
+tau=1, which is dense attention, is always among the choices: a head for which no other point meets the bound stays
+dense.
 
 B batch, L tokens, H heads, D head dim, P points of the grid.
 
-Source: SpargeAttn (arXiv 2502.18137), section 3.6 and its measure of sparsity; its choice is per layer, here per head.
+Source: SpargeAttn (arXiv 2502.18137), section 3.6 and its measure of sparsity; the paper chooses per layer, we per
+head.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Input(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What one setting gives one head."""
+    """Sparsity and error of one setting for one head."""
 
     head: int
     tau: float
@@ -55,17 +57,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is tried.
+    """Bounds and grids of the search.
 
     Args:
-        l1: bound of the error of the first stage.
-        l2: bound of the error of both.
-        taus: of the grid, in (0, 1).
-        thetas: of the grid; a negative one is without a judge.
-        thresholds: lambdas, at most 0; none: the second stage stays off.
-
-    Raises:
-        ValueError: a bound or a value that is impossible.
+        l1: upper bound of the error of the first stage.
+        l2: upper bound of the error of both stages.
+        taus: values of tau to try, in (0, 1).
+        thetas: values of theta to try; a negative value ignores similarity.
+        thresholds: values of lambda to try, at most 0; empty: the second stage stays off.
     """
 
     l1: float = 0.05
@@ -101,12 +100,12 @@ def tune_layer(
     search: Search,
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[HeadSettings], list[Point]]:
-    """Settings of each head, and everything that was tried.
+    """Best settings of each head, and all points that were tried.
 
     Args:
-        method: blocks, order and readings.
-        inputs: gives them on the device to compute on; called once for each stage.
-        search: what is tried.
+        method: method whose blocks, order and readings apply.
+        inputs: function that yields the inputs on the compute device; called once for each stage.
+        search: bounds and grids.
         progress: called with 1 after every call of attention.
     """
     grid = [(tau, theta) for theta in search.thetas for tau in search.taus]
@@ -123,7 +122,7 @@ def tune_layer(
     for head, points in enumerate(first.points(grid, lambda setting: (*setting, None))):
         tried += points
         best = _best(points, search.l1)
-        # nothing is skipped by dense attention
+        # dense attention skips nothing
         dense = Point(head, 1.0, min(search.thetas), None, 0.0, 0.0)
         chosen.append(_settings(dense if best is None or best.sparsity <= 0 else best))
     if not search.thresholds:
@@ -147,7 +146,7 @@ def tune_layer(
 
 
 class _Problem:
-    """An input in the order of the method's blocks, with dense attention's output."""
+    """An input in the method's token order, with the output of dense attention."""
 
     def __init__(self, method: SpargeAttention, one: Input):
         self.method = method
@@ -156,7 +155,7 @@ class _Problem:
         self.dense = dense_attn(self.q, self.k, self.v)
 
     def measure(self, index: BlockIndex, threshold: Tensor | None) -> Tensor:
-        """`[4, H]` sums: missed and dense absolute outputs, skipped products, all products."""
+        """Sums `[4, H]`: absolute errors, absolute dense outputs, skipped products, all products."""
         layout, rows = self.layout, self.layout.blocks.sizes
         out, slices = self.method.sparse(self.q, self.k, self.v, index, layout, threshold)
         missed = (out.double() - self.dense.double()).abs().sum((0, 1, 3))
@@ -172,7 +171,7 @@ class _Problem:
 
 
 class _Sums:
-    """Sums of `_Problem.measure` over inputs, for each of some settings."""
+    """Sums of `_Problem.measure` over the inputs, for each of several settings."""
 
     def __init__(self, count: int):
         self.sums: list[Tensor | None] = [None] * count
@@ -185,7 +184,7 @@ class _Sums:
         """The points of each head."""
         table = torch.stack([x for x in self.sums if x is not None]).cpu()
         if bad := (~table.isfinite()).any(0).any(0).nonzero().flatten().tolist():
-            raise ValueError(f"head {bad[0]}: its q, k, v or its attention hold NaN or infinity")
+            raise ValueError(f"head {bad[0]}: q, k, v or the attention output contain NaN or infinity")
         error, sparsity = table[:, 0] / table[:, 1].clamp(min=1e-300), table[:, 2] / table[:, 3]
         return [
             [
@@ -197,7 +196,7 @@ class _Sums:
 
 
 def _best(points: Sequence[Point], bound: float) -> Point | None:
-    """The highest sparsity below a bound of the error; of equal ones the smallest error, then the first."""
+    """The point of the highest sparsity with an error below a bound; ties go to the smallest error, then the first."""
     return max((p for p in points if p.error < bound), key=lambda p: (p.sparsity, -p.error), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Hyperparameters of every layer and head, as `vsa tune-sparge` writes them and `SpargeAttention` reads them."""
+"""Tuned hyperparameters of every layer and head: the file that `vsa tune-sparge` writes and `SpargeAttention` reads."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vsa.files import write_whole
 
 FORMAT = "vsa-sparge-1"
 SHAPE = ("layers", "heads", "head_dim", "q_tokens", "kv_tokens", "order")
-"""What a file is for; a layer of another model is refused by these."""
+"""Fields that identify the model of a file; a layer of another model is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
-    """What was chosen for one head, and what it gave on the inputs.
+    """Chosen settings of one head, with their sparsity and error on the inputs.
 
     Args:
         tau: share of the softmax of the first stage, in (0, 1].
         theta: similarity below which a block is always computed.
-        threshold: lambda of the second stage, at most 0; None: it is off.
-        sparsity: skipped products over all, both of a pair of blocks: (QK + PV) / 2, the mean over the inputs.
-        error: sum |out - dense| / sum |dense| over the inputs.
+        threshold: lambda of the second stage, at most 0; None: the second stage is off.
+        sparsity: share of skipped products over the inputs, (skipped QK + skipped PV) / 2 per pair of blocks.
+        error: relative L1 error, sum |out - dense| / sum |dense| over the inputs.
     """
 
     tau: float
@@ -39,19 +39,19 @@ class HeadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """A tuned model.
+    """Tuned settings of a model.
 
     Args:
-        layers: layers of the model.
-        heads: heads of a layer.
-        head_dim: of a head.
+        layers: number of layers of the model.
+        heads: number of heads per layer.
+        head_dim: D.
         q_tokens: tokens of a query block.
-        kv_tokens: of a kv block.
-        order: of the tokens, raster or hilbert.
-        readings: of the first stage.
-        keeps_sum: of the second stage.
-        made: how it was tuned, for a reader.
-        found: settings of each head by layer; layers may be missing while tuning goes on.
+        kv_tokens: tokens of a kv block.
+        order: order of the tokens, raster or hilbert.
+        readings: readings of the first stage, see `Readings`.
+        keeps_sum: see `SpargeAttention`.
+        made: record of the tuning, for human readers.
+        found: settings of each head by layer; layers may be missing while tuning runs.
     """
 
     layers: int
@@ -66,25 +66,25 @@ class Tuned:
     found: Mapping[int, Sequence[HeadSettings]] = field(default_factory=dict)
 
     def values(self) -> dict[str, Any]:
-        """What the file holds, as plain values."""
+        """Content of the file as plain values."""
         values = {"format": FORMAT, **{name: getattr(self, name) for name in SHAPE}}
         values |= {"readings": asdict(self.readings), "keeps_sum": self.keeps_sum, "made": dict(self.made)}
         return values | {"found": {str(i): [asdict(head) for head in heads] for i, heads in sorted(self.found.items())}}
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         values = self.values()
-        # a line for each layer
+        # one line per layer
         rows = [f'  "{layer}": {json.dumps(heads)}' for layer, heads in values.pop("found").items()]
         text = json.dumps(values, indent=1).removesuffix("\n}") + ',\n "found": {\n' + ",\n".join(rows) + "\n }\n}\n"
         write_whole(path, text)
 
     def refuse_other(self, path: str, **given: Any) -> None:
-        """Raise ValueError where the file is for another model than the given values say.
+        """Raise ValueError where a field of the file differs from the given value.
 
         Args:
-            path: of the file, for the message.
-            given: some of `SHAPE` and of the other fields, by name.
+            path: path of the file, for the message.
+            given: expected values of fields, by name.
         """
         for name, value in given.items():
             if getattr(self, name) != value:
@@ -92,15 +92,11 @@ class Tuned:
 
 
 def read_tuned(path: str) -> Tuned:
-    """Read what `Tuned.write` wrote.
-
-    Raises:
-        ValueError: no such file, another format, or a value that is impossible; names the file, the key and the value.
-    """
+    """Read and check a file of `Tuned.write`."""
     if not Path(path).is_file():
-        raise ValueError(f"tuned={path}: no such file; `vsa tune-sparge` makes one")
+        raise ValueError(f"tuned={path}: no such file; `vsa tune-sparge` writes one")
     found = Path(path).stat()
-    # every layer reads the same file
+    # every layer reads the same file, so it is cached
     return _read(path, (found.st_mtime_ns, found.st_ino))
 
 
@@ -113,17 +109,14 @@ def _read(path: str, _version: tuple[int, int]) -> Tuned:
 
 
 def parse_tuned(values: Any, path: str) -> Tuned:
-    """What `Tuned.values` gave.
+    """Tuned settings from the plain values of `Tuned.values`.
 
     Args:
         values: plain values.
-        path: where they are from, for messages.
-
-    Raises:
-        ValueError: see `read_tuned`.
+        path: origin of the values, for messages.
     """
     if not isinstance(values, Mapping) or values.get("format") != FORMAT:
-        raise ValueError(f"{path} is not from `vsa tune-sparge`: its format is not {FORMAT}")
+        raise ValueError(f"{path} is not a file of `vsa tune-sparge`: expected format {FORMAT}")
     try:
         rows = {int(layer): heads for layer, heads in values["found"].items()}
         for layer, heads in rows.items():
@@ -143,14 +136,14 @@ def parse_tuned(values: Any, path: str) -> Tuned:
 
 def _check(layer: int, heads: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> None:
     if not 0 <= layer < values["layers"]:
-        raise ValueError(f"found has layer {layer}, but layers is {values['layers']}")
+        raise ValueError(f"found has layer {layer}: expected 0 to {values['layers'] - 1}")
     if len(heads) != values["heads"]:
-        raise ValueError(f"layer {layer} has {len(heads)} heads, but heads is {values['heads']}")
+        raise ValueError(f"layer {layer}: expected {values['heads']} heads, got {len(heads)}")
     for number, head in enumerate(heads):
         place = f"layer {layer}, head {number}"
         tau, theta, threshold = (head[name] for name in ("tau", "theta", "threshold"))
         if not (_is_number(tau) and 0 < tau <= 1):
-            raise ValueError(f"{place}: tau={tau}: expected a number above 0 and of at most 1")
+            raise ValueError(f"{place}: tau={tau}: expected a number above 0 and at most 1")
         if not _is_number(theta):
             raise ValueError(f"{place}: theta={theta}: expected a number")
         if threshold is not None and not (_is_number(threshold) and threshold <= 0):
