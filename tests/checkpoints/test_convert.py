@@ -536,7 +536,10 @@ def test_sampling_settings_are_written_over(tmp_path):
         (["{tmp}/dense", "{tmp}/out", "--topk", "3", "--grid", "8", "8", "8"], "has no gates"),
         (["{tmp}/dense", "{tmp}/out", "--dense-steps", "0"], "has no gates, so no .* to write dense_steps to"),
         (["{tmp}/dense", "{tmp}/out", "--step-list", "9"], "has no gates, so no .* to write step_list to"),
-        (["{tmp}/sparse", "{tmp}/out", "--step-list", "5,9"], r"timesteps must fall strictly .* got \[5\.0, 9\.0\]"),
+        (
+            ["{tmp}/sparse", "{tmp}/out", "--step-list", "5,9"],
+            r"timesteps must be strictly decreasing .* got \[5\.0, 9\.0\]",
+        ),
         (
             ["{tmp}/sparse", "{tmp}/out", "--step-list", "9", "--flow-shift", "6"],
             r"--flow-shift 6\.0 has no meaning beside the steps \[9\.0\]",

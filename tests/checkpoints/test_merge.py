@@ -337,7 +337,7 @@ CHANGES: dict[str, tuple[Callable[[Runs], object], str]] = {
     ),
     "timesteps that rise": (
         lambda runs: rewrite(runs.folder / "few", step_list=[500, 900]),
-        r"timesteps must fall strictly and lie in \(0, 1000\], got \[500, 900\]",
+        r"timesteps must be strictly decreasing and in \(0, 1000\], got \[500, 900\]",
     ),
     "gates in the few-step source": (
         lambda runs: rewrite(runs.folder / "few", runs.sparse),

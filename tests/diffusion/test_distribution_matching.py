@@ -512,7 +512,7 @@ def levels(**changed: float | str) -> Tensor:
         (lambda: levels(update="critic"), "update must be generator or fake_score, got 'critic'"),
         (lambda: ro.rollout_index(seed=0, iteration=0, num_steps=0, update="generator"), "num_steps .* got 0"),
         (lambda: ro.rollout_index(seed=0, iteration=0, num_steps=1, update="x"), "got 'x'"),  # type: ignore[arg-type]
-        (lambda: ro.step_list(()), r"timesteps must fall strictly .* got \[\]"),
+        (lambda: ro.step_list(()), r"timesteps must be strictly decreasing .* got \[\]"),
         (lambda: ro.step_list((1000, 500, 500)), "1000, 500, 500"),
         (lambda: ro.step_list((500, 757)), "500, 757"),
         (lambda: ro.step_list((1001, 500)), "1001, 500"),

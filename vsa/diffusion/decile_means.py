@@ -1,4 +1,4 @@
-"""Means by noise level.
+"""Running means by timestep decile.
 
 B samples.
 """
@@ -14,11 +14,11 @@ from vsa.diffusion.flow_matching import decile
 
 
 class DecileMeans:
-    """Means of per-sample values by timestep decile, over everything that was added.
+    """Running means of per-sample values by timestep decile.
 
     Args:
-        device: where the sums lie.
-        finite_only: leave out values that are not finite, for training, where their update is skipped.
+        device: device of the sums.
+        finite_only: leave out values that are not finite; for training, which skips the update of such a step.
 
     Attributes:
         table: float64 `[2, 10]` sums and counts by decile.
@@ -37,17 +37,17 @@ class DecileMeans:
             row.index_add_(0, index, torch.where(counted, addend, 0))
 
     def gather(self, strategy: Any) -> None:
-        """Make the sums those of all ranks, on the CPU (a collective)."""
+        """Sum over all ranks, on the CPU (a collective)."""
         self.table = strategy.reduce(self.table, reduce_op="sum").cpu()
 
     def metrics(self, name: str) -> dict[str, float]:
-        """`name`, the mean of all, and `name_decile_D`; nothing when nothing came."""
+        """The overall mean as `name` and those of the deciles as `name_decile_D`; empty without values."""
         sums, counts = self.table.cpu()
         if counts.sum() == 0:
             return {}
         return {name: float(sums.sum() / counts.sum()), **self.by_decile(name)}
 
     def by_decile(self, name: str) -> dict[str, float]:
-        """`name_decile_D` of the deciles that have values."""
+        """Means of the deciles that have values, as `name_decile_D`."""
         sums, counts = self.table.cpu()
         return {f"{name}_decile_{d}": float(sums[d] / counts[d]) for d in range(10) if counts[d] > 0}

@@ -1,12 +1,12 @@
-"""Distribution matching distillation: gradients and losses as pure functions of tensors (`rollout` has the rest).
+"""Distribution matching distillation: gradients and losses as pure functions of tensors; for rollouts see `rollout`.
 
-Three networks. The generator makes data in a few steps. `real_score` is the frozen teacher. `fake_score`, the
-critic, follows the distribution of the generator. The difference of the two scores on noised generated data tells
-the generator where the data is denser than its own output (DMD, arXiv:2311.18828; DMD2, arXiv:2405.14867).
+There are three networks. The generator generates data in a few steps. `real_score` is the frozen teacher. `fake_score`,
+the critic, tracks the distribution of the generator. The difference of the two scores on noised generated data points
+from the generator's distribution towards that of the data (DMD, arXiv:2311.18828; DMD2, arXiv:2405.14867).
 
 All three predict velocities `noise - x0` (see `flow_matching`). Losses are per sample, `[B]`, to be summed with
-`flow_matching.weighted_loss`, so that they do not depend on how a global batch is cut. No function here draws from
-a global random state: everything random comes from (seed, iteration) or from the seeds of the samples.
+`flow_matching.weighted_loss`, so that they do not depend on how a global batch is split. No function here uses a global
+random state: random numbers depend on (seed, iteration) or on the seeds of the samples only.
 
 B samples; the other dimensions are free.
 """
@@ -33,12 +33,12 @@ from vsa.diffusion.sampler import guide
 
 CfgForm = Literal["standard", "additive"]
 
-# a teacher that returns the generated data itself would divide by zero
+# avoids a division by zero where the teacher returns the generated data itself
 MIN_NORMALIZER = 1e-6
 
 
 def guide_score(cond: Tensor, uncond: Tensor, scale: float, cfg_form: CfgForm) -> Tensor:
-    """Classifier-free guidance of the real score, with its convention named.
+    """Classifier-free guidance of the real score, in an explicit convention.
 
     `standard` is `uncond + scale * (cond - uncond)`, scale 1 is no guidance; `additive` is
     `cond + scale * (cond - uncond)`, scale 0 is no guidance. Additive 3.5 is standard 4.5: published recipes use
@@ -51,10 +51,7 @@ def guide_score(cond: Tensor, uncond: Tensor, scale: float, cfg_form: CfgForm) -
         cfg_form: `standard` or `additive`.
 
     Returns:
-        `[B, ...]` guided velocity. The data predicted from it is the guided data, as both are linear.
-
-    Raises:
-        ValueError: on an unknown form, see `standard_scale`, or if the shapes differ.
+        `[B, ...]` guided velocity. Since both are linear, the data predicted from it is the guided data.
     """
     if cond.shape != uncond.shape:
         raise ValueError(f"cond and uncond must have one shape, got {tuple(cond.shape)} and {tuple(uncond.shape)}")
@@ -67,9 +64,6 @@ def standard_scale(scale: float, cfg_form: CfgForm) -> float:
     Args:
         scale: guidance scale in the named form.
         cfg_form: `standard` or `additive`.
-
-    Raises:
-        ValueError: on an unknown form, or a scale that is not finite.
     """
     if cfg_form not in ("standard", "additive"):
         raise ValueError(f"cfg_form must be standard or additive, got {cfg_form!r}")
@@ -81,16 +75,13 @@ def standard_scale(scale: float, cfg_form: CfgForm) -> float:
 def predicted_x0(x_t: Tensor, velocity: Tensor, sigma: Tensor) -> Tensor:
     """Data predicted by a score network, in float64.
 
-    The gradient is a difference of two such predictions, which are close to each other once the critic is good:
-    subtracted in bf16 or fp32, little of it would be left. (What a network rounds its output to stays rounded.)
+    The gradient is a difference of two such predictions, which are close to each other once the critic is good; a
+    subtraction in bf16 or fp32 would lose most of it.
 
     Args:
         x_t: `[B, ...]` noised generated data.
         velocity: same shape, velocity at `x_t`.
         sigma: `[B]` noise levels in [0, 1].
-
-    Raises:
-        ValueError: if the shapes differ, or there is not one noise level per sample.
     """
     if x_t.shape != velocity.shape:
         raise ValueError(f"x_t and velocity must have one shape, got {tuple(x_t.shape)} and {tuple(velocity.shape)}")
@@ -98,10 +89,10 @@ def predicted_x0(x_t: Tensor, velocity: Tensor, sigma: Tensor) -> Tensor:
 
 
 class DmdGradient(NamedTuple):
-    """What the two scores say about generated data.
+    """Distribution matching gradient of generated data.
 
-    gradient: float64 `[B, ...]`, by which the generated data should fall.
-    normalizer: float64 `[B]`, what the raw gradient was divided by.
+    gradient: float64 `[B, ...]`, gradient by the generated data.
+    normalizer: float64 `[B]`, divisor of the raw gradient.
     raw_norm: float64 `[B]`, root mean square of the raw gradient: the gap between critic and teacher, in units of
         the latents.
     """
@@ -118,15 +109,14 @@ def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor) -> DmdGradient:
     DMD, section 3.2: the integrand of eq. 7 is `w * alpha * (fake_score - real_score)`, a score is
     `(alpha * predicted_x0 - x_t) / sigma^2` with `alpha = 1 - sigma`, and eq. 8 has the weight
     `w = sigma^2 / alpha / mean|x0 - real_x0|`. Together they are
-    `alpha * (fake_x0 - real_x0) / mean|x0 - real_x0|`; the factor alpha that is left over is dropped here, as in the
-    authors' code, so the gradient stands in terms of predicted data alone. The normaliser makes its size the same at
-    every noise level and at every scale of the data. It belongs to a sample: taken over a batch, a sample at high
-    noise would drown the others.
+    `alpha * (fake_x0 - real_x0) / mean|x0 - real_x0|`; the remaining factor alpha is dropped here, as in the authors'
+    code, so that the gradient depends on predicted data only. The normaliser makes the size of the gradient independent
+    of the noise level and of the scale of the data. It is computed per sample, because over a batch a sample at high
+    noise would dominate the others.
 
-    A nan or inf stays: one in `x0` or `real_x0` makes the gradient of the whole sample
-    non-finite, one in `fake_x0` its element. So a check of the gradients sees it and can skip the update. (Published
-    code turns nan into 0, which hides a broken network.) A sample whose teacher returns `x0` itself is divided by
-    `MIN_NORMALIZER`.
+    NaN and infinity are kept: in `x0` or `real_x0` they make the gradient of the whole sample non-finite, in `fake_x0`
+    one element, so that a check of the gradients can skip the update. (Published code replaces NaN by 0, which hides a
+    broken network.) Where the teacher returns `x0` itself, the divisor is `MIN_NORMALIZER`.
 
     Args:
         x0: `[B, ...]` generated data.
@@ -135,9 +125,6 @@ def dmd_gradient(x0: Tensor, real_x0: Tensor, fake_x0: Tensor) -> DmdGradient:
 
     Returns:
         Gradient, normaliser and raw norm.
-
-    Raises:
-        ValueError: if the shapes differ.
     """
     for name, value in (("real_x0", real_x0), ("fake_x0", fake_x0)):
         if value.shape != x0.shape:
@@ -153,8 +140,8 @@ def dmd_loss(x0: Tensor, gradient: Tensor) -> Tensor:
     """Loss whose gradient by the generated data is `gradient`, averaged over the elements of each sample.
 
     `0.5 * mean((x0 - stop(x0 - gradient))^2)`: autograd gives `gradient / n` for the n elements of a sample,
-    and its value is half the mean square of the gradient. It says nothing about progress. The difference is formed in
-    float64, so that a gradient far smaller than `x0` survives.
+    and the value is half the mean square of the gradient, which does not measure progress. The difference is computed
+    in float64, so that a gradient far smaller than `x0` is not lost.
 
     Args:
         x0: `[B, ...]` generated data, with its graph.
@@ -162,9 +149,6 @@ def dmd_loss(x0: Tensor, gradient: Tensor) -> Tensor:
 
     Returns:
         float64 `[B]`.
-
-    Raises:
-        ValueError: if the shapes differ.
     """
     if x0.shape != gradient.shape:
         raise ValueError(f"x0 and gradient must have one shape, got {tuple(x0.shape)} and {tuple(gradient.shape)}")
@@ -173,21 +157,18 @@ def dmd_loss(x0: Tensor, gradient: Tensor) -> Tensor:
 
 
 def critic_loss(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
-    """Flow matching of the critic on generated data, without weights over timesteps.
+    """Flow matching loss of the critic on generated data, without weights over timesteps.
 
-    DMD, section 3.2, eq. 6, in terms of velocities. The generated data is constant here, also if it carries a
-    graph; the noised input of the critic is the caller's and must be detached too.
+    DMD, section 3.2, eq. 6, in terms of velocities. The generated data is treated as a constant; the caller must also
+    detach the noised input of the critic.
 
     Args:
-        velocity: `[B, ...]` prediction of the critic at `add_noise(x0, noise, sigma)`.
+        velocity: `[B, ...]` velocity predicted by the critic at `add_noise(x0, noise, sigma)`.
         x0: same shape, generated data.
         noise: same shape, the noise in that input.
 
     Returns:
         `[B]` mean squared errors, fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        ValueError: if the shapes differ.
     """
     if x0.shape != noise.shape:
         raise ValueError(f"x0 and noise must have one shape, got {tuple(x0.shape)} and {tuple(noise.shape)}")
@@ -195,10 +176,10 @@ def critic_loss(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
 
 
 def velocity_matching_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Regulariser: mean squared distance of a sparse student's velocity from the dense teacher's at one input.
+    """Velocity-matching regulariser: mean squared distance of a sparse student's velocity from the dense teacher's.
 
-    It holds a student near the teacher without data of the teacher's quality (TurboDiffusion trains its sparse
-    attention this way, training.md section 2). No gradient reaches the teacher.
+    Both see the same input. It keeps a student close to the teacher without data of the teacher's quality
+    (TurboDiffusion trains its sparse attention this way). No gradient reaches the teacher.
 
     Args:
         student: `[B, ...]` velocity.
@@ -206,9 +187,6 @@ def velocity_matching_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
     Returns:
         `[B]`, fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        ValueError: if the shapes differ.
     """
     return sample_mse(student, teacher.detach())
 
@@ -217,14 +195,11 @@ def gan_generator_loss(fake_logits: Tensor) -> Tensor:
     """Non-saturating GAN loss of the generator, `softplus(-logit)` (DMD2, section 4.3).
 
     Args:
-        fake_logits: `[B, ...]` of a classifier on critic features of noised generated data, high for real; their
+        fake_logits: `[B, ...]` logits of a classifier on critic features of noised generated data, high for real; their
             graph leads through the critic into the generator.
 
     Returns:
         `[B]`, the mean over the logits of each sample, fp32 (fp64 for fp64 logits).
-
-    Raises:
-        ValueError: if there is no batch dimension.
     """
     return _logit_mean(F.softplus(-_logits("fake_logits", fake_logits)))
 
@@ -233,14 +208,11 @@ def gan_critic_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
     """GAN loss of the classifier, `softplus(-real) + softplus(fake)` (DMD2, section 4.3).
 
     Args:
-        real_logits: `[B, ...]` on critic features of noised data.
-        fake_logits: same shape, of noised generated data, which the caller has detached.
+        real_logits: `[B, ...]` logits on critic features of noised data.
+        fake_logits: same shape, logits for noised generated data, which the caller has detached.
 
     Returns:
         `[B]`, the mean over the logits of each sample, fp32 (fp64 for fp64 logits).
-
-    Raises:
-        ValueError: if the shapes differ or there is no batch dimension.
     """
     if real_logits.shape != fake_logits.shape:
         raise ValueError(
@@ -271,28 +243,25 @@ def score_sigmas(
     min_ratio: float = 0.02,
     max_ratio: float = 0.98,
 ) -> Tensor:
-    """Noise levels at which the scores are compared, or the critic is trained, in one iteration.
+    """Noise levels of one iteration, at which the scores are compared or the critic is trained.
 
-    Uniform, shifted, then clamped into the window, in this order as published: a large shift puts much weight on
-    `max_ratio` itself (14% at shift 8). At the ends the scores say little: near 0 both return their input, near 1
-    both return a mean (DMD, section 3.2, uses the same window). Stratified over the global batch and equal on all
-    ranks, see `flow_matching.sample_sigmas`; the two updates of an iteration get different levels.
+    Levels are uniform, then shifted, then clamped to the window, in the published order: a large shift puts much weight
+    on `max_ratio` itself (14% at shift 8). The window excludes levels at which the scores carry little information:
+    near 0 both return their input, near 1 both return a mean (DMD, section 3.2, uses the same window). Levels are
+    stratified over the global batch and equal on all ranks, see `flow_matching.sample_sigmas`; the two updates of an
+    iteration get different levels.
 
     Args:
         seed: seed of the run.
-        iteration: of the distillation.
+        iteration: iteration of the distillation.
         num_slots: samples in the global batch.
-        update: whose update it is, `generator` or `fake_score`.
+        update: network that is updated, `generator` or `fake_score`.
         shift: see `flow_matching.shift_sigma`.
         min_ratio: smallest noise level, in [0, 1).
         max_ratio: largest noise level, above `min_ratio`, at most 1.
 
     Returns:
         float64 `[num_slots]`, by slot, on the CPU.
-
-    Raises:
-        ValueError: on an empty window or one outside [0, 1], an unknown update, `num_slots` < 1, or a shift that
-            is not positive.
     """
     if not 0 <= min_ratio < max_ratio <= 1:
         raise ValueError(

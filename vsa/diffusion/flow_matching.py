@@ -25,7 +25,7 @@ from vsa.transfer import sent, staging
 
 TIMESTEP_SCALE = 1000.0
 _THREADS = 8
-"""That draw noise at once, at most."""
+"""Most threads that draw noise at a time."""
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
@@ -34,9 +34,6 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
     Args:
         values: `[B]`.
         like: `[B, ...]`, gives the number of dimensions and the device.
-
-    Raises:
-        ValueError: if `values` is not `[B]`.
     """
     if values.shape != like.shape[:1]:
         raise ValueError(f"expected one value per sample [{like.shape[0]}], got shape {tuple(values.shape)}")
@@ -85,14 +82,11 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     Args:
         sigma: any shape, values in [0, 1].
         shift: > 0.
-
-    Raises:
-        ValueError: if `shift` is not positive.
     """
     if not shift > 0:
         raise ValueError(f"flow shift must be positive, got {shift}")
     shifted = shift * sigma / (1 + (shift - 1) * sigma)
-    # rounding would leave pure noise an ulp beside 1 at some shifts, 0.3 among them
+    # rounding would move pure noise away from 1 by an ulp at some shifts, such as 0.3
     return torch.where(sigma == 1, sigma, shifted)
 
 
@@ -107,9 +101,6 @@ class FlowShift:
         value: shift, at `base_tokens` tokens for `sqrt`.
         base_tokens: token count at which `sqrt` gives `value`.
         table: number of tokens to shift.
-
-    Raises:
-        ValueError: on an unknown kind, a missing or unused field, or a value that is not positive.
     """
 
     kind: Literal["constant", "sqrt", "table"] = "constant"
@@ -146,8 +137,8 @@ class FlowShift:
 def mixed_generator(*parts: int | str) -> torch.Generator:
     """CPU generator seeded by a digest of `parts`.
 
-    torch's CPU generator reads the low 32 bits of a seed only, so seeds that differ higher up, or by one, are
-    mixed first.
+    torch's CPU generator reads only the low 32 bits of a seed, so seeds that differ in higher bits, or by one, have to
+    be mixed first.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -165,10 +156,10 @@ def sample_sigmas(
 ) -> Tensor:
     """Noise levels of one optimizer step, stratified over the global batch.
 
-    The unit interval is cut into `num_slots` equal parts, each slot gets one part at random and a uniform
-    place in it, and the quantile function of the distribution maps it to sigma. So every step sees all noise
-    levels, each slot alone still follows the distribution, and the result depends on (seed, step, slot) only:
-    not on ranks, micro-batches or how often it was called.
+    The unit interval is divided into `num_slots` equal strata. Each slot gets a random stratum and a uniform position
+    in it, and the quantile function of the distribution maps this to sigma. Every step therefore covers all noise
+    levels, each slot alone still follows the distribution, and the result depends on (seed, step, slot) only: not on
+    ranks, micro-batches or earlier calls.
 
     Args:
         seed: seed of the run.
@@ -182,9 +173,6 @@ def sample_sigmas(
 
     Returns:
         float64 `[num_slots]` in (0, 1), by slot, on the CPU.
-
-    Raises:
-        ValueError: on an unknown distribution, `num_slots` < 1, a shift or `logit_std` that is not positive.
     """
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
@@ -213,7 +201,7 @@ def sigma_share(
     logit_mean: float = 0.0,
     logit_std: float = 1.0,
 ) -> float:
-    """Share of the noise levels of `sample_sigmas`, whose other arguments these are, above `low` and up to `high`."""
+    """Share of the noise levels of `sample_sigmas` above `low` and up to `high`; other arguments as there."""
 
     def below(level: float) -> float:
         if level <= 0 or level >= 1:
@@ -229,27 +217,24 @@ def sigma_share(
 
 
 def noise_like(latents: Tensor, seeds: Tensor) -> Tensor:
-    """Standard normal noise, each sample from its own seed.
+    """Standard normal noise, drawn for each sample from its own seed.
 
-    Drawn on the CPU in float32, so a sample gets the same noise on every device, in every dtype and batch.
+    It is drawn on the CPU in float32, so that a sample gets the same noise on every device, in every dtype and batch.
 
     Args:
         latents: `[B, ...]`, gives shape, dtype and device.
         seeds: int64 `[B]`.
-
-    Raises:
-        ValueError: if there is not one seed per sample.
     """
     if seeds.shape != latents.shape[:1]:
         raise ValueError(f"expected one seed per sample [{latents.shape[0]}], got shape {tuple(seeds.shape)}")
     noise = staging(tuple(latents.shape), latents.device)
 
     def draw(row: Tensor, seed: int) -> None:
-        # a mode of the caller's thread alone
+        # inference mode applies to the caller's thread only, so it is entered again here
         with torch.inference_mode(noise.is_inference()):
             torch.randn(row.shape, generator=mixed_generator("noise", seed), out=row)
 
-    # a generator has one thread, and a GPU has nothing to do meanwhile
+    # a generator uses one thread, and a GPU would wait for it
     with ThreadPoolExecutor(max(1, min(len(seeds), usable_cores(), _THREADS))) as pool:
         list(pool.map(draw, noise.unbind(), seeds.tolist()))
     return sent(noise, latents.device).to(latents.dtype)
@@ -262,9 +247,6 @@ def loss_weights(sigma: Tensor, name: Literal["uniform", "sigma_sqrt", "cosmap"]
         sigma: `[B]`.
         name: `uniform` 1; `sigma_sqrt` sigma^-2, sigma at least 1e-3; `cosmap` 2 / (pi * (1 - 2 sigma +
             2 sigma^2)) (SD3, arXiv:2403.03206, section 3.1).
-
-    Raises:
-        ValueError: on an unknown name.
     """
     if name == "uniform":
         return torch.ones_like(sigma)
@@ -284,9 +266,6 @@ def sample_mse(pred: Tensor, target: Tensor) -> Tensor:
 
     Returns:
         `[B]`.
-
-    Raises:
-        ValueError: if the shapes differ.
     """
     if pred.shape != target.shape:
         raise ValueError(f"pred and target must have one shape, got {tuple(pred.shape)} and {tuple(target.shape)}")
@@ -298,7 +277,7 @@ def weighted_loss(mse: Tensor, weights: Tensor, weight_total: Tensor | float) ->
     """Loss of one micro-batch, `sum_i w_i * mse_i / weight_total`.
 
     With `weight_total` the sum of the weights of the whole global batch, the sum of this value over
-    micro-batches and ranks does not depend on how the global batch is cut.
+    micro-batches and ranks does not depend on how the global batch is split.
 
     Args:
         mse: `[B]` from `sample_mse`.
@@ -309,5 +288,5 @@ def weighted_loss(mse: Tensor, weights: Tensor, weight_total: Tensor | float) ->
 
 
 def decile(sigma: Tensor) -> Tensor:
-    """Tenth of [0, 1] each noise level lies in, int64 0..9; 1.0 belongs to the last."""
+    """Decile of [0, 1] of each noise level, int64 0..9; 1.0 belongs to the last."""
     return (sigma * 10).floor().long().clamp(0, 9)

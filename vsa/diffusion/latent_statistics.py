@@ -1,4 +1,4 @@
-"""The scale of latents: stored ones as a codec makes them, normalised ones as networks see them."""
+"""Normalisation of latents: files store the output of the codec, networks see normalised latents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatentStatistics:
-    """What latents are normalised with.
+    """Mean and standard deviation per channel, by which latents are normalised.
 
     Args:
         mean: `[C]` fp32 mean of each channel.
@@ -23,17 +23,17 @@ class LatentStatistics:
 
     @classmethod
     def of(cls, pair: tuple[Sequence[float], Sequence[float]]) -> LatentStatistics:
-        """Those of a pair of lists, mean and standard deviation."""
+        """Statistics from a pair of lists, mean and standard deviation."""
         mean, std = (torch.tensor(values) for values in pair)
         return cls(mean=mean, std=std)
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """Stored latents `[B, C, T, H, W]` to zero mean and unit variance per channel."""
+        """Normalised latents `[B, C, T, H, W]`, of zero mean and unit variance per channel, from stored ones."""
         mean, std = self._like(latents)
         return (latents - mean) / std
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """Normalised latents `[B, C, T, H, W]` to what the codec decodes."""
+        """Latents `[B, C, T, H, W]` for the codec's decoder, from normalised ones."""
         mean, std = self._like(latents)
         return latents * std + mean
 

@@ -1,7 +1,7 @@
-"""Rollouts of a few-step generator: what it is trained on, with the steps and the noise of its sampler.
+"""Rollouts of a few-step generator: its training data, generated with the steps and the noise of its sampler.
 
-No function here draws from a global random state: everything random comes from (seed, iteration) or from the seeds
-of the samples, so that all ranks agree and a resumed run repeats its choices.
+No function here uses a global random state: random numbers depend on (seed, iteration) or on the seeds of the samples
+only, so that all ranks agree and a resumed run repeats its choices.
 
 B samples; the other dimensions are free.
 """
@@ -25,8 +25,8 @@ Update = Literal["generator", "fake_score"]
 def stream_seeds(seeds: Tensor, stream: str) -> Tensor:
     """Seeds of an independent stream of noise for the same samples.
 
-    One iteration needs several draws per sample: the rollout and the score noise of each update. The sample seeds
-    hold (seed, iteration, sample) already; a name tells the draws apart.
+    One iteration draws noise several times per sample: for the rollout and for the scores of each update. The sample
+    seeds already depend on (seed, iteration, sample); the name distinguishes the draws.
 
     Args:
         seeds: int64 `[B]` sample seeds.
@@ -34,9 +34,6 @@ def stream_seeds(seeds: Tensor, stream: str) -> Tensor:
 
     Returns:
         int64 `[B]`.
-
-    Raises:
-        ValueError: if `seeds` is not one-dimensional.
     """
     if seeds.ndim != 1:
         raise ValueError(f"seeds must be [B], got shape {tuple(seeds.shape)}")
@@ -47,18 +44,15 @@ def stream_seeds(seeds: Tensor, stream: str) -> Tensor:
 def rollout_index(*, seed: int, iteration: int, num_steps: int, update: Update) -> int:
     """Step of the list whose prediction is used in an iteration, uniform in 0..num_steps - 1.
 
-    A pure function of its arguments: all ranks make the same number of sharded forwards without a broadcast, and
-    a resumed run repeats the choice. One critic follows the outputs of all chosen steps, so what distribution
-    matching makes equal to the data is the mixture over the steps, not the last step by itself.
+    It is a pure function of its arguments: all ranks run the same number of sharded forwards without a broadcast, and a
+    resumed run repeats the choice. One critic tracks the outputs of all chosen steps, so distribution matching makes
+    the mixture over the steps equal to the data, not the last step by itself.
 
     Args:
         seed: seed of the run.
-        iteration: of the distillation.
+        iteration: iteration of the distillation.
         num_steps: length of the step list.
-        update: whose update it is, `generator` or `fake_score`; the two choose independently.
-
-    Raises:
-        ValueError: if `num_steps` < 1 or the update is unknown.
+        update: network that is updated, `generator` or `fake_score`; the two choose independently.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -80,29 +74,25 @@ def rollout(
     index: int,
     source: Literal["simulate", "data_latent"] = "simulate",
 ) -> Tensor:
-    """Data generated at one step of the list: what the generator is trained on.
+    """Data generated at one step of the list, on which the generator is trained.
 
-    `simulate` runs the sampler from pure noise up to `index`, with fresh noise between the steps, so that the
-    generator trains on its own outputs, as it is used (backward simulation, DMD2, section 4.5). It needs no data
-    and takes `index + 1` forwards. `data_latent` noises real latents to the step and takes one forward (DMD2,
-    section 4.4). Both run `sampler.sample_few_step`; at the last index `simulate` is that sampler, bit for bit.
+    `simulate` runs the sampler from pure noise up to `index`, with fresh noise between the steps, so that the generator
+    trains on its own outputs, as in sampling (backward simulation, DMD2, section 4.5). It needs no data and `index + 1`
+    forwards. `data_latent` adds noise to real latents for this step and needs one forward (DMD2, section 4.4). Both run
+    `sampler.sample_few_step`; at the last index `simulate` equals that sampler bit for bit.
 
-    Only the last forward has a graph, and only if gradients are enabled around the call: for the critic, call
-    under `torch.no_grad`.
+    Only the last forward has a graph, and only if gradients are enabled: for the critic, call it under `torch.no_grad`.
 
     Args:
         velocity_fn: generator, see the head of `sampler`.
-        latents: `[B, ...]` data for `data_latent`; `simulate` takes shape, dtype and device.
-        seeds: int64 `[B]`, of all noise; give each update its own `stream_seeds`.
-        timesteps: from `step_list`.
-        index: from `rollout_index`, in 0..len(timesteps) - 1.
+        latents: `[B, ...]` data for `data_latent`; `simulate` uses only its shape, dtype and device.
+        seeds: int64 `[B]` seeds of all noise; each update needs its own `stream_seeds`.
+        timesteps: timesteps of `step_list`.
+        index: index of `rollout_index`, in 0..len(timesteps) - 1.
         source: `simulate` or `data_latent`.
 
     Returns:
         `[B, ...]` generated data, fp32 (fp64 for fp64 latents).
-
-    Raises:
-        ValueError: on a bad step list, an index outside it, an unknown source, or not one seed per sample.
     """
     steps = step_list(timesteps)
     if not 0 <= index < len(steps):
@@ -121,7 +111,7 @@ def rollout(
         with torch.set_grad_enabled(grad and next(calls) == index):
             return velocity_fn(x, timestep)
 
-    # pure noise whatever the first timestep is, as the sampler starts
+    # like the sampler, start from pure noise whatever the first timestep
     noise = rollout_noise(latents, seeds, 0)
     fresh = partial(rollout_noise, latents, seeds)
     return sample_few_step(last_with_graph, noise, steps[: index + 1], fresh=fresh)
@@ -133,10 +123,7 @@ def rollout_noise(latents: Tensor, seeds: Tensor, index: int) -> Tensor:
     Args:
         latents: `[B, ...]`, gives shape, dtype and device.
         seeds: int64 `[B]`.
-        index: 0 is the noise that a run starts from, the same as that of an Euler run of these seeds; above 0 the
-            fresh noise put in before that step.
-
-    Raises:
-        ValueError: if there is not one seed per sample.
+        index: 0 is the initial noise, the same as for an Euler run with these seeds; above 0 it is the fresh noise
+            before that step.
     """
     return noise_like(latents, seeds if index == 0 else stream_seeds(seeds, f"step {index}"))

@@ -17,7 +17,7 @@ from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, shift_sigma, 
 VelocityFn = Callable[[Tensor, Tensor], Tensor]
 StepFn = Callable[[int, Tensor], None]
 FreshFn = Callable[[int], Tensor]
-"""Noise `[B, ...]` that is put in before step i of a few-step run, i >= 1."""
+"""Fresh noise `[B, ...]` before step i of a few-step run, i >= 1."""
 
 
 def euler_sigmas(steps: int, shift: float = 1.0) -> Tensor:
@@ -29,9 +29,6 @@ def euler_sigmas(steps: int, shift: float = 1.0) -> Tensor:
 
     Returns:
         float64 `[steps + 1]`, from 1 down to 0.
-
-    Raises:
-        ValueError: if `steps` < 1 or `shift` is not positive.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -41,7 +38,7 @@ def euler_sigmas(steps: int, shift: float = 1.0) -> Tensor:
 def guide(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
     """Classifier-free guidance in the standard form, `uncond + scale * (cond - uncond)`.
 
-    Scale 1 is the conditional prediction alone. Distillation code often quotes the additive form
+    Scale 1 is the conditional prediction. Distillation code often quotes the additive form
     `cond + w * (cond - uncond)`, whose w is `scale - 1`.
 
     Args:
@@ -57,23 +54,20 @@ def _state(noise: Tensor) -> Tensor:
 
 
 def sample_euler(velocity_fn: VelocityFn, noise: Tensor, sigmas: Tensor, on_step: StepFn | None = None) -> Tensor:
-    """Integrate dx/dsigma = velocity from the first to the last noise level with Euler steps.
+    """Euler sampling: integrate dx/dsigma = velocity from the first to the last noise level.
 
     Args:
         velocity_fn: see the head of this file.
         noise: `[B, ...]` x at `sigmas[0]`, pure noise when that is 1.
-        sigmas: `[steps + 1]` falling noise levels, from `euler_sigmas`.
+        sigmas: `[steps + 1]` strictly decreasing noise levels, from `euler_sigmas`.
         on_step: called as `on_step(i, x)` after each step, for progress bars and previews.
 
     Returns:
         `[B, ...]` x at `sigmas[-1]`, fp32 (fp64 for fp64 noise).
-
-    Raises:
-        ValueError: if `sigmas` has fewer than two values or does not fall.
     """
     levels = [float(s) for s in sigmas]
     if len(levels) < 2 or any(a <= b for a, b in pairwise(levels)):
-        raise ValueError(f"sigmas must fall and hold at least two values, got {levels}")
+        raise ValueError(f"sigmas must be at least two strictly decreasing values, got {levels}")
     x = _state(noise)
     for i, (now, nxt) in enumerate(pairwise(levels)):
         timestep = torch.full((len(x),), now * TIMESTEP_SCALE, device=x.device, dtype=torch.float32)
@@ -86,24 +80,20 @@ def sample_euler(velocity_fn: VelocityFn, noise: Tensor, sigmas: Tensor, on_step
 def step_list(timesteps: Sequence[float], shift: float = 1.0) -> tuple[float, ...]:
     """Timesteps of a few-step generator, checked and warped by a flow shift.
 
-    Recipes write a list either as the timesteps the model reads (1000/757/522: shift 1 here) or before the
-    schedule's shift (1000/750/500/250 "warped": the schedule's shift here).
+    Recipes give a list either as the timesteps that the model reads (1000/757/522: use shift 1 here) or before the
+    schedule's shift (1000/750/500/250 "warped": use the schedule's shift here).
 
     Args:
-        timesteps: strictly falling, in (0, 1000].
+        timesteps: strictly decreasing, in (0, 1000].
         shift: see `flow_matching.shift_sigma`.
 
     Returns:
         Timesteps as `sample_few_step` and `rollout.rollout` read them.
-
-    Raises:
-        ValueError: on an empty list, one that does not fall strictly or leaves (0, 1000], or a shift that is not
-            positive.
     """
     steps = [float(t) for t in timesteps]
-    # written so that nan fails too
+    # the form of the comparisons also rejects NaN
     if not steps or not all(0 < t <= TIMESTEP_SCALE for t in steps) or not all(a > b for a, b in pairwise(steps)):
-        raise ValueError(f"timesteps must fall strictly and lie in (0, 1000], got {list(timesteps)}")
+        raise ValueError(f"timesteps must be strictly decreasing and in (0, 1000], got {list(timesteps)}")
     if shift == 1:
         return tuple(steps)
     sigmas = shift_sigma(torch.tensor(steps, dtype=torch.float64) / TIMESTEP_SCALE, shift)
@@ -118,7 +108,7 @@ def sample_few_step(
     fresh: FreshFn | None = None,
     on_step: StepFn | None = None,
 ) -> Tensor:
-    """Few-step sampling of a distilled generator: predict the data, then noise it again with fresh noise.
+    """Few-step sampling of a distilled generator: predict the data, then add fresh noise for the next step.
 
     The procedure of consistency models and of DMD2's backward simulation (arXiv:2405.14867, section 4.5):
     `x0 = x - sigma * velocity`, then `x = (1 - sigma') * x0 + sigma' * fresh`, and the last x0 is the result.
@@ -128,15 +118,12 @@ def sample_few_step(
     Args:
         velocity_fn: see the head of this file.
         noise: `[B, ...]` pure noise.
-        timesteps: falling list in (0, 1000], used as they are (a shift is already inside them, see `step_list`).
-        fresh: `fresh(i)` is the noise put in before step i, i >= 1; not needed for a single timestep.
+        timesteps: strictly decreasing, in (0, 1000], with any shift already applied (see `step_list`).
+        fresh: `fresh(i)` is the fresh noise before step i, i >= 1; not needed for a single timestep.
         on_step: called as `on_step(i, x0)` after each prediction.
 
     Returns:
         `[B, ...]` predicted data, fp32 (fp64 for fp64 noise).
-
-    Raises:
-        ValueError: if `timesteps` is empty, does not fall or leaves (0, 1000], or has several and no `fresh`.
     """
     steps = step_list(timesteps)
     if fresh is None and len(steps) > 1:
