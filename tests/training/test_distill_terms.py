@@ -119,7 +119,7 @@ def test_gan_gradient_of_the_generator_is_that_of_its_own_data(distill):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("[2]", r"gan.layers has \[2\], but the critic's layers are 0 to 1"),
+        ("[2]", r"gan.layers must be layers of the critic, 0 to 1, got \[2\]"),
         ("[]", "each once, got"),
         ("[0,0]", "each once"),
     ],
@@ -181,7 +181,7 @@ def test_a_critic_is_told_the_step_by_a_bias_of_its_time_embedding(distill):
         (("task.objective.step_aware=off",), "task.objective.step_aware=off: expected true or false, got 'off'"),
         (
             (TOLD, "task.objective.timesteps=[1000]"),
-            r"step_aware has no effect: objective.timesteps=\[1000\] is one step",
+            r"step_aware needs several steps, got objective.timesteps=\[1000\]",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The optional GAN term of distillation: a classifier on the features of the critic (DMD2, section 4.3).
+"""GAN term of distillation (optional): a classifier on features of the critic (DMD2, section 4.3).
 
 B samples, L tokens, C model width.
 """
@@ -19,20 +19,17 @@ from vsa.settings import Count, Positive, checked
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Gan:
-    """Weights and place of the GAN term.
+    """Weights of the GAN term and the layers that it uses.
 
     Args:
         layers: blocks of the critic whose outputs are classified.
-        generator_weight: of the generator's loss.
-        critic_weight: of the classifier's loss, which trains the critic's features too.
+        generator_weight: weight of the generator's GAN loss.
+        critic_weight: weight of the classifier's loss, which also trains the critic's features.
 
-    The generator's update passes through the critic and leaves gradients there that are dropped: while it lasts, the
-    memory of one more network's gradients is taken.
+    The update of the generator backpropagates through the critic and leaves gradients there that are discarded; until
+    then they take the memory of one more network's gradients.
 
-    Raises:
-        ValueError: no layer, or a weight that is not positive.
-
-    Source: the weights are those of the published code (reference/training.md 2).
+    Source: the weights are those of the published code.
     """
 
     layers: tuple[Count, ...]
@@ -45,26 +42,22 @@ class Gan:
             raise ValueError(f"gan.layers must name blocks of the critic, each once, got {list(self.layers)}")
 
     def build(self, dim: int, num_layers: int, *, seed: int, mesh: DeviceMesh | None) -> Discriminator:
-        """The classifier on features of width `dim`, its shards over `mesh`.
-
-        Raises:
-            ValueError: the critic has no such layer.
-        """
+        """The classifier on features of width `dim`, sharded over `mesh`."""
         outside = [layer for layer in self.layers if not 0 <= layer < num_layers]
         if outside:
-            raise ValueError(f"gan.layers has {outside}, but the critic's layers are 0 to {num_layers - 1}")
+            raise ValueError(f"gan.layers must be layers of the critic, 0 to {num_layers - 1}, got {outside}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            # small, and computed in fp32 whatever the critic computes in
+            # it is small, and computes in fp32 whatever the critic's dtype
             return sharded(Discriminator(dim, self.layers), mesh)
 
 
 class Discriminator(nn.Module):
-    """Logits of real against generated, one a layer: linear in the normalised features, averaged over the tokens.
+    """Classifier of real against generated data: per layer, linear in the normalised features, averaged over tokens.
 
     Args:
         dim: C.
-        layers: blocks it reads.
+        layers: blocks of the critic whose features it reads.
     """
 
     def __init__(self, dim: int, layers: tuple[int, ...]):

@@ -1,4 +1,4 @@
-"""What distillation minimises: distribution matching of a few-step generator, as functions of three networks.
+"""Objective of distillation: distribution matching of a few-step generator, as functions of three networks.
 
 B samples of a micro-batch, C T H W latent dims.
 """
@@ -30,14 +30,14 @@ from vsa.transfer import sent
 
 @dataclass(frozen=True, kw_only=True)
 class Networks:
-    """The three roles.
+    """The networks of a distillation by role.
 
     Args:
-        generator: makes data in a few steps.
-        fake_score: the critic, follows the distribution of the generator.
+        generator: the student, generates data in a few steps.
+        fake_score: the critic, tracks the distribution of the generator.
         real_score: the frozen teacher.
-        discriminator: classifier on features of the critic, None without a GAN term.
-        fake_steps: tells the critic which step made its input, None where it is not told.
+        discriminator: classifier on features of the critic; None without a GAN term.
+        fake_steps: embedding of the generator's step for the critic; None disables step conditioning.
     """
 
     generator: VideoDiT
@@ -49,7 +49,7 @@ class Networks:
 
 @dataclass(frozen=True, kw_only=True)
 class NegativeText:
-    """The caption of the teacher's unconditional pass.
+    """Text embedding of the teacher's unconditional pass.
 
     Args:
         text: `[1, S, E]`, padded as the captions are.
@@ -61,7 +61,7 @@ class NegativeText:
 
     @classmethod
     def of(cls, data: Any, prompt: str) -> NegativeText:
-        """A caption as a data module pads them; "" is the null embedding of its samples."""
+        """The embedding of a caption, padded as by a data module; "" is the null embedding of its samples."""
         rows = data.text_encoder.encode_batch([prompt])[0] if prompt else data.store.null_text
         text, mask = pad_text([rows], length=data.text_encoder.max_tokens, padding=data.text_padding)
         return cls(text=text, mask=mask)
@@ -72,16 +72,16 @@ class NegativeText:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRollout:
-    """Generated data and what the scores say of it.
+    """Generated data and its loss.
 
     Args:
-        x0: `[B, C, T, H, W]` generated data, with its graph where there is one.
-        index: step of the list that made it.
-        loss: `[B]`.
-        sigmas: float64 `[B]` on the CPU, noise levels at which it was scored.
+        x0: `[B, C, T, H, W]` generated data, with a graph in the update of the generator.
+        index: step of the list that generated it.
+        loss: `[B]`, loss of each sample.
+        sigmas: float64 `[B]` on the CPU, noise levels of the scores.
         raw_norm: float64 `[B]`, see `DmdGradient`; None for the update of the critic.
         normalizer: float64 `[B]`, see `DmdGradient`; None for the update of the critic.
-        parts: `[B]` each, what `loss` was mixed from.
+        parts: `[B]` each, terms of `loss` by name.
     """
 
     x0: Tensor
@@ -96,26 +96,23 @@ class ScoredRollout:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class DistributionMatching:
-    """Distribution matching distillation (DMD2, arXiv:2405.14867) with its conventions named.
+    """Distribution matching distillation (DMD2, arXiv:2405.14867) with explicit conventions.
 
     Args:
-        shift: of the noise levels at which the scores are compared, as a function of the token count.
-        timesteps: step list of the generator, falling, the first one 1000.
-        timesteps_shift: flow shift that the list is warped by; 1: the list is what the model reads.
-        source: `simulate` runs the generator from noise, `data_latent` noises real latents; see `rollout`.
+        shift: flow shift of the noise levels at which the scores are compared, as a function of the token count.
+        timesteps: step list of the generator, strictly decreasing from 1000.
+        timesteps_shift: flow shift applied to the list; 1: the model reads the list as it is.
+        source: `simulate` runs the generator from noise, `data_latent` adds noise to real latents; see `rollout`.
         guidance: scale of the teacher's guidance in the named form.
         cfg_form: `standard`, `uncond + s * (cond - uncond)`, or `additive`, `cond + s * (cond - uncond)`.
         min_ratio: smallest noise level of the scores.
         max_ratio: largest noise level of the scores.
-        velocity: weight of the velocity-matching regulariser: the generator's velocity at the scored input against
-            that of the guided teacher; costs a pass of the generator.
-        gan: a GAN term against the data's latents, see `Gan`; costs a pass of the critic in either update.
-        step_aware: the critic is told which step made its input (`StepEmbedding`), so that every step's output is
-            matched with the teacher's distribution. Without (DMD2) the mixture of all steps' outputs is, in which
-            the steps may be off in opposite directions.
-
-    Raises:
-        ValueError: a list that does not fit the schedule, or another value out of range.
+        velocity: weight of the velocity-matching regulariser between the generator and the guided teacher at the input
+            of the scores; costs a pass of the generator.
+        gan: a GAN term against the latents of the data, see `Gan`; costs a pass of the critic in either update.
+        step_aware: condition the critic on the step that generated its input (`StepEmbedding`), so that the output of
+            every step is matched with the teacher's distribution. Without it (DMD2) only the mixture over the steps is
+            matched, in which the errors of the steps may cancel.
     """
 
     shift: fm.FlowShift
@@ -131,22 +128,22 @@ class DistributionMatching:
     step_aware: bool = False
 
     def __post_init__(self):
-        # both refuse what they do not know: at the start, not at the first step
+        # these raise for invalid values now instead of at the first step
         steps = self.step_list
         dm.score_sigmas(
             seed=0, iteration=0, num_slots=1, update="generator", min_ratio=self.min_ratio, max_ratio=self.max_ratio
         )
         if steps[0] != fm.TIMESTEP_SCALE:
-            raise ValueError(f"objective.timesteps must start at 1000, which is pure noise, got {list(self.timesteps)}")
+            raise ValueError(f"objective.timesteps must start at 1000 (pure noise), got {list(self.timesteps)}")
         if self.step_aware and len(steps) == 1:
             raise ValueError(
-                f"objective.step_aware has no effect: objective.timesteps={list(self.timesteps)} is one step"
+                f"objective.step_aware needs several steps, got objective.timesteps={list(self.timesteps)}"
             )
         dm.standard_scale(self.guidance, self.cfg_form)
 
     @property
     def step_list(self) -> tuple[float, ...]:
-        """The step list as the generator reads it."""
+        """The timesteps that the generator reads, with the shift applied."""
         return sampler.step_list(self.timesteps, self.timesteps_shift)
 
     @property
@@ -155,22 +152,22 @@ class DistributionMatching:
         return dm.standard_scale(self.guidance, self.cfg_form) != 1
 
     def index(self, *, seed: int, iteration: int, update: Update) -> int:
-        """Step of the list whose output an update looks at; the same on all ranks."""
+        """Step of the list whose output an update uses, the same on all ranks."""
         return rollout_index(seed=seed, iteration=iteration, num_steps=len(self.timesteps), update=update)
 
     def passes(self, *, seed: int, iteration: int, generator: bool) -> Mapping[tuple[str, bool], int]:
-        """Passes of an iteration by role in `Networks` and whether a backward follows.
+        """Number of passes of an iteration by (role in `Networks`, whether a backward follows).
 
         Args:
-            seed: of the run.
-            iteration: counted from 0.
-            generator: whether the generator is updated too.
+            seed: seed of the run.
+            iteration: iteration of the distillation, from 0.
+            generator: whether the generator is updated in this iteration.
         """
 
         def rollout_steps(update: Update) -> int:
             return self.index(seed=seed, iteration=iteration, update=update) if self.source == "simulate" else 0
 
-        # the last pass of a rollout has a backward in the generator's update only
+        # only in the update of the generator does a backward follow the last pass of a rollout
         judged = 0 if self.gan is None else 1
         passes = Counter({("generator", False): rollout_steps("fake_score") + 1, ("fake_score", True): 1 + judged})
         if generator:
@@ -182,13 +179,13 @@ class DistributionMatching:
         return passes
 
     def progress_share(self, start: float, stop: float, num_tokens: int) -> float:
-        """Share of the generator's steps whose denoising progress lies in a range; the scores are counted alike."""
+        """Share of the generator's steps whose denoising progress is in a range; used for the scores as well."""
         return sum(start <= progress_of(t) < stop for t in self.step_list) / len(self.step_list)
 
     def generate(
         self, generator: VideoDiT, batch: VideoBatch, latents: Tensor, *, update: Update, index: int, topk: TopK
     ) -> Tensor:
-        """Data of the generator `[B, C, T, H, W]` at step `index` of its list, from noise of the update's own."""
+        """Generated data `[B, C, T, H, W]` at step `index` of the list, from noise that belongs to the update."""
 
         def velocity(x_t: Tensor, timestep: Tensor) -> Tensor:
             return generator(x_t, timestep, **batch.conditions, topk=topk)
@@ -211,14 +208,14 @@ class DistributionMatching:
         """Distribution matching loss of a micro-batch with normalised latents `[B, C, T, H, W]` (DMD, section 3.2).
 
         Args:
-            networks: the three roles; gradients reach the generator alone.
+            networks: the networks by role; only the generator gets gradients.
             batch: captions and seeds.
-            latents: for shape and device, and as data with `source=data_latent`.
-            negative: the teacher's unconditional caption; needed when `guided`.
-            seed: of the run.
-            iteration: of the distillation.
-            topk: tiles per query tile of roles with sparse attention.
-            index: step of the list; None: that of the iteration.
+            latents: give shape and device, and are the data with `source=data_latent`.
+            negative: embedding of the teacher's unconditional pass; required if `guided`.
+            seed: seed of the run.
+            iteration: iteration of the distillation.
+            topk: kv tiles per query tile of networks with sparse attention.
+            index: step of the list; None: the step of the iteration.
         """
         if index is None:
             index = self.index(seed=seed, iteration=iteration, update="generator")
@@ -237,7 +234,7 @@ class DistributionMatching:
             parts["velocity"] = dm.velocity_matching_loss(own, real)
             loss = loss + self.velocity * parts["velocity"]
         if self.gan is not None:
-            # another pass of the critic, this one with a graph down to the generator
+            # a second pass of the critic, with a graph back to the generator
             noised = fm.add_noise(x0, noise, sigmas)
             parts["gan"] = dm.gan_generator_loss(self._logits(networks, batch, noised, timestep, topk, index)[0])
             loss = loss + self.gan.generator_weight * parts["gan"]
@@ -254,7 +251,7 @@ class DistributionMatching:
     def fake_score_update(
         self, networks: Networks, batch: VideoBatch, latents: Tensor, *, seed: int, iteration: int, topk: TopK
     ) -> ScoredRollout:
-        """Flow matching of the critic on fresh data of the generator; arguments as in `generator_update`."""
+        """Flow matching loss of the critic on new data of the generator; arguments as in `generator_update`."""
         index = self.index(seed=seed, iteration=iteration, update="fake_score")
         with torch.no_grad():
             x0 = self.generate(networks.generator, batch, latents, update="fake_score", index=index, topk=topk)
@@ -265,7 +262,7 @@ class DistributionMatching:
             loss = dm.critic_loss(velocity, x0, noise)
             return ScoredRollout(x0=x0, index=index, loss=loss, sigmas=sigmas, parts={"flow": loss})
         fake, velocity = self._logits(networks, batch, x_t, timestep, topk, index)
-        # data at the same noise levels, with the same noise
+        # real data at the same noise levels, with the same noise
         real, _ = self._logits(networks, batch, fm.add_noise(latents.to(x_t), noise, sigmas), timestep, topk, index)
         parts = {"flow": dm.critic_loss(velocity, x0, noise), "gan": dm.gan_critic_loss(real, fake)}
         loss = parts["flow"] + self.gan.critic_weight * parts["gan"]
@@ -274,7 +271,7 @@ class DistributionMatching:
     def _fake_velocity(
         self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
     ) -> Tensor:
-        """The critic's velocity for data that step `index` of the list made."""
+        """Velocity of the critic for data generated at step `index` of the list."""
         assert self.step_aware == (networks.fake_steps is not None)
         critic, steps = networks.fake_score, networks.fake_steps
         with nullcontext() if steps is None else add_to_output(critic.condition_embedder.time_embedder, steps(index)):
@@ -283,19 +280,19 @@ class DistributionMatching:
     def _logits(
         self, networks: Networks, batch: VideoBatch, x_t: Tensor, timestep: Tensor, topk: TopK, index: int
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, layers]` of the critic's features, and its velocity."""
+        """Logits `[B, layers]` of the classifier on the critic's features, and the critic's velocity."""
         assert self.gan is not None
         assert networks.discriminator is not None
         with capture_outputs({layer: networks.fake_score.blocks[layer] for layer in self.gan.layers}) as features:
             velocity = self._fake_velocity(networks, batch, x_t, timestep, topk, index)
         logits = networks.discriminator(features)
-        # a sharded critic gathers its outer weights for a backward that comes through its output only
+        # FSDP gathers the critic's outer weights for the backward only if it comes through the critic's output
         return logits + 0 * velocity.float().flatten(1).mean(1, keepdim=True), velocity
 
     def _noised(
         self, networks: Networks, batch: VideoBatch, x0: Tensor, *, seed: int, iteration: int, update: Update
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Noise levels `[B]`, the scores' input without graph, and the noise in it."""
+        """Noise levels `[B]`, the input of the scores without a graph, and the noise in it."""
         tokens = networks.generator.layout_for(x0.shape[1:]).num_tokens
         sigmas = dm.score_sigmas(
             seed=seed,

@@ -1,4 +1,4 @@
-"""Flow matching on data, and what a finetuning to sparse attention adds to it.
+"""Objectives of pretraining and finetuning: flow matching on data, and matching of a dense teacher.
 
 B samples of a micro-batch, C T H W latent dims, L tokens.
 """
@@ -21,19 +21,19 @@ from vsa.settings import NonNegative, Positive, checked
 from vsa.transfer import sent
 
 VALIDATION_SEED = 7919
-"""Added to the run's seed for validation noise and timesteps, which must differ from those of training."""
+"""Offset of the run's seed for noise and timesteps of validation, which must differ from those of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """Per-sample pieces of a loss.
+    """Per-sample terms of a loss.
 
     Args:
         mse: fp32 `[B]`, mean over the tokens of each sample.
-        weights: fp32 `[B]`.
-        sigmas: float64 `[B]` on the CPU.
+        weights: fp32 `[B]`, weight of each sample.
+        sigmas: float64 `[B]` on the CPU, noise level of each sample.
         total_weight: sum of the weights of the whole global batch.
-        parts: fp32 `[B]` each, what `mse` was mixed from where it is a mixture; logged by name.
+        parts: fp32 `[B]` each, terms of `mse` by name where it is a sum of several; they are logged.
     """
 
     mse: Tensor
@@ -45,11 +45,11 @@ class LossTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedBatch:
-    """What a model is asked at one training step.
+    """Inputs and targets of a model at one training step.
 
     Args:
-        x_t: `[B, C, T, H, W]`.
-        timestep: `[B]`.
+        x_t: `[B, C, T, H, W]` noised latents.
+        timestep: `[B]`, in 0..1000.
         target: `[B, C, T, H, W]` velocity.
         weights: see `LossTerms`.
         sigmas: see `LossTerms`.
@@ -71,12 +71,12 @@ class NoisedBatch:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class FlowMatchingLoss:
-    """Velocity matching on data: mean squared error against eps - x0 (methods.md 1.4).
+    """Flow matching loss on data: mean squared error of the velocity against noise - x0.
 
     Args:
-        distribution: of the timesteps, `logit_normal` or `uniform`.
-        logit_mean: of the normal behind `logit_normal`.
-        logit_std: of the same.
+        distribution: distribution of the timesteps, `logit_normal` or `uniform`.
+        logit_mean: mean of the normal distribution of `logit_normal`.
+        logit_std: standard deviation of the normal distribution of `logit_normal`.
         shift: flow shift as a function of the token count.
         weighting: name of the per-timestep weight.
     """
@@ -94,7 +94,7 @@ class FlowMatchingLoss:
         return noised.terms(fm.sample_mse(velocity, noised.target))
 
     def progress_share(self, start: float, stop: float, num_tokens: int) -> float:
-        """Share of training samples whose denoising progress lies in a range, on a grid of `num_tokens`."""
+        """Share of training samples whose denoising progress is in a range, on a grid of `num_tokens` tokens."""
         return fm.sigma_share(
             1 - stop,
             1 - start,
@@ -105,9 +105,9 @@ class FlowMatchingLoss:
         )
 
     def noised(self, model: VideoDiT, batch: VideoBatch, latents: Tensor, *, seed: int) -> NoisedBatch:
-        """Noisy latents, timesteps and targets of a micro-batch.
+        """Noised latents, timesteps and targets of a micro-batch.
 
-        Timesteps are stratified over the global batch, so every rank knows the sum of all weights.
+        Every rank computes the timesteps of the whole global batch, so it knows the sum of all weights.
         """
         tokens = model.layout_for(latents.shape[1:]).num_tokens
         all_sigmas = fm.sample_sigmas(
@@ -135,21 +135,18 @@ class FlowMatchingLoss:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class FinetuneLoss(FlowMatchingLoss):
-    """`data * L_data + velocity * L_velocity + attention * L_attention` on the same noised latents.
+    """Finetuning loss `data * L_data + velocity * L_velocity + attention * L_attention` on the same noised latents.
 
-    L_data is flow matching on the data. L_velocity is the mean squared error against the velocity of the frozen
-    dense teacher, which has no shift between the data and what the teacher was trained on. L_attention compares
-    the self-attention output of every layer with the teacher's, relative to its mean square, averaged over layers.
-    Called as it is, the loss is L_data alone (validation).
+    L_data is flow matching on the data. L_velocity is the mean squared error against the velocity of the frozen dense
+    teacher, which does not suffer from a shift between the data and the teacher's training data. L_attention is the
+    error of the self-attention output of every layer relative to the teacher's mean square, averaged over layers. A
+    plain call computes L_data only (validation).
 
     Args:
-        shift: of the timesteps, see `FlowMatchingLoss`.
+        shift: flow shift of the timesteps, see `FlowMatchingLoss`.
         data: weight of L_data.
         velocity: weight of L_velocity; above 0 needs a teacher.
         attention: weight of L_attention; above 0 needs a teacher.
-
-    Raises:
-        ValueError: a negative weight, or none above 0.
 
     Source: velocity matching as in TurboDiffusion's sparse adaptation (arXiv 2512.16093).
     """
@@ -176,7 +173,7 @@ class FinetuneLoss(FlowMatchingLoss):
         seed: int,
         topk: TopK,
     ) -> LossTerms:
-        """Loss terms of a micro-batch with normalised latents `[B, C, T, H, W]`, and each part by name."""
+        """Weighted sum of the terms, and each term, for a micro-batch with normalised latents `[B, C, T, H, W]`."""
         noised = self.noised(model, batch, latents, seed=seed)
         with attention_outputs(model, self.attention > 0) as outputs:
             velocity = model(noised.x_t, noised.timestep, **batch.conditions, topk=topk)
@@ -195,12 +192,12 @@ class FinetuneLoss(FlowMatchingLoss):
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """Mean squared error of each sample over the mean square of `expected`, fp32 `[B]`, of `[B, L, C]`."""
+    """Relative mean squared error fp32 `[B]` of `[B, L, C]`: per sample, over the mean square of `expected`."""
     actual, expected = actual.float().flatten(1), expected.float().flatten(1)
     return (actual - expected).square().mean(1) / expected.square().mean(1).clamp(min=1e-12)
 
 
 def attention_outputs(model: VideoDiT, enabled: bool) -> AbstractContextManager[dict[int, Tensor]]:
-    """Collects the projected self-attention output `[B, L, C]` of every layer of the forward run inside."""
+    """Collect the projected self-attention outputs `[B, L, C]` of every layer from the forward inside the context."""
     blocks: Any = model.blocks
     return capture_outputs({i: block.attn1.to_out[0] for i, block in enumerate(blocks)} if enabled else {})

@@ -1,4 +1,4 @@
-"""Telling the critic of a distillation which step of the list made its input."""
+"""Conditioning of the critic on the step of the generator's list that generated its input."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 
 class StepEmbedding(nn.Module):
-    """A vector for every step of the generator's list, added to the critic's time embedding.
+    """Learned embedding of the steps of the generator's list, added to the critic's time embedding.
 
-    All are zero at first: the critic begins as the teacher.
+    It is initialised with zeros, so that the critic starts as the teacher.
 
-    One critic for all steps follows the mixture of their outputs, and the generator can bring that mixture to the
-    teacher's distribution with steps that are off in opposite directions, while only the last step's output is looked
-    at (benchmarks/README.md has a case).
+    Without it, one critic tracks the mixture of the outputs of all steps. The generator can match this mixture with the
+    teacher's distribution although its steps have opposite errors, while only the output of the last step is used
+    (benchmarks/README.md has a case).
 
     Args:
         num_steps: length of the step list.
@@ -25,6 +25,6 @@ class StepEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_steps, dim))
 
     def forward(self, index: int) -> Tensor:
-        """`[dim]`, fp32."""
-        # a view of it would not outlast the gathered table
+        """The embedding `[dim]` of one step, fp32."""
+        # a copy, because a view would become invalid with the gathered table
         return self.weight[index].clone()
