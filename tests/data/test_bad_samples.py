@@ -135,7 +135,7 @@ def test_a_drop_list_leaves_samples_out_and_is_told(spoilt: Path, tmp_path: Path
     [
         ("video-001\nabsent\n", "line 2: no source has a sample absent"),
         ("films/a\n", "line 1: no source has a sample films/a"),
-        ("../a b\n", "line 1: '../a b' is no sample id"),
+        ("../a b\n", "line 1: expected a sample id, got '../a b'"),
         (None, "No such file"),
     ],
 )
@@ -164,7 +164,7 @@ def test_an_index_of_an_earlier_version_is_read_and_told(tmp_path: Path, make_da
     (root / INDEX_NAME).write_text("{" + text.partition(", ")[2])
     with caplog.at_level(logging.INFO):
         old = module(root)
-    assert "was written by an earlier version and has no digest of its own" in caplog.text
+    assert "was written by an earlier version without a digest of the index" in caplog.text
     assert old.plan_hash == new.plan_hash
     assert_equal(batches(attach(old, steps=3)), batches(attach(new, steps=3)))
 

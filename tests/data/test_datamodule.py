@@ -264,7 +264,7 @@ def test_bad_requests(dataset: Path, tmp_path: Path, make_dataset) -> None:
         module()
     with pytest.raises(ValueError, match="exactly one of root and sources"):
         module(dataset, sources={"a": {"root": str(dataset)}})
-    with pytest.raises(ValueError, match=r"source a must have root.*wieght"):
+    with pytest.raises(ValueError, match=r"source a: expected the keys root.*wieght"):
         module(sources={"a": {"root": str(dataset), "wieght": 2.0}})
     with pytest.raises(ValueError, match="toy clips need root and videos"):
         module(dataset, toy=TINY)
@@ -317,7 +317,7 @@ def test_toy_clips_of_odd_sizes(tmp_path: Path, size: tuple[int, int, int], shap
 
 
 def test_toy_clips_that_cannot_be_encoded_are_not_rendered(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has 3 frames, 4 are needed"):
+    with pytest.raises(ValueError, match=r"has 3 frames, expected at least 4"):
         module(tmp_path / "shards", toy=ToyClips(size=(3, 32, 32)), videos=str(tmp_path / "videos"))
     assert not list(tmp_path.iterdir())
 
@@ -386,7 +386,7 @@ def test_statistics_of_the_data_or_of_the_codec(dataset: Path) -> None:
     assert own.latent_mean.tolist() == pytest.approx(LatentReader(dataset).index.latent_mean, rel=1e-6)
     assert published.latent_mean.tolist() == list(range(16))
     assert published.latent_std.tolist() == list(range(1, 17))
-    with pytest.raises(ValueError, match=r"stats=codec, but codec haar-4x8x8-c16 publishes no statistics"):
+    with pytest.raises(ValueError, match=r"stats=codec: codec haar-4x8x8-c16 has no published statistics"):
         module(dataset, stats="codec")
     with pytest.raises(ValueError, match="stats=vae: expected one of data, train, codec, got 'vae'"):
         module(dataset, stats="vae")

@@ -208,12 +208,15 @@ def test_sample_seeds_differ_and_fit_63_bits() -> None:
     ("changes", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"sources": {}}, "hold none"),
-        ({"sources": {"s": Source(weight=1.0, buckets={A: ()})}}, "hold none"),
+        ({"sources": {}}, "have no samples"),
+        ({"sources": {"s": Source(weight=1.0, buckets={A: ()})}}, "have no samples"),
         ({"sources": {"s": Source(weight=0.0, buckets={A: ("x",)})}}, "gives no source"),
         ({"sources": {"s": Source(weight=-1.0, buckets={A: ("x",)})}}, "not negative"),
         ({"sources": {"s": Source(weight=float("nan"), buckets={A: ("x",)})}}, "finite"),
-        ({"phases": (Phase(from_step=5, weights={"films": 1.0}),)}, r"start at step 0 and rise, got from_step \[5\]"),
+        (
+            {"phases": (Phase(from_step=5, weights={"films": 1.0}),)},
+            r"must start at 0 and ascend, got \[5\]",
+        ),
         ({"phases": (Phase(from_step=0, weights={"flims": 1.0}),)}, "unknown sources"),
     ],
 )

@@ -187,11 +187,11 @@ def test_other_settings_are_refused_by_name(videos: Path, tmp_path: Path) -> Non
     encode_folder(videos, out, **OPTIONS, rank=1, world_size=2)
     before = files_of(out)
     changes = [
-        ({"dtype": "float32"}, r"begun with dtype float16, now it is float32"),
-        ({"samples_per_shard": 4}, r"samples_per_shard 3, now it is 4"),
-        ({"fps": 4.0}, r"fps None, now it is 4\.0"),
-        ({"size": (16, 16)}, r"size None, now it is \[16, 16\]"),
-        ({"codec": HaarCodec(8)}, r"codec haar-4x8x8-c16 .* now it is haar-4x8x8-c8"),
+        ({"dtype": "float32"}, r"started with dtype float16, got float32"),
+        ({"samples_per_shard": 4}, r"samples_per_shard 3, got 4"),
+        ({"fps": 4.0}, r"fps None, got 4\.0"),
+        ({"size": (16, 16)}, r"size None, got \[16, 16\]"),
+        ({"codec": HaarCodec(8)}, r"codec haar-4x8x8-c16 .* got haar-4x8x8-c8"),
         ({"text_encoder": HashedNgramEncoder(dim=9)}, r"text_encoder hashed-ngrams-8x5 .* hashed-ngrams-9x16"),
     ]
     for change, message in changes:
@@ -283,7 +283,7 @@ def test_overwriting_removes_what_the_index_lists_and_nothing_else(
         (out / written).parent.mkdir(parents=True, exist_ok=True)
         (out / written).write_text("mine")
         before = files_of(out)
-        with pytest.raises(ValueError, match=rf"out/{named} does not belong to a data set in"):
+        with pytest.raises(ValueError, match=rf"out/{named} is not part of a data set in"):
             encode_folder(videos, out, **OPTIONS, overwrite=True)
         assert files_of(out) == before
         (out / written).unlink()
@@ -343,7 +343,7 @@ def test_joining_replaces_no_file_of_others(videos: Path, straight: dict[str, by
     for rank in range(2):
         encode_folder(videos, out, **OPTIONS, rank=rank, world_size=2)
     (out / "text-00002.tar").write_text("mine")
-    with pytest.raises(ValueError, match=r"text-00002\.tar does not belong to the data set in .*: move it"):
+    with pytest.raises(ValueError, match=r"text-00002\.tar is not part of the data set in .*: move it"):
         encode_folder(videos, out, **OPTIONS)
     assert (out / "text-00002.tar").read_text() == "mine"
     (out / "text-00002.tar").unlink()

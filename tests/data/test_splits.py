@@ -89,8 +89,8 @@ def test_prefixes(source: str, group: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"val_by": "field"}, r"data\.val_by=field needs data\.val_field"),
-        ({"val_field": "director"}, "the others take none"),
+        ({"val_by": "field"}, r"data\.val_field belongs to data\.val_by=field"),
+        ({"val_field": "director"}, "got val_by=id and val_field=director"),
         ({"val_by": "field", "val_field": "year"}, r"data\.val_field=year: sample clip-"),
         ({"val_by": "film"}, "val_by=film: expected one of"),
     ],

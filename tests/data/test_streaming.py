@@ -226,7 +226,7 @@ def test_when_every_shard_is_gone_the_stream_ends(folder):
     with serve(folder) as server:
         module = module_of(urls_of(server.url), num_workers=1)
         server.status = {f"{VIDEOS}-0000{i}.tar": 404 for i in range(SHARDS)}
-        with pytest.raises(ValueError, match=r"did not arrive; so were all of the 100 samples drawn before it"):
+        with pytest.raises(ValueError, match=r"did not arrive; all 100 samples drawn before it are bad too"):
             next(iter(stream_of(module, 1)))
 
 
@@ -249,17 +249,17 @@ def test_what_is_missing_at_the_start_is_named(folder, tmp_path):
     ("options", "message"),
     [
         ({"urls": []}, "data.urls lists no shards"),
-        ({"urls": "{folder}/latents-{00000..0001.tar"}, "braces are not balanced"),
+        ({"urls": "{folder}/latents-{00000..0001.tar"}, "unbalanced braces"),
         ({"urls": ["{folder}/{videos}-00000.tar"] * 2}, "twice"),
         ({"urls": ["{folder}/{videos}-00000.tar", "/elsewhere/x.tar"]}, "shards of 2 folders"),
         ({"urls": "{folder}/{videos}-00009.tar"}, "is not in the index.json beside it"),
         ({"urls": "{folder}/text-00000.tar"}, "holds no latents"),
         (
             {"urls": ["{folder}/{videos}-00000.tar", "{folder}/latents-C16x1x4x4-00000.tar"]},
-            r"2 shapes \(16x1x4x4, 16x2x2x4\), data=stream takes one",
+            r"expected latents of one shape, got 2 \(16x1x4x4, 16x2x2x4\)",
         ),
-        ({"val_urls": "{folder}/{videos}-00001.tar"}, "is trained on, it stands in data.urls too"),
-        ({"val_fraction": 0.1}, "a stream holds nothing out, give data.val_urls"),
+        ({"val_urls": "{folder}/{videos}-00001.tar"}, "is also in data.urls, the training set"),
+        ({"val_fraction": 0.1}, "a stream cannot hold out samples, set data.val_urls"),
         ({"codec": HaarCodec(17)}, "encoded with codec"),
     ],
 )
@@ -279,14 +279,17 @@ def test_what_cannot_be_streamed_is_refused(folder, options, message):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("pipe:touch {marker}; cat {folder}/x.tar", "data.urls: URLs of scheme pipe: are refused"),
-        ("PIPE:touch {marker}", "scheme pipe: are refused"),
-        ("ftp://host/x.tar", "scheme ftp: are refused"),
-        ("gs://bucket/x.tar", "scheme gs: are refused"),
-        ("file:{folder}/x.tar", "scheme file: are refused"),
+        (
+            "pipe:touch {marker}; cat {folder}/x.tar",
+            "got scheme pipe:",
+        ),
+        ("PIPE:touch {marker}", "got scheme pipe:"),
+        ("ftp://host/x.tar", "got scheme ftp:"),
+        ("gs://bucket/x.tar", "got scheme gs:"),
+        ("file:{folder}/x.tar", "got scheme file:"),
         ("http://example.org/x.tar", "http://example.org is not encrypted, use https://"),
-        ("https://user:word@example.org/x.tar", "credentials belong into"),
-        ("https://example.org/x.tar?signature=abc", "credentials belong into"),
+        ("https://user:word@example.org/x.tar", "credentials into"),
+        ("https://example.org/x.tar?signature=abc", "credentials into"),
     ],
 )
 def test_other_schemes_are_refused_and_nothing_runs(folder, tmp_path, url, message):

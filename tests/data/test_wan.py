@@ -222,13 +222,13 @@ def test_bad_sources_and_clips_are_one_line(folder: Path, vae: WanVAE, tmp_path:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "empty").mkdir()
     cases = [
-        (lambda: WanVAE(str(tmp_path / "absent")), "no such model folder"),
+        (lambda: WanVAE(str(tmp_path / "absent")), "missing model folder"),
         (lambda: WanVAE(str(tmp_path / "empty")), "has no vae/"),
         (lambda: WanVAE(str(folder / "transformer")), "describes WanTransformer3DModel, expected AutoencoderKLWan"),
         (lambda: WanVAE(str(folder), dtype="int8"), "got 'int8'"),  # pyright: ignore
         (lambda: UMT5Encoder(str(folder / "vae")), "has no text_encoder/"),
         (lambda: UMT5Encoder(str(folder), max_tokens=0), "got 0"),
-        (lambda: component_folder("nobody/nothing-at-all", "vae"), "no hub id that can be loaded"),
+        (lambda: component_folder("nobody/nothing-at-all", "vae"), "nor a hub id that can be loaded"),
         (lambda: vae.encode(clip(4, 8, 8)), "video of 4x8x8 .* does not fit"),
         (lambda: vae.encode(clip(5, 8, 12)), "video of 5x8x12 .* does not fit"),
         (lambda: vae.encode(torch.zeros(1, 8, 8, 3)), "must be uint8"),

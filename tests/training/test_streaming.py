@@ -95,7 +95,7 @@ def test_a_run_is_killed_and_goes_on(train, training, shards, caplog, workers):
         # the server may be another one
         with serve(shards) as other:
             train(other.url, *options, "ckpt_path=last", callbacks=(after,))
-    assert f"data=stream goes on after {stream['shards']} of the 4 shards of epoch 0" in caplog.text
+    assert f"data=stream continues after {stream['shards']} of the 4 shards of epoch 0" in caplog.text
     assert "(exact resume needs data=folder)" in caplog.text
     assert min(after.ids) == 6
     # marks differ, or a mark of another batch would not be seen

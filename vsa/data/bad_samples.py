@@ -1,4 +1,4 @@
-"""Samples that cannot be trained on: why, where they lie, and the files that name them."""
+"""Bad samples, which cannot be trained on: their causes, their errors, and drop lists that name them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Literal
 from vsa.files import write_whole
 
 Cause = Literal["unreadable", "digest", "decode", "metadata", "dtype", "shape", "nan", "inf", "range"]
-"""Why a sample is bad: its bytes cannot be read or are not those of the index, they are no tensors, what is said about
-them is wrong, they have another type or shape than they should, or hold values that are no latents."""
+"""Cause of a bad sample: its bytes are unreadable or differ from the digest, do not decode to tensors, have wrong
+metadata, an unexpected dtype or shape, or values that are not valid latents."""
 
 _LINE = re.compile(r"(?:([^/\s]+)/)?([A-Za-z0-9_-]{1,128})")
 
@@ -21,9 +21,9 @@ class BadSampleError(ValueError):
     """A sample that cannot be trained on.
 
     Attributes:
-        cause: the kind of fault.
-        shard: name of the file that holds it.
-        sample: its id.
+        cause: kind of the fault.
+        shard: name of the shard that holds the sample.
+        sample: id of the sample.
     """
 
     def __init__(self, message: str, *, cause: Cause, shard: str, sample: str) -> None:
@@ -33,10 +33,10 @@ class BadSampleError(ValueError):
 
 
 class NoGoodSample(ValueError):
-    """Every sample that was drawn in place of a bad one is bad too."""
+    """All replacements of a bad sample are bad too."""
 
     def __init__(self, message: str) -> None:
-        # a loader hands the error of a worker on as its whole traceback, of which the last line is ours
+        # a loader passes the error of a worker on as a whole traceback, whose last line is our message
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
@@ -45,11 +45,11 @@ class BadSample:
     """A bad sample that was drawn.
 
     Args:
-        source: name of its data set.
-        id: of the sample.
-        shard: name of the file that holds it.
-        cause: the kind of fault.
-        slot: position in the global batch that another sample took.
+        source: name of the data set.
+        id: id of the sample.
+        shard: name of the shard that holds the sample.
+        cause: kind of the fault.
+        slot: position in the global batch, which another sample took.
     """
 
     source: str
@@ -60,11 +60,11 @@ class BadSample:
 
 
 def write_drop_list(path: Path, bad: Mapping[str, str], *, found_by: str) -> None:
-    """Write a file that `data.drop` takes.
+    """Write a drop list, the file that `data.drop` reads.
 
     Args:
         path: file to write.
-        bad: what is wrong with each sample, by id or source/id.
+        bad: reason for each sample, by id or source/id.
         found_by: the command or run that found them.
     """
     lines = [f"# found by {found_by}; training leaves these samples out with data.drop=FILE"]
@@ -73,14 +73,11 @@ def write_drop_list(path: Path, bad: Mapping[str, str], *, found_by: str) -> Non
 
 
 def read_drop_list(path: Path, samples: Mapping[str, Collection[str]]) -> dict[str, frozenset[str]]:
-    """The samples of a drop list by source: lines of id or source/id, and after a tab whatever helps people.
+    """The samples of a drop list by source. A line is an id or source/id, optionally with a comment after a tab.
 
     Args:
         path: the file.
         samples: sample ids by source.
-
-    Raises:
-        ValueError: the file cannot be read, a line is no sample id, or no source has it; names file and line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -93,7 +90,7 @@ def read_drop_list(path: Path, samples: Mapping[str, Collection[str]]) -> dict[s
             continue
         match = _LINE.fullmatch(name)
         if match is None:
-            raise ValueError(f"data.drop={path}, line {number}: {name[:80]!r} is no sample id")
+            raise ValueError(f"data.drop={path}, line {number}: expected a sample id, got {name[:80]!r}")
         owners = [source for source in _sources(match[1], samples) if match[2] in samples[source]]
         if not owners:
             raise ValueError(f"data.drop={path}, line {number}: no source has a sample {name}")

@@ -16,11 +16,11 @@ from vsa.data.bad_samples import BadSample
 from vsa.transfer import sent
 
 TextPadding = Literal["mask", "zeros"]
-"""What fills a caption up to the longest: `mask` hides the padding, `zeros` attends to it as Wan was trained to."""
+"""Padding of captions to one length: `mask` hides the padding, `zeros` attends to it, as Wan was trained."""
 
 
 class PendingLatents(Protocol):
-    """Latents that are computed where they are trained on; until then they have a shape and can be sliced by sample."""
+    """Latents that are computed on the training device; before that they have a shape and can be sliced by sample."""
 
     @property
     def shape(self) -> torch.Size:
@@ -36,11 +36,11 @@ class PendingLatents(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamMark:
-    """How far a stream of shards has come; see `vsa.data.stream`.
+    """Position of a stream of shards; see `vsa.data.stream`.
 
     Args:
-        worker: process of the loader that read the batch.
-        shard: place in the order of shards, before which that process has nothing left to give after this batch.
+        worker: worker process of the loader that read the batch.
+        shard: position in the order of shards up to which that process has yielded every sample after this batch.
     """
 
     worker: int
@@ -52,19 +52,18 @@ class VideoBatch:
     """Samples of one latent shape, as stored (latents are not yet normalised).
 
     Args:
-        latents: `[B, C, T, H, W]` float32; in a loader of rendered clips `PendingLatents`, until `to` computes them.
+        latents: `[B, C, T, H, W]` float32; `PendingLatents` in a loader of rendered clips, until `to` computes them.
         text: `[B, S, E]` float32 text embeddings, zero-padded; a dropped caption holds the null embedding.
-        text_mask: bool `[B, S]`, True where a text token is real; None attends to the zeros as well.
+        text_mask: bool `[B, S]`, True for real text tokens; None: the padding is attended to as well.
         sample_ids: id of each sample.
-        captions: the caption behind each embedding ("" where dropped).
-        seeds: int64 `[B]`, a pure function of (seed, step, sample, its occurrence in the global batch): noise is drawn
-            from it.
+        captions: caption of each embedding ("" where dropped).
+        seeds: int64 `[B]` noise seeds, a pure function of (seed, step, sample, its occurrence in the global batch).
         slots: int64 `[B]`, position of each sample in the global batch of its step.
         num_slots: size of that global batch.
         step: optimizer step the batch belongs to.
-        cond_latents: `[B, Cc, T, H, W]` float32 image condition that the model takes beside the latents, as it is.
-        bad: samples that were drawn and replaced by others.
-        mark: in a stream of shards, where it stands after this batch.
+        cond_latents: `[B, Cc, T, H, W]` float32 image condition, an input of the model besides the latents.
+        bad: bad samples that were drawn and replaced by others.
+        mark: position of a stream of shards after this batch; None without a stream.
     """
 
     latents: Tensor
@@ -82,7 +81,7 @@ class VideoBatch:
 
     @property
     def conditions(self) -> dict[str, Tensor | None]:
-        """What a model takes beside noisy latents and timestep."""
+        """Inputs of a model besides noised latents and timestep."""
         return {"text": self.text, "text_mask": self.text_mask, "cond_latents": self.cond_latents}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VideoBatch:
@@ -97,17 +96,13 @@ class VideoBatch:
 
 
 def check_text_padding(padding: str) -> None:
-    """Refuse a padding that is none of `TextPadding`.
-
-    Raises:
-        ValueError: names the value.
-    """
+    """Raise ValueError for a padding that is not in `TextPadding`."""
     if padding not in ("mask", "zeros"):
         raise ValueError(f"text_padding must be mask or zeros, got {padding!r}")
 
 
 def pad_text(rows: Sequence[Tensor], *, length: int, padding: TextPadding = "mask") -> tuple[Tensor, Tensor | None]:
-    """Embeddings of several captions as one tensor, zero-padded to one length, so that shapes never vary.
+    """Embeddings of several captions as one tensor, zero-padded to a fixed length, so that shapes never vary.
 
     Args:
         rows: B embeddings `[S_i, E]`, S_i at most `length`.
@@ -116,9 +111,6 @@ def pad_text(rows: Sequence[Tensor], *, length: int, padding: TextPadding = "mas
 
     Returns:
         float32 text `[B, S, E]`, and the bool mask `[B, S]` of the real tokens (None for `zeros`).
-
-    Raises:
-        ValueError: an unknown padding.
     """
     check_text_padding(padding)
     text = torch.zeros(len(rows), length, rows[0].shape[1])

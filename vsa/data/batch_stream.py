@@ -1,4 +1,4 @@
-"""Batches of a plan, in order, for any rank, worker count and starting step.
+"""Streams of training and validation batches in a planned order, for any rank, worker count and starting step.
 
 B samples, C t h w latent channels, frames and size, S text tokens, E text width.
 """
@@ -26,7 +26,7 @@ _ATTEMPTS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class RankSlice:
-    """Which part of every global batch is read here.
+    """The part of every global batch that this rank reads.
 
     Args:
         accumulate: micro-batches of an optimizer step.
@@ -47,13 +47,13 @@ class RankSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """What takes one place of a batch.
+    """One slot of a batch: its sample, caption and noise seed.
 
     Args:
         ref: the sample.
-        caption: number of its caption; None: the null embedding and the caption "".
-        seed: of the noise.
-        slot: position in the global batch, in validation in the whole set.
+        caption: index of its caption; None: the null embedding and the caption "".
+        seed: seed of the noise.
+        slot: position in the global batch, or in the whole set in validation.
     """
 
     ref: SampleRef
@@ -65,11 +65,11 @@ class Draw:
 def read_batch(
     store: SampleStore, drawn: Sequence[Draw], *, text_padding: TextPadding, num_slots: int, step: int
 ) -> VideoBatch:
-    """Reads samples of one latent shape; text is padded to the encoder's longest.
+    """Read samples of one latent shape as a batch; text is padded to the encoder's `max_tokens`.
 
     Args:
-        store: where samples come from.
-        drawn: B samples.
+        store: store of the samples.
+        drawn: B slots.
         text_padding: see `vsa.data.batch.TextPadding`.
         num_slots: size of the global batch.
         step: optimizer step.
@@ -78,14 +78,14 @@ def read_batch(
         BadSampleError: the first sample that cannot be trained on.
     """
     refs = [draw.ref for draw in drawn]
-    # a sample that a batch holds many times is read once
+    # a sample that occurs several times in a batch is read once
     condition, text_of = cache(store.condition), cache(store.text)
     texts = [("", store.null_text) if d.caption is None else text_of(d.ref, d.caption) for d in drawn]
     rows = [row for _, row in texts]
     text, mask = pad_text(rows, length=store.text_encoder.max_tokens, padding=text_padding)
     conditions = [cond for cond in map(condition, refs) if cond is not None]
     return VideoBatch(
-        # pending ones are tensors as soon as the batch is on a device
+        # pending latents become tensors when the batch moves to a device
         latents=cast(Tensor, store.latents(refs)),
         text=text,
         text_mask=mask,
@@ -101,19 +101,16 @@ def read_batch(
 
 @dataclass(kw_only=True, eq=False)
 class PlannedStream(IterableDataset[VideoBatch], ABC):
-    """Micro-batches of one rank in an order that does not depend on the reading processes.
+    """Micro-batches of one rank, in an order that does not depend on the number of reading processes.
 
-    No shuffle buffer, no generator state, and with W workers worker w makes items w, w + W, ..., which a DataLoader
-    puts back in order.
+    There is no shuffle buffer and no generator state. With W workers, worker w yields items w, w + W, ..., which a
+    DataLoader puts back in order.
 
     Args:
-        store: where samples come from.
+        store: store of the samples.
         part: this rank's part of a global batch.
         batch_size: samples of a global batch.
-        text_padding: what fills a caption up; see `vsa.data.batch.TextPadding`.
-
-    Raises:
-        ValueError: the global batch does not divide into ranks and micro-batches.
+        text_padding: padding of captions; see `vsa.data.batch.TextPadding`.
     """
 
     store: SampleStore
@@ -127,7 +124,7 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
     @property
     @abstractmethod
     def num_batches(self) -> int:
-        """Global batches of a pass."""
+        """Number of global batches."""
 
     @abstractmethod
     def batch(self, number: int, micro: int) -> VideoBatch:
@@ -135,7 +132,7 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
 
     @abstractmethod
     def replacement(self, number: int, slot: int, bad: SampleRef, attempt: int) -> SampleRef:
-        """What takes a slot of global batch `number` in place of a bad sample; a pure function of the arguments."""
+        """Replacement of a bad sample in a slot of global batch `number`; a pure function of the arguments."""
 
     def __len__(self) -> int:
         return self.num_batches * self.part.accumulate
@@ -147,11 +144,11 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
             yield self.batch(*divmod(i, self.part.accumulate))
 
     def collate(self, number: int, drawn: Sequence[Draw], *, num_slots: int, step: int) -> VideoBatch:
-        """Reads samples of one latent shape, others in place of bad ones; text is padded to the encoder's longest.
+        """Read samples of one latent shape as a batch, with bad samples replaced by others.
 
         Args:
-            number: of the global batch.
-            drawn: B samples.
+            number: number of the global batch.
+            drawn: B slots.
             num_slots: size of the global batch.
             step: optimizer step.
 
@@ -171,7 +168,7 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
         return replace(self._read(good, num_slots=num_slots, step=step), bad=tuple(bad))
 
     def _good(self, number: int, drawn: Draw) -> tuple[Draw, list[BadSample]]:
-        """A draw that can be read: this one, or the first good replacement; and the bad ones before it."""
+        """A slot that can be read, with this sample or the first good replacement, and the bad samples before it."""
         chosen, bad, tried, first = drawn, list[BadSample](), set[SampleRef](), None
         for attempt in range(_ATTEMPTS):
             if chosen.ref not in tried:
@@ -193,10 +190,10 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
                     return chosen, bad
             ref = self.replacement(number, drawn.slot, drawn.ref, attempt)
             caption = None if drawn.caption is None else drawn.caption % self.store.captions(ref)
-            # noise belongs to the place in the batch
+            # the noise seed belongs to the slot, not to the sample
             chosen = replace(drawn, ref=ref, caption=caption)
         raise NoGoodSample(
-            f"{first}; what was drawn in its place is bad too: vsa check-data finds all, data.drop leaves out"
+            f"{first}; all its replacements are bad too: vsa check-data lists bad samples, data.drop leaves them out"
         )
 
     def _read(self, drawn: Sequence[Draw], *, num_slots: int, step: int) -> VideoBatch:
@@ -205,15 +202,15 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
 
 @dataclass(kw_only=True, eq=False)
 class TrainStream(PlannedStream):
-    """The training batches: they depend on the plan and the starting step alone.
+    """Training batches, which depend on the plan and the starting step only.
 
     Args:
-        plan: which samples a step trains on.
+        plan: samples of every step.
         start_step: first optimizer step.
         steps: number of optimizer steps.
-        caption_dropout: probability that a sample is trained on the null embedding, redrawn at every step.
-        skipped_windows: first and last steps whose data are left out: others are drawn for them, with another seed, and
-            with another one again where windows overlap.
+        caption_dropout: probability that a sample is trained on the null embedding, drawn anew at every step.
+        skipped_windows: first and last steps of windows whose data are skipped: other samples are drawn for them, with
+            another seed for every further window that contains a step.
     """
 
     plan: DataPlan
@@ -243,7 +240,7 @@ class TrainStream(PlannedStream):
         step = self.start_step + number
         seed = self.plan_at(step).seed
         plan, slots = self.plan_at(step).step(step), self.part.slots(self.batch_size, micro)
-        # counted over the global batch, so that the micro-batch a sample falls into does not matter
+        # counted over the global batch, so that the division into micro-batches does not matter
         times = occurrences([ref.id for ref in plan.refs])
         drawn = [
             Draw(
@@ -261,7 +258,7 @@ class TrainStream(PlannedStream):
         return self.plan_at(step).replacement(step, slot, bad, attempt)
 
     def _caption(self, ref: SampleRef, step: int, occurrence: int) -> int | None:
-        """Which caption a sample is trained on at a step; None: the null embedding."""
+        """Index of the caption on which a sample is trained at a step; None: the null embedding."""
         seed = self.plan_at(step).seed
         if draw64(seed, "caption dropout", step, ref.id, occurrence) < self.caption_dropout * 2.0**64:
             return None
@@ -270,15 +267,15 @@ class TrainStream(PlannedStream):
 
 @dataclass(kw_only=True, eq=False)
 class ValidationStream(PlannedStream):
-    """A fixed, seeded validation set: the same samples, captions, slots and noise seeds at every pass and world size.
+    """Fixed, seeded validation set: the same samples, captions, slots and noise seeds in every pass and world size.
 
-    Each bucket's held-out samples fill whole global batches, at most `batches` of them; a last batch that they do not
-    fill starts over with the bucket's first ones, so none is dropped. Slots run through the whole set, which spreads
-    stratified timesteps over it.
+    The held-out samples of each bucket fill whole global batches, at most `batches` of them. An incomplete last batch
+    is filled with the first samples of the bucket, so that none is dropped. Slots are numbered over the whole set,
+    which spreads stratified timesteps over it.
 
     Args:
         held: held-out samples by latent shape.
-        batches: most global batches of a bucket (None: all).
+        batches: largest number of global batches per bucket (None: all).
         seed: seed of the noise.
     """
 
@@ -303,7 +300,7 @@ class ValidationStream(PlannedStream):
         drawn = []
         for slot in self.part.slots(self.batch_size, micro):
             ref, place = self._batches[number][slot], number * self.batch_size + slot
-            # the slot is in the seed: a sample that fills up a batch meets another noise
+            # the seed includes the slot, so that a sample that fills up a batch gets different noise
             seed = hash64(self.seed, "validation", place, ref.id) >> 1
             drawn.append(Draw(ref=ref, caption=0, seed=seed, slot=place))
         return self.collate(number, drawn, num_slots=self.num_batches * self.batch_size, step=0)

@@ -1,4 +1,4 @@
-"""Captions of a folder of videos: one caption file, or a text file beside each video."""
+"""Captions of a folder of videos, from one caption file or from a text file beside each video."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CAPTION_FILES = ("captions.jsonl", "captions.json", "captions.txt")
 
 @dataclass(frozen=True, kw_only=True)
 class Captions:
-    """What was found for the media files of a folder.
+    """Captions of the media files of a folder, and problems with them.
 
     Args:
         of: captions by media file, in the order of the files.
-        missing: why every other media file has none.
-        unusable: (place, reason) of entries of the caption file that are malformed or name no file.
-        fields: what the entries of a file say beside its captions, texts and integers by name.
+        missing: reason why a media file has no caption, by file.
+        unusable: (place, reason) of entries of the caption file that are malformed or name a missing file.
+        fields: further texts and integers of an entry, by name.
     """
 
     of: Mapping[Path, list[str]]
@@ -29,20 +29,17 @@ class Captions:
 
 
 def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]) -> Captions:
-    """The captions of every media file, and everything that is wrong with them.
+    """Read the captions of every media file and collect all problems.
 
     A caption file is one of: `.jsonl`, lines of {"video": "a.mp4", "captions": ["...", ...]} (or "caption": "...");
     `.json`, a list of such objects or an object {"a.mp4": "..." or ["...", ...]}; `.txt`, lines of name, tab, caption.
-    Further texts and integers of an object ("film": "...") are kept, for splits by them.
-    Names are relative to the folder of videos. A file that it leaves out takes the lines of `a.txt` beside `a.mp4`.
+    Further texts and integers of an object ("film": "...") are kept; a split can use them.
+    Names are relative to the folder of videos. A video `a.mp4` without an entry takes the lines of `a.txt` beside it.
 
     Args:
         videos: folder of videos.
         caption_file: caption file (None: `captions.jsonl`, `.json` or `.txt` in the folder when there is one).
         files: the media files that need captions.
-
-    Raises:
-        ValueError: the caption file cannot be read, or has no form that is known.
     """
     if caption_file is None:
         caption_file = next((videos / name for name in CAPTION_FILES if (videos / name).is_file()), None)
@@ -75,7 +72,7 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
                 captions = [line.strip() for line in _read(beside).splitlines() if line.strip()]
             if not captions:
                 where = f"{caption_file} and " if caption_file else ""
-                raise ValueError(f"no caption for video {path}: looked in {where}{beside}")
+                raise ValueError(f"video {path} has no caption: expected one in {where}{beside}")
         except ValueError as error:
             missing[path] = str(error)
         else:
@@ -85,7 +82,7 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
 
 
 def _entries(caption_file: Path) -> Iterator[tuple[str, Any]]:
-    """(place, entry) for every entry of a caption file: a line of text, or what a `.json` file holds."""
+    """(place, entry) for every entry of a caption file: a line of text, or an element of a `.json` file."""
     text = _read(caption_file)
     if caption_file.suffix == ".json":
         content = _json(text, f"caption file {caption_file}")

@@ -1,4 +1,4 @@
-"""A data set read whole: is every byte what the index says, and can a model train on it?"""
+"""Check of a whole data set: every byte against the index, and every sample for training."""
 
 from __future__ import annotations
 
@@ -14,23 +14,19 @@ from vsa.data.clip_rules import PATCH
 from vsa.data.index import DatasetIndex, SampleEntry, deviation_or_one
 from vsa.data.shards import LatentReader
 
-# problems that are told one by one, the rest is counted
+# most problems that are printed one by one; the others are counted
 _LISTED = 20
-# of a deviation: stored statistics are sums in another order
+# relative to the standard deviation: stored statistics were summed in another order
 _TOLERANCE = 1e-3
 
 
 def check_dataset(root: Path, drop_list: Path | None = None) -> None:
-    """Read every shard and every sample of a data set and print what it holds.
+    """Read every shard and sample of a data set, print its content, and raise ValueError for any problem.
 
     Args:
         root: folder of shards.
-        drop_list: where the samples that cannot be trained on are listed for `data.drop`, when there are any; None:
-            `drop.txt` in `root`.
-
-    Raises:
-        ValueError: the index is missing, or bytes, shapes, values or encoders are not those of the index; further
-            problems are printed first.
+        drop_list: file in which bad samples are listed for `data.drop`, written if there are any; None: `drop.txt` in
+            `root`.
     """
     reader = LatentReader(root, whole=False)
     problems, bad = list(reader.misshapen_shards().values()), dict[str, str]()
@@ -40,7 +36,7 @@ def check_dataset(root: Path, drop_list: Path | None = None) -> None:
         try:
             reader.read_null_text()
         except BadSampleError as error:
-            problems.append(f"{error}: this one cannot be left out, encode the data set again")
+            problems.append(f"{error}: every run needs it, encode the data set again")
         for sample in progress.track(list(reader.index.samples.values()), description="samples"):
             for cause, problem in _problems(reader, sample, sums):
                 problems.append(problem)
@@ -66,14 +62,14 @@ def _print_content(index: DatasetIndex) -> None:
     text = index.text_encoder
     print(f"text encoder {text.id} ({text.hash}), {text.dim} wide, at most {text.max_tokens} tokens")
     if not index.sealed:
-        print("the index was written by an earlier version and has no digest of its own: damage to it may go unnoticed")
+        print("the index was written by an earlier version without a digest of the index: damage to it is not detected")
     captions = sum(sample.captions for sample in index.samples.values())
     size = sum(shard.bytes for shard in index.shards.values())
     print(f"{len(index.samples)} samples with {captions} captions in {len(index.shards)} shards of {size:,} bytes: ok")
 
 
 def _problems(reader: LatentReader, sample: SampleEntry, sums: Tensor) -> Iterator[tuple[str, str]]:
-    """(cause and shard, problem) of everything wrong with one sample; adds count, sum and squares of a good one."""
+    """(cause and shard, problem) for every problem of a sample; adds count, sum and squares of a good one to sums."""
     try:
         latent = reader.latent(sample.id)
         if reader.index.cond_channels:
@@ -92,7 +88,7 @@ def _problems(reader: LatentReader, sample: SampleEntry, sums: Tensor) -> Iterat
 
 
 def _wrong_statistics(index: DatasetIndex, sums: Tensor) -> Iterator[str]:
-    """Channels whose mean or deviation in the index is not that of the latents."""
+    """Problems of channels whose mean or standard deviation in the index differs from that of the latents."""
     count, total, squares = sums
     mean = total / count
     std = deviation_or_one((squares / count - mean**2).clamp_min(0).sqrt())

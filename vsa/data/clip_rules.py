@@ -1,4 +1,4 @@
-"""Which part of a video becomes a clip: how many frames, which size, and what is refused.
+"""Rules that cut a clip out of a video: number of frames, size, and errors for unsuitable videos.
 
 T H W frames and pixels.
 """
@@ -20,14 +20,14 @@ from vsa.data.buckets import Bucket, choose_bucket
 from vsa.data.codecs import Codec, check_frames
 from vsa.data.video_files import IMAGE_SUFFIXES
 
-# height and width of the patches of every model here, and of Wan's, in latent cells
+# height and width, in latent cells, of the patches of all models here and of Wan
 PATCH = 2
-# of a pixel value: as float32 before and after scaling, and as a byte
+# memory of a pixel value: float32 before and after scaling, and a byte
 _BYTES_PER_VALUE = 9
 
 
 class Decoder(Protocol):
-    """What reads video files: the functions of `vsa.data.video_files`, here or in a process of their own."""
+    """Reader of video files: the functions of `vsa.data.video_files`, in this process or a separate one."""
 
     def read_video(
         self, path: str | Path, *, frames: int | None = None, fps: float | None = None
@@ -42,10 +42,10 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """What becomes of one video.
+    """Scaling and cropping of one video.
 
     Args:
-        scaled: (height, width) in pixels after scaling, which the middle is cropped from.
+        scaled: (height, width) in pixels after scaling, before the centre crop.
         size: (frames, height, width) of the clip.
     """
 
@@ -55,17 +55,14 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRules:
-    """What is cut out of a video.
+    """Rules that cut a clip out of a video.
 
     Args:
-        size: (height, width) in pixels: scale to cover, then crop the middle (None: keep the scale and crop to whole
+        size: (height, width) in pixels: scale to cover, then crop the centre (None: keep the scale and crop to whole
             patches of 2 x 2 latent cells, so that models can train on the latents).
-        frames: frames of a clip, from the start (None: all); trimmed to what the codec takes.
-        fps: resample to that frame rate first (None: every stored frame).
-        buckets: clip sizes to choose from for every video, in place of `size` and `frames`; see `choose_bucket`.
-
-    Raises:
-        ValueError: `buckets` beside `size` or `frames`, or an impossible frame rate.
+        frames: frames of a clip, from the start (None: all); reduced to a number that the codec can encode.
+        fps: resample to this frame rate first (None: every stored frame).
+        buckets: available clip sizes, instead of `size` and `frames`; see `choose_bucket`.
     """
 
     size: tuple[int, int] | None = None
@@ -81,15 +78,11 @@ class ClipRules:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Every (height, width) that is asked for; empty when videos keep theirs."""
+        """Every requested (height, width); empty if videos keep their size."""
         return [(b.height, b.width) for b in self.buckets] or ([self.size] if self.size is not None else [])
 
     def check(self, codec: Codec) -> None:
-        """Refuse sizes that the codec does not take, or that no memory holds.
-
-        Raises:
-            ValueError: names the size or the number of frames.
-        """
+        """Raise ValueError for sizes that the codec cannot encode or that do not fit into memory."""
         _, sh, sw = codec.stride
         for height, width in self.sizes:
             if height < 1 or width < 1 or height % sh or width % sw:
@@ -102,16 +95,12 @@ class ClipRules:
             _check_memory(bucket.frames, bucket.height, bucket.width, f"a clip of {bucket}")
 
     def untrainable(self, codec: Codec) -> list[tuple[int, int]]:
-        """The sizes asked for whose latents do not divide into patches of 2 x 2 cells."""
+        """Requested sizes whose latents do not divide into patches of 2 x 2 cells."""
         _, sh, sw = codec.stride
         return sorted({(h, w) for h, w in self.sizes if h // sh % PATCH or w // sw % PATCH})
 
     def plan(self, path: Path, codec: Codec, *, frames: int, height: int, width: int) -> Cut:
-        """What is cut out of a video of so many frames and pixels.
-
-        Raises:
-            ValueError: it is too short or too small; names it.
-        """
+        """Scaling and cropping of a video of the given size; ValueError if it is too short or too small."""
         st, sh, sw = codec.stride
         found = f"{frames} frame{'s' * (frames != 1)}"
         size, wanted = self.size, self.frames
@@ -120,37 +109,34 @@ class ClipRules:
             bucket = choose_bucket(self.buckets, frames=frames, height=height, width=width)
             if bucket is None:
                 known = ", ".join(map(str, self.buckets))
-                raise ValueError(f"video {path} of {found} of {height}x{width} fills none of the buckets {known}")
+                raise ValueError(f"video {path} ({found} of {height}x{width}) is too small for the buckets {known}")
             size, wanted = (bucket.height, bucket.width), bucket.frames
         length = 1 if still else wanted or codec.frames_that_fit(frames)
-        # a video of one frame is a damaged or a wrong file, unless one frame was asked for
+        # a video of one frame is a damaged or a wrong file, unless one frame was requested
         if length < 1 or length > frames or (length == 1 and not still and wanted != 1):
             shortest = next(n for n in range(2, 2 * st + 1) if codec.frames_that_fit(n) == n)
-            raise ValueError(f"video {path} has {found}, {wanted or shortest} are needed")
+            raise ValueError(f"video {path} has {found}, expected at least {wanted or shortest}")
 
         if size is None:
             ph, pw = PATCH * sh, PATCH * sw
             cropped = (length, height - height % ph, width - width % pw)
             if 0 in cropped:
-                raise ValueError(f"video {path} has {height}x{width} pixels, less than a patch of {ph}x{pw}")
+                raise ValueError(f"video {path} has {height}x{width} pixels, expected at least a patch of {ph}x{pw}")
             return Cut(scaled=(height, width), size=cropped)
         scale = max(size[0] / height, size[1] / width)
         scaled = (max(size[0], round(height * scale)), max(size[1], round(width * scale)))
         return Cut(scaled=scaled, size=(length, *size))
 
     def fit(self, video: Tensor, path: Path, codec: Codec) -> Tensor:
-        """Trims, scales and crops a decoded video.
+        """Trim, scale and crop a decoded video.
 
         Args:
             video: uint8 `[T, H, W, 3]`.
-            path: file it comes from; names it in errors, and tells videos from images.
-            codec: gives the stride.
+            path: file of the video, for messages and to distinguish videos from images.
+            codec: codec whose stride applies.
 
         Returns:
-            uint8 clip `[T', H', W', 3]` that the codec takes.
-
-        Raises:
-            ValueError: see `plan`, or scaling it takes more memory than there is.
+            uint8 clip `[T', H', W', 3]` that the codec can encode.
         """
         T, H, W, _ = video.shape
         cut = self.plan(path, codec, frames=T, height=H, width=W)
@@ -165,15 +151,12 @@ class ClipRules:
         return video[:, top : top + height, left : left + width].contiguous()
 
     def cut(self, path: Path, codec: Codec, decoder: Decoder = video_files) -> tuple[Tensor, dict[str, Any]]:
-        """The clip of a file, uint8 `[T, H, W, 3]`, and what is to be known of it.
+        """The clip of a file, uint8 `[T, H, W, 3]`, with its metadata.
 
         Args:
             path: the file.
-            codec: gives the stride.
-            decoder: reads it.
-
-        Raises:
-            ValueError: the file does not decode, or see `fit`; names it.
+            codec: codec whose stride applies.
+            decoder: reader of the file.
         """
         longest = max((b.frames for b in self.buckets), default=self.frames)
         video, rate = decoder.read_video(path, frames=longest, fps=self.fps)
@@ -182,18 +165,14 @@ class ClipRules:
         return clip, info
 
     def probe(self, path: Path, codec: Codec, decoder: Decoder = video_files) -> None:
-        """Refuse a file that cannot give a clip, by its header where that tells; arguments as of `cut`.
-
-        Raises:
-            ValueError: names the file and why.
-        """
+        """Raise ValueError for a file without a suitable clip, from its header if possible; arguments as in `cut`."""
         frames, height, width = decoder.probe_video(path, fps=self.fps)
         if frames is None:
             return
         try:
             self.plan(path, codec, frames=frames, height=height, width=width)
         except ValueError:
-            # headers can be wrong, and what seems too short decodes quickly
+            # a header can be wrong, and a file that seems too short decodes quickly
             self.cut(path, codec, decoder)
 
 

@@ -1,4 +1,4 @@
-"""Video codecs: pixels to latents and back.
+"""Video codecs, which map pixels to latents and back.
 
 T H W frames and pixels, C t h w latent channels, frames and size.
 """
@@ -18,14 +18,14 @@ from vsa.transfer import sent
 
 
 class Codec(Protocol):
-    """Turns video into latents and back.
+    """A codec encodes videos to latents and decodes latents to videos.
 
     Attributes:
         id: name, stored with every latent shard.
         hash: digest of everything that changes the latents; shards of different hashes never mix.
         channels: C.
-        stride: (t, h, w) pixels per latent cell.
-        statistics: published mean and standard deviation of each channel, float32 `[C]` both; None: there are none.
+        stride: (t, h, w) frames and pixels per latent cell.
+        statistics: published mean and standard deviation of each channel, float32 `[C]` both; None without any.
     """
 
     id: str
@@ -35,7 +35,7 @@ class Codec(Protocol):
     statistics: tuple[Tensor, Tensor] | None
 
     def frames_that_fit(self, frames: int) -> int:
-        """Frames that the codec takes of a clip of `frames`: the most it can use, 0 when the clip is too short."""
+        """Largest number of frames, at most `frames`, that the codec can encode; 0 if the clip is too short."""
         ...
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -52,11 +52,7 @@ class Codec(Protocol):
 
 
 def check_frames(codec: Codec, frames: int) -> None:
-    """Refuse a number of frames that a codec does not encode.
-
-    Raises:
-        ValueError: names the valid lengths on both sides.
-    """
+    """Raise ValueError for a number of frames that a codec cannot encode."""
     if frames > 0 and codec.frames_that_fit(frames) == frames:
         return
     below = next((n for n in range(frames - 1, 0, -1) if codec.frames_that_fit(n) == n), None)
@@ -69,20 +65,17 @@ def check_frames(codec: Codec, frames: int) -> None:
 
 @checked
 class HaarCodec:
-    """Separable 3-D Haar wavelets over cells of 4 x 8 x 8 pixels and an orthonormal luma/chroma split.
+    """Haar wavelet codec: separable 3-D wavelets over cells of 4 x 8 x 8 pixels and an orthonormal luma/chroma split.
 
     A cell holds 4 * 8 * 8 * 3 = 768 values; the codec keeps the `channels` coarsest of their 768 Haar coefficients
     (pixels scaled to [-1, 1]). The 16 of the default are luma at half-cell resolution in time, height and width
     (8 bands) and both chroma planes at half-cell resolution in space, averaged over the cell's 4 frames (4 + 4).
-    The bands are orthonormal: the reconstruction is the orthogonal projection of the clip onto what is kept, and 768
+    The bands are orthonormal: the reconstruction is the orthogonal projection of the clip onto the kept bands, and 768
     channels reconstruct every clip exactly. It needs no weights. Source: A. Haar, "Zur Theorie der orthogonalen
     Funktionensysteme", Math. Annalen 69 (1910).
 
     Args:
         channels: number of bands to keep, 1 to 768.
-
-    Raises:
-        ValueError: `channels` out of range.
     """
 
     stride: tuple[int, int, int] = (4, 8, 8)
@@ -113,9 +106,6 @@ class HaarCodec:
 
         Returns:
             float32 latents `[C, T/4, H/8, W/8]`; one latent frame for an image.
-
-        Raises:
-            ValueError: wrong dtype or shape.
         """
         st, sh, sw = self.stride
         _check_video(video)
@@ -128,7 +118,7 @@ class HaarCodec:
             )
         cells = video.reshape(T // st, st, H // sh, sh, W // sw, sw, 3).permute(0, 2, 4, 1, 3, 5, 6)
         basis = sent(self.basis, video.device)
-        # pixel / 127.5 - 1 goes into the product: the pixels are walked through once
+        # pixel / 127.5 - 1 is part of the product, so that the pixels are read only once
         latents = torch.addmm(-basis.sum(1), cells.reshape(-1, st * sh * sw * 3).float(), basis.T / 127.5)  # [t*h*w, C]
         return latents.T.reshape(self.channels, T // st, H // sh, W // sw).contiguous()
 
@@ -139,10 +129,7 @@ class HaarCodec:
             latents: `[C, t, h, w]`, any float dtype.
 
         Returns:
-            uint8 video `[4*t, 8*h, 8*w, 3]`; an image comes back as 4 equal frames (up to what the latents say).
-
-        Raises:
-            ValueError: wrong number of channels or dimensions.
+            uint8 video `[4*t, 8*h, 8*w, 3]`; an image is decoded to 4 frames, equal up to changes of the latents.
         """
         _check_latents(latents, self.channels)
         st, sh, sw = self.stride
@@ -159,17 +146,14 @@ class HaarCodec:
 class WanVAE:
     """The causal video VAE of Wan 2.1 (16 channels, 4 x 8 x 8) and Wan 2.2 (48 channels, 4 x 16 x 16).
 
-    The first frame is a latent frame of its own and every 4 frames after it make one more: T = 1 + 4n frames give
-    1 + n latent frames, so images need no padding. Encoding takes the mean of the posterior. Weights are loaded at the
-    first clip; the digest needs only a look at them. Needs the extra `wan` (diffusers).
+    The first frame becomes one latent frame, and every 4 frames after it another one: T = 1 + 4n frames give 1 + n
+    latent frames, so images need no padding. Encoding returns the mean of the posterior. Weights are loaded with the
+    first clip; the digest reads only parts of them. Needs the extra `wan` (diffusers).
 
     Args:
         source: a diffusers pipeline folder with `vae/`, the VAE folder itself, or a hub id.
-        dtype: type that the network computes in: float32, bfloat16 or float16.
-        tiled_decoding: decode in overlapping tiles of 256 pixels, blended: less memory, faint seams.
-
-    Raises:
-        ValueError: nothing at `source`, another model than AutoencoderKLWan, or an unknown dtype.
+        dtype: compute dtype of the network: float32, bfloat16 or float16.
+        tiled_decoding: decode in overlapping, blended tiles of 256 pixels: less memory, faint seams.
     """
 
     def __init__(
@@ -186,7 +170,7 @@ class WanVAE:
             if key not in config:
                 raise ValueError(f"{self._folder / 'config.json'} has no {key}")
         self.channels = int(config["z_dim"])
-        # older configs leave the factors of Wan 2.1 out
+        # older configs omit the factors of Wan 2.1
         spatial = int(config.get("scale_factor_spatial") or 8)
         self.stride = (int(config.get("scale_factor_temporal") or 4), spatial, spatial)
         self._mean = torch.tensor(config["latents_mean"], dtype=torch.float32)
@@ -210,35 +194,29 @@ class WanVAE:
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
-        """Posterior mean of a clip, computed where the clip lies.
+        """Posterior mean of a clip, computed on the device of the clip.
 
         Args:
             video: `[T, H, W, 3]` uint8 with T = 1 + 4n, H and W multiples of the stride.
 
         Returns:
             float32 latents `[C, 1 + n, h, w]`, not normalised.
-
-        Raises:
-            ValueError: wrong dtype or shape.
         """
         _check_video(video)
         return self._encode_pixels(video.permute(3, 0, 1, 2).float() / 127.5 - 1)
 
     @torch.no_grad()
     def image_condition(self, video: Tensor) -> Tensor:
-        """What Wan's image-to-video models are given of a clip: which frames are known, and the first frame.
+        """Image condition of Wan's image-to-video models: a mask of the known frames, and the first frame.
 
         4 mask channels, one for each frame of a cell, 1 where it is known (the first latent frame); then the
         normalised latents of the first frame followed by mid-grey ones, as `WanImageToVideoPipeline` builds them.
 
         Args:
-            video: `[T, H, W, 3]` uint8; what follows the first frame is not read.
+            video: `[T, H, W, 3]` uint8; only the first frame is read.
 
         Returns:
             float32 `[4 + C, t, h, w]`, ready for the model.
-
-        Raises:
-            ValueError: wrong dtype or shape.
         """
         _check_video(video)
         pixels = torch.zeros(3, *video.shape[:3], device=video.device)
@@ -251,16 +229,13 @@ class WanVAE:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """The clip of some latents, computed where they lie.
+        """The clip of the latents, computed on their device.
 
         Args:
             latents: `[C, t, h, w]`, any float dtype, not normalised.
 
         Returns:
             uint8 video `[1 + 4 (t - 1), H, W, 3]`.
-
-        Raises:
-            ValueError: wrong number of channels or dimensions.
         """
         _check_latents(latents, self.channels)
         vae = self._module(latents.device)
@@ -278,7 +253,7 @@ class WanVAE:
                 f"{self.stride[0]}, height and width multiples of the stride {sh}x{sw}"
             )
         vae = self._module(pixels.device)
-        # seams in the data would be learnt
+        # models would learn the seams of tiled encoding
         vae.use_tiling = False
         return vae.encode(pixels[None].to(self._dtype), return_dict=False)[0].mode()[0].float()
 
@@ -320,7 +295,7 @@ def _haar_matrix(n: int) -> Tensor:
 
 
 def _haar_bands(stride: tuple[int, int, int]) -> Tensor:
-    """All bands of one cell, most useful first, float32 `[t*h*w*3, t*h*w*3]` over pixels in (t, h, w, rgb) order."""
+    """All bands of a cell, most important first, float32 `[t*h*w*3, t*h*w*3]` over pixels in (t, h, w, rgb) order."""
     # luma, then the red-blue and green-magenta axes: an orthonormal stand-in for Y, Cb, Cr
     colour = torch.tensor([[1, 1, 1], [1, 0, -1], [1, -2, 1]], dtype=torch.float64)
     colour = colour / colour.norm(dim=1, keepdim=True)

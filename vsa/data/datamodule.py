@@ -1,4 +1,4 @@
-"""Lightning data modules: what all share, latent shards, and clips made on the fly."""
+"""Lightning data modules: the common base, latent shards, and clips rendered on the fly."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ from vsa.data.world.tables import find_photographs
 from vsa.settings import AtLeastOne, Count, Share, ShareBelowOne, checked
 from vsa.signals import leave_signals_to_parent
 
-# a run without max_steps ends by other means
+# number of steps of a run without max_steps, which another limit ends
 ENDLESS = 1 << 40
 
 
 @dataclass(kw_only=True, eq=False)
 class PlanDataModule(LightningDataModule):
-    """What both data modules share: a store, a plan over its training split, and the two streams.
+    """Base of the data modules: a sample store, a plan over its training split, and streams of batches.
 
     Args:
-        codec: the codec of the latents.
-        text_encoder: the text encoder of the captions.
+        codec: codec of the latents.
+        text_encoder: text encoder of the captions.
         batch_size: samples of an optimizer step, over all ranks and micro-batches.
         seed: seed of order, caption choice and noise.
-        validation_seed: of the noise of validation; None: `seed`.
-        num_workers: worker processes of a loader; changes nothing but speed.
-        val_fraction: share of the samples held out, by hash of their id, or of the groups of `val_by`.
-        val_batches: most global validation batches of a latent shape (None: every held-out sample).
+        validation_seed: seed of the noise in validation; None: `seed`.
+        num_workers: worker processes of a loader; affects only the speed.
+        val_fraction: share of the samples that is held out, by hash of their id, or of the groups of `val_by`.
+        val_batches: largest number of global validation batches per latent shape (None: every held-out sample).
         caption_dropout: probability of training a sample on the null embedding.
-        stats: normalise with the statistics of all stored latents (data), of the training samples alone (train), or
-            with those that the codec publishes and a pretrained model expects (codec).
-        text_padding: mask the padding of captions, or attend to its zeros as Wan does (zeros).
-        max_bad: share of the samples drawn that may be bad; they are replaced by others, and more of them stop the run.
+        stats: statistics that normalise latents: of all stored latents (data), of the training samples only (train), or
+            those that the codec publishes and a pretrained model expects (codec).
+        text_padding: padding of captions: hidden (mask), or attended to as in Wan (zeros).
+        max_bad: largest share of bad samples among those drawn; they are replaced by others, and a larger share stops
+            the run.
 
     Attributes:
-        start_step: optimizer step that training starts from; a resume is a seek, not a replay.
+        start_step: optimizer step at which training starts; a resumed run seeks to it without a replay.
         skipped_windows: see `TrainStream`.
     """
 
@@ -76,14 +77,14 @@ class PlanDataModule(LightningDataModule):
     def __post_init__(self) -> None:
         super().__init__()
         if self.stats == "codec" and self.codec.statistics is None:
-            raise ValueError(f"stats=codec, but codec {self.codec.id} publishes no statistics: use stats=data")
+            raise ValueError(f"stats=codec: codec {self.codec.id} has no published statistics, use stats=data")
         self._published = self.codec.statistics if self.stats == "codec" else None
         self.start_step = 0
         self.skipped_windows: tuple[tuple[int, int], ...] = ()
         self._opened: tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]] | None = None
 
     def open_store(self) -> SampleStore:
-        """The samples of this module, every split."""
+        """Store of all samples of this module, of every split."""
         raise NotImplementedError
 
     def source_weights(self) -> Mapping[str, float]:
@@ -95,24 +96,15 @@ class PlanDataModule(LightningDataModule):
         return ()
 
     def split_group(self, store: SampleStore, source: str, sample_id: str) -> str:
-        """The group of a sample, which is held out as a whole; by default it is alone."""
+        """Group of a sample, which is held out as a whole; by default every sample is its own group."""
         return sample_id
 
     def training_statistics(self, store: SampleStore, sources: Mapping[str, Source]) -> tuple[Tensor, Tensor]:
-        """float32 mean and deviation `[C]` of the training samples.
-
-        Raises:
-            ValueError: they are not known without making every clip.
-        """
-        raise ValueError("stats=train: clips made on the fly have no statistics of their own, use stats=data")
+        """Mean and standard deviation of the latents of the training samples, float32 `[C]` each."""
+        raise ValueError("stats=train is not available for clips rendered on the fly, use stats=data")
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the store and lays out the plan; further calls do nothing.
-
-        Raises:
-            ValueError: shards that cannot be read, were encoded by another codec or text encoder than this module's,
-                or hold no training sample.
-        """
+        """Open the store and build the plan; further calls do nothing."""
         if self._opened is not None:
             return
         store = self.open_store()
@@ -129,7 +121,7 @@ class PlanDataModule(LightningDataModule):
             sources[name] = Source(weight=weights[name], buckets=train)
         counts = [len(ids) for source in sources.values() for ids in source.buckets.values() if ids]
         if not counts:
-            raise ValueError(f"val_fraction {self.val_fraction} leaves no training samples: add samples or set it to 0")
+            raise ValueError(f"val_fraction={self.val_fraction} leaves no training samples: add samples or set it to 0")
         if self.batch_size > sum(counts):
             least, most = (f"{self.batch_size / count:.3g}" for count in (max(counts), min(counts)))
             rank_zero_info(
@@ -162,13 +154,13 @@ class PlanDataModule(LightningDataModule):
         return self._loader(ValidationStream, held=held, batches=self.val_batches, seed=seed)
 
     def held_out_captions(self, count: int) -> tuple[str, ...]:
-        """At most `count` different captions of held-out samples, the same on every rank; none without such samples."""
+        """At most `count` different captions of held-out samples, the same on every rank."""
         store, _, held = self._ready()
         found: dict[str, None] = {}
         for ref in (ref for _, refs in sorted(held.items()) for ref in refs):
             if len(found) == count:
                 break
-            # a bad sample is told when it is trained or validated on
+            # training or validation reports a bad sample
             with suppress(BadSampleError):
                 found |= {caption: None for caption, _ in [store.text(ref, 0)] if caption}
         return tuple(found)
@@ -180,27 +172,27 @@ class PlanDataModule(LightningDataModule):
 
     @property
     def plan(self) -> DataPlan:
-        """The order of the training split."""
+        """The plan of the training split."""
         return self._ready()[1]
 
     @property
     def plan_hash(self) -> str:
-        """Digest of the plan; a resumed run must have the same."""
+        """Digest of the plan, which must not change in a resumed run."""
         return self.plan.hash
 
     @property
     def latent_mean(self) -> Tensor:
-        """float32 `[C]` mean that latents are normalised with: of the stored ones, or the codec's own."""
+        """float32 `[C]` mean for the normalisation of latents, see `stats`."""
         return self.store.latent_mean if self._published is None else self._published[0]
 
     @property
     def latent_std(self) -> Tensor:
-        """float32 `[C]` standard deviation that latents are normalised with."""
+        """float32 `[C]` standard deviation for the normalisation of latents, see `stats`."""
         return self.store.latent_std if self._published is None else self._published[1]
 
     @property
     def cond_channels(self) -> int:
-        """Channels of the image condition of every sample; 0: there is none."""
+        """Number of channels of the image condition of every sample; 0 without one."""
         return self.store.cond_channels
 
     @property
@@ -214,26 +206,22 @@ class PlanDataModule(LightningDataModule):
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     def state_dict(self) -> dict[str, Any]:
-        """What the samples are and how they were encoded, for `state.json`; the position is the optimizer step."""
+        """Description of samples and encoders for `state.json`; the position is the optimizer step."""
         return {
             "plan_hash": self.plan_hash,
             "codec": {"id": self.codec.id, "hash": self.codec.hash},
             "text_encoder": {"id": self.text_encoder.id, "hash": self.text_encoder.hash},
             "latent_shapes": [list(bucket) for bucket in self.buckets],
-            # of runs without one the state is that of earlier versions
+            # without windows the state equals that of earlier versions
             **({"skipped_windows": [list(window) for window in self.skipped_windows]} if self.skipped_windows else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after `state["step"]`.
-
-        Raises:
-            ValueError: the order of the samples is another one.
-        """
+        """Continue after `state["step"]`; ValueError if the order of the samples differs."""
         if state["plan_hash"] != self.plan_hash:
             raise ValueError(
-                f"the checkpoint was trained on another data plan (hash {state['plan_hash'][:12]}, "
-                f"now {self.plan_hash[:12]}): resuming needs the same data, drop, seed and batch size; use init_from="
+                f"the checkpoint was trained on another data plan (hash {state['plan_hash'][:12]}, now "
+                f"{self.plan_hash[:12]}): resuming needs the same data, drop, seed and batch size; or use init_from="
             )
         self.start_step = state["step"]
         self.skipped_windows = tuple((first, last) for first, last in state.get("skipped_windows", ()))
@@ -262,7 +250,7 @@ class PlanDataModule(LightningDataModule):
             batch_size=None,
             num_workers=self.num_workers,
             worker_init_fn=leave_signals_to_parent,
-            # its own generator: a loader that draws from the global one shifts every later random number of the run
+            # a separate generator, since a draw from the global one would shift all later random numbers of the run
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -273,17 +261,14 @@ class LatentDataModule(PlanDataModule):
     """Batches from folders of latent shards.
 
     Args:
-        root: folder of shards; or
-        sources: several folders, {name: {"root": folder, "weight": share of the steps}}.
+        root: folder of shards; exclusive with `sources`.
+        sources: several folders of shards, {name: {"root": folder, "weight": share of the steps}}.
         weight_phases: changes of the source weights, [{"from_step": n, "weights": {name: weight}}].
-        val_by: samples that are held out together, by the file they come from; see `vsa.data.splits`.
+        val_by: grouping of samples that are held out together, by the file they come from; see `vsa.data.splits`.
         val_field: field of the caption file, for `val_by=field`.
-        drop: file that lists samples to leave out, as `vsa check-data` and runs write it; it changes the order.
-        toy: render these clips to `videos` and encode them to `root` when `root` has no index.
-        videos: folder of the toy clips' mp4 files.
-
-    Raises:
-        ValueError: not exactly one of `root` and `sources`, or `toy` without `root` and `videos`.
+        drop: drop list of samples to leave out, written by `vsa check-data` or a run; it changes the order.
+        toy: toy clips to render to `videos` and to encode to `root` if `root` has no index.
+        videos: folder of the mp4 files of the toy clips.
     """
 
     root: str | None = None
@@ -298,23 +283,19 @@ class LatentDataModule(PlanDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.root is None) == (self.sources is None):
-            raise ValueError(f"give exactly one of root and sources, got root={self.root} and sources={self.sources}")
+            raise ValueError(f"expected exactly one of root and sources, got root={self.root}, sources={self.sources}")
         if self.toy is not None and (self.root is None or self.videos is None):
             raise ValueError(f"toy clips need root and videos, got root={self.root} and videos={self.videos}")
         self._group = split_group(self.val_by, self.val_field)
         named = {"main": {"root": self.root}} if self.root is not None else dict(self.sources or {})
         for name, entry in named.items():
             if not {"root"} <= set(entry) <= {"root", "weight"}:
-                raise ValueError(f"source {name} must have root and may have weight, it has {sorted(entry)}")
+                raise ValueError(f"source {name}: expected the keys root and, optionally, weight, got {sorted(entry)}")
         self._roots = {str(name): str(entry["root"]) for name, entry in named.items()}
         self._weights = {str(name): float(entry.get("weight", 1.0)) for name, entry in named.items()}
 
     def prepare_data(self) -> None:
-        """Renders and encodes the toy clips when they are asked for and missing.
-
-        Raises:
-            ValueError: clips of that size cannot be encoded, or `root` holds another toy set than the one asked for.
-        """
+        """Render and encode the requested toy clips if they are missing."""
         if self.toy is None or self.videos is None:
             return
         prepare_toy_shards(self.toy, Path(self.videos), Path(self._roots["main"]), self.codec, self.text_encoder)
@@ -324,11 +305,11 @@ class LatentDataModule(PlanDataModule):
         return open_shards(self._roots, drop=self.drop, tell=rank_zero_info)
 
     def split_group(self, store: Any, source: str, sample_id: str) -> str:
-        """By `val_by`."""
+        """Group of a sample by `val_by`."""
         return self._group(store.entry(source, sample_id))
 
     def training_statistics(self, store: Any, sources: Mapping[str, Source]) -> tuple[Tensor, Tensor]:
-        """Of the samples that are neither held out nor dropped."""
+        """Statistics of the samples that are neither held out nor dropped."""
         entries = [
             store.entry(name, sample_id)
             for name, source in sources.items()
@@ -350,10 +331,10 @@ class LatentDataModule(PlanDataModule):
 @checked
 @dataclass(kw_only=True, eq=False)
 class ToyOnlineDataModule(PlanDataModule):
-    """Toy clips rendered and encoded in the loader: no files, a pure function of (seed, sample).
+    """Toy clips rendered and encoded in the loader, without files: a pure function of (seed, sample).
 
     Args:
-        toy: which clips.
+        toy: set of toy clips.
     """
 
     toy: ToyClips
@@ -370,10 +351,10 @@ class ToyOnlineDataModule(PlanDataModule):
 @checked
 @dataclass(kw_only=True, eq=False)
 class WorldOnlineDataModule(PlanDataModule):
-    """Clips of several objects before a photograph, drawn and encoded on the training device: no files.
+    """Clips of several objects before a photograph, rendered and encoded on the training device, without files.
 
     Args:
-        world: which clips.
+        world: set of clips.
 
     Raises:
         ImportError: the package of the photographs is not installed.
@@ -387,8 +368,8 @@ class WorldOnlineDataModule(PlanDataModule):
         find_photographs()
         if self.text_encoder.max_tokens < MOST_WORDS:
             raise ValueError(
-                f"captions of the world have up to {MOST_WORDS} words, expected text_encoder.max_tokens of at least "
-                f"that, got {self.text_encoder.max_tokens}"
+                f"text_encoder.max_tokens must be at least {MOST_WORDS}, the longest caption of the world, got "
+                f"{self.text_encoder.max_tokens}"
             )
 
     def open_store(self) -> SampleStore:

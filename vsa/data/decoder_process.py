@@ -1,7 +1,8 @@
-"""Decoding video files in a process of its own, with a limit of time and of memory for each file.
+"""Decoding of video files in a separate process, with limits of time and memory for each file.
 
-Decoders are large C libraries and files come from anywhere: what hangs, crashes or blows up there costs one file. The
-process decodes into an unnamed file in memory, whose descriptor goes to the caller, so pixels are not copied again.
+Decoders are large C libraries and files are untrusted: a file that hangs, crashes or exhausts memory must cost only
+itself. The process decodes into an unnamed file in memory and passes its descriptor to the caller, so that pixels are
+not copied again.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _STARTS_WITHIN = 120.0
 
 
 class DecoderProcess:
-    """Reads video files as `vsa.data.video_files` does, in another process; a context manager.
+    """Reader of video files like `vsa.data.video_files`, in another process; a context manager.
 
     The process starts with the first file and again after one that ended it.
 
     Args:
-        seconds: for a file.
-        memory_gib: for a file, beside its frames.
+        seconds: time limit per file.
+        memory_gib: memory limit per file in GiB, without the decoded frames.
     """
 
     def __init__(self, *, seconds: float, memory_gib: float) -> None:
@@ -47,7 +48,7 @@ class DecoderProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._next: dict[str, str] = {}
-        # asked for and not yet received
+        # the request whose answer has not been received yet
         self._sent: dict[str, Any] | None = None
 
     def __enter__(self) -> DecoderProcess:
@@ -57,17 +58,13 @@ class DecoderProcess:
         self._end()
 
     def announce(self, paths: Sequence[Path]) -> None:
-        """Tell in which order files are going to be read: while one is worked on, the next is decoded."""
+        """Set the order in which files will be read, so that the next one is decoded while one is in use."""
         self._next = dict(itertools.pairwise(map(str, paths)))
 
     def read_video(
         self, path: str | Path, *, frames: int | None = None, fps: float | None = None
     ) -> tuple[Tensor, float]:
-        """See `vsa.data.video_files.read_video`.
-
-        Raises:
-            ValueError: as there, or decoding takes more time or memory than it may, or crashes; names the file.
-        """
+        """See `vsa.data.video_files.read_video`."""
         import torch
 
         request = {"path": str(path), "frames": frames, "fps": fps, "read": True}
@@ -78,7 +75,7 @@ class DecoderProcess:
             raise ValueError(answer["error"])
         descriptor = descriptors[0]
         try:
-            # private: whoever changes the clip copies the page
+            # a private mapping: a change of the clip copies the page
             memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         finally:
             os.close(descriptor)
@@ -95,7 +92,7 @@ class DecoderProcess:
     def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """The answer to a request and the descriptors with it; how the process ended if it did not answer."""
         if self._sent is not None and self._sent != request:
-            # another file was announced
+            # the answer is for another file, which was announced
             for descriptor in self._receive()[1]:
                 os.close(descriptor)
         if self._sent is None:
@@ -107,7 +104,7 @@ class DecoderProcess:
             self._start()
         assert self._socket is not None
         self._sent = request
-        # one that is gone is told when its answer is wanted
+        # a process that has ended is reported when its answer is read
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(json.dumps(request).encode() + b"\n")
 
@@ -126,7 +123,7 @@ class DecoderProcess:
         if message:
             return json.loads(message), list(descriptors)
         how = self._end()
-        # it ends itself when it was decoding ahead
+        # a process that was decoding ahead ends itself
         return {
             "error": too_long if how == "SIGALRM" else f"cannot decode video {path}: its decoder crashed ({how})"
         }, []
@@ -137,20 +134,20 @@ class DecoderProcess:
             limits = [str(theirs.fileno()), str(self._seconds), str(self._memory_gib)]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vsa.data.decoder_process", *limits],
-                # as here, wherever this process found its modules
+                # the module path of this process
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        # its imports are not the file's time
+        # the time of its imports does not count for the file
         self._socket.settimeout(_STARTS_WITHIN)
         if self._socket.recv(1) != b"!":
             raise RuntimeError(f"the decoder process does not start ({self._end()})")
         self._socket.settimeout(self._seconds)
 
     def _end(self) -> str:
-        """End the process, if there is one; says how it ended if it had already."""
+        """End the process if it runs; returns how it ended if it had ended before."""
         process, self._process, self._sent = self._process, None, None
         if self._socket is not None:
             self._socket.close()
@@ -158,7 +155,7 @@ class DecoderProcess:
         if process is None:
             return ""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # one that has crashed is about to be gone
+            # a crashed process needs a moment to end
             process.wait(0.1)
         ended = process.poll()
         process.kill()
@@ -167,16 +164,16 @@ class DecoderProcess:
 
 
 def main(descriptor: int, seconds: float, memory_gib: float) -> None:
-    """Answer requests until nobody is there to ask."""
-    # Ctrl-C is the asking process's business
+    """Answer requests until the caller closes the connection."""
+    # the calling process handles Ctrl-C
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # private writable memory: the stacks and arenas that threads only reserve do not count
+    # limits private writable memory, because threads reserve stacks and arenas that they never use
     most = int(memory_gib * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as requests:
         connection.sendall(b"!")
         for line in requests:
-            # if nobody is there any more to end what hangs
+            # ends a hanging decoder even if the calling process has ended
             signal.alarm(int(seconds) + 10)
             answer, descriptors = _answer(json.loads(line), memory_gib)
             signal.alarm(0)
@@ -207,7 +204,7 @@ def _answer(request: dict[str, Any], memory_gib: float) -> tuple[dict[str, Any],
 
 
 def _unnamed_file() -> int:
-    """Descriptor of a file that lies in memory where the system has such files."""
+    """Descriptor of an unnamed file, in memory if the system supports it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("frames")
     with tempfile.TemporaryFile() as file:

@@ -1,4 +1,4 @@
-"""From a folder of captioned videos to a folder of latent and text shards.
+"""Encoding of a folder of captioned videos to a folder of latent and text shards.
 
 T H W frames and pixels.
 """
@@ -30,7 +30,7 @@ from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import TextEncoder
 from vsa.data.video_files import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
-# clips, spread over the whole set, that the quality of the codec is measured on
+# number of clips, spread over the data set, on which the codec's quality is measured
 _MEASURED_CLIPS = 8
 _LISTED_SHAPES = 5
 
@@ -48,7 +48,7 @@ class UnusableFiles(ValueError):
 
 
 class OutOfMemory(ValueError):
-    """The machine has too little memory for a clip: no fault of the file, so it is never left out for that."""
+    """Too little memory for a clip. The file is not at fault, so it is never skipped for this reason."""
 
 
 def encode_folder(
@@ -75,11 +75,11 @@ def encode_folder(
     progress: bool = True,
     tell: Callable[[str], None] = print,
 ) -> PartsReport:
-    """Encodes every video and image below a folder; images become one-frame latents.
+    """Encode every video and image below a folder; images become one-frame latents.
 
-    All captions and the headers of all files are looked at before anything is written, and every problem is told at
-    once. Work is kept part by part (see `vsa.data.resumable_writer`): an interrupted call is repeated and goes on.
-    With several processes each writes its parts, and a last call with `world_size` 1 makes the data set of them.
+    All captions and the headers of all files are checked before anything is written, and all problems are reported
+    together. Finished parts are kept (see `vsa.data.resumable_writer`), so an interrupted call can be repeated and
+    continues. With several processes, each writes its parts, and a last call with `world_size` 1 joins them.
 
     Args:
         videos: folder of videos and images, searched with its subfolders.
@@ -91,22 +91,22 @@ def encode_folder(
         frames: see `ClipRules`.
         fps: see `ClipRules`.
         buckets: see `ClipRules`.
-        image_condition: store with every clip what an image-to-video model is given; see `WanVAE.image_condition`.
-        dtype: how latents are stored.
-        samples_per_shard: samples in a full shard, and what an interruption costs at most.
-        overwrite: replace a data set that is in `out`.
-        skip_bad: leave out files that do not decode, are too short or have no caption, and report them, in place of
-            stopping.
-        decode_seconds: a file whose decoder takes longer does not decode; it runs in a process of its own.
-        decode_memory: the same for GiB of memory beside the frames.
-        device: where the codec runs.
-        rank: of this process.
-        world_size: processes that share the work.
+        image_condition: store the image condition of an image-to-video model with every clip; see
+            `WanVAE.image_condition`.
+        dtype: dtype of the stored latents.
+        samples_per_shard: samples in a full shard, the most that an interruption can cost.
+        overwrite: replace an existing data set in `out`.
+        skip_bad: skip and report files that do not decode, are too short or have no caption, instead of stopping.
+        decode_seconds: time limit of the decoder per file, in seconds.
+        decode_memory: memory limit of the decoder per file, in GiB, without the decoded frames.
+        device: device of the codec.
+        rank: rank of this process.
+        world_size: number of processes that share the work.
         progress: show a progress bar.
-        tell: called with lines for people: how well the codec rebuilds the clips, sizes that do not fit models.
+        tell: called with messages for the user, such as the codec's quality and sizes that do not fit models.
 
     Returns:
-        How many samples are written by now, what was left out, and whether every part is there.
+        Number of samples written so far, skipped files, and whether every part is complete.
 
     Raises:
         UnusableFiles: videos that do not decode or are too short, captions that are missing or malformed.
@@ -117,7 +117,7 @@ def encode_folder(
     rules = ClipRules(size=size, frames=frames, fps=fps, buckets=tuple(buckets))
     rules.check(codec)
     if image_condition and not isinstance(codec, WanVAE):
-        raise ValueError(f"image conditions need Wan's VAE, the codec is {codec.id}")
+        raise ValueError(f"image conditions need Wan's VAE, got codec {codec.id}")
     _refuse_overlap(folder, out)
     check_target(out, overwrite=overwrite)
     files, ignored = _media_files(folder)
@@ -125,7 +125,7 @@ def encode_folder(
     ids = sample_ids(names)
     found = read_captions(folder, Path(captions) if captions else None, files)
     said = [(found.of.get(path), found.fields.get(path)) for path in files]
-    # as it was before there were fields, where there are none
+    # without fields, the listing equals that of earlier versions
     listing = "\n".join(
         f"{name}\t{captions}" + (f"\t{fields}" if fields else "")
         for name, (captions, fields) in zip(names, said, strict=True)
@@ -238,13 +238,11 @@ def encode_folder(
 def _refuse_overlap(videos: Path, out: Path) -> None:
     inner, outer = out.resolve(), videos.resolve()
     if inner == outer or outer in inner.parents or inner in outer.parents:
-        raise ValueError(
-            f"the shards' folder {out} and the videos' folder {videos} must lie apart, not inside each other"
-        )
+        raise ValueError(f"the folder of shards {out} and the folder of videos {videos} must not contain each other")
 
 
 def _media_files(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Every video and image below a folder, and (name, reason) of what only has the name of one."""
+    """Every video and image below a folder, and (name, reason) of entries that only have such a name."""
     if not folder.is_dir():
         raise ValueError(f"no such folder of videos: {folder}")
     named = sorted(p for p in folder.rglob("*") if p.suffix.lower() in VIDEO_SUFFIXES + IMAGE_SUFFIXES)
@@ -268,18 +266,18 @@ def _unusable(problems: Sequence[tuple[str, str]], folder: Path) -> UnusableFile
 
 @contextmanager
 def _memory_errors(what: str) -> Iterator[None]:
-    """Turns a failed allocation into one line."""
+    """Convert a failed allocation to a one-line error."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # torch has no exception of its own for the CPU's memory
+        # torch has no exception type for failed allocations on the CPU
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         raise OutOfMemory(f"not enough memory to encode {what}: choose a smaller size or fewer frames") from error
 
 
 def _describe_ahead(clips: Mapping[str, Path], rules: ClipRules, codec: Codec, decoder: Decoder) -> list[str]:
-    """What is to be known before hours of encoding."""
+    """Messages before hours of encoding: sizes that do not fit models, and the quality of the codec."""
     _, sh, sw = codec.stride
     lines = [
         f"clips of {h}x{w} give latents of {h // sh}x{w // sw}, which do not divide into the {PATCH}x{PATCH} patches "
@@ -289,11 +287,11 @@ def _describe_ahead(clips: Mapping[str, Path], rules: ClipRules, codec: Codec, d
 
     def measured() -> Iterator[tuple[str, Tensor]]:
         for name, path in clips.items():
-            # what does not decode is told where it is met
+            # a file that does not decode is reported when it is encoded
             with suppress(ValueError):
                 yield name, rules.cut(path, codec, decoder)[0]
 
-    # a trained codec rebuilds well, and may need more memory for that than for encoding
+    # a trained codec reconstructs well, and may need more memory for decoding than for encoding
     if isinstance(codec, HaarCodec):
         with _memory_errors("the clips"):
             lines += describe_reconstruction(measured(), codec.channels)
@@ -301,7 +299,7 @@ def _describe_ahead(clips: Mapping[str, Path], rules: ClipRules, codec: Codec, d
 
 
 def _notes(rules: ClipRules, codec: Codec, info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is worth telling of an encoded clip."""
+    """(kind, value) notes about an encoded clip, for the summary."""
     (H, W), (_, height, width), (_, sh, sw) = info["source_size"], info["clip_size"], codec.stride
     enlarged = max(height / H, width / W)
     if enlarged > 1:

@@ -1,4 +1,4 @@
-"""Encoding a folder with everything told that a person at a terminal wants to know."""
+"""Encoding of a folder with a report on the terminal."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vsa.data.encoders import EncoderChoice
 from vsa.data.shards import LatentReader
 from vsa.errors import usable_device
 
-# problems that are told one by one, the rest is counted
+# most problems that are printed one by one; the others are counted
 _LISTED = 20
 
 
 def encode_and_tell(
     videos: Path, out: Path, encoders: EncoderChoice, *, device: str, rank: int = 0, world_size: int = 1, **options: Any
 ) -> None:
-    """Encode a folder; prints what was left out, what the data set holds and how to train on it.
+    """Encode a folder and print skipped files, the content of the data set and the command to train on it.
 
     Args:
         videos: folder of videos and images.
         out: folder of shards.
-        encoders: what encodes.
-        device: where, as a user named it.
-        rank: of this process.
-        world_size: processes that share the work.
-        options: of `encode_folder`.
+        encoders: choice of codec and text encoder.
+        device: device of the encoders.
+        rank: rank of this process.
+        world_size: number of processes that share the work.
+        options: further options of `encode_folder`.
     """
     device = usable_device(device, rank=rank)
     codec, text_encoder = encoders.build(device)
@@ -36,7 +36,7 @@ def encode_and_tell(
     try:
         report = encode_folder(videos, out, codec=codec, text_encoder=text_encoder, **share, **options)
     except UnusableFiles as error:
-        # the error itself tells of one
+        # the error message itself names a single problem
         for name, reason in error.problems[:_LISTED] if len(error.problems) > 1 else ():
             print(f"{name}: {reason}", file=sys.stderr)
         if len(error.problems) > _LISTED:

@@ -13,17 +13,17 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderChoice:
-    """Which codec and text encoder make a data set.
+    """Choice of the codec and the text encoder of a data set.
 
     Args:
-        model: Wan pipeline folder or hub id, of both; None: the embedded ones.
-        vae: the same for the VAE alone, or a VAE folder.
-        text: the same for the text encoder alone.
-        vae_dtype: the VAE computes in it.
-        text_dtype: the text encoder computes in it.
-        channels: of the Haar codec.
-        text_dim: width of an n-gram token.
-        max_tokens: tokens of a caption; None: 16, for Wan 512.
+        model: Wan pipeline folder or hub id for both; None: the embedded ones.
+        vae: Wan pipeline folder, VAE folder or hub id for the VAE only.
+        text: Wan pipeline folder or hub id for the text encoder only.
+        vae_dtype: compute dtype of the VAE.
+        text_dtype: compute dtype of the text encoder.
+        channels: channels of the Haar codec.
+        text_dim: token width of the n-gram encoder.
+        max_tokens: most tokens of a caption; None: 16, for Wan 512.
     """
 
     model: str | None = None
@@ -44,9 +44,9 @@ class EncoderChoice:
         return codec, HashedNgramEncoder(self.text_dim, self.max_tokens or 16)
 
     def training_settings(self, root: str) -> list[str]:
-        """The settings with which a training reads the shards in `root`: its data group, and what differs from it."""
+        """Settings of a training on the shards in `root`: its data group, and values that differ from it."""
         if self.vae or self.text:
-            # parts of two pipelines: there is no data group for that
+            # no data group describes parts of two pipelines
             return []
         if self.model:
             return ["data=wan", f"data.root={root}", f"data.codec.source={self.model}"]

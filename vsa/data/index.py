@@ -1,4 +1,4 @@
-"""`index.json`: which sample lies where in a folder of shards, and what encoded it.
+"""`index.json`: the position of every sample in a folder of shards, and the encoders of the data set.
 
 The index is written last, so a folder without one is not a data set yet. Samples are read by byte offset and checked
 against their digest; nothing is ever unpickled or extracted. The first value of the file is the SHA-256 of the rest.
@@ -28,20 +28,20 @@ from vsa.data.text import TextEncoder
 
 SCHEMA = 1
 INDEX_NAME = "index.json"
-# no dots in ids: a shard member is split at its first dot into id and field
+# ids have no dots: the name of a shard member is split at its first dot into id and field
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 _SEAL = re.compile(r'\{"index_sha256": "([0-9a-f]{64})", ')
 _KEYS = {"codec", "text_encoder", "latent_mean", "latent_std", "null_text", "shards"}
 _OTHER_KEYS = {"index_sha256", "schema", "cond_channels"}
-# far above what data sets have, far below what exhausts a machine
+# far above the values of data sets, far below those that exhaust a machine
 _MOST_CHANNELS = _MOST_TOKENS = _MOST_WIDTH = 65_536
 _MOST_STRIDE, _MOST_SIDE, _MOST_CAPTIONS, _MOST_BYTES = 1024, 1 << 20, 100_000, 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecInfo:
-    """What encoded the latents; see `vsa.data.codecs.Codec`."""
+    """The codec of the latents; see `vsa.data.codecs.Codec`."""
 
     id: str
     hash: str
@@ -56,7 +56,7 @@ class CodecInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class TextInfo:
-    """What encoded the captions; see `vsa.data.text.TextEncoder`."""
+    """The text encoder of the captions; see `vsa.data.text.TextEncoder`."""
 
     id: str
     hash: str
@@ -71,7 +71,7 @@ class TextInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One shard member: where its bytes lie and their SHA-256."""
+    """One shard member: the position of its bytes and their SHA-256."""
 
     shard: str
     offset: int
@@ -81,12 +81,12 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What is known of a sample beside its latents and captions; in data sets of earlier versions nothing is.
+    """Metadata of a sample besides its latents and captions; empty in data sets of earlier versions.
 
     Args:
-        source: name of the file that it was cut from.
-        fields: what the caption file says of that file beside its captions.
-        moments: means and deviations of its latents by channel, float32 `[2, C]` in base64.
+        source: name of the file from which it was cut.
+        fields: further fields of that file in the caption file.
+        moments: means and standard deviations of its latents by channel, float32 `[2, C]` in base64.
     """
 
     source: str | None = None
@@ -96,7 +96,7 @@ class About:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleEntry:
-    """One sample: latent `[C, t, h, w]` and how many captions it has."""
+    """One sample: its latent `[C, t, h, w]` and the number of its captions."""
 
     id: str
     latent_shape: Shape
@@ -108,7 +108,7 @@ class SampleEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """One shard file: its size and the SHA-256 of the whole of it."""
+    """One shard file: its size and SHA-256."""
 
     name: str
     bytes: int
@@ -120,15 +120,15 @@ class DatasetIndex:
     """The content of `index.json`.
 
     Args:
-        codec: what encoded the latents.
-        text_encoder: what encoded the captions.
+        codec: codec of the latents.
+        text_encoder: text encoder of the captions.
         latent_mean: C per-channel means of all latents.
         latent_std: C per-channel standard deviations (1 where a channel is constant).
-        null_text: where the embedding of the empty caption lies.
+        null_text: position of the embedding of the empty caption.
         shards: shard files by name.
         samples: samples by id, in the order they were written.
-        cond_channels: channels of the image condition stored beside every latent; 0: there is none.
-        sealed: whether the file had a digest of its own, which those of earlier versions lack.
+        cond_channels: channels of the image condition stored with every latent; 0 without one.
+        sealed: whether the file contains its own digest; files of earlier versions do not.
     """
 
     codec: CodecInfo
@@ -142,7 +142,7 @@ class DatasetIndex:
     sealed: bool = True
 
     def without(self, drop: Collection[str]) -> DatasetIndex:
-        """The index without some samples, and without the shards that hold nothing else."""
+        """The index without the given samples, and without shards that hold no other sample."""
         if not drop:
             return self
         samples = {name: sample for name, sample in self.samples.items() if name not in drop}
@@ -177,7 +177,7 @@ class DatasetIndex:
         return f'{{"index_sha256": "{hashlib.sha256(body.encode()).hexdigest()}", {body[1:]}'
 
     def summary(self) -> str:
-        """A few lines for people: samples by latent shape, and the statistics of every channel."""
+        """A summary in a few lines: number of samples by latent shape, and statistics of every channel."""
         counts = Counter(sample.latent_shape for sample in self.samples.values())
         lines = [f"{count:8d} latents of {'x'.join(map(str, shape))}" for shape, count in sorted(counts.items())]
         for name, values in (("mean", self.latent_mean), ("std", self.latent_std)):
@@ -186,11 +186,7 @@ class DatasetIndex:
 
     @staticmethod
     def load(path: Path) -> DatasetIndex:
-        """Reads and checks `index.json`.
-
-        Raises:
-            ValueError: the file is missing or not a complete index of a known schema; names it.
-        """
+        """Reads and checks `index.json`."""
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -204,11 +200,8 @@ class DatasetIndex:
         """Checks the text of an `index.json`.
 
         Args:
-            text: of the file.
-            path: where it was read, for messages.
-
-        Raises:
-            ValueError: the text is not that of a complete index of a known schema; names the file.
+            text: content of the file.
+            path: path of the file, for messages.
         """
         try:
             content = json.loads(text)
@@ -219,32 +212,32 @@ class DatasetIndex:
         if seal and hashlib.sha256(b"{" + text[seal.end() :].encode()).hexdigest() != seal[1]:
             raise ValueError(f"{path} is damaged: it differs from its own digest")
         if schema != SCHEMA:
-            raise ValueError(f"{path} has schema {schema!r}, this version reads {SCHEMA}")
+            raise ValueError(f"{path}: expected schema {SCHEMA}, got {schema!r}")
         try:
             # the key of the digest may be damaged too
             if odd := sorted(content.keys() ^ _KEYS ^ (content.keys() & _OTHER_KEYS)):
                 raise ValueError(f"missing or unknown keys {odd}")
             if ("index_sha256" in content) != (seal is not None):
-                raise ValueError("its digest is not where it belongs")
+                raise ValueError("index_sha256 must be the first key")
             return replace(_parse(content), sealed=seal is not None)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(f"{path} is not a complete index: {type(error).__name__} {error}") from error
 
 
 def deviation_or_one(std: Tensor) -> Tensor:
-    """Deviations with 1 for channels that never vary (time bands of an image set), which must not be blown up."""
+    """Standard deviations with 1 for constant channels (time bands of images), which must not be scaled up."""
     return torch.where(std > 1e-6, std, torch.ones_like(std))
 
 
 def pooled_statistics(indexes: Sequence[DatasetIndex]) -> tuple[Tensor, Tensor]:
-    """float64 mean and standard deviation `[C]` over every latent value of all data sets."""
+    """Mean and standard deviation float64 `[C]` over the latents of all data sets."""
     mean = torch.tensor([index.latent_mean for index in indexes], dtype=torch.float64)
     std = torch.tensor([index.latent_std for index in indexes], dtype=torch.float64)
     if len(indexes) == 1:
         return mean[0], std[0]
     cells = [sum(math.prod(s.latent_shape[1:]) for s in index.samples.values()) for index in indexes]
     share = torch.tensor(cells, dtype=torch.float64)[:, None] / sum(cells)
-    # a deviation of exactly 1 stands for a constant channel
+    # a standard deviation of exactly 1 marks a constant channel
     variance = torch.where(std == 1, 0, std**2)
     pooled = (share * mean).sum(0)
     variance = (share * (variance + (mean - pooled) ** 2)).sum(0)
@@ -252,18 +245,14 @@ def pooled_statistics(indexes: Sequence[DatasetIndex]) -> tuple[Tensor, Tensor]:
 
 
 def encoded_moments(latents: Tensor) -> str:
-    """Means and deviations of latents `[C, t, h, w]` by channel, as `About.moments` holds them."""
+    """Means and standard deviations of latents `[C, t, h, w]` by channel, in the format of `About.moments`."""
     flat = latents.double().flatten(1)
     moments = torch.stack([flat.mean(1), flat.std(1, correction=0)]).float()
     return base64.b64encode(moments.numpy().astype("<f4").tobytes()).decode()
 
 
 def statistics_of(samples: Iterable[SampleEntry], channels: int) -> tuple[Tensor, Tensor]:
-    """float64 mean and standard deviation `[C]` over the latents of some samples.
-
-    Raises:
-        ValueError: a sample of which the index holds no moments, or others than numbers; names it.
-    """
+    """Mean and standard deviation float64 `[C]` over the latents of the given samples, from their moments."""
     cells, moments = list[int](), list[np.ndarray]()
     for sample in samples:
         stored = b"" if sample.about.moments is None else base64.b64decode(sample.about.moments)
@@ -327,7 +316,7 @@ def _parse(content: dict[str, Any]) -> DatasetIndex:
             )
             for name, (shape, span, about) in latents.items()
         },
-        # data sets of earlier versions have none
+        # absent in data sets of earlier versions
         cond_channels=whole("cond_channels", content.get("cond_channels", 0), 0, _MOST_CHANNELS),
     )
     if not len(index.latent_mean) == len(index.latent_std) == index.codec.channels:

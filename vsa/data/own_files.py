@@ -1,4 +1,4 @@
-"""Which files of a folder are ours to replace or remove: those that an index lists, or an interrupted writer left."""
+"""Files of a folder that may be replaced or removed: those that an index lists, and leftovers of a writer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 
 from vsa.data.index import INDEX_NAME, DatasetIndex
 
-# the owner that every member of our shards has
+# owner of every member of our shards
 _OWNER = "vsa"
-# the index of a data set that is being removed: shards that only it lists are ours
+# index of a data set during its removal: shards that only it lists belong to us
 _REMOVED_INDEX = f".removed-{INDEX_NAME}"
-# the names that `atomic_file` gives
+# temporary names of `atomic_file`
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}\.(tar|json)")
 
 
 def shard_files(root: Path) -> list[Path]:
-    """The files of a folder that are named as shards are, whoever wrote them."""
+    """The files of a folder with names of shards, whoever wrote them."""
     return sorted(path for pattern in ("latents-*.tar", "text-*.tar") for path in root.glob(pattern))
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether an interrupted writer left a file: by its temporary name, or by the owner of what is in it."""
+    """Whether an interrupted writer left the file, judged by its temporary name or by the owner of its members."""
     if _TEMPORARY.fullmatch(path.name):
         return True
     try:
@@ -36,11 +36,7 @@ def is_leftover(path: Path) -> bool:
 
 
 def listed_shards(root: Path) -> Collection[str]:
-    """Names of the shards that are known to be those of a data set in `root`: there, or in the middle of its removal.
-
-    Raises:
-        ValueError: the index is not one of ours.
-    """
+    """Names of the shards of the data set in `root`, also if its removal was interrupted."""
     for name in (INDEX_NAME, _REMOVED_INDEX):
         if (root / name).exists():
             return DatasetIndex.load(root / name).shards
@@ -48,12 +44,9 @@ def listed_shards(root: Path) -> Collection[str]:
 
 
 def remove_dataset(root: Path) -> None:
-    """Removes the index of a folder and the shards that it lists; what else lies there stays.
+    """Remove the index of a folder and the shards that it lists; other files stay.
 
-    An interrupted removal leaves no data set, and goes on at the next call.
-
-    Raises:
-        ValueError: the index is not one of ours.
+    An interrupted removal leaves no data set, and the next call continues it.
     """
     shards, removed = listed_shards(root), root / _REMOVED_INDEX
     if (root / INDEX_NAME).exists():

@@ -1,9 +1,9 @@
-"""Which samples step n trains on: a pure function of (plan, seed, step), so resuming is a seek and never a replay.
+"""Data plan: the samples of step n are a pure function of (plan, seed, step), so resuming is a seek without a replay.
 
-A stream is one bucket (latent shape) of one source. Every step draws its whole global batch from one stream; streams
-take turns by integer quotas within periods of 1,000 steps, and each stream walks through permutations of its samples,
-one permutation an epoch. All randomness comes from keyed hashes written out here: library generators may change their
-streams between versions, a plan may not.
+A stream is one bucket (latent shape) of one source. Every step draws its whole global batch from one stream. Streams
+alternate by integer quotas within periods of 1,000 steps, and each stream goes through permutations of its samples, one
+permutation per epoch. All randomness comes from keyed hashes defined here, because library generators may change
+between versions and a plan must not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Source weights that hold from an optimizer step on (a source not named has weight 0)."""
+    """Source weights from an optimizer step on (a source that is not named has weight 0)."""
 
     from_step: int
     weights: Mapping[str, float]
@@ -54,7 +54,7 @@ class SampleRef:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One step: its latent shape and its samples in slot order."""
+    """Latent shape and samples of one step, in slot order."""
 
     step: int
     bucket: Shape
@@ -69,10 +69,7 @@ class DataPlan:
         sources: data sets by name.
         batch_size: samples of an optimizer step, over all ranks and micro-batches.
         seed: seed of the order.
-        phases: changes of the source weights, by rising `from_step`; empty: the sources' own weights throughout.
-
-    Raises:
-        ValueError: nothing to draw from, or weights, phases or the batch size out of range; names the value.
+        phases: changes of the source weights, by ascending `from_step`; empty: the weights of the sources throughout.
     """
 
     sources: Mapping[str, Source]
@@ -84,10 +81,10 @@ class DataPlan:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if not self._streams:
-            raise ValueError(f"a data plan needs samples, its sources {sorted(self.sources)} hold none")
+            raise ValueError(f"the sources {sorted(self.sources)} of the data plan have no samples")
         starts = [phase.from_step for phase in self._phases]
         if starts[0] != 0 or sorted(set(starts)) != starts:
-            raise ValueError(f"phases must start at step 0 and rise, got from_step {starts}")
+            raise ValueError(f"from_step of the phases must start at 0 and ascend, got {starts}")
         for phase in self._phases:
             unknown = sorted(set(phase.weights) - set(self.sources))
             if unknown:
@@ -98,11 +95,7 @@ class DataPlan:
                 raise ValueError(f"phase from step {phase.from_step} gives no source with samples a weight")
 
     def step(self, step: int) -> StepPlan:
-        """The samples of optimizer step `step`, in time that does not depend on it.
-
-        Raises:
-            ValueError: `step` is negative.
-        """
+        """The samples of optimizer step `step`, in constant time."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         stream = self._stream_at(step)
@@ -116,20 +109,20 @@ class DataPlan:
         return StepPlan(step=step, bucket=bucket, refs=tuple(refs))
 
     def replacement(self, step: int, slot: int, bad: SampleRef, attempt: int) -> SampleRef:
-        """The sample that takes a slot in place of a bad one: of the same stream, a pure function of the arguments.
+        """Replacement of a bad sample in a slot, from the same stream; a pure function of the arguments.
 
         Args:
             step: optimizer step.
             slot: position in the global batch.
-            bad: what the step would have trained on there.
-            attempt: 0, or how many replacements were bad too.
+            bad: the bad sample of the slot.
+            attempt: number of replacements that were bad too.
         """
         name, _, ids = self._streams[self._stream_at(step)]
         return SampleRef(source=name, id=ids[hash64(self.seed, "replacement", step, slot, bad.id, attempt) % len(ids)])
 
     @cached_property
     def hash(self) -> str:
-        """Digest of everything that changes the order; goes into checkpoints."""
+        """Digest of everything that determines the order, stored in checkpoints."""
         streams = [
             [name, bucket, hashlib.sha256("\n".join(ids).encode()).hexdigest()] for name, bucket, ids in self._streams
         ]
@@ -144,7 +137,7 @@ class DataPlan:
 
     @cached_property
     def _streams(self) -> list[tuple[str, Shape, tuple[str, ...]]]:
-        """(source, bucket, ids), sorted, so that the order of a config file or a folder changes nothing."""
+        """(source, bucket, ids), sorted, so that the order in a config file or a folder does not matter."""
         return [
             (name, bucket, tuple(sorted(ids)))
             for name, source in sorted(self.sources.items())
@@ -188,7 +181,7 @@ class DataPlan:
             return blocks
         if (phase, period) not in self._orders:
             key = hash64(self.seed, "streams", phase, period)
-            # a few are enough: steps are asked for in order
+            # a small cache is enough, because steps are requested in order
             if len(self._orders) >= 8:
                 self._orders.clear()
             self._orders[phase, period] = blocks[[permute_index(i, self._period, key) for i in range(self._period)]]
@@ -206,7 +199,7 @@ class DataPlan:
         return int(self._order(phase, period)[place])
 
     def _batches_before(self, stream: int, step: int) -> int:
-        """How many of the steps 0..step-1 the stream got."""
+        """Number of the steps 0..step-1 that draw from the stream."""
         if len(self._streams) == 1:
             return step
         count = 0
@@ -221,7 +214,7 @@ class DataPlan:
 
 
 def rank_slice(*, batch_size: int, micro: int, accumulate: int, rank: int, world: int) -> range:
-    """Slots of the global batch that one rank trains on in one micro-batch.
+    """Slots of the global batch of one rank in one micro-batch.
 
     Args:
         batch_size: samples of the global batch.
@@ -229,9 +222,6 @@ def rank_slice(*, batch_size: int, micro: int, accumulate: int, rank: int, world
         accumulate: micro-batches of an optimizer step.
         rank: data-parallel rank.
         world: number of data-parallel ranks.
-
-    Raises:
-        ValueError: the batch does not divide, or micro or rank out of range.
     """
     if accumulate < 1 or world < 1 or batch_size % (accumulate * world):
         raise ValueError(
@@ -245,19 +235,19 @@ def rank_slice(*, batch_size: int, micro: int, accumulate: int, rank: int, world
 
 
 def is_validation(sample_id: str, fraction: float) -> bool:
-    """Whether a sample belongs to the validation split: by the hash of its id, whatever else is in the data set."""
+    """Whether a sample belongs to the validation split, which depends on the hash of its id only."""
     return hash64("validation", sample_id) < fraction * 2.0**64
 
 
 def split_ids(
     ids: Iterable[str], fraction: float, group: Callable[[str], str] = str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(training ids, validation ids), in the given order.
+    """Split of the ids into (training ids, validation ids), in the given order.
 
     Args:
-        ids: of the samples.
-        fraction: of the groups that is held out.
-        group: of an id; the samples of a group are on one side.
+        ids: ids of the samples.
+        fraction: share of the groups that is held out.
+        group: function from an id to its group; a group is never split.
     """
     train: list[str] = []
     held: list[str] = []
@@ -267,23 +257,23 @@ def split_ids(
 
 
 def hash64(*parts: object) -> int:
-    """An integer in 0..2^64-1 from the text of `parts`; equal on every machine."""
+    """Hash of `parts` in 0..2^64-1, the same on every machine."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
 
 
 def draw64(seed: int, what: str, step: int, sample_id: str, occurrence: int = 0) -> int:
-    """A 64-bit random number that belongs to a sample at a step.
+    """A 64-bit random number for a sample at a step.
 
     Args:
         seed: seed of the run.
-        what: name of the draw: the same sample needs several.
+        what: name of the draw, since a sample needs several.
         step: optimizer step.
         sample_id: id of the sample.
-        occurrence: how often the sample stands earlier in the global batch of the step (see `occurrences`); a batch
-            that holds a sample twice draws twice.
+        occurrence: number of earlier occurrences of the sample in the global batch of the step (see `occurrences`), so
+            that a sample that occurs twice gets two numbers.
     """
-    # the first occurrence has the number it always had
+    # the first occurrence keeps the number of earlier versions
     return hash64(seed, what, step, sample_id, *((occurrence,) if occurrence else ()))
 
 
@@ -293,7 +283,7 @@ def sample_seed(seed: int, step: int, sample_id: str, occurrence: int = 0) -> in
 
 
 def occurrences(ids: Sequence[str]) -> list[int]:
-    """For each id of a global batch, in slot order, how often it stands before."""
+    """For each id of a global batch, in slot order, the number of its earlier occurrences."""
     seen: Counter[str] = Counter()
     result = []
     for sample_id in ids:

@@ -1,4 +1,4 @@
-"""Where the parts of a pretrained pipeline lie, and a digest of their weights that costs no full read."""
+"""Component folders of pretrained pipelines, and a digest of their weights that does not read them in full."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
-# of every tensor, this much of its start and of its end goes into the digest
+# number of bytes at the start and the end of every tensor that the digest covers
 _SAMPLED_BYTES = 4096
 
 
@@ -20,22 +20,19 @@ def component_folder(source: str | Path, name: str) -> Path:
     Args:
         source: a local pipeline folder or a hub id, of which only this component is downloaded.
         name: component: "vae", "text_encoder", "tokenizer", "transformer".
-
-    Raises:
-        ValueError: no such folder, a folder without the component, or a hub id that cannot be loaded.
     """
     folder = Path(source)
     if not folder.is_dir():
         if not _HUB_ID.fullmatch(str(source)):
-            raise ValueError(f"no such model folder: {source}")
+            raise ValueError(f"missing model folder: {source}")
         from huggingface_hub import snapshot_download
 
         try:
             folder = Path(snapshot_download(str(source), allow_patterns=[f"{name}/*"]))
-        # the hub client has many errors of its own; all mean that there is nothing to load
+        # the hub client has many kinds of errors, which all mean that the component cannot be loaded
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{source} is no local folder, and no hub id that can be loaded: {reason}") from error
+            raise ValueError(f"{source} is neither a local folder nor a hub id that can be loaded: {reason}") from error
     if not (folder / name).is_dir():
         raise ValueError(f"model folder {source} has no {name}/")
     return folder / name
@@ -47,9 +44,6 @@ def read_config(folder: Path, class_name: str) -> dict[str, Any]:
     Args:
         folder: component folder.
         class_name: class that the config must name, as diffusers (`_class_name`) or transformers (`architectures`) do.
-
-    Raises:
-        ValueError: no readable config, or one of another class; names both.
     """
     path = folder / "config.json"
     try:
@@ -63,24 +57,21 @@ def read_config(folder: Path, class_name: str) -> dict[str, Any]:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Digest of a config without what only says which library wrote it."""
+    """Digest of a config without the keys that only describe the library that wrote it."""
     names = {"transformers_version", "torch_dtype", "dtype"}
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in names}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest of the tensors in the safetensors files of a folder, however they are spread over files.
+    """Digest of the tensors in the safetensors files of a folder, independent of their division into files.
 
-    Names, types, shapes and both ends of every tensor's bytes: training moves all tensors, so two different models
-    differ there, and 20 GB of weights are told apart in milliseconds.
-
-    Raises:
-        ValueError: no safetensors file, or a malformed one; names it.
+    It covers names, types, shapes and both ends of every tensor's bytes. Training changes all tensors, so different
+    models differ there, and 20 GB of weights are distinguished in milliseconds.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"no safetensors weights in {folder}")
+        raise ValueError(f"{folder} has no safetensors weights")
     entries: dict[str, str] = {}
     for path in files:
         try:
@@ -107,14 +98,11 @@ def weights_digest(folder: Path) -> str:
 
 
 def refuse_missing(info: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a model with tensors that its weights files did not hold: they would be random.
+    """Raise ValueError for a model with tensors that its weight files lack, which would stay random.
 
     Args:
-        info: the loading info of diffusers or transformers.
-        folder: where the model was loaded from.
-
-    Raises:
-        ValueError: names the first missing key.
+        info: loading info of diffusers or transformers.
+        folder: folder of the weights.
     """
     missing = sorted(info["missing_keys"])
     if missing:

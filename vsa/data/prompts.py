@@ -1,4 +1,4 @@
-"""Prompts of a file."""
+"""Prompt files."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from pathlib import Path
 from vsa.secrets import without_secrets
 
 HELD_OUT_PROMPTS = 4
-"""Captions of held-out clips that a run without prompts of its own is judged by."""
+"""Number of captions of held-out clips that serve as prompts of a run without prompts."""
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Prompts of a text file, one a line, or of a `.jsonl` file with lines of {"prompt": "..."}; no empty lines.
+    """Prompts of a text file, one per line, or of a `.jsonl` file with lines of {"prompt": "..."}; skips empty lines.
 
-    Secrets are masked: prompts become names of files.
-
-    Raises:
-        ValueError: the file cannot be read, a line is malformed, or there is no prompt.
+    Secrets are masked, because prompts become file names.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -38,5 +35,5 @@ def read_prompts(path: Path) -> list[str]:
                 raise ValueError(f'prompt file {path}, line {number}: expected {{"prompt": "..."}}')
             prompts.append(prompt.strip())
     if not prompts:
-        raise ValueError(f"no prompts in {path}")
+        raise ValueError(f"prompt file {path} has no prompts")
     return [without_secrets(prompt, named=False) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""How well the Haar codec rebuilds clips: what it loses, no model that is trained on its latents can show."""
+"""Reconstruction quality of the Haar codec, an upper bound for models that are trained on its latents."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from vsa.data.codecs import HaarCodec
 
-# dB below which the loss is plain to see
+# PSNR in dB below which the loss is clearly visible
 _POOR = 25.0
-# numbers of bands to offer instead; between 48 and 192 lies detail of single frames and of colour, which adds little
+# numbers of bands to suggest instead; those between 48 and 192 add detail of single frames and colour, which is little
 _MORE_BANDS = (24, 48, 192)
-# of a clip, more would say the same
+# frames of a clip that are measured
 _FRAMES = 16
 
 
@@ -26,18 +26,18 @@ def reconstruction_error(video: Tensor, codec: HaarCodec) -> float:
         codec: encodes and decodes.
     """
     video = video[: codec.frames_that_fit(min(len(video), _FRAMES))]
-    # an image comes back as a few equal frames
+    # an image is decoded to several equal frames
     rebuilt = codec.decode(codec.encode(video))[: len(video)]
     return float((rebuilt.to(torch.int32) - video).square().double().mean())
 
 
 def decibel(error: float) -> float:
-    """Peak signal-to-noise ratio 10 log10(255^2 / error) of a mean squared error, inf when there is none."""
+    """Peak signal-to-noise ratio 10 log10(255^2 / error) in dB of a mean squared error, inf for 0."""
     return 10 * math.log10(255**2 / error) if error > 0 else math.inf
 
 
 def describe_reconstruction(clips: Iterable[tuple[str, Tensor]], channels: int) -> list[str]:
-    """Lines for people: how well the codec rebuilds some clips, and how many bands it would take to do better.
+    """Messages on the reconstruction quality for some clips, and on the number of bands that would improve it.
 
     Args:
         clips: name and uint8 video `[T, H, W, 3]` of some clips; without any there are no lines.

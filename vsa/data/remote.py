@@ -1,6 +1,6 @@
-"""Reading files of local folders, web servers, S3 and the Hugging Face hub, forwards and by library clients alone.
+"""Sequential reads of files from local folders, web servers, S3 and the Hugging Face hub, by library clients only.
 
-No shell and no command ever runs: webdataset's `gopen`, its `pipe:` URLs and its variable GOPEN_REWRITE play no part.
+No shell command ever runs: webdataset's `gopen`, its `pipe:` URLs and its variable GOPEN_REWRITE are not used.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from braceexpand import braceexpand
 from vsa.data.index import Span
 
 PAUSES = (1.0, 4.0, 16.0)
-"""Seconds before each further try of a read that failed."""
+"""Seconds before each retry of a failed read."""
 
 # module and class of the client by scheme; the module has the name of its package
 _CLIENTS = {"s3": ("s3fs", "S3FileSystem"), "hf": ("huggingface_hub", "HfFileSystem")}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _OWN_MACHINE = ("localhost", "127.0.0.1", "::1")
 _TIMEOUT = 60
-# answers of a server that may be others later
+# HTTP statuses that may be temporary
 _PASSING = (408, 425, 429)
-# a longer way to the next member is not read but left out with a new request
+# a larger gap before the next member is skipped by a new request instead of being read
 _LONGEST_GAP = 1 << 20
 _CHUNK = 1 << 20
 
 
 class RemoteError(OSError):
-    """A file that cannot be read, or not to its end; the message is one line that names it."""
+    """A file that cannot be read, or not to its end; the message is one line that names the file."""
 
     def __init__(self, url: str, error: BaseException) -> None:
         super().__init__(f"{url} cannot be read: {_reason(error)}")
@@ -50,23 +50,20 @@ class _CheckedRedirects(HTTPRedirectHandler):
 
 
 def expand_urls(key: str, urls: str | Sequence[str]) -> tuple[str, ...]:
-    """URLs with braces (`shard-{00000..00099}.tar`) as a sorted list without them.
+    """URLs with expanded braces (`shard-{00000..00099}.tar`), as a sorted list.
 
     Args:
-        key: the setting, for messages.
-        urls: one or more.
-
-    Raises:
-        ValueError: no URL, one twice, unbalanced braces, or what `refuse_url` refuses; names setting and URL.
+        key: name of the setting in messages.
+        urls: one or more URLs or paths.
     """
     found: list[str] = []
     for pattern in [urls] if isinstance(urls, str) else urls:
-        # before the braces: a command may hold some
+        # checked before the braces are expanded, since a command may contain braces
         refuse_url(key, pattern)
         try:
             found += braceexpand(pattern)
         except ValueError:
-            raise ValueError(f"{key}={pattern}: its braces are not balanced") from None
+            raise ValueError(f"{key}={pattern}: unbalanced braces") from None
     for url in found:
         refuse_url(key, url)
     if not found:
@@ -77,22 +74,18 @@ def expand_urls(key: str, urls: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def refuse_url(key: str, url: str) -> None:
-    """Refuse what is neither a path nor a URL that a client here reads.
-
-    Raises:
-        ValueError: an unknown scheme, a client that is not installed, or a URL that holds a secret.
-    """
+    """Raise ValueError for a URL with an unknown scheme, a missing client package or a secret."""
     match = _SCHEME.match(url)
     if match is None:
         return
     scheme = match[1].lower()
     if scheme not in ("http", "https", *_CLIENTS) or not url[match.end() :].startswith("//"):
-        raise ValueError(f"{key}: URLs of scheme {scheme}: are refused, expected a path, https://, s3:// or hf://")
+        raise ValueError(f"{key}: expected a path or a URL of https://, s3:// or hf://, got scheme {scheme}:")
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(
-            f"{key}: a URL of {parts.hostname} holds a user, a query or a fragment, which would lie in configs and "
-            "checkpoints: credentials belong into the client's own files or variables"
+            f"{key}: unexpected user, query or fragment in a URL of {parts.hostname}, which configs and checkpoints "
+            "would store: put credentials into the client's own files or variables"
         )
     if scheme in _CLIENTS:
         _client(scheme)
@@ -104,10 +97,10 @@ def refuse_url(key: str, url: str) -> None:
 
 
 def read_file(url: str) -> bytes:
-    """The whole of a file, with further tries.
+    """The content of a file, with retries.
 
     Raises:
-        RemoteError: it cannot be read.
+        RemoteError: the file cannot be read.
     """
     for pause in (*PAUSES, None):
         try:
@@ -121,13 +114,13 @@ def read_file(url: str) -> bytes:
 
 
 def read_spans(url: str, spans: Sequence[Span]) -> Iterator[bytes]:
-    """The bytes of members of a file, in one pass where their offsets rise.
+    """The bytes of members of a file, in one pass where their offsets ascend.
 
-    A read that fails or ends early is tried again from the member in hand, after each of `PAUSES`; a member that
-    arrives begins the count anew.
+    A read that fails or ends early is retried from the current member, after each of `PAUSES`; every member that
+    arrives resets the count of retries.
 
     Raises:
-        RemoteError: no further try helped, or none can help.
+        RemoteError: all retries failed, or the error is permanent.
     """
     file, place, tries = None, 0, 0
     try:
@@ -172,7 +165,7 @@ def _open_web(url: str, offset: int) -> BinaryIO:
     headers = {"Range": f"bytes={offset}-"} if offset else {}
     answer = build_opener(_CheckedRedirects).open(Request(url, headers=headers), timeout=_TIMEOUT)
     if offset and answer.status != 206:
-        # a server that knows no ranges sends all
+        # a server without support for ranges sends the whole file
         _read_exactly(answer, offset)
     return answer
 
@@ -204,7 +197,7 @@ def _refuse_plain_http(url: str) -> None:
 
 
 def _faults(url: str) -> tuple[type[Exception], ...]:
-    """What reading a URL may raise; the clients of S3 and the hub have errors of their own."""
+    """Exceptions that reading a URL may raise; the clients of S3 and the hub have their own."""
     return (Exception,) if url.split(":")[0].lower() in _CLIENTS else (OSError, EOFError, HTTPException)
 
 

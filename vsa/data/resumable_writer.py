@@ -1,8 +1,8 @@
-"""A data set written in parts, so that work goes on after an interruption and can be shared by processes.
+"""Resumable writer: a data set written in parts, which survive an interruption and can be shared by processes.
 
-Part n holds samples n * size .. (n + 1) * size - 1 and is a small data set of its own in `parts/NNNNN/` until all are
-there; then the shards move up and one index is written. What a part holds depends on its samples alone, so neither
-interruptions nor the number of processes change a byte of the result.
+Part n holds samples n * size .. (n + 1) * size - 1 and is a small data set in `parts/NNNNN/` until all parts are
+complete; then the shards move up and one index is written. The content of a part depends on its samples only, so
+neither interruptions nor the number of processes change a byte of the result.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from vsa.progress import progress_bar
 _PARTS = "parts"
 _DONE = "done.json"
 
-# all that the folder of parts may hold: it is removed as a whole
+# the only entries of the folder of parts, which is removed as a whole
 _PART_ENTRY = re.compile(r"\d{5,}(/(done\.json|index\.json|(latents|text|\.tmp)-[\w.-]+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartContent:
-    """What became of the samples of one part.
+    """Skipped samples and notes of one part.
 
     Args:
-        skipped: (name, reason) of the samples left out.
-        notes: (kind, value) of what is worth telling about the others.
+        skipped: (name, reason) of the skipped samples.
+        notes: (kind, value) notes about the other samples, for the summary.
     """
 
     skipped: Sequence[tuple[str, str]] = ()
@@ -45,19 +45,19 @@ class PartContent:
 
 
 WritePart = Callable[[Path, range, Callable[[], None]], PartContent]
-"""Writes the samples of a range as a data set to a folder, or nothing when all are bad; calls its last argument after
-every sample."""
+"""Function that writes the samples of a range as a data set to a folder, or nothing if all are bad, and calls its last
+argument after every sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartsReport:
-    """What is in the parts that are done.
+    """Content of the finished parts.
 
     Args:
-        samples: how many there are.
-        skipped: (name, reason) of what was left out.
-        notes: (kind, value) of what is worth telling; see `PartContent`.
-        complete: whether no part is missing.
+        samples: number of samples.
+        skipped: (name, reason) of the skipped samples.
+        notes: (kind, value) notes; see `PartContent`.
+        complete: whether all parts are finished.
     """
 
     samples: int
@@ -67,11 +67,7 @@ class PartsReport:
 
 
 def check_target(root: str | Path, *, overwrite: bool) -> None:
-    """Refuse a folder that holds a finished data set, or other files that writing one would replace or remove.
-
-    Raises:
-        ValueError: names the folder or the file.
-    """
+    """Raise ValueError for a folder with a finished data set, or with other files that writing would replace."""
     root = Path(root)
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root} is not a folder")
@@ -83,24 +79,21 @@ def check_target(root: str | Path, *, overwrite: bool) -> None:
         raise ValueError(f"{root} already holds a data set: choose another folder, or replace it with --overwrite")
     parts = root / _PARTS
     if parts.is_dir():
-        # an interrupted join leaves shards in the root that no index lists yet
+        # after an interrupted join, the root holds shards that no index lists yet
         entries = [Path(folder, name) for folder, *names in os.walk(parts) for name in chain(*names)]
         foreign = [path for path in entries if not _PART_ENTRY.fullmatch(path.relative_to(parts).as_posix())]
     else:
         foreign = [path for path in shard_files(root) if path.name not in own]
     if foreign:
-        raise ValueError(f"{min(foreign)} does not belong to a data set in {root}: choose another folder, or move it")
+        raise ValueError(f"{min(foreign)} is not part of a data set in {root}: choose another folder, or move it")
 
 
 def pending_parts(
     root: str | Path, *, count: int, part_size: int, settings: Mapping[str, Any], rank: int = 0, world_size: int = 1
 ) -> list[tuple[Path, range]]:
-    """Folder and sample numbers of every part that this process has yet to write; arguments as of `write_parts`.
+    """Folder and sample numbers of every part that this process has yet to write; arguments as in `write_parts`.
 
-    Where one part has other settings, none is done.
-
-    Raises:
-        ValueError: `part_size` or `rank` out of range.
+    If one part has other settings, all parts are pending.
     """
     if part_size < 1:
         raise ValueError(f"samples_per_shard must be at least 1, got {part_size}")
@@ -124,31 +117,28 @@ def write_parts(
     title: str = "writing",
     progress: bool = True,
 ) -> PartsReport:
-    """Writes the parts of this process that are not done yet; `join_parts` makes the data set of them.
+    """Write the parts of this process that are not finished; `join_parts` joins them to a data set.
 
     Args:
         root: folder of the data set.
         write: writes one part.
         count: samples of the data set.
-        part_size: samples of a part; what an interruption can cost.
-        settings: everything that decides what the samples are, as JSON values; parts of other settings are refused.
-        overwrite: parts of other settings are removed at once, a finished data set when `join_parts` replaces it; parts
-            of the same settings are kept.
-        rank: of this process, which writes parts rank, rank + world_size, ...
-        world_size: processes that share the work.
-        title: what the progress bar says.
-        progress: show it.
+        part_size: samples of a part, the most that an interruption can cost.
+        settings: all settings that determine the samples, as JSON values; parts with other settings are an error.
+        overwrite: remove parts with other settings at once, and a finished data set when `join_parts` replaces it;
+            parts with the same settings are kept.
+        rank: rank of this process, which writes parts rank, rank + world_size, ...
+        world_size: number of processes that share the work.
+        title: title of the progress bar.
+        progress: show the progress bar.
 
     Returns:
-        What all parts hold that are done by now, those of other processes included.
-
-    Raises:
-        ValueError: a finished data set or parts of other settings are there; settings are named with both values.
+        Content of all finished parts, those of other processes included.
     """
     root = Path(root)
     share = {"count": count, "part_size": part_size, "rank": rank, "world_size": world_size}
     find_pending = partial(pending_parts, root, **share, settings=settings)
-    # refuses a share out of range before anything is removed
+    # raises for an invalid rank before anything is removed
     find_pending()
     if overwrite and world_size > 1:
         raise ValueError(f"overwrite needs one process, got {world_size}: remove {root} first")
@@ -165,20 +155,20 @@ def write_parts(
     return PartsReport(
         samples=sum(part["samples"] for part in done),
         skipped=tuple((name, reason) for part in done for name, reason in part["skipped"]),
-        # parts of earlier versions have none
+        # absent in parts of earlier versions
         notes=tuple((kind, value) for part in done for kind, value in part.get("notes", ())),
         complete=len(done) == len(parts),
     )
 
 
 def join_parts(root: str | Path) -> DatasetIndex:
-    """Makes the data set of the parts in `root`, all of which must be done; it can be interrupted and called again.
+    """Join the parts in `root`, all of which must be finished, to a data set; can be interrupted and called again.
 
     Returns:
         The index of the whole.
     """
     root = Path(root)
-    # only now is there something to replace it with
+    # an existing data set is removed only now, when its replacement is complete
     remove_dataset(root)
     numbers: dict[str, int] = {}
     indexes: list[DatasetIndex] = []
@@ -191,10 +181,10 @@ def join_parts(root: str | Path) -> DatasetIndex:
             stem = name.rpartition("-")[0]
             names[name] = f"{stem}-{numbers.get(stem, 0):05d}.tar"
             numbers[stem] = numbers.get(stem, 0) + 1
-            # missing when an earlier call came this far
+            # missing if an earlier, interrupted call has moved it
             if (folder / name).exists():
                 if (root / names[name]).exists():
-                    raise ValueError(f"{root / names[name]} does not belong to the data set in {root}: move it")
+                    raise ValueError(f"{root / names[name]} is not part of the data set in {root}: move it")
                 os.replace(folder / name, root / names[name])
         indexes.append(_renamed(index, names))
     mean, std = pooled_statistics(indexes)
@@ -216,12 +206,12 @@ def _all_parts(root: Path, count: int, part_size: int) -> list[tuple[Path, range
 
 
 def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Removes begun parts of other settings, or refuses to."""
+    """Remove parts with other settings, or raise ValueError without `overwrite`."""
     differing = _differing(root, settings)
     if differing and not overwrite:
         name, old, new = differing[0]
         raise ValueError(
-            f"{root} was begun with {name} {old}, now it is {new}: go on with the old setting, or start anew with "
+            f"{root} was started with {name} {old}, got {new}: continue with the old setting, or start again with "
             "--overwrite"
         )
     if differing:
@@ -229,7 +219,7 @@ def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
 
 
 def _differing(root: Path, settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Name, old and new value of the settings in which begun parts differ."""
+    """Name, old and new value of the settings in which existing parts differ."""
     settings = json.loads(json.dumps(settings))
     begun = [json.loads(path.read_text()) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
     return [
@@ -252,7 +242,7 @@ def _write_part(
         write_whole(folder / _DONE, json.dumps(content))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        # gone when this was the first part
+        # the folder of parts is removed if this was the first part
         with suppress(OSError):
             folder.parent.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""Where samples come from: folders of shards, or toy clips made on the fly."""
+"""Sample stores: folders of shards, or toy clips rendered on the fly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vsa.data.shards import LatentReader
 from vsa.data.text import TextEncoder
 from vsa.data.toy_videos import ToyClips, captions_of, clip_attributes, render_clip
 
-# clips that the statistics of an endless toy set are taken from
+# number of clips for the statistics of a toy set
 _PROBE_CLIPS = 64
 
 
@@ -36,12 +36,12 @@ class SampleStore(Protocol):
 
     @property
     def codec(self) -> CodecInfo:
-        """What encoded every latent."""
+        """The codec of the latents."""
         ...
 
     @property
     def text_encoder(self) -> TextInfo:
-        """What encoded every caption."""
+        """The text encoder of the captions."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class SampleStore(Protocol):
 
     @property
     def cond_channels(self) -> int:
-        """Channels of the image condition of every sample; 0: there is none."""
+        """Number of channels of the image condition of every sample; 0 without one."""
         ...
 
     @property
@@ -89,15 +89,12 @@ class SampleStore(Protocol):
 def open_shards(
     roots: Mapping[str, str | Path], *, drop: str | Path | None = None, tell: Callable[[str], None] = print
 ) -> ShardStore:
-    """Folders of shards without the samples of a drop list.
+    """Open folders of shards, without the samples of a drop list.
 
     Args:
         roots: folder by source name.
         drop: see `vsa.data.bad_samples.read_drop_list`; None: all samples.
-        tell: called with lines for people.
-
-    Raises:
-        ValueError: see `ShardStore` and `read_drop_list`.
+        tell: called with messages for the user.
     """
     indexes = {name: DatasetIndex.load(Path(root) / INDEX_NAME) for name, root in roots.items()}
     indexes = chosen_samples(indexes, roots, drop=drop, tell=tell)
@@ -111,16 +108,12 @@ def chosen_samples(
     drop: str | Path | None,
     tell: Callable[[str], None],
 ) -> Mapping[str, DatasetIndex]:
-    """The indexes without the samples of a drop list; an index without a digest is told. Arguments as `open_shards`.
-
-    Raises:
-        ValueError: see `read_drop_list`.
-    """
+    """The indexes without the samples of a drop list; reports those without a digest. Arguments as in `open_shards`."""
     for name, index in indexes.items():
         if not index.sealed:
             tell(
-                f"{roots[name]}/{INDEX_NAME} was written by an earlier version and has no digest of its own: "
-                "damage to it may go unnoticed"
+                f"{roots[name]}/{INDEX_NAME} was written by an earlier version without a digest of the index: "
+                "damage to it is not detected"
             )
     if drop is None:
         return indexes
@@ -128,13 +121,13 @@ def chosen_samples(
     dropped = read_drop_list(Path(drop), samples)
     tell(
         f"data.drop={drop} leaves out {sum(map(len, dropped.values()))} of {sum(map(len, samples.values()))} "
-        "samples; with training samples among them the order of the others (plan hash) is another one"
+        "samples; if training samples are among them, this changes the order of the others (plan hash)"
     )
     return {name: index.without(dropped[name]) for name, index in indexes.items()}
 
 
 def refuse_other_encoders(store: SampleStore, codec: Codec, text_encoder: TextEncoder) -> None:
-    """Raise ValueError for samples that another codec or text encoder has encoded."""
+    """Raise ValueError if another codec or text encoder has encoded the samples."""
     for what, ours, theirs in (
         ("codec", CodecInfo.of(codec), store.codec),
         ("text encoder", TextInfo.of(text_encoder), store.text_encoder),
@@ -151,14 +144,11 @@ class ShardStore:
 
     Args:
         readers: of each folder by source name.
-
-    Raises:
-        ValueError: no folder, or two that were encoded differently; names both.
     """
 
     def __init__(self, readers: Mapping[str, LatentReader]) -> None:
         if not readers:
-            raise ValueError("no data sets given")
+            raise ValueError("expected at least one data set, got none")
         self._readers = dict(readers)
         first, *others = self._readers.values()
         self.codec = first.index.codec
@@ -183,7 +173,7 @@ class ShardStore:
         self.latent_mean, self.latent_std = mean.float(), std.float()
 
     def entry(self, source: str, sample_id: str) -> SampleEntry:
-        """What the index says of a sample."""
+        """The entry of a sample in its index."""
         return self._readers[source].index.samples[sample_id]
 
     def latents(self, refs: Sequence[SampleRef]) -> Tensor:
@@ -206,7 +196,7 @@ class ShardStore:
 
 
 class ToyStore:
-    """Toy clips rendered and encoded when asked for; no files.
+    """Toy clips rendered and encoded on demand, without files.
 
     Args:
         clips: which clips.
@@ -235,7 +225,7 @@ class ToyStore:
         return torch.stack([draw(ref) for ref in refs])
 
     def condition(self, ref: SampleRef) -> Tensor | None:
-        """None: toy clips come without an image."""
+        """None: toy clips have no image condition."""
         return None
 
     def captions(self, ref: SampleRef) -> int:

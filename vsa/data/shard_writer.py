@@ -1,4 +1,4 @@
-"""Writing folders of latent and text shards, in the layout of `vsa.data.shards`."""
+"""Writer of folders of latent and text shards, in the layout of `vsa.data.shards`."""
 
 from __future__ import annotations
 
@@ -36,28 +36,24 @@ from vsa.data.shards import NULL_KEY
 from vsa.data.text import TextEncoder
 from vsa.files import atomic_file, file_digest, write_whole, writing
 
-# tar's classic header holds 100 bytes of name and the longest field takes 19
+# the classic tar header holds names of 100 bytes, of which the longest field takes 19
 _LONGEST_ID = 80
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class ShardWriter:
-    """Writes one folder of shards; a context manager.
+    """Writer of one folder of shards; a context manager.
 
-    Every shard is written to a temporary name and renamed when full, the index last of all. Starting to write removes
-    an index that is there, so an interrupted run leaves a folder that says it is none, never a mixture.
+    Every shard is written under a temporary name and renamed when it is full; the index is written last. An existing
+    index is removed first, so that an interrupted run leaves a folder without an index, never a mixture of data sets.
 
     Args:
         root: folder to write; created when missing.
-        codec: what encoded the latents.
-        text_encoder: what encodes the captions given to `add`.
+        codec: codec of the latents.
+        text_encoder: encoder of the captions passed to `add`.
         samples_per_shard: samples in a full shard.
-        dtype: how latents are stored: float16, bfloat16 or float32.
-        overwrite: replace the data set that is there.
-
-    Raises:
-        ValueError: `root` already holds an index and `overwrite` is off, or shards that neither an index of ours lists
-            nor an interrupted writer left; unknown dtype.
+        dtype: dtype of the stored latents: float16, bfloat16 or float32.
+        overwrite: replace an existing data set.
     """
 
     def __init__(
@@ -80,9 +76,7 @@ class ShardWriter:
         own = listed_shards(self.root) or [path.name for path in shard_files(self.root) if is_leftover(path)]
         for path in shard_files(self.root):
             if path.name not in own:
-                raise ValueError(
-                    f"{path} does not belong to a data set in {self.root}: choose another folder, or move it"
-                )
+                raise ValueError(f"{path} is not part of a data set in {self.root}: choose another folder, or move it")
         self._codec = codec
         self._text_encoder = text_encoder
         self._samples_per_shard = samples_per_shard
@@ -110,7 +104,7 @@ class ShardWriter:
             if kind is None:
                 self._finish()
         finally:
-            # whatever is still open was not finished
+            # shards that are still open are incomplete
             for shard in self._open.values():
                 shard.abandon()
 
@@ -129,19 +123,15 @@ class ShardWriter:
         info: Mapping[str, Any],
         cond_latents: Tensor | None = None,
     ) -> None:
-        """Stores one sample.
+        """Store one sample.
 
         Args:
             sample_id: unique name.
             latents: `[C, t, h, w]`, not normalised.
             captions: one or more captions.
-            info: what else is known of the sample (frame rate, size); goes to KEY.json as it is, and its "source" (name
-                of a file) and "fields" (texts by name) to the index too.
-            cond_latents: image condition `[Cc, t, h, w]`, ready for the model; all samples have one or none has.
-
-        Raises:
-            ValueError: the id is malformed or used twice, the latents are not finite or have the wrong channels, the
-                condition does not fit them or the samples before, or there is no caption.
+            info: metadata of the sample (frame rate, size), stored as KEY.json; its "source" (name of a file) and
+                "fields" (texts by name) are also stored in the index.
+            cond_latents: image condition `[Cc, t, h, w]` for the model; either all samples have one or none has.
         """
         if not valid_id(sample_id) or len(sample_id) > _LONGEST_ID or sample_id == NULL_KEY:
             raise ValueError(f"sample id {sample_id!r} must be 1 to {_LONGEST_ID} letters, digits, '_' or '-'")
@@ -166,7 +156,7 @@ class ShardWriter:
         if self._cond_channels not in (None, cond_channels):
             raise ValueError(
                 f"sample {sample_id} has {cond_channels} channels of image condition, "
-                f"the samples before have {self._cond_channels}"
+                f"expected {self._cond_channels} as before"
             )
         self._cond_channels = cond_channels
 
@@ -198,7 +188,9 @@ class ShardWriter:
         if not stored.isfinite().all():
             raise ValueError(f"{what} of {sample_id} are not finite as {str(self._dtype).removeprefix('torch.')}")
         if stored.abs().max() > LARGEST_VALUE:
-            raise ValueError(f"{what} of {sample_id} reach {float(stored.abs().max()):.3g}, above {LARGEST_VALUE:g}")
+            raise ValueError(
+                f"{what} of {sample_id} have values of {float(stored.abs().max()):.3g}, above {LARGEST_VALUE:g}"
+            )
         return stored
 
     def _text_payload(self, captions: Sequence[str]) -> bytes:
@@ -209,7 +201,7 @@ class ShardWriter:
         }
         rows = self._text_encoder.encode_batch(captions)
         tensors = {str(i): row.contiguous() for i, row in enumerate(rows)}
-        # one metadata key: with several, their order in the file would change from run to run
+        # a single metadata key, because the order of several in the file would change from run to run
         return save_tensors(tensors, {"vsa": json.dumps(header)})
 
     def _write(self, stream: str, key: str, fields: dict[str, bytes]) -> None:
@@ -254,10 +246,10 @@ class ShardWriter:
 
 
 class _OpenShard:
-    """A tar file that is being written under a temporary name."""
+    """A tar file during writing, under a temporary name."""
 
     def __init__(self, path: Path) -> None:
-        # webdataset takes seconds to import; readers do without it
+        # imported here, because webdataset takes seconds to import and readers do not need it
         from webdataset.writer import TarWriter
 
         self.path = path
@@ -266,7 +258,7 @@ class _OpenShard:
         self._rename = atomic_file(path)
         self._temporary = self._rename.__enter__()
         self._file = self._temporary.open("wb")
-        # a fixed time and owner: equal samples give equal shards
+        # fixed time and owner, so that equal samples give equal shards
         self._tar = TarWriter(self._file, encoder=False, compress=False, mtime=0, user="vsa", group="vsa")
 
     def write(self, key: str, fields: dict[str, bytes]) -> None:
@@ -281,7 +273,7 @@ class _OpenShard:
         with writing(self.path, self._temporary):
             self._tar.close()
             self._file.close()
-        # offsets come from reading the file back: what the index promises has been seen
+        # offsets come from reading the file back, which verifies what the index states
         with tarfile.open(self._temporary, "r:") as tar:
             spans = {
                 m.name: Span(shard=self.path.name, offset=m.offset_data, size=m.size, sha256=self._digests[m.name])
@@ -292,7 +284,7 @@ class _OpenShard:
         return ShardEntry(name=self.path.name, bytes=size, sha256=digest), spans
 
     def abandon(self) -> None:
-        """Closes and removes the temporary file; a full disk must not hide the error that led here."""
+        """Close and remove the temporary file, without hiding the original error if the disk is full."""
         for stream in (self._tar, self._file):
             with contextlib.suppress(OSError):
                 stream.close()

@@ -1,4 +1,4 @@
-"""Reading folders of latent and text shards.
+"""Reader of folders of latent and text shards.
 
 Layout of a folder (tar files in webdataset form, one sample a key):
 
@@ -35,18 +35,15 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class LatentReader:
-    """Random access to a folder of shards; holds no open files, so it can be handed to worker processes.
+    """Random access to a folder of shards; holds no open files, so that it can be passed to worker processes.
 
     Args:
         root: folder with an `index.json`.
-        index: what to read of it, see `DatasetIndex.without`; None: all that its `index.json` lists.
-        whole: refuse missing and cut shards, and a damaged null embedding.
+        index: part of the index to read, see `DatasetIndex.without`; None: the whole `index.json`.
+        whole: raise for missing and truncated shards, and for a damaged null embedding.
 
     Attributes:
         place: the folder, for messages.
-
-    Raises:
-        ValueError: the index is missing or malformed, or a shard is missing or cut short; names the file.
     """
 
     def __init__(self, root: str | Path, *, index: DatasetIndex | None = None, whole: bool = True) -> None:
@@ -67,33 +64,23 @@ class LatentReader:
         return self._text(NULL_KEY, self.index.null_text, 0)[1]
 
     def misshapen_shards(self) -> dict[str, str]:
-        """What is wrong with each shard that is missing or has another size than the index says."""
+        """Problem of each shard that is missing or has an unexpected size, by name."""
         problems = {}
         for shard in self.index.shards.values():
             path = self.root / shard.name
             size = path.stat().st_size if path.is_file() else None
             if size is None:
-                problems[shard.name] = f"shard {path} is missing, {INDEX_NAME} lists it"
+                problems[shard.name] = f"shard {path} is missing, but {INDEX_NAME} lists it"
             elif size != shard.bytes:
-                problems[shard.name] = (
-                    f"shard {path} is cut short or changed: it has {size} bytes, {INDEX_NAME} says {shard.bytes}"
-                )
+                problems[shard.name] = f"shard {path} is truncated or changed: expected {shard.bytes} bytes, got {size}"
         return problems
 
     def latent(self, sample_id: str) -> Tensor:
-        """float32 latents `[C, t, h, w]` of a sample, not normalised.
-
-        Raises:
-            ValueError: unknown id, or the stored bytes are damaged; names shard and sample.
-        """
+        """float32 latents `[C, t, h, w]` of a sample, not normalised."""
         return self._latent_tensor(sample_id, "latent", self.index.codec.channels)
 
     def condition(self, sample_id: str) -> Tensor:
-        """float32 image condition `[Cc, t, h, w]` of a sample, ready for the model.
-
-        Raises:
-            ValueError: unknown id, no condition in this data set, or damaged bytes; names shard and sample.
-        """
+        """float32 image condition `[Cc, t, h, w]` of a sample, for the model."""
         return self._latent_tensor(sample_id, "cond", self.index.cond_channels)
 
     def _latent_tensor(self, sample_id: str, name: str, channels: int) -> Tensor:
@@ -102,37 +89,29 @@ class LatentReader:
         if header.get("codec_hash") != self.index.codec.hash:
             found = f"{_short(header.get('codec_id'))} {_short(header.get('codec_hash'))}"
             says = f"{self.index.codec.id} {self.index.codec.hash}"
-            raise self._bad(sample_id, entry.latent, "metadata", f"encoded by {found}, the index says {says}")
+            raise self._bad(sample_id, entry.latent, "metadata", f"expected encoder {says}, got {found}")
         tensor, shape = tensors.get(name), (channels, *entry.latent_shape[1:])
         if tensor is None or tuple(tensor.shape) != shape:
             found = None if tensor is None else tuple(tensor.shape)
-            raise self._bad(sample_id, entry.latent, "shape", f"{name} of shape {found}, the index says {shape}")
+            raise self._bad(sample_id, entry.latent, "shape", f"expected {name} of shape {shape}, got {found}")
         return self._numbers(sample_id, entry.latent, name, tensor)
 
     def text(self, sample_id: str, caption: int) -> tuple[str, Tensor]:
-        """One caption of a sample and its float32 embedding `[S, E]`.
-
-        Raises:
-            ValueError: unknown id or caption number, or the stored bytes are damaged; names shard and sample.
-        """
+        """One caption of a sample and its float32 embedding `[S, E]`."""
         entry = self._entry(sample_id)
         if not 0 <= caption < entry.captions:
-            raise ValueError(f"sample {sample_id} has {entry.captions} captions, number {caption} was asked for")
+            raise ValueError(f"caption of sample {sample_id} must be in 0..{entry.captions - 1}, got {caption}")
         return self._text(sample_id, entry.text, caption)
 
     def damaged_shards(self) -> Iterator[Path]:
-        """Reads every shard of the right size whole and compares it with its digest; gives those that differ."""
+        """Read every shard of the expected size in full and yield those that differ from their digest."""
         misshapen = self.misshapen_shards()
         for shard in self.index.shards.values():
             if shard.name not in misshapen and file_digest(self.root / shard.name) != shard.sha256:
                 yield self.root / shard.name
 
     def verify(self) -> None:
-        """Refuses a data set with a damaged shard.
-
-        Raises:
-            ValueError: names the first one.
-        """
+        """Refuses a data set with a damaged shard."""
         for path in self.damaged_shards():
             raise ValueError(f"shard {path} is damaged: its digest differs from {INDEX_NAME}")
 
@@ -148,21 +127,21 @@ class LatentReader:
         if header.get("text_encoder_hash") != encoder.hash:
             found = f"{_short(header.get('text_encoder_id'))} {_short(header.get('text_encoder_hash'))}"
             says = f"{encoder.id} {encoder.hash}"
-            raise self._bad(key, span, "metadata", f"encoded by {found}, the index says {says}")
+            raise self._bad(key, span, "metadata", f"expected encoder {says}, got {found}")
         captions, embedding = header.get("captions"), tensors.get(str(caption))
         if embedding is None or not isinstance(captions, list) or caption >= len(captions):
-            raise self._bad(key, span, "metadata", f"no caption number {caption}")
+            raise self._bad(key, span, "metadata", f"missing caption {caption}")
         if not isinstance(captions[caption], str):
-            raise self._bad(key, span, "metadata", f"caption number {caption} is {_short(captions[caption])}, not text")
+            raise self._bad(key, span, "metadata", f"caption {caption}: expected text, got {_short(captions[caption])}")
         if embedding.dim() != 2 or embedding.shape[1] != encoder.dim or len(embedding) > encoder.max_tokens:
             says = f"at most {encoder.max_tokens} tokens of width {encoder.dim}"
-            raise self._bad(key, span, "shape", f"text of shape {tuple(embedding.shape)}, the index says {says}")
+            raise self._bad(key, span, "shape", f"expected text of {says}, got shape {tuple(embedding.shape)}")
         return captions[caption], self._numbers(key, span, "text", embedding)
 
     def _numbers(self, key: str, span: Span, name: str, tensor: Tensor) -> Tensor:
-        """The tensor as float32, when it holds values that a model can take."""
+        """The tensor as float32, checked for dtype and range."""
         if tensor.dtype not in _DTYPES:
-            raise self._bad(key, span, "dtype", f"{name} of type {str(tensor.dtype).removeprefix('torch.')}")
+            raise self._bad(key, span, "dtype", f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}")
         tensor = tensor.float()
         # empty captions may have no tokens
         least, most = (float(value) for value in tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
@@ -175,7 +154,7 @@ class LatentReader:
         return tensor
 
     def _tensors(self, key: str, span: Span) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Our header and the tensors of one member, after its digest was checked."""
+        """Header and tensors of one member, with a checked digest."""
         payload = self._payload(key, span)
         if len(payload) != span.size or hashlib.sha256(payload).hexdigest() != span.sha256:
             raise self._bad(key, span, "digest", f"the bytes are damaged (digest differs from {INDEX_NAME})")
@@ -184,13 +163,13 @@ class LatentReader:
             length = int.from_bytes(payload[:8], "little")
             header = json.loads(json.loads(payload[8 : 8 + length])["__metadata__"]["vsa"])
         except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise self._bad(key, span, "decode", f"not a safetensors member of ours ({_short(error)})") from error
+            raise self._bad(key, span, "decode", f"expected a safetensors member of vsa ({_short(error)})") from error
         if not isinstance(header, dict):
-            raise self._bad(key, span, "metadata", f"its header is {_short(header)}, not an object")
+            raise self._bad(key, span, "metadata", f"header: expected an object, got {_short(header)}")
         return header, tensors
 
     def _payload(self, key: str, span: Span) -> bytes:
-        """The bytes of one member, fewer where the shard ends before."""
+        """The bytes of one member, fewer if the shard is truncated."""
         try:
             with (self.root / span.shard).open("rb") as file:
                 file.seek(span.offset)

@@ -1,4 +1,4 @@
-"""Which samples are held out together: those of one film may not lie on both sides of a split."""
+"""Groups of samples that are held out together, so that clips of one film are never on both sides of a split."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ from typing import Literal
 from vsa.data.index import SampleEntry
 
 SplitBy = Literal["id", "file", "prefix", "field"]
-"""`id`: each sample by itself; `file`: the samples of a file; `prefix`: those of files whose names differ in their last
-number alone (`film7-0001.mp4` and `film7-0002.mp4`, or the files of a folder that are named by numbers); `field`: those
-for which the caption file says the same."""
+"""`id`: each sample by itself; `file`: the samples of a file; `prefix`: the samples of files whose names differ only in
+their last number (`film7-0001.mp4` and `film7-0002.mp4`, or the files of a folder that are named by numbers); `field`:
+the samples with equal values of a field in the caption file."""
 
 _LAST_NUMBER = re.compile(r"[^A-Za-z0-9/]*\d+$")
 
 
 def split_group(by: SplitBy, field: str | None) -> Callable[[SampleEntry], str]:
-    """The name of a sample's group.
+    """Function from a sample to the name of its group.
 
     Args:
-        by: what makes a group.
+        by: definition of a group.
         field: name of the field in the caption file.
-
-    Raises:
-        ValueError: a field without `by="field"`, or the reverse; the function for a sample of which nothing is known.
     """
     if (by == "field") != (field is not None):
-        raise ValueError(f"data.val_by=field needs data.val_field and the others take none, got {by} and {field}")
+        raise ValueError(f"data.val_field belongs to data.val_by=field, got val_by={by} and val_field={field}")
 
     def group(sample: SampleEntry) -> str:
         if by == "id":
@@ -35,7 +32,7 @@ def split_group(by: SplitBy, field: str | None) -> Callable[[SampleEntry], str]:
         if field is not None:
             if field not in sample.about.fields:
                 raise ValueError(
-                    f"data.val_field={field}: sample {sample.id} has no such field, a caption file gives it"
+                    f"data.val_field={field}: sample {sample.id} has no such field; it comes from the caption file"
                 )
             return sample.about.fields[field]
         source = sample.about.source

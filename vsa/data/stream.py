@@ -1,9 +1,9 @@
-"""Batches of shards that are read forwards from URLs, each sample at least once.
+"""Streaming: batches from shards that are read sequentially from URLs, with each sample at least once per epoch.
 
-Shards have an endless order: epoch after epoch, each a permutation of all. With R readers (ranks times workers) reader
-r takes the shards at places r, r + R, ..., so that no reader waits for another one, whatever shards hold. A reader
-mixes its samples in a buffer. What it is done with is one number, the first place of which it still has something to
-give; the smallest one of all readers is where a resumed run begins, with any number of readers.
+Shards have an endless order: epoch after epoch, each a permutation of all shards. With R readers (ranks times workers),
+reader r takes the shards at positions r, r + R, ..., so that no reader waits for another one, whatever the size of the
+shards. A reader shuffles its samples in a buffer. Its progress is one number, the first position with samples that it
+has not yielded yet. A resumed run begins at the smallest of these numbers, with any number of readers.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from vsa.data.sample_store import ShardStore
 from vsa.data.shards import LatentReader
 
 TRAIN, VALIDATION = "main", "validation"
-"""Sources of a store of streamed samples."""
+"""Names of the sources of a store of streamed samples."""
 
-# shards in a row without a good sample, after which a reader gives up
+# number of consecutive shards without a good sample after which a reader gives up
 _HOPELESS = 10
 
 
 class HeldReader(LatentReader):
-    """Reads the samples whose bytes it holds.
+    """Reader of samples whose bytes it holds in memory.
 
     Args:
-        folder: path or URL that the bytes came from, for messages.
-        index: of the folder.
+        folder: path or URL of the shards, for messages.
+        index: index of the folder.
         null: bytes of the null embedding.
     """
 
@@ -47,7 +47,7 @@ class HeldReader(LatentReader):
         self.null_text = self.read_null_text()
 
     def hold(self, payloads: Mapping[Span, bytes]) -> None:
-        """Hold these bytes by member in place of those before."""
+        """Replace the held bytes by these, by member."""
         self._held = {**self._null, **payloads}
 
     def _payload(self, key: str, span: Span) -> bytes:
@@ -57,10 +57,10 @@ class HeldReader(LatentReader):
 
 
 class StreamStore(ShardStore):
-    """Samples that have arrived, of the training set and the validation set.
+    """Store of the samples that have arrived, of the training set and the validation set.
 
     Args:
-        readers: by `TRAIN` and, where there is one, `VALIDATION`.
+        readers: readers by source: `TRAIN` and, with a validation set, `VALIDATION`.
     """
 
     def __init__(self, readers: Mapping[str, HeldReader]) -> None:
@@ -72,12 +72,12 @@ class StreamStore(ShardStore):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
-    """A sample with those of its bytes that could be read.
+    """A sample with the members that could be read.
 
     Args:
-        place: of its shard in the order of shards.
-        last: no sample of the shard comes after it.
-        entry: what the index says of it.
+        place: position of its shard in the order of shards.
+        last: whether it is the last sample of its shard.
+        entry: its entry in the index.
         payloads: bytes by member.
     """
 
@@ -92,9 +92,9 @@ class ShardOrder:
     """The endless order of shards.
 
     Args:
-        folder: path or URL of their folder.
-        shards: samples of each, by rising offset.
-        seed: of the order.
+        folder: path or URL of the folder of the shards.
+        shards: samples of each shard, by ascending offset.
+        seed: seed of the order.
     """
 
     folder: str
@@ -102,12 +102,12 @@ class ShardOrder:
     seed: int
 
     def at(self, place: int) -> Sequence[SampleEntry]:
-        """Samples of the shard at a place, which is counted through all epochs."""
+        """Samples of the shard at a position, which is counted through all epochs."""
         epoch, number = divmod(place, len(self.shards))
         return self.shards[permute_index(number, len(self.shards), hash64(self.seed, "shards", epoch))]
 
     def samples(self, first: int, every: int) -> Iterator[Arrived]:
-        """All samples of the shards at places `first`, `first + every`, ..., for ever."""
+        """Endless samples of the shards at positions `first`, `first + every`, ..."""
         for place in count(first, every):
             entries = self.at(place)
             for number, (entry, payloads) in enumerate(read_samples(self.folder, entries, told), 1):
@@ -115,13 +115,13 @@ class ShardOrder:
 
 
 class ShuffleBuffer:
-    """Mixes the samples of a reader.
+    """Shuffle buffer of a reader.
 
     Args:
-        samples: endless.
-        size: samples that are held.
-        seed: of the mixture.
-        first, every: places of the reader's shards.
+        samples: endless samples.
+        size: number of samples that the buffer holds.
+        seed: seed of the shuffle.
+        first, every: positions of the reader's shards.
     """
 
     def __init__(self, samples: Iterator[Arrived], *, size: int, seed: int, first: int, every: int) -> None:
@@ -131,11 +131,11 @@ class ShuffleBuffer:
 
     @property
     def mark(self) -> int:
-        """First place of which something has not been drawn yet."""
+        """First position with samples that have not been drawn yet."""
         return min([self._unread, *(sample.place for sample in self._held)])
 
     def draw(self) -> Arrived:
-        """One of the held samples, after as many were read as there is room for."""
+        """Fill the buffer and draw one of its samples."""
         while len(self._held) < self._size:
             sample = next(self._samples)
             self._unread = sample.place + self._every * sample.last
@@ -151,17 +151,17 @@ class StreamedBatches(IterableDataset[VideoBatch]):
     """Training micro-batches of one rank; the order depends on seed, start, ranks and workers.
 
     Args:
-        store: holds the samples of the batch in hand.
-        order: of the shards.
+        store: store of the samples of the current batch.
+        order: order of the shards.
         part: this rank's part of a global batch.
         batch_size: samples of a global batch.
         text_padding: see `vsa.data.batch.TextPadding`.
-        seed: of mixture, captions and noise.
+        seed: seed of shuffle, captions and noise.
         start_step: first optimizer step.
         steps: number of optimizer steps.
-        start_shard: place in the order of shards where reading begins.
+        start_shard: position in the order of shards where reading begins.
         caption_dropout: probability that a sample is trained on the null embedding.
-        buffer: samples that each reader mixes.
+        buffer: number of samples in the shuffle buffer of each reader.
     """
 
     store: StreamStore
@@ -196,7 +196,7 @@ class StreamedBatches(IterableDataset[VideoBatch]):
             yield replace(batch, mark=StreamMark(worker=worker, shard=buffer.mark))
 
     def _batch(self, number: int, micro: int, buffer: ShuffleBuffer) -> VideoBatch:
-        """A micro-batch of good samples, which names the bad ones that were drawn before them."""
+        """A micro-batch of good samples, with a record of the bad ones that were drawn before them."""
         step, slots = self.start_step + number, self.part.slots(self.batch_size, micro)
         samples = [buffer.draw() for _ in slots]
         bad: list[BadSample] = []
@@ -210,7 +210,9 @@ class StreamedBatches(IterableDataset[VideoBatch]):
                 return replace(batch, bad=tuple(bad))
             except BadSampleError as error:
                 if len(bad) == self._hopeless:
-                    raise NoGoodSample(f"{error}; so were all of the {len(bad):,} samples drawn before it") from None
+                    raise NoGoodSample(
+                        f"{error}; all of the {len(bad):,} samples drawn before it are bad too"
+                    ) from None
                 place = next(i for i, sample in enumerate(samples) if sample.entry.id == error.sample)
                 bad.append(
                     BadSample(
@@ -220,7 +222,7 @@ class StreamedBatches(IterableDataset[VideoBatch]):
                 samples[place] = buffer.draw()
 
     def _draw(self, entry: SampleEntry, step: int, slot: int) -> Draw:
-        # a slot is one sample of the global batch, so that a sample that stands there twice meets two noises
+        # keyed by the slot, so that a sample that occurs twice in the global batch gets different noise
         dropped = draw64(self.seed, "caption dropout", step, entry.id, slot) < self.caption_dropout * 2.0**64
         return Draw(
             ref=SampleRef(source=TRAIN, id=entry.id),
@@ -231,27 +233,19 @@ class StreamedBatches(IterableDataset[VideoBatch]):
 
 
 def open_index(folder: str) -> DatasetIndex:
-    """The `index.json` of a folder.
-
-    Raises:
-        ValueError: the file is missing, cannot be read or is damaged; names it.
-    """
+    """The `index.json` of a folder."""
     url = f"{folder}/{INDEX_NAME}"
     try:
         return DatasetIndex.parse(read_file(url).decode(), url)
     except RemoteError as error:
-        what = ": shards are streamed from folders that vsa encode wrote, with their index" if error.missing else ""
+        what = ": streaming needs a folder written by vsa encode, with its index" if error.missing else ""
         raise ValueError(f"{error}{what}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read {url}: {error}") from None
 
 
 def open_reader(folder: str, index: DatasetIndex) -> HeldReader:
-    """A reader that holds the null embedding alone.
-
-    Raises:
-        ValueError: the null embedding cannot be read or is damaged.
-    """
+    """A reader that holds only the null embedding."""
     try:
         (null,) = read_spans(f"{folder}/{index.null_text.shard}", [index.null_text])
     except RemoteError as error:
@@ -260,7 +254,7 @@ def open_reader(folder: str, index: DatasetIndex) -> HeldReader:
 
 
 def samples_by_shard(index: DatasetIndex) -> dict[str, list[SampleEntry]]:
-    """Samples of every latent shard, by rising offset."""
+    """Samples of every latent shard, by ascending offset."""
     shards: dict[str, list[SampleEntry]] = {}
     for sample in sorted(index.samples.values(), key=lambda sample: sample.latent.offset):
         shards.setdefault(sample.latent.shard, []).append(sample)
@@ -270,12 +264,12 @@ def samples_by_shard(index: DatasetIndex) -> dict[str, list[SampleEntry]]:
 def read_samples(
     folder: str, entries: Sequence[SampleEntry], tell: Callable[[RemoteError], None]
 ) -> Iterator[tuple[SampleEntry, dict[Span, bytes]]]:
-    """Samples with the bytes of their members; after an error, which is told, without those of the broken shard.
+    """Samples with the bytes of their members; after an error, which is reported, the remaining ones have no bytes.
 
     Args:
         folder: path or URL of the shards.
-        entries: samples of one latent shard, by rising offset.
-        tell: takes an error; may raise another one.
+        entries: samples of one latent shard, by ascending offset.
+        tell: called with an error; may raise another one.
     """
     latents = _members(folder, [entry.latent for entry in entries], tell)
     texts = _members(folder, [entry.text for entry in entries], tell)
@@ -285,12 +279,12 @@ def read_samples(
 
 
 def told(error: RemoteError) -> None:
-    """Says which shard is lost; its samples count as bad."""
-    print(f"data=stream: {error}; its samples from there on count as bad (unreadable)", flush=True)
+    """Print which shard cannot be read; its samples count as bad."""
+    print(f"data=stream: {error}; its remaining samples count as bad (unreadable)", flush=True)
 
 
 def _members(folder: str, spans: Sequence[Span], tell: Callable[[RemoteError], None]) -> Iterator[bytes | None]:
-    """The bytes of members in the given order, None for what is left of a shard that broke."""
+    """The bytes of members in the given order, None for the remaining members of a shard after an error."""
     for shard, group in groupby(spans, key=lambda span: span.shard):
         left = list(group)
         try:

@@ -37,20 +37,17 @@ from vsa.settings import AtLeastOne, ShareBelowOne, checked
 @checked
 @dataclass(kw_only=True, eq=False)
 class StreamDataModule(PlanDataModule):
-    """Batches from shards at paths or URLs, which are read forwards and never stored.
+    """Batches from shards at paths or URLs, which are read sequentially and never stored.
 
-    Every sample is trained on at least once an epoch: a resumed run begins at the last boundary of shards before which
-    nothing is left, so that samples after it may be seen twice.
+    Every sample is trained on at least once per epoch. A resumed run begins at the last shard boundary before which all
+    samples have been used, so that samples after it may be used twice.
 
     Args:
-        urls: latent shards of one folder that `vsa encode` wrote, with braces for numbers; text shards and `index.json`
-            are read from beside them.
-        val_urls: latent shards whose first samples are held in memory and validated on; None: nothing is.
-        shuffle_buffer: samples that every worker of a loader holds to mix them.
-        drop: file that lists samples to leave out, as `vsa check-data` and runs write it.
-
-    Raises:
-        ValueError: URLs that no client here reads, or a `val_fraction`.
+        urls: latent shards of one folder written by `vsa encode`, with braces for numbers; text shards and `index.json`
+            are read from the same folder.
+        val_urls: latent shards whose first samples are held in memory for validation; None: no validation.
+        shuffle_buffer: number of samples in the shuffle buffer of every worker of a loader.
+        drop: drop list of samples to leave out, written by `vsa check-data` or a run.
     """
 
     urls: str | Sequence[str]
@@ -62,7 +59,7 @@ class StreamDataModule(PlanDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.val_fraction:
-            raise ValueError(f"val_fraction={self.val_fraction}: a stream holds nothing out, give data.val_urls")
+            raise ValueError(f"val_fraction={self.val_fraction}: a stream cannot hold out samples, set data.val_urls")
         self._train = _Shards("data.urls", expand_urls("data.urls", self.urls))
         self._val = None
         if self.val_urls is not None:
@@ -71,11 +68,7 @@ class StreamDataModule(PlanDataModule):
         self._marks: dict[int, int] = {}
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the indexes and the validation set; further calls do nothing.
-
-        Raises:
-            ValueError: what cannot be read, does not fit the configuration, or has several latent shapes.
-        """
+        """Reads the indexes and the validation set; further calls do nothing."""
         if self._opened is not None:
             return
         indexes = {TRAIN: open_index(self._train.folder)}
@@ -108,7 +101,7 @@ class StreamDataModule(PlanDataModule):
             "seen at least once an epoch: a resumed run begins at a boundary of shards (exact resume needs data=folder)"
         )
         if self._val is None:
-            rank_zero_info("data.val_urls is not given: nothing is held out and nothing is validated")
+            rank_zero_info("data.val_urls is not set: there is no validation")
 
     def train_dataloader(self) -> DataLoader[VideoBatch]:
         """Micro-batches of this rank from `start_step` to the trainer's `max_steps`."""
@@ -118,7 +111,7 @@ class StreamDataModule(PlanDataModule):
         return self._loader(
             StreamedBatches,
             order=self._order,
-            # after a rollback the same shards give other batches
+            # after a rollback the same shards give different batches
             seed=hash64(seed, "skipped window", windows) >> 1 if windows else seed,
             start_step=self.start_step,
             steps=max(limit - self.start_step, 0) if limit >= 0 else ENDLESS,
@@ -128,38 +121,34 @@ class StreamDataModule(PlanDataModule):
         )
 
     def on_after_batch_transfer(self, batch: VideoBatch, dataloader_idx: int) -> VideoBatch:
-        """Notes how far the stream has come: the batch is trained on before the next checkpoint."""
+        """Record the position of the stream; the batch is trained on before the next checkpoint."""
         if batch.mark is not None:
             self._marks[batch.mark.worker] = batch.mark.shard
         return batch
 
     @property
     def plan_hash(self) -> str:
-        """Digest of samples, shards and seed; a resumed run must have the same."""
+        """Digest of samples, shards and seed, which must not change in a resumed run."""
         content = ["stream", self.plan.hash, self._digests]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the samples are, and the epoch and its shards that all ranks are done with; a collective."""
+        """Description of the samples, and the epoch and number of shards that all ranks have finished; a collective."""
         epoch, shards = divmod(self._next_shard(), len(self._order.shards))
         return {**super().state_dict(), "stream": {"epoch": epoch, "shards": shards}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after `state["step"]`, at a boundary of shards.
-
-        Raises:
-            ValueError: the samples are others.
-        """
+        """Continue after `state["step"]`, at a shard boundary; ValueError if the samples differ."""
         super().load_state_dict(state)
         epoch, shards, every = state["stream"]["epoch"], state["stream"]["shards"], len(self._order.shards)
         self._first_shard, self._marks = epoch * every + shards, {}
         rank_zero_info(
-            f"data=stream goes on after {shards:,} of the {every:,} shards of epoch {epoch}: samples of the shards "
-            "after them may be seen twice, none is left out (exact resume needs data=folder)"
+            f"data=stream continues after {shards:,} of the {every:,} shards of epoch {epoch}: samples of later shards "
+            "may be used twice, none is left out (exact resume needs data=folder)"
         )
 
     def _next_shard(self) -> int:
-        """First place in the order of shards of which a reader of any rank has something left."""
+        """First position in the order of shards with unused samples in a reader of any rank."""
         workers = max(self.num_workers, 1)
         part = self._part()
         first = self._first_shard + part.rank * workers
@@ -173,11 +162,11 @@ class StreamDataModule(PlanDataModule):
     def _shape(self, parts: Sequence[Sequence[SampleEntry]]) -> Shape:
         shapes = sorted({entry.latent_shape for part in parts for entry in part})
         if not shapes:
-            raise ValueError(f"{self._train.key}: its shards hold no samples, or data.drop leaves none")
+            raise ValueError(f"{self._train.key}: the shards hold no samples, or data.drop leaves none")
         if len(shapes) > 1:
             told = ", ".join("x".join(map(str, shape)) for shape in shapes)
             raise ValueError(
-                f"data.urls has latents of {len(shapes)} shapes ({told}), data=stream takes one: shards are named by it"
+                f"data.urls: expected latents of one shape, got {len(shapes)} ({told}); names of shards contain it"
             )
         return shapes[0]
 
@@ -187,7 +176,7 @@ class StreamDataModule(PlanDataModule):
         train = {sha256 for _, sha256 in self._train.digests(indexes[TRAIN])}
         for name, sha256 in self._val.digests(indexes[VALIDATION]):
             if sha256 in train:
-                raise ValueError(f"data.val_urls: {self._val.folder}/{name} is trained on, it stands in data.urls too")
+                raise ValueError(f"data.val_urls: {self._val.folder}/{name} is also in data.urls, the training set")
 
     def _hold(self, val: _Shards, reader: HeldReader) -> dict[Shape, tuple[SampleRef, ...]]:
         """Read the first samples of the validation shards into memory; their references by shape."""
@@ -211,11 +200,8 @@ class _Shards:
     """Latent shards of one folder.
 
     Args:
-        key: setting that names them.
-        urls: of all.
-
-    Raises:
-        ValueError: they lie in several folders.
+        key: name of the setting that lists them.
+        urls: paths or URLs of the shards.
     """
 
     def __init__(self, key: str, urls: Sequence[str]) -> None:
@@ -226,7 +212,7 @@ class _Shards:
         self.names = [url.rpartition("/")[2] for url in urls]
 
     def check(self, index: DatasetIndex) -> None:
-        """Raise ValueError for a shard that the index does not list, or that holds no latents."""
+        """Raise ValueError for a shard that the index does not list or that holds no latents."""
         shards = samples_by_shard(index)
         for name in self.names:
             if name not in index.shards:
@@ -238,7 +224,7 @@ class _Shards:
                 )
 
     def samples(self, index: DatasetIndex) -> list[list[SampleEntry]]:
-        """Samples by shard, none of a shard that was dropped."""
+        """Samples by shard, empty for a dropped shard."""
         shards = samples_by_shard(index)
         return [shards.get(name, []) for name in self.names]
 

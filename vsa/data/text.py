@@ -1,4 +1,4 @@
-"""Text encoders: captions to embeddings `[S, E]`."""
+"""Text encoders, which map captions to embeddings `[S, E]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vsa.settings import AtLeastOne, checked
 
 
 class TextEncoder(Protocol):
-    """Turns a caption into token embeddings.
+    """A text encoder maps a caption to token embeddings.
 
     Attributes:
         id: name, stored with every text shard.
@@ -43,22 +43,18 @@ class TextEncoder(Protocol):
 
 @checked
 class HashedNgramEncoder:
-    """One token per word: the sum of hashed character n-grams of the word plus a code of its position.
+    """Hashed n-gram encoder: one token per word, the sum of its character n-grams plus a position code.
 
-    Every n-gram owns a vector of signs drawn from its blake2b digest, so equal words agree, similar words correlate
-    and the table is the same on every machine without weights. Tokens have root mean square 1. Follows the subword
-    sums of Bojanowski et al., "Enriching Word Vectors with Subword Information" (2017), section 3.2, with fixed signs
-    in place of learned vectors.
+    Every n-gram has a vector of signs drawn from its blake2b digest, so that equal words agree, similar words correlate
+    and no weights are needed. Tokens have root mean square 1. It follows the subword sums of Bojanowski et al.,
+    "Enriching Word Vectors with Subword Information" (2017), section 3.2, with fixed signs instead of learned vectors.
 
     Args:
         dim: E, width of a token.
-        max_tokens: S at most; later words are dropped.
-
-    Raises:
-        ValueError: `dim` or `max_tokens` below 1.
+        max_tokens: largest S; later words are dropped.
     """
 
-    # the whole word weighs more than its pieces: "left" and "lift" share pieces and must stay apart
+    # the whole word has more weight than its n-grams: "left" and "lift" share n-grams and must stay distinct
     _WORD_WEIGHT = 2.0
     _POSITION_WEIGHT = 0.5
 
@@ -102,7 +98,7 @@ def _signs(name: str, dim: int) -> np.ndarray:
 
 @checked
 class UMT5Encoder:
-    """Wan's text encoder, UMT5-XXL: one row a token of the caption, the end token included.
+    """Wan's text encoder UMT5-XXL: one row per token of the caption, the end token included.
 
     Captions are cleaned as diffusers' Wan pipelines do (mojibake repaired where ftfy is installed, HTML entities
     resolved, white space joined). Wan was trained on these rows padded with zeros to 512 and without a mask: train on
@@ -110,12 +106,9 @@ class UMT5Encoder:
 
     Args:
         source: a diffusers pipeline folder with `text_encoder/` and `tokenizer/`, or a hub id.
-        max_tokens: longer captions are cut.
-        dtype: type that the network computes in and the rows are stored in: float32, bfloat16 or float16.
-        device: where it runs.
-
-    Raises:
-        ValueError: nothing at `source`, another model than UMT5EncoderModel, or a value out of range.
+        max_tokens: largest S; longer captions are truncated.
+        dtype: dtype of the network and of the stored rows: float32, bfloat16 or float16.
+        device: device of the network.
     """
 
     def __init__(
@@ -166,7 +159,7 @@ class UMT5Encoder:
             ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
             rows = model(ids, mask).last_hidden_state.cpu()
         lengths = tokens.attention_mask.sum(1).tolist()
-        # a caption without any token is what the padding is: a row of zeros
+        # a caption without any token equals the padding: a row of zeros
         return [row[:n].clone() if n else torch.zeros_like(row[:1]) for row, n in zip(rows, lengths, strict=True)]
 
     def _modules(self) -> tuple[Any, Any]:
@@ -182,7 +175,7 @@ class UMT5Encoder:
 
 
 def clean_caption(text: str) -> str:
-    """A caption as diffusers' `WanPipeline` hands it to the tokenizer."""
+    """A caption as diffusers' `WanPipeline` passes it to the tokenizer."""
     try:
         import ftfy  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -1,4 +1,4 @@
-"""Toy clips as mp4 files and the shards made of them."""
+"""Toy clips as mp4 files, and their shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vsa.data.toy_videos import ToyClips, write_toy_videos
 
 
 def prepare_toy_shards(toy: ToyClips, videos: Path, root: Path, codec: Codec, text_encoder: TextEncoder) -> None:
-    """Render toy clips and encode them where they are missing.
+    """Render and encode toy clips if they are missing.
 
     Args:
         toy: which clips.
@@ -25,17 +25,14 @@ def prepare_toy_shards(toy: ToyClips, videos: Path, root: Path, codec: Codec, te
         root: folder of shards.
         codec: encodes the pixels.
         text_encoder: encodes the captions.
-
-    Raises:
-        ValueError: clips of that size cannot be encoded, or `root` holds another toy set than the one asked for.
     """
     frames, height, width = toy.size
-    # a clip of one frame is refused where it was not asked for
+    # the rules reject a clip of one frame unless one frame is requested
     rules = ClipRules(frames=1 if frames == 1 else None)
     clip = rules.plan(videos, codec, frames=frames, height=height, width=width)
     if not (root / INDEX_NAME).is_file():
         root.parent.mkdir(parents=True, exist_ok=True)
-        # of runs and ranks that start together, one makes the data and the others wait for it
+        # of several runs and ranks that start together, one creates the data and the others wait
         with FileLock(root.parent / f".{root.name}.lock"):
             if not (root / INDEX_NAME).is_file():
                 write_toy_videos(toy, videos)
@@ -50,5 +47,5 @@ def _check_toy_set(root: Path, toy: ToyClips, shape: Shape) -> None:
     if len(index.samples) != toy.count or not alike:
         raise ValueError(
             f"{root} holds {len(index.samples)} samples, not the {toy.count} toy clips of seed {toy.seed} and size "
-            f"{frames}x{height}x{width} asked for: remove it or choose another folder"
+            f"{frames}x{height}x{width}: remove it or choose another folder"
         )

@@ -1,4 +1,4 @@
-"""Captioned clips of one moving shape, and a scorer that reads colour and direction back from the pixels.
+"""Toy data: captioned clips of one moving shape, and a scorer that measures colour and direction from the pixels.
 
 T H W frames and pixels.
 """
@@ -38,15 +38,15 @@ SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "cross")
 _CAPTIONS = "captions.jsonl"
 _MANIFEST = "toy_clips.json"
 
-# how far a clip's shape must move, as a share of the picture, to count as moving
+# smallest motion of a clip's shape, as a share of the frame, that counts as moving
 _LEAST_MOTION = 0.04
-# RGB distance below which nothing stands out from the background
+# RGB distance from the background below which there is no foreground
 _LEAST_CONTRAST = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToyAttributes:
-    """What a caption says; shape and speed may be left open."""
+    """Attributes that a caption names; shape and speed are optional."""
 
     colour: str
     direction: str
@@ -63,7 +63,7 @@ class ToyClips:
         count: number of clips.
         size: frames, height and width.
         seed: seed of the set.
-        fps: frames per second of the files.
+        fps: frame rate of the files.
     """
 
     count: AtLeastOne = 1024
@@ -86,7 +86,7 @@ def render_clip(
         size: frames, height and width.
 
     Returns:
-        uint8 video `[T, H, W, 3]`, its caption ("a red circle moving left slowly") and the attributes behind it.
+        uint8 video `[T, H, W, 3]`, its caption ("a red circle moving left slowly") and its attributes.
     """
     draw = _stream(seed, index)
     attributes = _attributes(draw)
@@ -94,7 +94,7 @@ def render_clip(
     radius = min(H, W) * (0.13 + 0.04 * draw())
     sx, sy = DIRECTIONS[attributes.direction]
     reach = SPEEDS[attributes.speed or "slowly"] * (0.9 + 0.2 * draw())
-    # 1.3 radii is the tip of the triangle: the shape never leaves the picture
+    # the tip of the triangle is at 1.3 radii, so the shape never leaves the frame
     margin = 1.3 * radius + 1
     travel_x, travel_y = (s * max(min(reach * n, n - 2 * margin), 0) for s, n in ((sx, W), (sy, H)))
     x0 = _start(W, travel_x, margin, draw())
@@ -115,20 +115,17 @@ def render_clip(
 
 
 def write_toy_videos(clips: ToyClips, folder: str | Path, *, progress: bool = True) -> None:
-    """Renders toy clips as mp4 files with a `captions.jsonl`; the caption file is written last.
+    """Render toy clips as mp4 files with a `captions.jsonl`, which is written last.
 
     Args:
         clips: which clips.
-        folder: where to write: empty, or the toy clips of an earlier call, which are replaced.
+        folder: output folder: empty, or with the toy clips of an earlier call, which are replaced.
         progress: show a progress bar.
-
-    Raises:
-        ValueError: the folder holds a file that no earlier call wrote; names it.
     """
     folder = Path(folder)
     for old in _own_files(folder):
         old.unlink()
-    # before the first clip: it proves that what an interrupted call leaves may be replaced
+    # written before the first clip: it marks files of an interrupted call as replaceable
     write_whole(folder / _MANIFEST, json.dumps({"toy_clips": asdict(clips)}) + "\n")
     for i in track(range(clips.count), description="rendering toy videos", disable=not progress):
         video, _, _ = render_clip(clips.seed, i, size=clips.size)
@@ -137,7 +134,7 @@ def write_toy_videos(clips: ToyClips, folder: str | Path, *, progress: bool = Tr
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """The files of a folder of toy clips, its manifest last; all of them must be an earlier call's."""
+    """The files of a folder of toy clips, its manifest last; all of them must come from an earlier call."""
     if not folder.is_dir():
         return []
     names = {path.name for path in folder.iterdir()}
@@ -149,7 +146,7 @@ def _own_files(folder: Path) -> list[Path]:
             raise ValueError(f"{folder / _MANIFEST} does not describe toy clips: choose an empty folder") from error
         own |= {_MANIFEST, *(_clip_name(clips, i) for i in range(clips.count))}
         captions = folder / _CAPTIONS
-        # as bytes: captions that somebody edited may be in any encoding
+        # compared as bytes, because edited captions may have any encoding
         if captions.is_file() and captions.read_bytes() == _caption_lines(clips).encode():
             own.add(_CAPTIONS)
     foreign = sorted(names - own)
@@ -172,12 +169,12 @@ def _caption_lines(clips: ToyClips) -> str:
 
 
 def clip_attributes(seed: int, index: int) -> ToyAttributes:
-    """The attributes of clip `index` of a set, without drawing it."""
+    """The attributes of clip `index` of a set, without rendering it."""
     return _attributes(_stream(seed, index))
 
 
 def caption_of(attributes: ToyAttributes) -> str:
-    """The caption of a clip: "a red circle moving left slowly"; open attributes are left out."""
+    """The caption of a clip, such as "a red circle moving left slowly"; missing attributes are left out."""
     words = [
         "a",
         attributes.colour,
@@ -190,16 +187,12 @@ def caption_of(attributes: ToyAttributes) -> str:
 
 
 def captions_of(attributes: ToyAttributes) -> tuple[str, ...]:
-    """Every caption stored with a clip: the full one and one that leaves the speed open."""
+    """Every caption stored with a clip: the full one and one without the speed."""
     return caption_of(attributes), caption_of(ToyAttributes(**{**asdict(attributes), "speed": None}))
 
 
 def parse_prompt(caption: str) -> ToyAttributes:
-    """The attributes a caption names.
-
-    Raises:
-        ValueError: the caption does not name exactly one known colour and one direction.
-    """
+    """The attributes that a caption names."""
     words = re.findall(r"[a-z]+", caption.lower())
     found = {
         name: [word for word in words if word in known]
@@ -208,12 +201,12 @@ def parse_prompt(caption: str) -> ToyAttributes:
     for name in ("colour", "direction"):
         if len(set(found[name])) != 1:
             known = COLOURS if name == "colour" else DIRECTIONS
-            raise ValueError(f"prompt {caption!r} must name one {name} of {', '.join(known)}, it names {found[name]}")
+            raise ValueError(f"prompt {caption!r} must name one {name} of {', '.join(known)}, got {found[name]}")
     return ToyAttributes(**{name: (words[0] if words else None) for name, words in found.items()})  # pyright: ignore
 
 
 def evaluation_prompts(count: int) -> list[str]:
-    """`count` prompts balanced over colour x direction, with shapes and speeds taking turns."""
+    """`count` prompts balanced over colour x direction, with alternating shapes and speeds."""
     prompts = []
     for i in range(count):
         colour = tuple(COLOURS)[i % len(COLOURS)]
@@ -226,26 +219,26 @@ def evaluation_prompts(count: int) -> list[str]:
 
 
 def measure_clip(video: Tensor) -> tuple[str | None, str | None]:
-    """Colour and direction of motion of what stands out in a clip, from its pixels alone.
+    """Colour and direction of motion of the foreground of a clip, measured from its pixels.
 
-    The background is the median colour; foreground weight grows with the distance from it. The colour is the palette
-    entry that lies in the direction of the mean foreground from the background (so a faded shape keeps its name); the
-    motion is the slope of a least-squares line through the foreground's centroids.
+    The background is the median colour; the foreground weight grows with the distance from it. The colour is the
+    palette entry closest in direction to the mean foreground minus the background (so a faded shape keeps its name);
+    the motion is the slope of a least-squares line through the centroids of the foreground.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
 
     Returns:
-        (colour, direction), each None when nothing stands out or nothing moves.
+        (colour, direction), each None without a foreground or without motion.
     """
     pixels = video.detach().cpu().numpy().astype(np.float32)
     T, H, W, _ = pixels.shape
-    # medians of a grid of about 64 x 64 points are as good and much faster
+    # medians over a grid of about 64 x 64 points are as good and much faster
     step = max(min(H, W) // 64, 1)
     background = np.median(pixels[:, ::step, ::step].reshape(-1, 3), axis=0)
     difference = pixels - background
     distance = np.sqrt(np.einsum("thwc,thwc->thw", difference, difference))
-    # the smallest shape covers 3% of a picture, so the last percent is all shape
+    # the smallest shape covers 3% of a frame, so the top percentile lies inside the shape
     peak = float(np.percentile(distance[:, ::step, ::step], 99))
     if peak < _LEAST_CONTRAST:
         return None, None
@@ -282,9 +275,6 @@ def score_clip(video: Tensor, caption: str) -> dict[str, bool]:
 
     Returns:
         {"colour": bool, "direction": bool}; a random clip scores 1 in 6 and 1 in 4.
-
-    Raises:
-        ValueError: see `parse_prompt`.
     """
     wanted = parse_prompt(caption)
     colour, direction = measure_clip(video)
@@ -320,10 +310,10 @@ def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, r: float) -> np.ndarra
 
 
 def _start(extent: int, travel: float, margin: float, u: float) -> float:
-    """A first centre from which `travel` keeps the shape inside; the middle when the picture is too narrow for that.
+    """Initial centre from which `travel` keeps the shape inside; the middle if the frame is too narrow for that.
 
-    Along the motion the path is centred up to a tenth of the picture, so that a clip's direction shows in every frame;
-    across it the place is free.
+    Along the motion, the path is centred up to a tenth of the frame, so that the direction is visible in every frame;
+    across it, the position is free.
     """
     low = margin + max(-travel, 0)
     high = extent - margin - max(travel, 0)

@@ -1,6 +1,6 @@
-"""Reading and writing video, GIF and image files.
+"""Reading and writing of video, GIF and image files.
 
-T H W frames and pixels. A process that only decodes does without torch, which takes seconds to import.
+T H W frames and pixels. torch, which takes seconds to import, is not needed by a process that only decodes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".gif")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
-# a decoded clip is held in memory: refuse what no training clip needs instead of running out of it
+# a decoded clip is held in memory: larger files than any training clip needs are an error
 MAX_PIXELS = 8192 * 8192
 MAX_BYTES = 8 * 2**30
-# of a frame: rounding must not decide between a frame and its successor
+# share of a frame's duration: rounding must not decide between a frame and its successor
 _SLACK = 1e-3
 
 
@@ -39,13 +39,10 @@ def read_video(path: str | Path, *, frames: int | None = None, fps: float | None
     Args:
         path: any container and codec that ffmpeg knows; an image file gives one frame.
         frames: stop after that many (None: to the end).
-        fps: resample to that rate: every output instant takes the newest frame at or before it (None: as stored).
+        fps: resample to this rate: every output time takes the latest frame at or before it (None: as stored).
 
     Returns:
         uint8 video `[T, H, W, 3]` and its frame rate.
-
-    Raises:
-        ValueError: the file is missing, does not decode, holds no frames or is larger than the limits; names the file.
     """
     import torch
 
@@ -79,7 +76,7 @@ def decode(path: Path, *, frames: int | None = None, fps: float | None = None) -
 
 
 def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | None, int, int]:
-    """What the header of a video or image file says, without decoding it.
+    """Size and length of a video or image file according to its header, without decoding it.
 
     Args:
         path: as for `read_video`.
@@ -87,9 +84,6 @@ def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | No
 
     Returns:
         (frames, height, width); frames is an estimate from the duration, or None, where the header has no number.
-
-    Raises:
-        ValueError: the file is missing, is not a video or is larger than the limits; names the file.
     """
     path = Path(path)
     if path.suffix.lower() in IMAGE_SUFFIXES:
@@ -105,11 +99,7 @@ def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | No
 
 
 def read_image(path: str | Path) -> Tensor:
-    """A PNG, JPEG or WebP file as uint8 `[H, W, 3]`; transparency is put on black.
-
-    Raises:
-        ValueError: the file is missing, does not decode or is larger than the limit; names the file.
-    """
+    """A PNG, JPEG or WebP file as uint8 `[H, W, 3]`; transparency is put on black."""
     import torch
 
     return torch.from_numpy(_decode_image(Path(path)))
@@ -123,15 +113,12 @@ def _decode_image(path: Path) -> np.ndarray:
 
 
 def write_video(path: str | Path, video: Tensor, *, fps: float = 8) -> None:
-    """Writes an H.264 mp4 file; it appears under its name complete or not at all.
+    """Write an H.264 mp4 file atomically.
 
     Args:
         path: file to write.
         video: uint8 `[T, H, W, 3]`; odd sizes are extended by their last row or column (4:2:0 needs even ones).
         fps: frames per second.
-
-    Raises:
-        ValueError: wrong dtype or shape.
     """
     frames = _frames(video)
     odd = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
@@ -147,15 +134,12 @@ def write_video(path: str | Path, video: Tensor, *, fps: float = 8) -> None:
 
 
 def write_gif(path: str | Path, video: Tensor, *, fps: float = 8) -> None:
-    """Writes a looping GIF; it appears under its name complete or not at all.
+    """Write a looping GIF atomically.
 
     Args:
         path: file to write.
         video: uint8 `[T, H, W, 3]`.
         fps: frames per second (GIF rounds the frame time to 10 ms).
-
-    Raises:
-        ValueError: wrong dtype or shape.
     """
     first, *rest = (Image.fromarray(frame) for frame in _frames(video))
     with atomic_file(path) as temporary:
@@ -198,7 +182,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 def _opened_image(path: Path) -> Iterator[Image.Image]:
     """An image file whose pixels are not read yet; errors of the block name the file too."""
     try:
-        # named formats only: others reach for external programs
+        # only these formats, because others call external programs
         with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"cannot decode image {path}: {image.width}x{image.height} pixels are over the limit")

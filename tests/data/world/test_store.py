@@ -86,5 +86,5 @@ def test_grids_of_other_codecs() -> None:
 
 
 def test_captions_that_do_not_fit_the_text_encoder_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"up to 22 words, expected text_encoder.max_tokens .* got 16"):
+    with pytest.raises(ValueError, match=r"text_encoder.max_tokens must be at least 22.* got 16"):
         module(text_encoder=HashedNgramEncoder())

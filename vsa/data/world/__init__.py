@@ -1,1 +1,1 @@
-"""An endless set of captioned clips: textured objects that pass each other before a drifting camera."""
+"""World: an endless set of captioned clips with textured objects that pass each other before a drifting camera."""

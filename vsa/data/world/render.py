@@ -1,4 +1,4 @@
-"""Scenes to pixels: gathers and integer arithmetic alone, so that every device and batch size gives the same bytes.
+"""Rendering of scenes by gathers and integer arithmetic only, so that every device and batch size gives equal bytes.
 
 B clips, T frames, H W pixels, P size of an object's box.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from vsa.data.world.scenes import OBJECTS, Scenes
 from vsa.data.world.tables import WorldTables, world_tables
 
-# pixels drawn at once: each takes about 20 bytes of working memory
+# number of pixels rendered at a time; each takes about 20 bytes of working memory
 _CHUNK = 1 << 25
 # marks the pixels of a box that an object covers, above the 24 bits of a colour
 _COVERED = 1 << 24
@@ -19,7 +19,7 @@ _COVERED = 1 << 24
 
 @torch.no_grad()
 def render(scenes: Scenes, size: tuple[int, int, int]) -> Tensor:
-    """Draws clips on the device of their scenes.
+    """Render clips on the device of their scenes.
 
     Args:
         scenes: B clips.
@@ -41,7 +41,7 @@ def render(scenes: Scenes, size: tuple[int, int, int]) -> Tensor:
 
 
 def _draw(scenes: Scenes, tables: WorldTables, canvas: Tensor) -> None:
-    """Fills a canvas, int32 `[B, T, H, W]`."""
+    """Render into a canvas, int32 `[B, T, H, W]`."""
     B, T, H, W = canvas.shape
     looks, paths = scenes.looks.long(), scenes.paths.long()
     pixels = torch.arange(max(H, W), device=canvas.device)

@@ -1,4 +1,4 @@
-"""What happens in clip i of a world, and how a caption says it: integers alone, so that every machine agrees.
+"""Content and caption of clip i of a world, in integer arithmetic only, so that every machine agrees.
 
 Objects move in the world and the camera drifts over it: a caption's "moving left" is motion against the background.
 The objects of a clip have different colours, and the caption names them from front to back.
@@ -58,13 +58,13 @@ _DRIFT = re.compile(rf"camera (?:drifts|holds) ({'|'.join(CAMERA)})", re.IGNOREC
 @checked
 @dataclass(frozen=True, kw_only=True)
 class WorldClips:
-    """A world: clip i is a pure function of (seed, i) and the grid.
+    """A set of world clips: clip i is a pure function of (seed, i) and the grid.
 
     Args:
         count: number of clips.
         grid: tokens along time, height and width, of a model with patches of 1 x 2 x 2 latents. With a codec of
-            4 x 8 x 8 a grid t x h x w is a clip of 4t frames of 16h x 16w pixels. Smaller
-            ones than 8 x 8 x 8 are for tests: shapes cannot be told apart in them.
+            4 x 8 x 8 a grid t x h x w is a clip of 4t frames of 16h x 16w pixels. Grids smaller than 8 x 8 x 8 are for
+            tests only, because shapes cannot be distinguished in them.
         seed: seed of the world.
     """
 
@@ -80,7 +80,7 @@ class WorldClips:
 
 @dataclass(frozen=True, kw_only=True)
 class WorldObject:
-    """What a caption says about one object."""
+    """Attributes of one object that a caption names."""
 
     colour: str
     shape: str
@@ -89,7 +89,7 @@ class WorldObject:
 
 @dataclass(frozen=True, kw_only=True)
 class WorldAttributes:
-    """What a caption says about a clip; objects from front to back."""
+    """Attributes of a clip that a caption names; objects from front to back."""
 
     objects: tuple[WorldObject, ...]
     camera: str
@@ -97,7 +97,7 @@ class WorldAttributes:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenes:
-    """Clips before they are drawn.
+    """Clips before rendering.
 
     Args:
         looks: int32 `[B, 1 + 4 O]`: number of the background; shape, size, colour and texture of each object, the
@@ -135,7 +135,7 @@ def background_size(extent: int) -> int:
 
 
 def world_attributes(seed: int, index: int) -> WorldAttributes:
-    """What clip `index` of a world shows."""
+    """The attributes of clip `index` of a world."""
     draw = _stream("attributes", seed, index)
     names = list(COLOURS)
     objects = []
@@ -146,7 +146,7 @@ def world_attributes(seed: int, index: int) -> WorldAttributes:
 
 
 def world_caption(attributes: WorldAttributes) -> str:
-    """The caption of a clip; the words of an object are as many for each, so that its place in the text says which."""
+    """The caption of a clip. Every object takes the same number of words, so that the position identifies it."""
     phrases = [
         f"{'an' if o.colour == 'orange' else 'a'} {o.colour} {o.shape} "
         f"{'circling' if o.motion in TURNS else 'moving'} {o.motion}"
@@ -157,11 +157,7 @@ def world_caption(attributes: WorldAttributes) -> str:
 
 
 def parse_caption(caption: str) -> WorldAttributes:
-    """The attributes that a caption of `world_caption` names.
-
-    Raises:
-        ValueError: it names no object, more than there can be, two of one colour, or no motion of the camera.
-    """
+    """The attributes that a caption of `world_caption` names."""
     objects = tuple(
         WorldObject(colour=c.lower(), shape=next(s for s in SHAPES if s.lower() == shape.lower()), motion=m.lower())
         for c, shape, m in _OBJECT.findall(caption)
@@ -227,13 +223,13 @@ def _circle(turn: int, radius: int, phase: int, frames: int) -> np.ndarray:
 
 
 def _places(moves: np.ndarray, room: np.ndarray, box: int, draw: Callable[[], float]) -> np.ndarray:
-    """Corners of the boxes, so that none leaves the picture and none hides another for long.
+    """Corners of the boxes such that none leaves the frame and none hides another for long.
 
     Args:
-        moves: int64 `[O, T, 2]` of each object from where it starts.
+        moves: int64 `[O, T, 2]` displacement of each object from its start.
         room: int64 `[2]` largest corner.
         box: size of a box.
-        draw: random numbers.
+        draw: source of random numbers.
 
     Returns:
         int64 `[O, T, 2]`.
@@ -241,17 +237,17 @@ def _places(moves: np.ndarray, room: np.ndarray, box: int, draw: Callable[[], fl
     low, high = -moves.min(axis=1), room - moves.max(axis=1)  # [O, 2]
     u = np.array([draw() for _ in range(_TRIALS * low.size)]).reshape(_TRIALS, *low.shape)
     starts = low + (u * (high - low + 1)).astype(np.int64)
-    # eight frames tell which objects meet
+    # eight frames are enough to find which objects meet
     some = np.arange(8) * (moves.shape[1] - 1) // 7
     trials = starts[:, :, None] + moves[:, some]  # [trials, O, T, 2]
     apart = np.abs(trials[:, :, None] - trials[:, None, :]).max(axis=-1)  # [trials, O, O, T]
-    # objects before the first are none, and hide nothing
+    # only objects in front can hide an object
     before = np.tril(np.ones(apart.shape[1:3], dtype=bool), -1)[None, :, :, None]
     # pixels of a box that the nearest object before it leaves free, in whole numbers: floats tie elsewhere
     free = np.minimum(np.where(before, apart, box).min(axis=2), box)  # [trials, O, T]
     worst = free.sum(axis=2).min(axis=1)
     passes = (free < box * 2 // 3).any(axis=(1, 2))
-    # three quarters free are enough; then objects that pass before each other are what is wanted
+    # three quarters visible are enough; beyond that, placements in which objects pass each other are preferred
     best = int(np.argmax(100 * np.minimum(worst, 6 * box) + 100 * box * passes + worst))
     return starts[best][:, None] + moves
 

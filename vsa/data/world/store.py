@@ -1,6 +1,6 @@
-"""The clips of a world as samples of a training: drawn and encoded on the device that trains on them.
+"""The clips of a world as training samples, rendered and encoded on the training device.
 
-A loader yields scenes, a few thousand integers a clip; `VideoBatch.to` turns them into latents.
+A loader yields scenes, a few thousand integers per clip; `VideoBatch.to` converts them to latents.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from vsa.data.text import TextEncoder
 from vsa.data.world.render import render
 from vsa.data.world.scenes import Scenes, WorldClips, draw_scene, stack_scenes, world_attributes, world_caption
 
-# patches of the models that a grid is counted for
+# patch size of the models in whose tokens a grid is given
 _PATCH = (1, 2, 2)
-# statistics come from so many pixels of clips, and at least and at most so many clips
+# number of pixels for the statistics, and the smallest and largest number of clips
 _PROBE_PIXELS = 1 << 26
 _PROBE_CLIPS = 8, 64
 
@@ -58,20 +58,17 @@ class SceneLatents:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Tensor:
         """float32 latents `[B, C, T, H, W]`, not normalised."""
         videos = render(self.scenes.to(device), self.size)
-        # each by itself: a larger product may round in another order
+        # one by one, because a larger product may round in another order
         return torch.stack([self.codec.encode(video) for video in videos])
 
 
 class WorldStore:
-    """The clips of a world, made when asked for; no files (`vsa.data.sample_store.SampleStore`).
+    """The clips of a world, created on demand, without files (`vsa.data.sample_store.SampleStore`).
 
     Args:
         clips: which clips.
         codec: encodes the pixels.
         text_encoder: encodes the captions.
-
-    Raises:
-        ValueError: captions do not fit the text encoder.
     """
 
     def __init__(self, clips: WorldClips, codec: Codec, text_encoder: TextEncoder) -> None:
@@ -87,18 +84,18 @@ class WorldStore:
         pixels = self.size[0] * self.size[1] * self.size[2]
         probe = self._pending(range(min(clips.count, max(least, min(most, _PROBE_PIXELS // pixels)))))
         mean, std = probe_statistics(torch.cat([probe[i : i + 1].to("cpu") for i in range(len(probe.scenes))]))
-        # machines that add in another order agree on four digits
+        # rounded to four digits, on which machines with another order of summation agree
         self.latent_mean, self.latent_std = mean.round(decimals=4), std.round(decimals=4)
         c, t, h, w = codec.latent_shape(*self.size)
         ids = tuple(f"world-{clips.seed}-{i:08d}" for i in range(clips.count))
         self.buckets: dict[str, dict[Shape, tuple[str, ...]]] = {"world": {(c, t, h, w): ids}}
 
     def latents(self, refs: Sequence[SampleRef]) -> SceneLatents:
-        """Latents `[B, C, t, h, w]` of samples, to be computed where they are wanted."""
+        """Latents `[B, C, t, h, w]` of samples, to be computed on the training device."""
         return self._pending([clip_number(ref.id) for ref in refs])
 
     def condition(self, ref: SampleRef) -> Tensor | None:
-        """None: these clips come without an image."""
+        """None: these clips have no image condition."""
         return None
 
     def captions(self, ref: SampleRef) -> int:

@@ -1,9 +1,9 @@
-"""Integer tables that the clips of a world are drawn from: backgrounds, shapes, textures and colours.
+"""Integer tables for the rendering of world clips: backgrounds, shapes, textures and colours.
 
 The photographs are files of scikit-image's wheel, all in the public domain or CC0 as `skimage/data/_fetchers.py` of its
 0.26 says: astronaut (NASA), brick and gravel (CC0Textures), camera (L. Varshney), chelsea (S. van der Walt), coffee
-(R. Michetti), grass (linolafett). The package is not imported. Shapes are polygons of this file: a font would be drawn
-by other versions of its library in other pixels.
+(R. Michetti), grass (linolafett). The package is not imported. Shapes are polygons of this file, because other versions
+of a font library could give other pixels.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PHOTOGRAPHS = {
     "grass": "b6b6022426b38936c43a4ac09635cd78af074e90f42ffa8227ac8b7452d39f89",
     "gravel": "c48615b451bf1e606fbd72c0aa9f8cc0f068ab7111ef7d93bb9b0f2586440c12",
 }
-"""SHA-256 of each file: another picture would be another world."""
+"""SHA-256 of each file, since another photograph would change the world."""
 
 SHEET = 64
-"""Units of the square that the outlines are drawn in."""
+"""Side of the square of the outlines, in units."""
 
 OUTLINES: dict[str, tuple[tuple[tuple[int, int], ...], ...]] = {
     "square": (((7, 7), (57, 7), (57, 57), (7, 57)),),
@@ -62,7 +62,7 @@ OUTLINES: dict[str, tuple[tuple[tuple[int, int], ...], ...]] = {
     ),
     "7": (((4, 2), (60, 2), (60, 17), (35, 62), (14, 62), (37, 20), (4, 20)),),
 }
-"""Corners (x, y) of each shape; a second outline is a hole. The circle is made of its radius."""
+"""Corners (x, y) of each shape; a second outline is a hole. The circle is defined by its radius."""
 
 _CIRCLE_RADIUS = 29
 _DARK, _LIGHT = 14, 112
@@ -91,12 +91,7 @@ class WorldTables:
 
 @cache
 def world_tables(height: int, width: int, device: str = "cpu") -> WorldTables:
-    """The tables of pictures of a size, made once a process and device.
-
-    Raises:
-        ModuleNotFoundError: scikit-image is not installed.
-        ValueError: its photographs are other ones.
-    """
+    """The tables for frames of a size, cached per process and device."""
     if device != "cpu":
         return world_tables(height, width).to(device)
     box = box_size(height, width)
@@ -118,11 +113,7 @@ def object_masks(box: int) -> Tensor:
 
 
 def find_photographs() -> Path:
-    """The folder of the photographs.
-
-    Raises:
-        ModuleNotFoundError: scikit-image is not installed.
-    """
+    """The folder of the photographs."""
     package = importlib.util.find_spec("skimage")
     if package is None or package.origin is None:
         raise ModuleNotFoundError("scikit-image holds the photographs: pip install 'vsa-train[world]'", name="skimage")
@@ -130,12 +121,7 @@ def find_photographs() -> Path:
 
 
 def photograph(name: str) -> np.ndarray:
-    """uint8 `[H, W, 3]` picture of scikit-image.
-
-    Raises:
-        ModuleNotFoundError: scikit-image is not installed.
-        ValueError: the file is missing or another one.
-    """
+    """uint8 `[H, W, 3]` picture of scikit-image."""
     path = find_photographs() / f"{name}.png"
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
     if digest != PHOTOGRAPHS[name]:
@@ -147,7 +133,7 @@ def photograph(name: str) -> np.ndarray:
 
 
 def _background(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """A photograph at a size, its middle part, dim and half grey so that objects stand out: int64 `[H, W, 3]`."""
+    """Centre crop of a photograph at a size, dimmed and half grey so that objects stand out: int64 `[H, W, 3]`."""
     picture = pixels.astype(np.int64)
     h, w = picture.shape[:2]
     rows, columns = min(h, w * height // width), min(w, h * width // height)
@@ -179,7 +165,7 @@ def _packed(rgb: np.ndarray) -> np.ndarray:
 
 def _mask(shape: str, box: int, size: int) -> np.ndarray:
     """bool `[P, P]`: pixels whose centre is inside, of a shape that fills 13, 14, 15 or 16 sixteenths of its box."""
-    # centres in units of a sheet, times `unit` to stay whole
+    # centres in units of the outlines, times `unit` to stay integers
     unit = 2 * box * (13 + size)
     centre = (2 * np.arange(box) + 1 - box) * SHEET * 16 + SHEET * unit // 2
     x, y = centre[None, :], centre[:, None]
@@ -189,7 +175,7 @@ def _mask(shape: str, box: int, size: int) -> np.ndarray:
         return (x - middle) ** 2 + (y - middle) ** 2 <= (_CIRCLE_RADIUS * unit) ** 2
     for outline in OUTLINES.get(shape, ()):
         for (x0, y0), (x1, y1) in zip(outline, (*outline[1:], outline[0]), strict=True):
-            # rays to the right cross this edge, counted once for each of its rows
+            # rows whose rays to the right can cross this edge
             crosses = (y0 * unit <= y) != (y1 * unit <= y)
             left = (x - x0 * unit) * (y1 - y0) - (y - y0 * unit) * (x1 - x0)
             inside ^= crosses & ((left < 0) if y1 > y0 else (left > 0))
