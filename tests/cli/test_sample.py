@@ -73,8 +73,8 @@ def test_sample_of_a_checkpoint_writes_beside_its_run(tiny_run_dir: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no prompts"),
-        (["--prompt", "x", "--topk", "2", "--sparsity", "0.5"], "not both"),
+        ([], "missing prompts"),
+        (["--prompt", "x", "--topk", "2", "--sparsity", "0.5"], "at most one of topk and sparsity"),
         (["--prompt", "x", "--topk", "99"], "above the number of tiles 8"),
     ],
 )

@@ -202,7 +202,7 @@ def test_weights_without_a_codec_say_what_to_give(make_run, write_tiny_run, tiny
     assert (status, out.exists()) == (1, False)
     assert err == (
         f"error: checkpoint {back}/checkpoints/step-00000000 holds weights without a codec and a text encoder: convert "
-        "it once more with --like RUN, a run that was trained on such latents and captions (`vsa convert`), or "
+        "it again with --like RUN, a run that was trained on such latents and captions (`vsa convert`), or "
         "sample its export through a pipeline (`vsa sample --pipeline PIPELINE --transformer EXPORT`)\n"
     )
     # which is what helps

@@ -113,10 +113,10 @@ def test_interrupted_and_repeated_equals_straight(
     with pytest.raises(KeyboardInterrupt):
         generate(*arguments)
     refusals = [
-        (["--seed", "6"], "begun with seed 5, now it is 6"),
-        (["--guidance", "3"], r"begun with guidance 2\.0, now it is 3\.0"),
-        (["--topk", "5"], "begun with .* now it is"),
-        (["--weights", "model"], "begun with weights ema, now it is model"),
+        (["--seed", "6"], "started with seed 5, got 6"),
+        (["--guidance", "3"], r"started with guidance 2\.0, got 3\.0"),
+        (["--topk", "5"], "started with .* got"),
+        (["--weights", "model"], "started with weights ema, got model"),
     ]
     for change, message in refusals:
         with pytest.raises(ValueError, match=message):
@@ -270,7 +270,7 @@ def test_bad_input_is_one_line(
     size = ["--size", "16", "32", "--frames", "5"]
     cases: list[tuple[Path, Path, list[str], str]] = [
         (folder, prompts, [], "needs --size HEIGHT WIDTH and --frames N"),
-        (folder, prompts, ["--size", "16", "32"], "go together"),
+        (folder, prompts, ["--size", "16", "32"], "expected both --size and --frames"),
         (folder, prompts, ["--size", "16", "30", "--frames", "5"], "size 16x30 must be multiples"),
         (
             folder,
@@ -280,20 +280,25 @@ def test_bad_input_is_one_line(
         ),
         (folder, prompts, ["--size", "8", "32", "--frames", "5"], "do not divide into patches"),
         (folder, prompts, [*size, "--topk", "3"], "a pipeline is dense, got --topk 3"),
-        (images, prompts, size, "takes 36 channels, its VAE makes 16"),
-        (two, prompts, size, "has two transformers"),
-        (sparse, prompts, size, "is sparse, a teacher must be dense"),
-        (unshifted, prompts, size, r"scheduler_config\.json has no flow shift: give --shift"),
+        (images, prompts, size, "expected 16 input channels, as of its VAE, got 36"),
+        (two, prompts, size, "two transformers, one per range"),
+        (sparse, prompts, size, "is sparse, but a teacher must be dense"),
+        (unshifted, prompts, size, r"scheduler_config\.json has no flow shift: set --shift"),
         (folder, prompts, [*size, "--shift", "0"], "shift must be positive, got 0"),
         (bare, prompts, size, "has no scheduler/"),
         (run_folder, prompts, ["--shift", "-2"], "shift must be positive, got -2"),
-        (tmp_path / "nowhere", prompts, [], "no such model folder: .*nowhere"),
+        (tmp_path / "nowhere", prompts, [], "missing model folder: .*nowhere"),
         (tmp_path, prompts, [], "has no vae/"),
-        (Path("Wan-AI/Missing"), prompts, size, "no hub id that can be loaded: 401 Client Error Repository not found"),
-        (run_folder, prompts, ["--negative-prompt", "x"], "a run is guided from its null embedding"),
+        (
+            Path("Wan-AI/Missing"),
+            prompts,
+            size,
+            "nor a hub id that can be loaded: 401 Client Error Repository",
+        ),
+        (run_folder, prompts, ["--negative-prompt", "x"], "a run uses its null embedding, not a negative prompt"),
         (run_folder, prompts, ["--size", "60", "64", "--frames", "16"], "size 60x64"),
         (run_folder, prompts, ["--steps", "0"], "steps must be at least 1, got 0"),
-        (run_folder, tmp_path / "none.txt", [], "no prompts in"),
+        (run_folder, tmp_path / "none.txt", [], "has no prompts"),
         (run_folder, tmp_path / "bad.jsonl", [], r"bad\.jsonl, line 2: expected"),
     ]
     for teacher, file, options, message in cases:

@@ -108,7 +108,7 @@ def test_averaged_weights_are_taken_where_there_are_any(write_tiny_run, tmp_path
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"topk": 2, "sparsity": 0.5}, "not both: got topk=2 and sparsity=0.5"),
+        ({"topk": 2, "sparsity": 0.5}, "at most one of topk and sparsity, got topk=2 and sparsity=0.5"),
         ({"topk": 9}, "topk 9 is above the number of tiles 8"),
         ({"topk": 0}, "topk must be at least 1, got 0"),
         ({"sparsity": 1.0}, r"\[0, 1\), got 1.0"),
@@ -240,7 +240,7 @@ def test_record_attention_gives_the_selection_of_every_layer(run: LoadedRun):
 def test_draw_attention(run: LoadedRun, tmp_path: Path):
     out = draw_attention(run, PROMPTS[0], run.settings(steps=2), tmp_path / "tiles.png")
     assert np.asarray(Image.open(out)).std() > 1
-    with pytest.raises(ValueError, match=r"layer 9 selects no tiles, layers that do are \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"layer 9 selects no tiles: expected one of the layers \[0, 1\]"):
         draw_attention(run, PROMPTS[0], run.settings(steps=1), tmp_path / "x.png", layer=9)
 
 
@@ -373,9 +373,9 @@ def test_a_distilled_run_refuses_other_steps(distilled: LoadedRun, kwargs: dict,
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"steps": 4}, "takes 3 steps and flow shift 1, got steps=4 and flow_shift=1.0"),
+        ({"steps": 4}, "needs 3 steps and flow shift 1, got steps=4 and flow_shift=1.0"),
         ({"flow_shift": 3.0}, "got steps=3 and flow_shift=3.0"),
-        ({"steps": 2, "step_list": (500.0, 757.0)}, r"must fall strictly .* \[500.0, 757.0\]"),
+        ({"steps": 2, "step_list": (500.0, 757.0)}, r"must be strictly decreasing .* \[500.0, 757.0\]"),
         ({"steps": 0, "step_list": ()}, "steps must be at least 1, got 0"),
     ],
 )
@@ -387,7 +387,7 @@ def test_settings_that_contradict_a_step_list_are_refused(distilled: LoadedRun, 
 
 
 def test_a_checkpoint_with_a_bad_step_list_is_refused(write_tiny_run, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"must fall strictly .* \[757.0, 1000.0\]"):
+    with pytest.raises(ValueError, match=r"must be strictly decreasing .* \[757.0, 1000.0\]"):
         load_run(write_tiny_run(tmp_path, step_list=(757.0, 1000.0)))
 
 

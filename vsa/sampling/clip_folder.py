@@ -1,4 +1,4 @@
-"""Prompts in, a folder of clips out: from a run of this project or through a diffusers pipeline."""
+"""Sampling of prompts to a folder of clips, from a run of this project or through a diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -29,20 +29,16 @@ from vsa.secrets import without_secrets
 
 
 def all_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
-    """Prompts of a command line and then those of a file.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Prompts of a command line, followed by those of a file."""
     captions = [without_secrets(prompt, named=False) for prompt in prompts]
     captions += read_prompts(file) if file is not None else []
     if not captions:
-        raise ValueError("no prompts: give --prompt TEXT or --prompts FILE with one caption per line")
+        raise ValueError("missing prompts: expected --prompt TEXT or --prompts FILE with one caption per line")
     return captions
 
 
 def samples_folder(run: str | Path) -> Path:
-    """`samples` in the run folder, also when a checkpoint of it was named."""
+    """The folder `samples` of a run, given the run folder or one of its checkpoints."""
     path = Path(run)
     return (path.parent.parent if path.parent.name == "checkpoints" else path) / "samples"
 
@@ -58,20 +54,20 @@ def sample_run(
     attention: Callable[[LoadedRun, str, SampleSettings, Path], Any] | None = None,
     **settings: Any,
 ) -> Path:
-    """Write the clips of a trained run to a folder, and return that.
+    """Sample clips from a trained run and write them to a folder, which is returned.
 
     Args:
         run: run folder or checkpoint folder.
         prompts: N captions.
-        out: None: `samples` in the run folder.
-        fps: of the files.
-        device: None takes a GPU when there is one.
-        weights: averaged or trained; None: averaged where there are any.
-        attention: draws which tiles the first clip attends to (`vsa.evaluation.attention_map.draw_attention`).
-        settings: of `LoadedRun.settings`.
+        out: output folder; None: `samples` in the run folder.
+        fps: frame rate of the files.
+        device: device of the model; None: a GPU if there is one.
+        weights: averaged or trained weights; None: averaged ones if there are any.
+        attention: draws the tiles that the first clip attends to (`vsa.evaluation.attention_map.draw_attention`).
+        settings: arguments of `LoadedRun.settings`.
     """
     out = out or samples_folder(run)
-    # clips that cannot be written would be lost
+    # checked first, because clips that cannot be written would be lost
     refuse_unwritable(out)
     loaded = load_run(run, weights=weights, device=usable_device(device))
     chosen = loaded.settings(**settings)
@@ -102,25 +98,26 @@ def sample_pipeline(
     method: str | None = None,
     **attention: Any,
 ) -> Path:
-    """Write the clips of a diffusers pipeline to a folder, and return that.
+    """Sample clips from a diffusers pipeline and write them to a folder, which is returned.
 
     Args:
-        pipeline: folder or hub id.
+        pipeline: folder or hub id of the pipeline.
         prompts: N captions.
-        out: the folder.
-        seed: of the noise.
-        batch_size: clips computed together.
-        fps: of the files.
-        device: None takes a GPU when there is one.
+        out: output folder.
+        seed: seed of the noise.
+        batch_size: clips sampled together.
+        fps: frame rate of the files.
+        device: device of the pipeline; None: a GPU if there is one.
         negative_prompt: caption of the unconditional pass.
-        dtype: of the networks; None: bfloat16, on a CPU float32.
+        dtype: dtype of the networks; None: bfloat16, on a CPU float32.
         size: see `clip_settings`.
         frames: see `clip_settings`.
         guidance: see `clip_settings`.
         steps: see `clip_settings`.
         tile: tokens per tile, see `apply`.
-        method: a name, and for methods without parameters their settings: `neighborhood window_thw=[9,16,24]`.
-        attention: of `open_pipeline`.
+        method: name of a method, followed by its settings for methods without parameters:
+            `neighborhood window_thw=[9,16,24]`.
+        attention: further arguments of `open_pipeline`.
     """
     refuse_unwritable(out)
     device = usable_device(device)
@@ -131,11 +128,11 @@ def sample_pipeline(
     trained, grid = trained_settings(pipe), token_grid(pipe, clip.size, clip.frames)
     if trained is not None and grid not in trained.grids:
         known = ", ".join("x".join(map(str, other)) for other in trained.grids)
-        print(f"the clip's grid of {'x'.join(map(str, grid))} tokens is none of those trained on: {known}")
+        print(f"the model was not trained on the clip's grid of {'x'.join(map(str, grid))} tokens, but on: {known}")
     shared = {"negative_prompt": negative_prompt, "batch_size": batch_size}
     with progress_bar("sampling", len(prompts) * clip.steps) as advance:
         seeds = clip_seeds(seed, len(prompts)).tolist()
-        # the steps of a few-step generator are its own
+        # a few-step generator has its own steps
         options = {**clip._asdict(), "steps": steps, **shared}
         videos = generate_videos(pipe, prompts, seeds=seeds, progress=advance, **options)
     applied = applied_attention(pipe.transformer or pipe.transformer_2)
@@ -157,7 +154,7 @@ def sample_pipeline(
 
 
 def _named(method: str | None) -> dict[str, Any]:
-    """Name and settings of a method as the command line has it; what is not said is as in its config."""
+    """Name and settings of a method from the command line, completed by the defaults of its config."""
     if method is None:
         return {}
     name, *words = method.split() or [""]
@@ -170,13 +167,13 @@ def _named(method: str | None) -> dict[str, Any]:
 
 
 def _pipeline_record(pipe: Any) -> dict[str, Any]:
-    """The scheduler's settings, and what each transformer's attention kept in its last pass."""
+    """Settings of the scheduler, and the attention of each transformer in its last pass."""
     config = pipe.scheduler.config
     applied = {name: applied_attention(getattr(pipe, name)) for name in ("transformer", "transformer_2")}
     return {
         "step_list": config.get("step_list"),
         "flow_shift": config.get("flow_shift", config.get("shift")),
         "scheduler": type(pipe.scheduler).__name__,
-        # a transformer that no step reached has nothing to tell
+        # without transformers that no step has used
         "attention": {name: method.describe() for name, method in applied.items() if method is not None and method.ran},
     }

@@ -1,4 +1,4 @@
-"""Pages of clips: a few frames of each with its prompt. Long prompts are cut, the pictures keep their size."""
+"""Contact sheets: a few frames of each clip with its prompt. Long prompts are truncated, pictures keep their size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vsa.plotting import Fitted, fit_text, save_figure
 
-# inches, and letters and lines of 8 points that fit them
+# sizes in inches, and letters and lines of 8-point text that fit into them
 _GAP = 0.1
 _LINE = 0.14
 _LETTERS_PER_INCH = 13
@@ -22,7 +22,7 @@ _MOST_LINES = 4
 
 
 class _Page:
-    """A figure whose parts have their place in inches from the upper left corner."""
+    """A figure whose parts are positioned in inches from the upper left corner."""
 
     def __init__(self, width: float, height: float):
         self.figure = Figure(figsize=(width, height))
@@ -43,7 +43,7 @@ class _Page:
 def contact_sheet(
     videos: Tensor, prompts: Sequence[str], path: str | Path, *, frames: int = 4, columns: int = 2
 ) -> Path:
-    """A page of clips: a few frames of each side by side, its prompt above, cut after four lines.
+    """Contact sheet of clips: a few frames of each side by side, with its prompt above, truncated after four lines.
 
     Args:
         videos: uint8 `[N, T, H, W, 3]`.
@@ -51,9 +51,6 @@ def contact_sheet(
         path: PNG to write.
         frames: frames shown per clip, evenly spaced from the first to the last.
         columns: clips per row.
-
-    Raises:
-        ValueError: not one prompt per clip.
     """
     if len(videos) != len(prompts) or len(videos) == 0:
         raise ValueError(f"expected one prompt per clip, got {len(prompts)} prompts and {len(videos)} clips")
@@ -62,7 +59,7 @@ def contact_sheet(
     titles = [fit_text(prompt, round(width * _LETTERS_PER_INCH), _MOST_LINES) for prompt in prompts]
     columns = min(columns, len(videos))
     rows = math.ceil(len(videos) / columns)
-    # the prompts of a row end where its pictures begin
+    # the prompts of a row are aligned at the bottom, above its pictures
     above = [_LINE * max(title.lines for title in titles[row * columns : (row + 1) * columns]) for row in range(rows)]
     page = _Page(_GAP + columns * (width + _GAP), sum(above) + rows * (height + 2 * _GAP) + _GAP)
     top = _GAP
@@ -78,17 +75,14 @@ def contact_sheet(
 def side_by_side(
     columns: Mapping[str, Tensor], prompts: Sequence[str], path: str | Path, *, frames: int = 3, title: str = ""
 ) -> Path:
-    """The same prompts sampled in several ways: a row per prompt, a column per way, a few frames in every cell.
+    """Comparison sheet of the same prompts sampled in several ways: a row per prompt, a column per way.
 
     Args:
         columns: uint8 `[N, T, H, W, 3]` by the title of the column; all of one shape.
         prompts: N captions.
         path: PNG to write.
         frames: frames shown per clip, evenly spaced from the first to the last.
-        title: above the picture.
-
-    Raises:
-        ValueError: no column or no prompt, not one clip per prompt, or columns of different shapes.
+        title: title above the sheet.
     """
     shapes = {name: tuple(videos.shape) for name, videos in columns.items()}
     if not prompts or {shape[0] for shape in shapes.values()} != {len(prompts)}:
@@ -97,7 +91,7 @@ def side_by_side(
         raise ValueError(f"columns must have one shape, got {shapes}")
     width, height = _strip_size(next(iter(columns.values())), frames, frame_width=1.1)
     names = [fit_text(name, round(width * _LETTERS_PER_INCH), _MOST_LINES) for name in columns]
-    # prompts stand at the left of their row, as long as it is high
+    # prompts are at the left of their row and may use its whole height
     beside, down = 1.9, max(height, 4 * _LINE) + _GAP
     labels = [fit_text(prompt, round(beside * _LETTERS_PER_INCH), int(down / _LINE)) for prompt in prompts]
     across = beside + 2 * _GAP + len(columns) * (width + _GAP)
@@ -116,7 +110,7 @@ def side_by_side(
 
 
 def _strip(video: Tensor, frames: int) -> np.ndarray:
-    """At most `frames` frames of `[T, H, W, 3]` beside each other, evenly spaced from the first to the last."""
+    """At most `frames` frames of `[T, H, W, 3]` side by side, evenly spaced from the first to the last."""
     picked = torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long()
     return np.concatenate([np.pad(f, ((0, 0), (0, 2), (0, 0)), constant_values=255) for f in video[picked].numpy()], 1)
 

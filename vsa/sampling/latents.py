@@ -1,7 +1,7 @@
-"""A teacher's samples for a list of prompts as shards of latents and captions, in the format of `vsa encode`.
+"""Sampling of a teacher for a list of prompts to shards of latents and captions, in the format of `vsa encode`.
 
-A student that learns from its teacher's own samples meets no other data than the teacher's. Clip i of prompt n starts
-from the noise of (seed, n, i) and is integrated with Euler steps.
+A student that learns from them sees only data of its teacher's distribution. Clip i of prompt n starts from the noise
+of (seed, n, i) and is integrated with Euler steps.
 """
 
 from __future__ import annotations
@@ -31,23 +31,20 @@ from vsa.sampling.pipeline import load_run, sample_latents, settings_dict
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOptions:
-    """How a teacher is sampled; what is left out: as the run samples itself, or as Wan's pipelines do.
+    """Sampling settings of a teacher; None values are taken from the run, or from the defaults of Wan's pipelines.
 
     Args:
-        device: where it computes.
-        weights: of a run, "ema" or "model"; None: averaged ones where there are any.
+        device: device of the teacher.
+        weights: weights of a run, "ema" or "model"; None: averaged ones if there are any.
         size: height and width in pixels; None: the largest of a run.
-        frames: of a clip; goes with `size`.
+        frames: frames of a clip; required with `size`.
         steps: Euler steps (50 for a pipeline).
         guidance: scale in the standard form (5 for a pipeline).
-        flow_shift: of the noise levels (that of a pipeline's scheduler).
-        negative_prompt: what a pipeline is guided away from.
-        topk: tiles per query tile of a run.
+        flow_shift: flow shift of the noise levels (that of a pipeline's scheduler).
+        negative_prompt: caption of the unconditional pass of a pipeline.
+        topk: kv tiles per query tile of a run.
         sparsity: share of tiles skipped, instead of `topk`.
-        compute_dtype: of a pipeline's networks.
-
-    Raises:
-        ValueError: a value out of range.
+        compute_dtype: dtype of a pipeline's networks.
     """
 
     device: str
@@ -70,12 +67,12 @@ class TeacherOptions:
 
 
 class Teacher(Protocol):
-    """What samples are drawn from.
+    """A model from which samples are drawn.
 
     Attributes:
-        codec: of the latents.
-        text_encoder: of the captions.
-        record: everything that decides what a prompt becomes besides its noise, as JSON values.
+        codec: codec of the latents.
+        text_encoder: text encoder of the captions.
+        record: all settings that determine a sample besides its noise, as JSON values.
     """
 
     codec: Codec
@@ -83,17 +80,17 @@ class Teacher(Protocol):
     record: dict[str, Any]
 
     def sample(self, prompts: Sequence[str], seeds: Tensor) -> Tensor:
-        """Latents `[B, C, t, h, w]` of B prompts, not normalised, from noise of int64 seeds `[B]`."""
+        """Latents `[B, C, t, h, w]` of B prompts, not normalised, from the noise of int64 seeds `[B]`."""
         ...
 
 
 class RunTeacher:
-    """A run of this project: averaged weights where it has any, sampled as it samples, unless asked for otherwise."""
+    """A run of this project, by default with its averaged weights, if any, and its own sampling settings."""
 
     def __init__(self, spec: str, options: TeacherOptions) -> None:
         if options.negative_prompt:
             raise ValueError(
-                f"a run is guided from its null embedding, got --negative-prompt {options.negative_prompt!r}"
+                f"--negative-prompt {options.negative_prompt!r}: a run uses its null embedding, not a negative prompt"
             )
         self._run = load_run(spec, weights=options.weights, device=options.device)
         self.codec, self.text_encoder = self._run.codec, self._run.text_encoder
@@ -106,7 +103,7 @@ class RunTeacher:
             latent_shape=latent_shape(self.codec, options),
         )
         record = dict(settings_dict(self._settings, self._run))
-        # of the call, not of a sample
+        # settings of the call, which do not determine a sample
         for name in ("seed", "batch_size", "checkpoint"):
             del record[name]
         self.record = {"weights_digest": weights_digest(Path(self._run.source)), **record}
@@ -120,7 +117,7 @@ class RunTeacher:
 
 
 class PipelineTeacher:
-    """A dense text-to-video pipeline of Wan 2.1, in diffusers' layout; its VAE is never run."""
+    """A dense Wan 2.1 text-to-video pipeline in diffusers' layout; its VAE is never run."""
 
     def __init__(self, spec: str, options: TeacherOptions) -> None:
         if options.topk is not None or options.sparsity is not None:
@@ -133,15 +130,15 @@ class PipelineTeacher:
         folder, config = self._weights.folder, read_config(self._weights.folder, "WanTransformer3DModel")
         if config["in_channels"] != self.codec.channels:
             raise ValueError(
-                f"{folder} takes {config['in_channels']} channels, its VAE makes {self.codec.channels}: "
+                f"{folder}: expected {self.codec.channels} input channels, as of its VAE, got {config['in_channels']}: "
                 "image-to-video models cannot be sampled from prompts alone"
             )
-        # the one file that also tells of components which a download leaves out
+        # the only file that also lists components that were not downloaded
         parts = read_json(folder.parent / "model_index.json")
         if (parts.get("transformer_2") or [None])[0] is not None:
-            raise ValueError(f"{spec} has two transformers, one for each range of timesteps: not supported")
+            raise ValueError(f"{spec}: pipelines with two transformers, one per range of timesteps, are not supported")
         if self._weights.sparse is not None:
-            raise ValueError(f"{folder} is sparse, a teacher must be dense: sample the run it was exported from")
+            raise ValueError(f"{folder} is sparse, but a teacher must be dense: sample the run it was exported from")
         shape = latent_shape(self.codec, options)
         if shape is None:
             raise ValueError("a pipeline needs --size HEIGHT WIDTH and --frames N")
@@ -171,7 +168,7 @@ class PipelineTeacher:
         """Latents `[B, C, t, h, w]`, not normalised."""
         transformer, guided = self._transformer(), self._guidance != 1
         rows = self._encoder.encode_batch([*prompts, *([self._negative] * len(prompts) if guided else [])])
-        # Wan's convention: zeros up to 512 tokens, attended to
+        # Wan's convention: zeros up to 512 tokens, which are attended to
         text, _ = pad_text(rows, length=self._encoder.max_tokens, padding="zeros")
         text = text.to(self._device, self._dtype)
 
@@ -204,38 +201,26 @@ class PipelineTeacher:
 
 
 def open_teacher(spec: str, options: TeacherOptions) -> Teacher:
-    """A run or checkpoint folder of this project, otherwise a pipeline: folder or hub id.
-
-    Raises:
-        ValueError: nothing there that can be sampled so.
-    """
+    """The teacher of a run or checkpoint folder of this project, or else of a pipeline folder or hub id."""
     return (RunTeacher if is_run(spec) else PipelineTeacher)(spec, options)
 
 
 def scheduler_shift(pipeline: str) -> float:
-    """Flow shift of a pipeline's own scheduler.
-
-    Raises:
-        ValueError: it has no scheduler, or one without.
-    """
+    """Flow shift of a pipeline's scheduler."""
     path = component_folder(pipeline, "scheduler") / "scheduler_config.json"
     config = read_json(path)
     shift = config.get("flow_shift", config.get("shift"))
     if shift is None:
-        raise ValueError(f"{path} has no flow shift: give --shift")
+        raise ValueError(f"{path} has no flow shift: set --shift")
     return float(shift)
 
 
 def latent_shape(codec: Codec, options: TeacherOptions) -> tuple[int, int, int, int] | None:
-    """The latent shape of --size and --frames; None when neither is given.
-
-    Raises:
-        ValueError: only one of them, or a size or number of frames that the codec does not take.
-    """
+    """The latent shape of --size and --frames; None without both."""
     if options.size is None and options.frames is None:
         return None
     if options.size is None or options.frames is None:
-        raise ValueError(f"--size and --frames go together, got --size {options.size} and --frames {options.frames}")
+        raise ValueError(f"expected both --size and --frames, got --size {options.size} and --frames {options.frames}")
     (height, width), (_, sh, sw) = options.size, codec.stride
     if height < 1 or width < 1 or height % sh or width % sw:
         raise ValueError(f"size {height}x{width} must be multiples of the codec stride {sh}x{sw}")
@@ -257,26 +242,23 @@ def write_latents(
     rank: int = 0,
     world_size: int = 1,
 ) -> list[str]:
-    """Sample the teacher into shards; an interrupted call is repeated to go on.
+    """Sample the teacher into shards; a repeated call continues an interrupted one.
 
     Args:
-        teacher: to sample.
+        teacher: teacher to sample.
         prompts: N captions.
         out: folder of shards.
-        clips_per_prompt: samples of each.
-        seed: of the noise.
+        clips_per_prompt: samples per prompt.
+        seed: seed of the noise.
         batch_size: clips sampled together.
-        dtype: of the latents.
-        samples_per_shard: also what an interruption costs.
+        dtype: dtype of the stored latents.
+        samples_per_shard: samples of a shard, the most that an interruption can cost.
         overwrite: replace the data set in `out`.
-        rank: number of this process.
-        world_size: processes that share the work; one call with a single process joins what they wrote.
+        rank: rank of this process.
+        world_size: number of processes that share the work; a last call with a single process joins their parts.
 
     Returns:
-        what was done, in lines.
-
-    Raises:
-        ValueError: a value out of range, or `out` holds another data set or was begun with other settings.
+        Messages about the result.
     """
     for name, value in (("clips_per_prompt", clips_per_prompt), ("batch_size", batch_size)):
         if value < 1:

@@ -1,4 +1,4 @@
-"""From a trained run to videos: load weights, encode prompts, sample, decode.
+"""Sampling of a trained run: load weights, encode prompts, sample, decode.
 
 N clips, B clips per batch, C T H W latent channels, frames and size, S E text tokens and width.
 """
@@ -35,29 +35,29 @@ from vsa.models.video_dit import VideoDiT
 from vsa.sampling.settings import SampleSettings
 
 ProgressFn = Callable[[int], None]
-"""Called with the number of clip-steps that were just done (clips of the batch, once per sampler step)."""
+"""Called after every sampler step with the number of clips in the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRun:
-    """A trained model with what it needs to read prompts and to make pixels.
+    """A trained model with its codec, text encoder and sampling settings.
 
     Args:
-        model: in eval mode, on its device.
+        model: the model in eval mode, on its device.
         codec: the codec of the training latents.
         text_encoder: the encoder of the training captions.
-        latent_mean: `[C]` statistics the latents were normalised with.
-        latent_std: `[C]`.
-        sparsity: schedule of the run.
-        flow_shift: shift of the training timesteps.
-        latent_shapes: shapes the model was trained on.
+        latent_mean: `[C]` mean by which the latents were normalised.
+        latent_std: `[C]` standard deviation by which the latents were normalised.
+        sparsity: sparsity schedule of the run.
+        flow_shift: flow shift of the training timesteps.
+        latent_shapes: latent shapes on which the model was trained.
         step: optimizer step of the weights.
         source: checkpoint folder.
         weights: "ema" or "model".
-        text_padding: what filled the training captions up.
-        sampling: how the run samples its own clips; see `sampling_of`. Not read for a run with a step list: what its
-            config says is how its teacher is sampled.
-        step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
+        text_padding: padding of the training captions.
+        sampling: settings with which the run samples its own clips; see `sampling_of`. Not used for a run with a step
+            list, whose config describes the sampling of its teacher.
+        step_list: timesteps of a distilled generator; None for a model that needs many steps.
     """
 
     model: VideoDiT
@@ -97,23 +97,18 @@ class LoadedRun:
         latent_shape: Sequence[int] | None = None,
         batch_size: int = 16,
     ) -> SampleSettings:
-        """Settings with what is left out taken from the run: its largest shape and its last trained top-k.
+        """Sampling settings; missing ones are taken from the run, with its largest shape and its last trained top-k.
 
         Args:
-            steps: left out, with guidance and flow shift: as the run samples its own clips. Where it does not say:
-                32 steps, guidance 1 and the shift of the training. A run with a step list is sampled at that list,
-                with guidance 1 unless it is given.
-            topk: tiles per query tile, of all layers or of each.
+            steps: sampler steps; None, like guidance and flow shift: as the run samples its own clips, or else 32
+                steps, guidance 1 and the shift of the training. A run with a step list is always sampled at that list,
+                with guidance 1 by default.
+            topk: kv tiles per query tile, one number for all layers or one per layer.
             sparsity: share of tiles skipped in every layer, instead of `topk`.
-            at: where to take the run's own top-k from when both are left out: the last step that the weights were
-                trained in (current), all tiles (dense), the end value of the schedule (target), or half or double of
-                the current one.
-            denoising: options of the run's `DenoisingPlan` to have another value. A top-k or sparsity takes the place
-                of all budgets but those given here; dense tells nothing of a plan.
-
-        Raises:
-            ValueError: both top-k and sparsity are given, top-k is above the number of tiles, the latent shape does
-                not fit the model, or steps or a flow shift are given for a run with a step list.
+            at: point of the schedule for the top-k if both are None: the last training step of the weights (current),
+                all tiles (dense), the end value of the schedule (target), or half or double the current one.
+            denoising: options that replace those of the run's `DenoisingPlan`. A top-k or sparsity replaces all
+                budgets of the plan except those given here; `dense` ignores the plan.
         """
         if latent_shape is None:
             latent_shape = max(self.latent_shapes, key=lambda shape: shape[1] * shape[2] * shape[3])
@@ -131,7 +126,7 @@ class LoadedRun:
             asked_plan.refuse_without_topk(name, predicts=self.model.predicts)
             topk = num_tiles
         if topk is not None and sparsity is not None:
-            raise ValueError(f"give topk or sparsity, not both: got topk={topk} and sparsity={sparsity}")
+            raise ValueError(f"expected at most one of topk and sparsity, got topk={topk} and sparsity={sparsity}")
         if topk is not None and (topk if isinstance(topk, int) else max(topk)) > num_tiles:
             raise ValueError(f"topk {topk} is above the number of tiles {num_tiles} of latents {shape}")
         plan = self.sparsity.denoising if at != "dense" else DenoisingPlan()
@@ -170,30 +165,26 @@ class LoadedRun:
 def load_run(
     path: str | Path, *, weights: Literal["ema", "model"] | None = None, device: torch.device | str | None = None
 ) -> LoadedRun:
-    """The model of a run, ready to sample.
+    """Load the model of a run for sampling.
 
     Args:
         path: a run folder (its newest valid checkpoint) or a checkpoint folder.
-        weights: "ema" for the averaged weights, "model" for the trained ones; None: averaged ones where there are any.
-        device: None takes a GPU when there is one.
-
-    Raises:
-        ValueError: nothing valid at `path`, no weights of that name, a config that builds something else than our
-            classes, or a codec or text encoder that is not the one of the training data.
+        weights: "ema" for the averaged weights, "model" for the trained ones; None: averaged ones if there are any.
+        device: device of the model; None: a GPU if there is one.
     """
     source = RunWeights(resolve_checkpoint(path), weights)
     state, config = source.state, source.run_config
     check_targets(config)
     if "data" not in config:
         raise ValueError(
-            f"checkpoint {source.name} holds weights without a codec and a text encoder: convert it once more with "
+            f"checkpoint {source.name} holds weights without a codec and a text encoder: convert it again with "
             "--like RUN, a run that was trained on such latents and captions (`vsa convert`), or sample its "
             "export through a pipeline (`vsa sample --pipeline PIPELINE --transformer EXPORT`)"
         )
     source.require_config("model", "attention", "task", *([] if "sparse_attention" in state else ["sparsity"]))
     codec, text_encoder = _matching("codec", source), _matching("text_encoder", source)
     schedule = source.schedule
-    # the weights are overwritten: their initialisation must not move the caller's random state
+    # the initialisation, which is overwritten, must not change the caller's random state
     with torch.random.fork_rng(devices=[]):
         model = source.network()
     source.load(model, "required" if gate_names(model) else "absent")
@@ -218,10 +209,10 @@ def load_run(
 
 
 def _matching(key: str, source: RunWeights) -> Any:
-    """The codec or text encoder of a config, which must be the one the training data were made with."""
+    """The codec or text encoder of a config, checked against the one that encoded the training data."""
     node, expected = source.run_config["data"].get(key), source.state[key]
     if node is None:
-        raise ValueError(f"checkpoint {source.name} has no config for data.{key}, prompts cannot become videos")
+        raise ValueError(f"checkpoint {source.name} has no config for data.{key}, which sampling needs")
     built = build(node)
     if built.hash != expected["hash"]:
         raise ValueError(
@@ -245,11 +236,11 @@ def encode_prompts(
     Args:
         text_encoder: encoder of the training captions.
         prompts: B captions; "" is the null embedding.
-        device: where the tensors go.
+        device: device of the result.
         padding: see `vsa.data.batch.TextPadding`.
 
     Returns:
-        text `[B, S, E]` float32 and mask bool `[B, S]`, True where a token is real (None for zeros).
+        Text `[B, S, E]` float32 and mask bool `[B, S]`, True where a token is real (None for zeros).
     """
     text, mask = pad_text(text_encoder.encode_batch(prompts), length=text_encoder.max_tokens, padding=padding)
     return text.to(device), None if mask is None else mask.to(device)
@@ -264,16 +255,16 @@ def sample_latents(
     settings: SampleSettings,
     progress: ProgressFn | None = None,
 ) -> Tensor:
-    """Normalised latents of one batch of prompts, by Euler steps or at a step list, with classifier-free guidance.
+    """Sample normalised latents of one batch of prompts, by Euler steps or at a step list, with guidance.
 
-    A clip depends on its prompt and its seed, not on its batch: the fresh noise of a step list is that of the seed too.
+    A clip depends on its prompt and its seed, not on its batch; the fresh noise of a step list depends on the seed too.
 
     Args:
-        model: velocity model; its mode (train or eval) is left as it is.
+        model: velocity model; its mode (train or eval) is not changed.
         text_encoder: encoder of the training captions.
         prompts: B captions.
         seeds: int64 `[B]` noise seeds.
-        settings: how to sample; `batch_size` and `seed` are not read.
+        settings: sampling settings; `batch_size` and `seed` are not used.
         progress: called with B after every step.
 
     Returns:
@@ -281,7 +272,7 @@ def sample_latents(
     """
     device = next(model.parameters()).device
     guided = settings.guidance != 1.0
-    # conditional and unconditional halves share one forward
+    # the conditional and the unconditional half share one forward
     captions = [*prompts, *([""] * len(prompts) if guided else [])]
     text, mask = encode_prompts(text_encoder, captions, device, settings.text_padding)
 
@@ -305,7 +296,7 @@ def sample_latents(
 
 
 def decode_latents(codec: Codec, latents: Tensor, statistics: LatentStatistics) -> Tensor:
-    """uint8 videos `[B, T, H, W, 3]` on the CPU from normalised latents `[B, C, t, h, w]`, decoded where they lie."""
+    """uint8 videos `[B, T, H, W, 3]` on the CPU from normalised latents `[B, C, t, h, w]`, decoded on their device."""
     return torch.stack([codec.decode(row).cpu() for row in statistics.denormalise(latents.float())])
 
 
@@ -322,12 +313,9 @@ def generate(
 
     Returns:
         uint8 `[N, T, H, W, 3]`.
-
-    Raises:
-        ValueError: there is no prompt.
     """
     if not prompts:
-        raise ValueError("need at least one prompt, got none")
+        raise ValueError("expected at least one prompt, got none")
     seeds = clip_seeds(settings.seed, len(prompts))
     videos = []
     for start in range(0, len(prompts), settings.batch_size):
@@ -338,7 +326,7 @@ def generate(
 
 
 def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]:
-    """Plain values of the settings and of the weights they were used with, for a JSON beside the samples."""
+    """Settings and description of the weights as plain values, for the JSON file of the samples."""
     shape = settings.latent_shape
     num_tiles, num_layers = run.model.layout_for(shape).num_video_tiles, len(run.model.blocks)
     kept, changes = settings.kept(num_tiles, num_layers), settings.denoising.changes()

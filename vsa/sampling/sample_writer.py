@@ -1,4 +1,4 @@
-"""A folder of sampled clips: mp4 and GIF beside their prompts, a contact sheet, and a JSON of what made them."""
+"""Writer of a folder of sampled clips: mp4 and GIF files, a contact sheet, and a JSON of prompts and settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vsa.sampling.contact_sheet import contact_sheet
 
 
 def file_stem(index: int, prompt: str) -> str:
-    """File name of a clip: its number and what fits of its prompt."""
+    """File name of a clip: its number and the beginning of its prompt."""
     words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60].strip("-")
     return f"{index:03d}-{words}" if words else f"{index:03d}"
 
@@ -24,14 +24,14 @@ def file_stem(index: int, prompt: str) -> str:
 def write_clips(
     folder: Path, prompts: Sequence[str], videos: Tensor, record: Mapping[str, Any], *, fps: float = 8
 ) -> None:
-    """Write clips to `folder`; `samples.json` comes last, so a folder that has it is a whole one.
+    """Write clips to `folder`; `samples.json` is written last, so that a folder with it is complete.
 
     Args:
-        folder: made when missing.
+        folder: output folder, created if missing.
         prompts: N captions.
         videos: uint8 `[N, T, H, W, 3]`.
-        record: what made them, for the JSON.
-        fps: frames per second of the files.
+        record: settings of the sampling, for the JSON file.
+        fps: frame rate of the files.
     """
     clips = []
     for i, (prompt, video) in enumerate(zip(prompts, videos, strict=True)):

@@ -1,4 +1,4 @@
-"""How prompts become latents: everything that decides it besides the weights."""
+"""Sampling settings."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from vsa.diffusion.sampler import euler_sigmas, step_list
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSettings:
-    """Everything that decides what a prompt becomes, besides the weights.
+    """All settings that determine the clip of a prompt, besides the weights.
 
     Args:
         seed: clip i of a call starts from the noise of (seed, i).
         steps: Euler steps, or the length of `step_list`.
-        guidance: classifier-free guidance scale in the standard form; 1 leaves the second pass out.
-        flow_shift: shift of the Euler steps' noise levels; 1 with a step list, which has its shift inside.
-        topk: video kv tiles per query tile, one for all layers, one per layer, or what they are during the denoising.
-        denoising: dense steps and layers, and how long selections are kept; its budgets are those of `topk`.
+        guidance: classifier-free guidance scale in the standard form; 1 skips the unconditional pass.
+        flow_shift: flow shift of the Euler steps; 1 with a step list, which already includes its shift.
+        topk: video kv tiles per query tile: one number, one per layer, or numbers that change during the denoising.
+        denoising: dense steps and layers, and reuse of selections; its budgets are part of `topk`.
         latent_shape: (C, T, H, W) of one clip.
-        batch_size: clips computed together; does not change them beyond rounding.
-        text_padding: what fills prompts up, as in training.
+        batch_size: clips sampled together; changes them only by rounding.
+        text_padding: padding of the prompts, as in training.
         step_list: timesteps of a distilled generator, sampled with `sample_few_step`; None: Euler steps.
-
-    Raises:
-        ValueError: a value out of range, or steps and flow shift that are not those of the step list.
     """
 
     seed: int = 0
@@ -56,19 +53,19 @@ class SampleSettings:
             raise ValueError(f"guidance must be a finite number, got {self.guidance}")
         if self.step_list is not None and (self.steps, self.flow_shift) != (len(step_list(self.step_list)), 1):
             raise ValueError(
-                f"step list {list(self.step_list)} takes {len(self.step_list)} steps and flow shift 1, got "
+                f"step list {list(self.step_list)} needs {len(self.step_list)} steps and flow shift 1, got "
                 f"steps={self.steps} and flow_shift={self.flow_shift}"
             )
 
     @property
     def timesteps(self) -> tuple[float, ...]:
-        """What the model reads at each step."""
+        """Timestep that the model reads at each step."""
         if self.step_list is not None:
             return self.step_list
         return tuple(to_timestep(euler_sigmas(self.steps, self.flow_shift)[:-1]).tolist())
 
     def kept(self, num_tiles: int, num_layers: int) -> list[tuple[int, ...]]:
-        """Tiles that each layer keeps in each step."""
+        """Number of tiles that each layer keeps in each step."""
         plan, steps = self.denoising, []
         for i, timestep in enumerate(self.timesteps):
             row = per_layer(row_at(self.topk, progress_of(timestep), i), num_layers)
