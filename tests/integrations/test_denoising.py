@@ -142,10 +142,10 @@ def test_clips_of_one_step_do_not_share():
 
 def test_a_plan_is_said_once_and_fits():
     case = tiny.wan()
-    with pytest.raises(ValueError, match="dense_steps=2, and denoising has dense_steps=1: say it once"):
+    with pytest.raises(ValueError, match="dense_steps is set twice: dense_steps=2, and dense_steps=1 in denoising"):
         apply(case.model, topk=3, dense_steps=2, denoising=DenoisingPlan(dense_steps=1))
     with pytest.raises(ValueError, match=r"denoising has refresh=2, but FullAttention selects no tiles"):
         apply(case.model, "full", denoising=DenoisingPlan(refresh=2))
     assert applied_attention(case.model) is None
-    with pytest.raises(ValueError, match="dense layer 2 is not one of the 2 layers"):
+    with pytest.raises(ValueError, match=r"dense_layers must be in 0\.\.1, got 2"):
         apply(case.model, topk=3, denoising=DenoisingPlan(dense_layers=[2]))

@@ -245,8 +245,8 @@ WINDOW = {"window_thw": (3, 3, 3)}
         (dict(topk=2, sparsity=0.5), "exactly one of topk and sparsity"),
         (dict(sparsity=1), "sparsity=1.0: expected a number of at least 0 and below 1"),
         (dict(topk=0), "topk=0: expected an integer of at least 1, or null, got 0"),
-        (dict(topk=(3, 2, 1)), "topk has 3 entries for 2 layers"),
-        (dict(topk=2, dense_layers=(2,)), "dense layer 2 is not one of the 2 layers"),
+        (dict(topk=(3, 2, 1)), "topk must have one entry for each of the 2 layers, got 3"),
+        (dict(topk=2, dense_layers=(2,)), r"dense_layers must be in 0\.\.1, got 2"),
         (dict(topk=2, dense_steps=-1), "dense_steps=-1: expected an integer of at least 0, got -1"),
         (
             dict(method="spargel", topk=2),
@@ -268,7 +268,7 @@ WINDOW = {"window_thw": (3, 3, 3)}
             dict(method="neighborhood", settings=WINDOW, gates="coarse"),
             "gates=coarse is an option of video_sparse",
         ),
-        (dict(topk=2, settings=WINDOW), r"settings=.* are of neighborhood.*, not of video_sparse"),
+        (dict(topk=2, settings=WINDOW), r"settings=.* are for neighborhood.*, not for video_sparse"),
         (dict(topk=2, gates="fine"), "gates must be none, coarse or coarse_and_fine, got 'fine'"),
         (dict(topk=2, backend="cuda"), "backend must be one of .*, got 'cuda'"),
         (dict(topk=2, partition="ball"), "partition must be one of cube, .*, got 'ball'"),
@@ -310,9 +310,9 @@ def test_misuse_is_refused():
     with pytest.raises(ValueError, match="has no attention method to remove"):
         remove(case.model)
     apply(case.model, topk=2)
-    with pytest.raises(ValueError, match=r"has an attention method already, remove\(\) it first"):
+    with pytest.raises(ValueError, match=r"already has an attention method, call remove\(\) first"):
         apply(case.model, topk=2)
-    with pytest.raises(ValueError, match="nothing ran yet"):
+    with pytest.raises(ValueError, match=r"describe\(\) needs a forward pass first"):
         applied_attention(case.model).describe()
     with pytest.raises(ValueError, match="outside of the transformer's forward"):
         case.model.blocks[0].attn1(torch.zeros(1, 105, 32))
@@ -329,5 +329,5 @@ def test_misuse_is_refused():
         pass
 
     case.model.blocks[1].attn1.set_processor(Other())
-    with pytest.raises(ValueError, match=r"layer 1 has the processor Other, apply.* stands in for WanAttnProcessor"):
+    with pytest.raises(ValueError, match="layer 1: expected the processor WanAttnProcessor, got Other"):
         apply(case.model, topk=2)

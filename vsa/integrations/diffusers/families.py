@@ -1,4 +1,4 @@
-"""Where four diffusers transformer classes keep their video self-attention, and how their tokens lie."""
+"""Structure of the four supported diffusers transformer classes: their self-attention layers and token order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Family(NamedTuple):
     """One transformer class.
 
     Args:
-        stacks: attributes with lists of blocks, in the order they run.
+        stacks: attributes with lists of blocks, in the order in which they run.
         attention: attribute of a block with its self-attention.
-        original: class name of the processor that `processor` stands in for.
-        processor: ours.
-        grid: token grid from the model's config and the arguments of its forward.
-        text: side of a row on which the text stands.
-        text_mask: argument of forward with the key-padding mask of the text, None without padding.
-        guided_batch: classifier-free guidance has both passes in one batch, the unconditional half first.
+        original: class name of the processor that `processor` replaces.
+        processor: class of our processor.
+        grid: function from the model's config and the arguments of its forward to the token grid.
+        text: side of a row on which the text is.
+        text_mask: argument of forward with the key-padding mask of the text; None without padding.
+        guided_batch: whether classifier-free guidance runs both passes in one batch, the unconditional half first.
     """
 
     stacks: tuple[str, ...]
@@ -37,7 +37,7 @@ class Family(NamedTuple):
     guided_batch: bool = False
 
     def blocks(self, transformer: Any) -> list[Any]:
-        """The blocks of a transformer in the order they run."""
+        """The blocks of a transformer in the order in which they run."""
         return [block for stack in self.stacks for block in getattr(transformer, stack)]
 
 
@@ -47,7 +47,7 @@ def _wan_grid(config: Any, arguments: Arguments) -> Grid:
 
 
 def _ltx_grid(config: Any, arguments: Arguments) -> Grid:
-    # the rows arrive flattened
+    # the latents arrive as flat token rows, so the grid comes from arguments
     t, h, w = (arguments.get(name) for name in ("num_frames", "height", "width"))
     if t is None or h is None or w is None:
         raise ValueError(f"LTX needs num_frames, height and width for its token grid, got {t}, {h}, {w}")
@@ -88,19 +88,15 @@ FAMILIES: Mapping[str, Family] = {
         text_mask="encoder_attention_mask",
     ),
 }
-"""Supported transformers by class name: diffusers itself need not be imported to look one up."""
+"""Supported transformers by class name, so that a look-up does not import diffusers."""
 
 
 def family_of(transformer: nn.Module) -> Family:
-    """The family of a transformer or of a class derived from a supported one.
-
-    Raises:
-        ValueError: the class is not supported.
-    """
+    """The family of a transformer, also of a class derived from a supported one; ValueError for other classes."""
     for base in type(transformer).__mro__:
         if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
             return FAMILIES[base.__name__]
     hint = ": pass its transformer" if hasattr(transformer, "transformer") else ""
     raise ValueError(
-        f"attention methods go into the diffusers classes {', '.join(FAMILIES)}, got {type(transformer).__name__}{hint}"
+        f"expected one of the diffusers classes {', '.join(FAMILIES)}, got {type(transformer).__name__}{hint}"
     )

@@ -1,6 +1,6 @@
 """The sampler of a few-step generator as a diffusers scheduler.
 
-diffusers is imported here at the top, as its classes are the bases: import this file inside functions.
+This file imports diffusers at the top, because its classes are the bases; import it inside functions only.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from vsa.diffusion.rollout import rollout_noise
 
 
 class FewStepScheduler(SchedulerMixin, ConfigMixin):
-    """`sampler.sample_few_step` for a diffusers pipeline, with the noise that a generator was trained with.
+    """Scheduler that runs `sampler.sample_few_step` in a diffusers pipeline, with the noise of the training.
 
-    The noise of a clip comes from its seed, which a pipeline does not hand to its scheduler. `start` takes the seeds
-    and gives the noise to begin with, once before each call:
+    The noise of a clip comes from its seed, which a pipeline does not pass to its scheduler. Before each call, `start`
+    takes the seeds and returns the initial noise:
 
     noise = pipe.scheduler.start(torch.empty(1, 16, 21, 60, 104), torch.tensor([0]))
     pipe(prompt, latents=noise, guidance_scale=1.0)
 
     Args:
-        step_list: timesteps of the generator, falling, in (0, 1000]; they are used as they are.
-
-    Raises:
-        ValueError: no such list.
+        step_list: timesteps of the generator, strictly decreasing, in (0, 1000], with any shift already applied.
     """
 
     # model evaluations per step
@@ -45,45 +42,38 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         self.seeds: Tensor | None = None
 
     def start(self, latents: Tensor, seeds: Tensor) -> Tensor:
-        """Noise that the next call of the pipeline begins with.
+        """Initial noise of the next call of the pipeline.
 
         Args:
             latents: `[B, ...]`, gives shape, dtype and device.
             seeds: int64 `[B]` of the clips.
-
-        Raises:
-            ValueError: if there is not one seed per clip.
         """
         noise = rollout_noise(latents, seeds, 0)
         self.seeds = seeds
         return noise
 
     def set_timesteps(self, num_inference_steps: int | None = None, device: torch.device | str | None = None) -> None:
-        """Put the timesteps on a device; they are the list, whatever number of steps is asked for.
-
-        Raises:
-            ValueError: there was no `start`.
-        """
+        """Put the step list on a device; `num_inference_steps` is ignored. `start` must have been called."""
         if self.seeds is None:
             raise ValueError("a few-step generator needs the seeds of its clips: scheduler.start() before each call")
         self.timesteps = self.timesteps.to(device)
 
     def set_begin_index(self, begin_index: int = 0) -> None:
-        """Part of what pipelines call; `step` finds its place by the timestep."""
+        """Ignored, but called by pipelines: `step` finds its index by the timestep."""
 
     def step(
         self, model_output: Tensor, timestep: Tensor | float, sample: Tensor, return_dict: bool = True
     ) -> SchedulerOutput | tuple[Tensor]:
-        """Predict the data, and noise it to the next level with fresh noise; after the last step it is the result.
+        """Predict the data and add fresh noise for the next step; the last step returns the predicted data.
 
         Args:
             model_output: `[B, ...]` velocity at `sample`.
-            timestep: of the list.
+            timestep: a timestep of the list.
             sample: `[B, ...]` noised latents.
-            return_dict: False gives a tuple.
+            return_dict: False returns a tuple.
 
         Returns:
-            float32 `[B, ...]` as `prev_sample`, or alone in a tuple.
+            float32 `[B, ...]` as `prev_sample`, or in a tuple of one.
         """
         assert self.seeds is not None
         index = self.timesteps.tolist().index(float(timestep))
@@ -92,6 +82,6 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         if index + 1 < len(sigmas):
             x = add_noise(x, rollout_noise(x, self.seeds, index + 1), sigmas[index + 1])
         else:
-            # these seeds are used up, other clips need their own
+            # the seeds are used up; the next clips need their own
             self.seeds = None
         return SchedulerOutput(prev_sample=x) if return_dict else (x,)

@@ -1,4 +1,4 @@
-"""Putting an attention method into a loaded diffusers transformer, and taking it out again."""
+"""Installation of an attention method in a loaded diffusers transformer, and its removal."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Gates = Literal["none", "coarse", "coarse_and_fine"]
 
 
 class Installed(NamedTuple):
-    """One attention layer that was taken over, with what `remove` puts back.
+    """One modified attention layer, with the data that `remove` needs to restore it.
 
     Args:
-        attn: its attention module.
-        original: the processor it had.
-        block: where the method's modules are registered.
+        attn: attention module of the layer.
+        original: original processor of the module.
+        block: block in which the method's modules are registered.
         added: names of these modules.
     """
 
@@ -47,18 +47,18 @@ class Installed(NamedTuple):
 
 
 class Applied:
-    """An attention method in a transformer: what is installed, its budget and the pass that is running.
+    """An attention method in a transformer: the installed layers, the budget and the current pass.
 
-    Denoising steps are counted by the timestep: a lower one than in the last pass is the next step, the same one is
-    the same step, a higher one starts a new clip at step 0. Of two transformers that share a clip (Wan2.2) each counts
-    the steps it takes part in. Where selections are kept, the passes of a step are told apart by their order
-    (classifier-free guidance calls with the prompt first), and a batch with two equal halves of latents is one guided
-    clip in the families that guide so; other latents at the timestep of step 0 are another clip.
+    Denoising steps are counted by the timestep: a lower timestep than in the last pass is the next step, an equal one
+    the same step, and a higher one starts a new clip at step 0. If two transformers share a clip (Wan2.2), each counts
+    its own steps. Where selections are reused, the passes of a step are distinguished by their order (classifier-free
+    guidance runs the pass with the prompt first), and a batch with two equal halves of latents is one guided clip in
+    families that guide in one batch; different latents at the timestep of step 0 are a new clip.
 
     Args:
-        family: of the transformer.
+        family: family of the transformer.
         budget: tiles kept by layer.
-        trained: settings of the sparse checkpoint that the gates are from; None without one.
+        trained: settings of the sparse checkpoint with the gates; None without one.
     """
 
     def __init__(self, family: Family, budget: Budget, trained: SparseAttentionConfig | None = None):
@@ -73,7 +73,7 @@ class Applied:
         self._denoising = Denoising(budget.denoising)
 
     def before_forward(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: read the grid, the text lengths and the denoising step from the call."""
+        """Forward pre-hook that reads the grid, the text lengths and the denoising step from the arguments."""
         signature = inspect.signature(type(transformer).forward)
         arguments = signature.bind(transformer, *args, **kwargs).arguments
         lengths = None
@@ -91,11 +91,11 @@ class Applied:
 
     def _next_pass(self, timestep: Tensor | float, latents: Tensor) -> DenoisingPass:
         plan = self.budget.denoising
-        # per-token timesteps hold the clip's own one, and 0 where a token is given
+        # per-token timesteps are that of the clip, and 0 for condition tokens
         now, before = float(torch.as_tensor(timestep).max()), self.last_timestep
         again = now == before
         if again and self.step == 0 and self._latents is not None:
-            # a clip of one step has the timestep of the clip before
+            # with a single step, all clips have the same timestep
             again = torch.equal(latents, self._latents)
         self.number = self.number + 1 if again else 0
         if before is None or now > before or (now == before and not again):
@@ -111,18 +111,14 @@ class Applied:
 
     @property
     def ran(self) -> bool:
-        """Whether there was a forward pass."""
+        """Whether there has been a forward pass."""
         return self.current.value is not None
 
     def describe(self) -> dict[str, Any]:
-        """Plain values of the method and of what it kept at the grid of the last pass, for a record.
-
-        Raises:
-            ValueError: there was no pass yet.
-        """
+        """Description of the method and of the tiles that it kept at the grid of the last pass, as plain values."""
         now = self.current.value
         if now is None:
-            raise ValueError("nothing ran yet: describe() tells the tiles of the last forward pass")
+            raise ValueError("describe() needs a forward pass first")
         method: Any = self.methods[0]
         layout = method.layout((Segment(now.grid_thw),), "cpu")
         tiles = layout.num_video_tiles
@@ -158,35 +154,32 @@ def apply(
     settings: Mapping[str, Any] | None = None,
     backend: Backend | None = None,
 ) -> Applied:
-    """Put an attention method into the self-attention of a diffusers transformer; `remove` takes it out again.
+    """Replace the self-attention of a diffusers transformer by an attention method; `remove` restores it.
 
-    Cross-attention stays as it is. In joint models text is tiled apart from the video, seen by every query, and its
-    own queries attend to everything. A model with gradient checkpointing must run its backward before the next
-    forward of another grid: the recomputation reads the grid of the last forward. Offloading and compilation of a
-    pipeline come after `apply`, so that they find the gates.
+    Cross-attention is not changed. In joint models, text tokens have their own tiles, are visible to every query, and
+    attend to everything. A model with gradient checkpointing must run its backward before the next forward with another
+    grid, because the recomputation reads the grid of the last forward. Set up offloading and compilation of a pipeline
+    after `apply`, so that they include the gates.
 
     Args:
         transformer: a Wan, LTX-Video, CogVideoX or HunyuanVideo transformer.
         method: "video_sparse", "full", the name of a method without parameters (`vsa.attention.named`: "neighborhood",
             ...), or a factory called with dim, num_heads, head_dim and layer_idx.
         sparsity: share of video tiles skipped per query tile, in [0, 1).
-        topk: video tiles kept per query tile, one number or one per layer. Exactly one of the two is given, but for
-            "full", "neighborhood" and other methods without a top-k, which take neither.
-        dense_layers: layers that keep all tiles; single blocks of HunyuanVideo count on from its double blocks.
-        dense_steps: the first denoising steps of a clip keep all tiles, see `Applied`.
-        denoising: what else changes during a denoising: budgets by progress or step, how long selections are kept, and
-            whether the unconditional pass has its own.
-        tile_thw: of video_sparse; None: (4, 4, 4).
-        partition: of video_sparse; None: cube.
-        block_order: of video_sparse; None: nested.
-        gates: of video_sparse; none: for models that trained none, the output is the fine stage; coarse and
+        topk: video tiles kept per query tile, one number or one per layer. Exactly one of sparsity and topk is
+            required, except for "full", "neighborhood" and other methods without a top-k, which take neither.
+        dense_layers: layers that keep all tiles; the single blocks of HunyuanVideo are numbered after its double
+            blocks.
+        dense_steps: number of first denoising steps of a clip that keep all tiles, see `Applied`.
+        denoising: further changes during a denoising: budgets by progress or step, reuse of selections, and whether the
+            unconditional pass has its own selections.
+        tile_thw: tokens per tile of video_sparse; None: (4, 4, 4).
+        partition: partition of video_sparse; None: cube.
+        block_order: block order of video_sparse; None: nested.
+        gates: gates of video_sparse. none: for models without trained gates, the output is the fine stage; coarse and
             coarse_and_fine: register the gates in the blocks, at the identity, to be loaded or trained. None: none.
-        settings: of a method without parameters, by the names of its constructor: `{"window_thw": (18, 24, 24)}`.
-        backend: None picks by device.
-
-    Raises:
-        ValueError: a class that is not supported, a method that is in already, processors that are not the model's
-            own, unknown names, or a budget that does not fit the model.
+        settings: constructor settings of a method without parameters: `{"window_thw": (18, 24, 24)}`.
+        backend: backend of attention; None chooses by device.
     """
     family = family_of(transformer)
     tiled = dict(tile_thw=tile_thw, block_order=block_order, partition=partition, gates=gates)
@@ -195,19 +188,19 @@ def apply(
         name, value = next(iter(given.items()))
         raise ValueError(f"{name}={value} is an option of video_sparse, not of {method}")
     if settings and (callable(method) or method not in WITHOUT_PARAMETERS):
-        raise ValueError(f"settings={dict(settings)} are of {', '.join(WITHOUT_PARAMETERS)}, not of {method}")
+        raise ValueError(f"settings={dict(settings)} are for {', '.join(WITHOUT_PARAMETERS)}, not for {method}")
     factory = method if callable(method) else _named_factory(method, given, dict(settings or {}), backend)
     if method == "full" and (sparsity is not None or topk is not None):
         raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")
     asked = sparsity is not None or topk is not None
     if not asked and method != "video_sparse":
-        # of methods that select nothing
+        # methods that select nothing keep all tiles
         sparsity = 0
     own = {name: value for name, value in (("dense_layers", dense_layers), ("dense_steps", dense_steps)) if value}
     plan = DenoisingPlan() if denoising is None else denoising
     for name, value in own.items():
         if getattr(plan, name):
-            raise ValueError(f"{name}={value}, and denoising has {name}={getattr(plan, name)}: say it once")
+            raise ValueError(f"{name} is set twice: {name}={value}, and {name}={getattr(plan, name)} in denoising")
     budget = fixed_budget(sparsity, topk, replace(plan, **own), len(family.blocks(transformer)))
     applied = install(transformer, family, factory, budget, backend)
     selects = any(layer.selects for layer in applied.methods)
@@ -223,23 +216,20 @@ def apply(
         name = type(applied.methods[0]).__name__
         said = f"got topk={topk} and sparsity={sparsity if asked else None}"
         raise ValueError(
-            f"{name} selects no tiles, {said}" if asked else f"{name}: give exactly one of topk and sparsity, {said}"
+            f"{name} selects no tiles, {said}" if asked else f"{name} needs exactly one of topk and sparsity, {said}"
         )
     return applied
 
 
 def applied_attention(transformer: Any) -> Applied | None:
-    """What `apply` put into a transformer, None when nothing is in."""
+    """The method that `apply` has installed in a transformer, None without one."""
     return getattr(transformer, "_applied_attention", None)
 
 
 def remove(transformer: Any) -> None:
-    """Take the method of `apply` out: processors, hook and gates go, the model is what it was.
+    """Remove the method of `apply`: its processors, hook and gates; the model is as before.
 
-    Trained gates go too: save them first.
-
-    Raises:
-        ValueError: no method is in.
+    This also removes trained gates, so save them first.
     """
     applied = applied_attention(transformer)
     if applied is None:
@@ -256,7 +246,7 @@ def remove(transformer: Any) -> None:
 def _named_factory(
     method: str, tiled: Mapping[str, Any], settings: Mapping[str, Any], backend: Backend | None
 ) -> MethodFactory:
-    """Layers of a method by its name, with the options of video_sparse or the settings of another one."""
+    """Factory of a method's layers by its name, with the options of video_sparse or the settings of another one."""
     if method == "video_sparse":
         return video_sparse_factory(**tiled, backend=backend)
     if method == "full":
@@ -281,18 +271,14 @@ def video_sparse_factory(
     gates: Gates = "none",
     backend: Backend | None = None,
 ) -> MethodFactory:
-    """Layers of video_sparse; arguments as of `apply`.
-
-    Raises:
-        ValueError: unknown names, or a tile that is none.
-    """
+    """Factory of the layers of video_sparse; arguments as in `apply`."""
     if gates not in ("none", "coarse", "coarse_and_fine"):
         raise ValueError(f"gates must be none, coarse or coarse_and_fine, got {gates!r}")
     tiles = tuple(tile_thw)
     if len(tiles) != 3 or min(tiles) < 1:
         raise ValueError(f"tile_thw must be three positive sizes, got {tiles}")
     layout: dict[str, Any] = {"tile_thw": tiles, "partition": partition, "block_order": block_order}
-    # a wrong name is refused here, not in the first forward
+    # raises for an unknown name now instead of in the first forward
     TileLayout.build((Segment(tiles),), **layout)
     if gates == "none":
         return partial(UngatedVideoSparse, **layout, backend=backend)
@@ -305,24 +291,20 @@ def fixed_budget(
     denoising: DenoisingPlan,
     num_layers: int,
 ) -> FixedBudget:
-    """The budget that `apply` was asked for.
-
-    Raises:
-        ValueError: not exactly one of sparsity and top-k, or something that does not fit the layers.
-    """
+    """The budget for the arguments of `apply`."""
     by_layer = None
     if topk is not None and not isinstance(topk, int):
         by_layer = tuple(int(n) for n in topk)
         if len(by_layer) != num_layers:
-            raise ValueError(f"topk has {len(by_layer)} entries for {num_layers} layers")
+            raise ValueError(f"topk must have one entry for each of the {num_layers} layers, got {len(by_layer)}")
     elif topk is not None:
         by_layer = (topk,) * num_layers
-    # the schedule's own checks: exactly one of the two, and in range
+    # the schedule checks that exactly one of the two is given and in range
     share = None if sparsity is None else float(sparsity)
     ConstantSparsity(topk=None if by_layer is None else min(by_layer), sparsity=share)
     for layer in denoising.dense_layers:
         if not 0 <= layer < num_layers:
-            raise ValueError(f"dense layer {layer} is not one of the {num_layers} layers, 0 to {num_layers - 1}")
+            raise ValueError(f"dense_layers must be in 0..{num_layers - 1}, got {layer}")
     return FixedBudget(topk=by_layer, sparsity=sparsity, denoising=denoising)
 
 
@@ -334,21 +316,18 @@ def install(
     backend: Backend | None = None,
     trained: SparseAttentionConfig | None = None,
 ) -> Applied:
-    """Put the layers of a factory into a transformer; nothing changes when one of them does not fit.
+    """Install the layers of a factory in a transformer; if one of them does not fit, nothing changes.
 
     Args:
-        transformer: of the family.
-        family: how it is taken apart.
-        factory: of its layers.
+        transformer: a transformer of the family.
+        family: structure of the transformer.
+        factory: factory of its layers.
         budget: see `Applied`.
-        backend: of the fine stage; None picks by device.
+        backend: backend of the fine stage; None chooses by device.
         trained: see `Applied`.
-
-    Raises:
-        ValueError: a method is in already, a processor that is not the model's own, or a block whose names are taken.
     """
     if applied_attention(transformer) is not None:
-        raise ValueError(f"{type(transformer).__name__} has an attention method already, remove() it first")
+        raise ValueError(f"{type(transformer).__name__} already has an attention method, call remove() first")
     applied = Applied(family, budget, trained)
     # everything is built and checked before the first layer changes
     for i, block in enumerate(family.blocks(transformer)):
@@ -358,7 +337,7 @@ def install(
         added = applied.methods[i].extra_modules()
         for name in added:
             if hasattr(block, name):
-                raise ValueError(f"block {i} has {name} already")
+                raise ValueError(f"block {i} already has an attribute {name}")
         applied.layers.append(Installed(attn, attn.processor, block, tuple(added)))
     for i, (layer, layer_method) in enumerate(zip(applied.layers, applied.methods, strict=True)):
         for name, module in layer_method.extra_modules().items():
@@ -376,16 +355,16 @@ def _layer_method(
     """The method of one layer, on the device and in the dtype of the layer's weights."""
     if type(attn.processor).__name__ != family.original:
         processor = type(attn.processor).__name__
-        raise ValueError(f"layer {layer} has the processor {processor}, apply() stands in for {family.original} only")
+        raise ValueError(f"layer {layer}: expected the processor {family.original}, got {processor}")
     if getattr(attn, "fused_projections", False):
         raise ValueError(f"layer {layer} has fused projections, call unfuse_qkv_projections() first")
     head_dim = attn.inner_dim // attn.heads
     if backend is not None:
-        # head dims a named backend cannot run are refused here; the device may still change
+        # raises for a head dim that a named backend cannot run; the device may still change
         resolve_backend(backend, torch.device("meta"), torch.bfloat16, head_dim)
-    # the caller's random state decides the noise of his clips, not the start of a gate
+    # the initialisation of gates must not change the caller's random state
     with torch.random.fork_rng(devices=[]):
         method = factory(dim=attn.inner_dim, num_heads=attn.heads, head_dim=head_dim, layer_idx=layer)
     weight = attn.to_q.weight
-    # quantised weights have dtypes that no gate can have; without gates that is no matter
+    # gates cannot have the dtype of quantised weights; a method without gates needs no dtype
     return method.to(weight.device, weight.dtype) if method.extra_modules() else method.to(weight.device)

@@ -1,4 +1,4 @@
-"""Videos from a diffusers Wan pipeline, dense or with an attention method in its transformers."""
+"""Sampling with a diffusers Wan pipeline, dense or with an attention method in its transformers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SECOND = "transformer_2"
 
 
 class ClipSettings(NamedTuple):
-    """What decides a clip besides its prompt, its noise and the scheduler's own settings.
+    """Settings of a clip besides its prompt, its noise and the scheduler.
 
     Args:
         size: height and width in pixels.
-        frames: of the clip.
-        guidance: `uncond + guidance * (cond - uncond)`.
-        steps: of the scheduler.
+        frames: frames of the clip.
+        guidance: guidance scale, `uncond + guidance * (cond - uncond)`.
+        steps: steps of the scheduler.
     """
 
     size: tuple[int, int]
@@ -36,7 +36,7 @@ class ClipSettings(NamedTuple):
     steps: int
 
 
-# what Wan 2.1 is published with
+# published settings of Wan 2.1
 DEFAULTS = ClipSettings(size=(480, 832), frames=81, guidance=5.0, steps=50)
 
 
@@ -54,29 +54,25 @@ def open_pipeline(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """A `WanPipeline` whose transformers attend as asked.
+    """Open a `WanPipeline` with the requested attention in its transformers.
 
-    A transformer with `sparse_attention.json`, in the pipeline or given, runs with its gates and its own settings;
-    sparsity or top-k then replace its budget, `denoising` what it names, and the other options are not for it. Its flow
-    shift goes before that of the scheduler; with a list of steps it gets a `FewStepScheduler` in place of the
-    pipeline's own. Without a method, tiles, a budget or a denoising any other transformer stays dense.
+    A transformer with `sparse_attention.json`, in the pipeline or as an argument, runs with its gates and settings.
+    sparsity or topk then replace its budget and `denoising` single options of its plan; the other options do not apply
+    to it. Its flow shift has priority over that of the scheduler, and with a step list a `FewStepScheduler` replaces
+    the scheduler. Any other transformer stays dense without a method, tiles, a budget or a denoising plan.
 
     Args:
         source: pipeline folder or hub id.
-        transformer: folder or hub id of a sparse transformer to use in place of the pipeline's.
-        method: see `apply`; None: video_sparse once there is a sparsity or a top-k.
-        sparsity: share of tiles skipped.
-        topk: tiles kept.
+        transformer: folder or hub id of a sparse transformer that replaces the pipeline's.
+        method: see `apply`; None: video_sparse if there is a sparsity or a top-k.
+        sparsity: share of tiles skipped per query tile.
+        topk: tiles kept per query tile.
         denoising: options of a `DenoisingPlan`.
         tile_thw: see `apply`.
         settings: see `apply`.
-        flow_shift: of the scheduler; None: that of the sparse transformer, else the scheduler's own.
-        dtype: of transformers and text encoder; the VAE computes in float32.
-        device: where the pipeline goes.
-
-    Raises:
-        ValueError: no diffusers, no `WanPipeline`, options that do not go together, a flow shift for a transformer
-            with a list of steps, gates in a second transformer, or what `apply` and `load_sparse` refuse.
+        flow_shift: flow shift of the scheduler; None: that of the sparse transformer, else the scheduler's own.
+        dtype: dtype of transformers and text encoder; the VAE computes in float32.
+        device: device of the pipeline.
     """
     try:
         from diffusers import WanPipeline
@@ -86,7 +82,7 @@ def open_pipeline(
 
     index = Path(source) / "model_index.json"
     if Path(source).exists() and (name := read_json(index).get("_class_name")) != PIPELINE:
-        raise ValueError(f"{index} is a {name}, only {PIPELINE} is supported")
+        raise ValueError(f"{index}: expected a {PIPELINE}, got {name}")
     if (Path(source) / SECOND).is_dir():
         _refuse_gates(Path(source) / SECOND)
     sparse_source = transformer
@@ -97,7 +93,7 @@ def open_pipeline(
     if sparse_source is not None:
         for option, value in own.items():
             if value:
-                raise ValueError(f"{option}={value}: a sparse transformer has its own, {sparse_source}")
+                raise ValueError(f"{option}={value} does not apply to the sparse transformer {sparse_source}")
         trained = read_sparse_config(pretrained_folder(sparse_source))
         if trained.step_list is not None:
             _refuse_for_list("flow shift", flow_shift, trained.step_list)
@@ -111,10 +107,10 @@ def open_pipeline(
     pipe = WanPipeline.from_pretrained(source, dtype=types, **parts)
     models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
     if pipe.transformer_2 is not None and not Path(source).exists():
-        # of the hub: it is there now
+        # a pipeline of the hub has been downloaded by now
         _refuse_gates(pretrained_folder(source, SECOND))
     if sparse_source is not None and len(models) > 1:
-        raise ValueError(f"{source} has two transformers, a sparse one cannot take the place of one of them")
+        raise ValueError(f"{source} has two transformers, neither of which a sparse transformer can replace")
     if sparse_source is None and any((*own.values(), sparsity is not None, topk is not None, denoising)):
         for model in models:
             apply(
@@ -146,27 +142,24 @@ def clip_settings(
     guidance: float | None = None,
     steps: int | None = None,
 ) -> ClipSettings:
-    """Settings of a clip with what is None taken from the sparse transformer, or from `DEFAULTS`.
+    """Settings of a clip; None values are taken from the sparse transformer, or from `DEFAULTS`.
 
-    Size and frames are those of the first trained grid that has what is given. A few-step generator that says nothing
-    about guidance has it in its weights: one pass.
+    Size and frames are those of the first trained grid that matches the given ones. A few-step generator without a
+    guidance setting runs a single pass, since its weights include the guidance.
 
     Args:
         pipe: from `open_pipeline`.
         size: height and width in pixels.
-        frames: of the clip.
+        frames: frames of the clip.
         guidance: see `ClipSettings`.
         steps: see `ClipSettings`; a few-step generator has its own.
-
-    Raises:
-        ValueError: a number of steps below 1, or any for a few-step generator.
     """
     trained = trained_settings(pipe)
     if trained is None:
         clips, scale = [(DEFAULTS.size, DEFAULTS.frames)], None
     else:
         t, h, w = _token_pixels(pipe)
-        # the first latent frame is one frame, not a group of them
+        # the first latent frame holds a single frame
         missing = pipe.vae_scale_factor_temporal - 1
         clips = [((grid[1] * h, grid[2] * w), grid[0] * t - missing) for grid in trained.grids]
         scale = trained.guidance_scale
@@ -186,15 +179,12 @@ def clip_settings(
 
 
 def token_grid(pipe: Any, size: tuple[int, int], frames: int) -> Grid:
-    """Tokens of a clip along time, height and width.
+    """Number of tokens of a clip along time, height and width.
 
     Args:
         pipe: from `open_pipeline`.
         size: height and width in pixels.
-        frames: of the clip.
-
-    Raises:
-        ValueError: a size or a number of frames that the VAE and the patches do not divide, or a count below 1.
+        frames: frames of the clip.
     """
     for name, value in (("frames", frames), ("size", min(size))):
         if value < 1:
@@ -236,26 +226,22 @@ def generate_videos(
         prompts: N captions.
         seeds: N seeds of the clips' noise.
         size: height and width in pixels.
-        frames: of a clip.
-        steps: of the scheduler; None: those of the list of a few-step generator, else 50.
-        guidance: `uncond + guidance * (cond - uncond)`; 1 leaves the second pass out.
-        negative_prompt: caption of the second pass.
-        batch_size: clips computed together; does not change them beyond rounding.
+        frames: frames of a clip.
+        steps: steps of the scheduler; None: those of the list of a few-step generator, else 50.
+        guidance: guidance scale, `uncond + guidance * (cond - uncond)`; 1 skips the unconditional pass.
+        negative_prompt: caption of the unconditional pass.
+        batch_size: clips sampled together; changes them only by rounding.
         progress: called after every step with the number of clips it advanced; N * steps in all.
 
     Returns:
         uint8 `[N, T, H, W, 3]`.
-
-    Raises:
-        ValueError: a size or a number of frames that the VAE and the patches do not divide, a count below 1, a
-            number of steps for a few-step generator, or not one seed per prompt.
     """
     steps = _steps(pipe, steps)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if len(seeds) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
-    # refuses what the pipeline would round
+        raise ValueError(f"expected one seed for each of the {len(prompts)} prompts, got {len(seeds)}")
+    # raises for sizes that the pipeline would silently round
     token_grid(pipe, size, frames)
     videos = []
     for start in range(0, len(prompts), batch_size):
@@ -285,12 +271,12 @@ def generate_videos(
 
 
 def _step_list(pipe: Any) -> Sequence[float] | None:
-    """Timesteps of a few-step generator; None where the number of steps is free."""
+    """Timesteps of a few-step generator; None for any other model."""
     return pipe.scheduler.config.get("step_list")
 
 
 def _steps(pipe: Any, steps: int | None) -> int:
-    """Steps of a clip: those of a few-step generator, those asked for, or the default."""
+    """Number of steps of a clip: those of a few-step generator, the requested ones, or the default."""
     listed = _step_list(pipe)
     if listed is not None:
         _refuse_for_list("steps", steps, listed)
@@ -302,7 +288,7 @@ def _steps(pipe: Any, steps: int | None) -> int:
 
 
 def _noise(pipe: Any, seeds: Sequence[int], size: tuple[int, int], frames: int) -> dict[str, Any]:
-    """What a pipeline takes the noise of its clips from."""
+    """Arguments from which a pipeline gets the noise of its clips."""
     if _step_list(pipe) is None:
         return {"generator": [torch.Generator("cpu").manual_seed(int(seed)) for seed in seeds]}
     t = (frames - 1) // pipe.vae_scale_factor_temporal + 1
@@ -317,13 +303,13 @@ def _refuse_for_list(name: str, value: float | None, listed: Sequence[float]) ->
 
 
 def _is_sparse(folder: Path) -> bool:
-    # gates without their settings count too: diffusers would leave them out with a line in its log
+    # includes gates without settings, which diffusers would skip with a line in its log
     return has_sparse_config(folder) or any(is_gate(key) for key in WeightFiles(folder).keys)
 
 
 def _refuse_gates(folder: Path) -> None:
     if _is_sparse(folder):
-        raise ValueError(f"{folder} is sparse, but only the first transformer of a pipeline may be")
+        raise ValueError(f"{folder} is sparse, but only the first transformer of a pipeline may be sparse")
 
 
 def _set_shift(pipe: Any, flow_shift: float) -> None:

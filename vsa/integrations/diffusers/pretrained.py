@@ -1,4 +1,4 @@
-"""Sparse checkpoints of this project inside diffusers: base weights, gates, and the settings they were trained with."""
+"""Sparse checkpoints of this project in diffusers: base weights, gates, and the settings of their training."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from vsa.integrations.diffusers.tile_attention import Budget, Pass
 
 
 class TrainedBudget:
-    """Top-k as a checkpoint was trained with it.
+    """The top-k with which a checkpoint was trained.
 
     Args:
-        config: of the checkpoint.
+        config: sparse attention config of the checkpoint.
     """
 
     def __init__(self, config: SparseAttentionConfig):
         self.config = config
-        # all layers of a pass ask for the same
+        # cached, because all layers of a pass need the same numbers
         self._last: tuple[tuple[int, float, int], tuple[int, ...]] | None = None
 
     @property
@@ -48,7 +48,7 @@ class TrainedBudget:
         return self.denoising.follows_steps or bool(self.config.topk_ranges or self.config.step_topk)
 
     def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
-        """Tiles that a layer keeps of the `num_tiles` of a pass."""
+        """Number of tiles that a layer keeps of the `num_tiles` of a pass."""
         key = (num_tiles, now.denoising.progress, now.denoising.step)
         if self._last is None or self._last[0] != key:
             self._last = key, self.config.layer_topk(num_tiles, progress=key[1], step=key[2])
@@ -66,40 +66,35 @@ def load_sparse(
     denoising: Mapping[str, Any] | None = None,
     backend: Backend | None = None,
 ) -> Any:
-    """A Wan transformer with the gates and the settings of an exported sparse checkpoint, ready for a pipeline.
+    """Load a Wan transformer with the gates and settings of an exported sparse checkpoint, for use in a pipeline.
 
-    diffusers loads the base weights and would log the gates as not used: they are loaded here, right after.
+    diffusers loads the base weights and ignores the gates, which are loaded here afterwards.
 
     Args:
         source: folder of `export_pretrained`, a pipeline folder with such a transformer, or a hub id.
-        transformer: base model of the same checkpoint, loaded with options of your own; None loads it.
-        subfolder: of the transformer in a pipeline.
-        dtype: of the weights; None: diffusers' choice.
+        transformer: base model of the same checkpoint, loaded by the caller; None loads it.
+        subfolder: subfolder of the transformer in a pipeline.
+        dtype: dtype of the weights; None: diffusers' choice.
         sparsity: share of tiles skipped, instead of the trained budget.
-        topk: tiles kept, instead of the trained budget.
-        denoising: options of a `DenoisingPlan` to have another value than the checkpoint says; its budgets go with a
-            sparsity or a top-k.
-        backend: of the fine stage; None picks by device.
+        topk: tiles kept per query tile, instead of the trained budget.
+        denoising: options that replace those of the checkpoint's `DenoisingPlan`; budgets need a sparsity or a top-k.
+        backend: backend of the fine stage; None chooses by device.
 
     Returns:
-        the transformer; `remove` makes a dense one of it.
-
-    Raises:
-        ValueError: `sparse_attention.json` is missing or of another version, gates are missing, left over or of
-            another shape than the model's, or a setting does not fit.
+        The transformer; `remove` makes it dense.
     """
     folder = pretrained_folder(source, subfolder)
     config = read_sparse_config(folder)
     if not config.selects and (sparsity is not None or topk is not None):
         raise ValueError(f"{config.method} of {folder} selects no tiles, got sparsity={sparsity} and topk={topk}")
-    # seen before gigabytes are loaded
+    # checked before gigabytes are loaded
     weights = WeightFiles(folder)
     refuse_key_difference(config.gate_keys, [key for key in weights.keys if is_gate(key)], str(folder))
     if transformer is None:
         from diffusers import WanTransformer3DModel
         from diffusers.utils import logging
 
-        # refuses Wan's original layout, which diffusers would read as another size
+        # raises for Wan's original layout, which diffusers would read as another size
         video_dit_arguments(read_json(folder / "config.json"))
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()
@@ -117,14 +112,14 @@ def load_sparse(
     else:
         for name in ("topk_ranges", "sparsity_ranges", "step_topk", "step_sparsity"):
             if options.get(name):
-                raise ValueError(f"{name}={options[name]} needs a sparsity or a top-k for the rest of the denoising")
+                raise ValueError(f"{name}={options[name]} needs a sparsity or a topk for the rest of the denoising")
         config = replace(config, **options)
         budget = TrainedBudget(config)
     applied = install(transformer, family, attention_of(config, backend), budget, backend, config)
     try:
         _load_gates(transformer, applied, weights)
     except ValueError:
-        # a model of the caller's is left as it came
+        # restores the caller's model
         remove(transformer)
         raise
     return transformer
@@ -132,7 +127,7 @@ def load_sparse(
 
 @torch.no_grad()
 def _load_gates(transformer: Any, applied: Applied, weights: WeightFiles) -> None:
-    """Copy the gates of a checkpoint into the modules that the blocks got."""
+    """Copy the gates of a checkpoint into the modules that were registered in the blocks."""
     targets = {
         f"{stack}.{i}.{name}.{part}": parameter
         for stack in applied.family.stacks

@@ -1,9 +1,9 @@
-"""Attention processors of four diffusers transformers that hand q, k and v to an attention method.
+"""Attention processors for four diffusers transformers that pass q, k and v to an attention method.
 
 B batch, L tokens of a row (video and, in joint models, text), H heads, D head dim, C = H * D model width.
 
-A processor computes q, k and v with the model's own modules and puts the output through the model's own projections,
-as the processor it stands in for does; only softmax attention itself is replaced.
+Like the processor that it replaces, a processor computes q, k and v and the output projection with the model's own
+modules; only the softmax attention is replaced.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from vsa.integrations.diffusers.tile_attention import TileAttention
 
 
 class Processor:
-    """Base of the processors: what diffusers sets on every processor, and the attention of the layer.
+    """Base of the processors: attributes that diffusers sets on every processor, and the attention of the layer.
 
     Args:
         attend: attention of the layer.
     """
 
-    # diffusers assigns both to processors that have them; tile attention has its own backends
+    # diffusers assigns both attributes if they exist; tile attention has its own backends
     _attention_backend = None
     _parallel_config = None
 
@@ -32,7 +32,7 @@ class Processor:
 
 
 class VideoProcessor(Processor):
-    """Self-attention of video tokens alone (WanTransformer3DModel, LTXVideoTransformer3DModel), norm over all heads.
+    """Self-attention of video tokens (WanTransformer3DModel, LTXVideoTransformer3DModel), with norm over all heads.
 
     RoPE tables are `[1, L, 1, D]`, the same for every head (Wan), or `[B, L, C]` (LTX).
     """
@@ -80,8 +80,8 @@ class CogVideoXProcessor(Processor):
 class HunyuanVideoProcessor(Processor):
     """Joint attention of HunyuanVideoTransformer3DModel: rows [video, text], padding at the end, RoPE on the video.
 
-    Double blocks have projections of their own for the text (`add_q_proj`), single blocks have none and leave the
-    output projection to the block. The mask says what the pass already knows from the text lengths.
+    Double blocks have separate projections for the text (`add_q_proj`); single blocks have none and leave the output
+    projection to the block. The mask is not used, because the text lengths of the pass contain the same information.
     """
 
     def __call__(
@@ -111,7 +111,7 @@ class HunyuanVideoProcessor(Processor):
 
 
 def refuse_mask(mask: Tensor | None) -> None:
-    # a mask that is not the padding of a known family would silently be ignored
+    # any other mask than the known padding would silently be ignored
     if mask is not None:
         raise ValueError(f"self-attention of this model takes no mask, got one of shape {tuple(mask.shape)}")
 

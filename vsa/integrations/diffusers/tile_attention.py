@@ -31,8 +31,8 @@ class Pass:
 
     Args:
         grid_thw: video tokens along time, height, width.
-        text_lengths: real text tokens of each sample, the rest of its text is padding; None when there is none.
-        denoising: which pass of the clip's denoising it is; what no budget asks for is not known.
+        text_lengths: number of real text tokens of each sample, the others are padding; None without padding.
+        denoising: step and progress of the pass, where a budget needs them.
     """
 
     grid_thw: Grid
@@ -41,11 +41,11 @@ class Pass:
 
 
 class Budget(Protocol):
-    """How many video tiles a query tile keeps.
+    """Number of video tiles that a query tile keeps.
 
     Attributes:
-        denoising: dense steps and layers, and how long selections are kept.
-        reads_timestep: passes differ by their place in the denoising; reading it waits for the device.
+        denoising: dense steps and layers, and reuse of selections.
+        reads_timestep: whether passes differ by their timestep; reading it waits for the device.
     """
 
     @property
@@ -55,20 +55,16 @@ class Budget(Protocol):
     def reads_timestep(self) -> bool: ...
 
     def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
-        """Tiles that a layer keeps of the `num_tiles` of a pass.
-
-        Raises:
-            ValueError: the grid has too few tiles for the budget.
-        """
+        """Number of tiles that a layer keeps of the `num_tiles` of a pass; ValueError for a grid with too few."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedBudget:
-    """A number or a share of tiles, and what a plan says of single passes and layers.
+    """A fixed number or share of tiles, with the exceptions of a denoising plan.
 
     Args:
-        topk: tiles by layer; None when `sparsity` says it.
+        topk: tiles by layer; None with `sparsity`.
         sparsity: share of tiles skipped, in [0, 1).
         denoising: the plan.
     """
@@ -82,18 +78,14 @@ class FixedBudget:
         return self.denoising.follows_steps
 
     def layer_topk(self, layer: int, num_tiles: int, now: Pass) -> int:
-        """Tiles that a layer keeps.
-
-        Raises:
-            ValueError: top-k is above the number of tiles, or the sparsity keeps less than one.
-        """
+        """Number of tiles that a layer keeps."""
         plan, moment = self.denoising, now.denoising
         if layer in plan.dense_layers or moment.dense:
             return num_tiles
         other = plan.budget_at(moment.step, moment.progress)
         topk, sparsity = (None if self.topk is None else self.topk[layer], self.sparsity) if other is None else other
         if topk is not None:
-            # a grid in one tile, dense methods among them, has nothing to select
+            # a grid of a single tile, as with dense methods, has nothing to select
             if topk > num_tiles > 1:
                 raise ValueError(f"topk {topk} of layer {layer} is above the {num_tiles} tiles of grid {now.grid_thw}")
             return min(topk, num_tiles)
@@ -107,7 +99,7 @@ class FixedBudget:
 
 
 class Row(NamedTuple):
-    """q, k, v `[B, L, H, D]` and the hidden states `[B, L, C]` they were projected from."""
+    """q, k, v `[B, L, H, D]` and the hidden states `[B, L, C]` from which they were projected."""
 
     q: Tensor
     k: Tensor
@@ -116,7 +108,7 @@ class Row(NamedTuple):
 
 
 class CurrentPass:
-    """Where a transformer's hook leaves the pass that its processors read; empty before the first one."""
+    """The current pass, set by a hook of the transformer and read by its processors; empty before the first pass."""
 
     def __init__(self) -> None:
         self.value: Pass | None = None
@@ -126,11 +118,11 @@ class TileAttention:
     """Attention of one layer over rows in the model's own token order.
 
     Args:
-        method: of this layer.
+        method: attention method of this layer.
         layer: position of the layer in the model.
-        budget: of the model.
-        current: pass that is running.
-        text: side of a row on which the text stands.
+        budget: budget of the model.
+        current: holder of the current pass.
+        text: side of a row on which the text is.
     """
 
     def __init__(self, method: AttentionMethod, layer: int, budget: Budget, current: CurrentPass, text: TextSide):
@@ -141,14 +133,11 @@ class TileAttention:
 
         Args:
             q, k, v: `[B, L, H, D]`, qk-norm and RoPE applied.
-            hidden: `[B, L, C]` what q, k and v were projected from, for a method's gates.
-
-        Raises:
-            ValueError: the row does not fit the grid of the pass, or the grid does not fit the budget.
+            hidden: `[B, L, C]` hidden states from which q, k and v were projected, for a method's gates.
         """
         now = self.current.value
         if now is None:
-            raise ValueError("attention ran outside of the transformer's forward: call the transformer, not its blocks")
+            raise ValueError("attention was called outside of the transformer's forward: call the transformer instead")
         batch, length = q.shape[:2]
         text = length - math.prod(now.grid_thw)
         lengths = now.text_lengths or (text,) * batch
@@ -159,7 +148,7 @@ class TileAttention:
         outs, order = [], []
         for kept in sorted(set(lengths)):
             rows = [i for i, n in enumerate(lengths) if n == kept]
-            # padding stands at the end of the text, and padded text at the end of the row
+            # padding is at the end of the text, and padded text is at the end of the row
             stop = length - text + kept
             part = (x[:, :stop] if len(rows) == batch else x[rows, :stop] for x in (q, k, v, hidden))
             out = self._attend(Row(*part), kept, now)

@@ -1,4 +1,4 @@
-"""Video sparse attention for models that never trained its gates."""
+"""Video sparse attention for models without trained gates."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from vsa.attention.video_sparse import VideoSparseAttention
 
 
 class UngatedVideoSparse(VideoSparseAttention):
-    """Video sparse attention of a model that never trained gates: coarse gate 0, so the fine stage is the output.
+    """Video sparse attention of a model without trained gates: coarse gate 0, so the output is the fine stage.
 
-    Weight 1 on the coarse output instead would add a second attention output to every layer.
+    A coarse gate of 1 instead would add a second attention output to every layer.
 
     Args:
-        options: of `VideoSparseAttention`.
+        options: arguments of `VideoSparseAttention`.
     """
 
     def __init__(self, **options: Any):
-        # gates of a 14B model would be a billion parameters that nobody reads
+        # on the meta device, because the unused gates of a 14B model would have a billion parameters
         with torch.device("meta"):
             super().__init__(**options, fine_gate=False)
         del self.to_gate_compress
