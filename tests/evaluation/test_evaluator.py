@@ -485,7 +485,7 @@ def test_following_ends_when_nothing_comes_and_ctrl_c_is_one_line(
     [
         (
             ["--no-val-loss"],
-            "no prompts: the run samples none and holds no captions out, give --prompt TEXT or --prompts FILE",
+            "missing prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or",
         ),
         ([*QUICK, "--reference", "nowhere"], "no such checkpoint or run folder: nowhere"),
         ([*QUICK, "--reference", "none", "--min-psnr", "20"], "--min-psnr 20 needs a reference, got --reference none"),
@@ -508,9 +508,9 @@ def test_runs_that_cannot_be_evaluated(write_tiny_run, trained: Path, command_li
         assert err.count("\n") == 1
         return err
 
-    assert f"error: {tmp_path} is not a run folder: checkpoints are missing" in error(str(tmp_path), *QUICK)
+    assert f"error: {tmp_path} is not a run folder: missing checkpoints" in error(str(tmp_path), *QUICK)
     dense = write_tiny_run(tmp_path / "dense", attention="full")
-    wanted = "has dense attention, there is no sparsity to compare: give --reference RUN_FOLDER or --reference none"
+    wanted = "has dense attention, so the dense reference is the run itself: set --reference RUN_FOLDER or"
     assert wanted in error(str(dense), *QUICK, "--no-val-loss")
     plain = write_tiny_run(tmp_path / "plain", with_ema=False)
     assert "step-00000007 has no ema weights" in error(str(plain), *QUICK, "--no-val-loss", "--weights", "ema")
@@ -523,4 +523,4 @@ def test_runs_that_cannot_be_evaluated(write_tiny_run, trained: Path, command_li
     # nothing held out
     copy = shutil.copytree(trained, tmp_path / "copy")
     change_state(copy, config={**config, "data": {**config["data"], "val_fraction": 0.0}})
-    assert "hold no validation samples out: use --no-val-loss" in error(str(copy), "--device", "cpu")
+    assert "have no validation samples: use --no-val-loss" in error(str(copy), "--device", "cpu")

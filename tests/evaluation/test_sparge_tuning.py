@@ -178,11 +178,11 @@ def test_a_damaged_table_of_points_is_named(captures, tmp_path, command_line):  
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give one of --run and --captures, got none"),
-        (["--run", "a", "--captures", "b"], "give one of --run and --captures, got both"),
+        ([], "expected one of --run and --captures, got none"),
+        (["--run", "a", "--captures", "b"], "expected one of --run and --captures, got both"),
         (["--run", "a"], "--run a needs --clips"),
         (["--captures", "none.safetensors"], "no such file of captures: none.safetensors"),
-        (["--captures", "none.safetensors", "--clips", "x"], "--clips needs a model: give --run"),
+        (["--captures", "none.safetensors", "--clips", "x"], "--clips needs a model: set --run"),
         (["--captures", "HOLES"], "has layers 0, 2: layer 1 is missing"),
         (["--captures", "HOLES", "--l1", "0.9"], "0 < l1 <= l2, got l1=0.9 and l2=0.5"),
         (["--captures", "HOLES", "--taus", "0.5,2"], "taus must be numbers above 0 and below 1, got 2"),

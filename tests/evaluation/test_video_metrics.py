@@ -198,7 +198,7 @@ def test_the_trunk_of_lpips_is_read_by_layer_number(tmp_path: Path):
     for name, parameter in trunk.named_parameters():
         assert torch.equal(parameter, source.get_parameter(name)), name
     torch.save({**saved, "features.3.bias": torch.zeros(7)}, tmp_path / "alexnet-x.pth")
-    with pytest.raises(ValueError, match=r"features\.3\.bias has shape \(7,\), LPIPS needs \(5,\)"):
+    with pytest.raises(ValueError, match=r"expected features\.3\.bias of shape \(5,\), got \(7,\)"):
         _load_trunk(trunk, tmp_path / "alexnet-x.pth")
     del saved["features.3.bias"]
     torch.save(saved, tmp_path / "alexnet-x.pth")

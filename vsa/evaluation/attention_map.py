@@ -1,4 +1,4 @@
-"""Which tiles a trained model selects: recorded in one denoising step, drawn over a clip it made."""
+"""Attention maps: the tiles that a trained model selects in one denoising step, drawn over a sampled clip."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record_attention(
     topk: Topk,
     seed: int = 0,
 ) -> dict[int, dict[str, Tensor]]:
-    """What each sparse layer selects while denoising `latents` at one noise level.
+    """Record the selection of each sparse layer in a denoising step of `latents` at one noise level.
 
     Args:
         model: velocity model.
@@ -51,17 +51,17 @@ def record_attention(
         text: `[1, S, E]`.
         text_mask: bool `[1, S]`, or None.
         sigma: noise level in [0, 1].
-        topk: tiles per query tile, of all layers or of each.
-        seed: of the noise.
+        topk: kv tiles per query tile, one number for all layers or one per layer.
+        seed: seed of the noise.
 
     Returns:
-        By layer: the tensors the method hands its recorder, among them `kv_indices` `[1, H, Nq, K]` and
-        `kv_num_blocks` `[1, H, Nq]`, on the CPU. Empty when no layer records (dense attention).
+        By layer, the recorded `kv_indices` `[1, H, Nq, K]`, `kv_num_blocks` `[1, H, Nq]` and scores, if there are any,
+        on the CPU. Empty if no layer records (dense attention).
     """
     found: dict[int, dict[str, Tensor]] = {}
 
     def recorder(layer_idx: int, tensors: dict[str, Tensor]) -> None:
-        # what else is recorded is as long as the sequence
+        # the other tensors are as long as the sequence
         names = [name for name in ("scores", "kv_indices", "kv_num_blocks") if name in tensors]
         found[layer_idx] = {name: tensors[name].detach().cpu() for name in names}
 
@@ -81,7 +81,7 @@ def denoise_once(
     recorder: Recorder | None = None,
     seed: int = 0,
 ) -> None:
-    """One forward on `latents` with the noise of a seed at one level; arguments as for `record_attention`."""
+    """One forward on `latents` with the noise of a seed at one noise level; arguments as in `record_attention`."""
     level = torch.full((1,), sigma, device=latents.device)
     x_t = add_noise(latents, noise_like(latents, clip_seeds(seed, 1)), level)
     model(x_t, to_timestep(level), text, text_mask, topk=topk, recorder=recorder)
@@ -96,18 +96,15 @@ def draw_attention(
     layer: int | None = None,
     sigma: float = 0.5,
 ) -> Path | None:
-    """Sample a clip and draw which tiles three of its query tiles attend to, halfway through the denoising.
+    """Sample a clip and draw the tiles that three of its query tiles attend to, halfway through the denoising.
 
     Args:
         run: from `load_run`, with sparse attention.
         prompt: caption of the clip.
-        settings: how to sample; the clip is clip 0 of its seed.
-        path: PNG to write; None runs the model and draws nothing (ranks beside the first, when weights are sharded).
-        layer: layer to show, None for the one in the middle.
-        sigma: noise level at which the layer is looked at.
-
-    Raises:
-        ValueError: the model's attention is dense, or there is no such layer.
+        settings: sampling settings; the clip is clip 0 of their seed.
+        path: PNG to write; None runs the model without drawing (on ranks other than the first, with sharded weights).
+        layer: layer to draw; None: the middle one.
+        sigma: noise level of the recorded step.
     """
     seeds = clip_seeds(settings.seed, 1)
     latents = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings)
@@ -116,10 +113,10 @@ def draw_attention(
     found = record_attention(run.model, latents, text, mask, sigma=sigma, topk=settings.topk, seed=settings.seed)
     found = {index: tensors for index, tensors in found.items() if "kv_indices" in tensors}
     if not found:
-        raise ValueError(f"{run.source} selects no tiles (dense attention, or all of them are kept): nothing to draw")
+        raise ValueError(f"{run.source} selects no tiles (dense attention, or all tiles are kept): nothing to draw")
     layer = sorted(found)[len(found) // 2] if layer is None else layer
     if layer not in found:
-        raise ValueError(f"layer {layer} selects no tiles, layers that do are {sorted(found)}")
+        raise ValueError(f"layer {layer} selects no tiles: expected one of the layers {sorted(found)}")
     if path is None:
         return None
     layout = run.model.layout_for(settings.latent_shape)
@@ -137,14 +134,11 @@ def draw_attention(
 
 
 def tile_map(layout: TileLayout, blocks: Blocks | None = None) -> Tensor:
-    """int64 `[T, H, W]`: the tile each token of a one-segment video row belongs to.
+    """Tile of each token of a row of one video, int64 `[T, H, W]`.
 
     Args:
-        layout: of the row.
-        blocks: the tiles, `layout.kv_blocks` those that are selected; None: `layout.blocks`, those of queries.
-
-    Raises:
-        ValueError: the row has more than one segment.
+        layout: layout of the row.
+        blocks: the tiles, such as `layout.kv_blocks`, the selected ones; None: `layout.blocks`, those of the queries.
     """
     if len(layout.segments) != 1 or layout.segments[0].kind not in ("video", "image"):
         raise ValueError(f"a tile map needs a row of one video, got {[s.kind for s in layout.segments]}")
@@ -155,11 +149,11 @@ def tile_map(layout: TileLayout, blocks: Blocks | None = None) -> Tensor:
 
 
 def token_times(codec: Codec, num_frames: int, patch: int) -> list[int]:
-    """Place in time of the tokens that each of a clip's frames is in: a causal codec has one frame in its first cell.
+    """Time index of the token that contains each frame of a clip; a causal codec has one frame in its first cell.
 
     Args:
-        codec: of the latents.
-        num_frames: that the codec takes.
+        codec: codec of the latents.
+        num_frames: number of frames, one that the codec can encode.
         patch: latent frames of a token.
     """
     fitting = [n for n in range(1, num_frames + 1) if codec.frames_that_fit(n) == n]
@@ -174,26 +168,26 @@ def selection_share(kv_indices: Tensor, kv_num_blocks: Tensor, num_blocks: int) 
     """Share of heads in which each query tile selects each kv tile, float32 `[Nq, num_blocks]`.
 
     Args:
-        kv_indices: int `[H, Nq, K]`; only the first `kv_num_blocks` entries of a row count.
+        kv_indices: int `[H, Nq, K]`; only the first `kv_num_blocks` entries of a row are valid.
         kv_num_blocks: int `[H, Nq]`.
         num_blocks: number of kv tiles.
     """
     heads, queries, capacity = kv_indices.shape
     valid = torch.arange(capacity) < kv_num_blocks.cpu()[..., None]
-    # entries past the count may hold anything: send them to a spare column
+    # entries past the count are arbitrary and go to a spare column
     columns = torch.where(valid, kv_indices.cpu().long(), num_blocks)
     chosen = torch.zeros(heads, queries, num_blocks + 1).scatter_(2, columns, 1.0)
     return chosen[..., :num_blocks].mean(0)
 
 
 def to_pixels(values: Tensor, times: Sequence[int], height: int, width: int) -> np.ndarray:
-    """Nearest neighbour `[T, H, W]` tokens to `[frames, height, width]` pixels, frame i of the tokens at `times[i]`."""
+    """Nearest-neighbour upsampling of tokens `[T, H, W]` to `[frames, height, width]`; frame i is at `times[i]`."""
     rows, columns = (torch.arange(n) * size // n for n, size in zip((height, width), values.shape[1:], strict=True))
     return values[torch.tensor(times)][:, rows][:, :, columns].numpy()
 
 
 def _outline(mask: np.ndarray, thickness: int) -> np.ndarray:
-    """The inner border of a boolean picture."""
+    """Inner border of a boolean mask."""
     inner = mask.copy()
     for _ in range(thickness):
         padded = np.pad(inner, 1, constant_values=False)
@@ -204,12 +198,12 @@ def _outline(mask: np.ndarray, thickness: int) -> np.ndarray:
 def attention_overlay(
     video: Tensor, tiles: Tensor, share: Tensor, query_tokens: Tensor, times: Sequence[int]
 ) -> Tensor:
-    """A clip with the tiles one query tile selects tinted and the query tile outlined.
+    """A clip with an outlined query tile and a tint on the tiles that it selects.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
-        tiles: int64 token grid of kv tile numbers from `tile_map`.
-        share: float `[Nkv]`, share of heads that select each tile; the tint's strength.
+        tiles: int64 token grid of kv tile indices from `tile_map`.
+        share: float `[Nkv]`, share of heads that select each tile, the strength of the tint.
         query_tokens: bool token grid, True in the query tile.
         times: see `token_times`.
 
@@ -217,7 +211,7 @@ def attention_overlay(
         float32 `[T, H, W, 3]` in [0, 1].
     """
     height, width = video.shape[1:3]
-    # dimmed, so that the tint stands out on bright and dark clips
+    # dimmed, so that the tint is visible on bright and dark clips
     base = video.float().numpy() / 255 * 0.6
     strength = to_pixels(share[tiles], times, height, width)[..., None] * 0.75
     picture = base * (1 - strength) + np.array(KEY_COLOUR, dtype=np.float32) * strength
@@ -240,21 +234,18 @@ def attention_picture(
     frames: int = 4,
     title: str = "",
 ) -> Path:
-    """Which tiles a few query tiles attend to, drawn over the frames of the clip: one row per query.
+    """Picture of the tiles that a few query tiles attend to, drawn over frames of the clip: one row per query tile.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
-        layout: of the clip's one video segment.
-        kv_indices: `[H, Nq, K]` as recorded.
-        kv_num_blocks: `[H, Nq]`.
+        layout: layout of the clip's video segment.
+        kv_indices: `[H, Nq, K]`, recorded.
+        kv_num_blocks: `[H, Nq]`, recorded.
         path: PNG to write.
         times: see `token_times`.
-        queries: query tiles; None picks the tiles of the frame's moving content: those that vary most.
-        frames: frames shown, evenly spaced.
-        title: above the picture.
-
-    Raises:
-        ValueError: the row is not one video, or a query is out of range.
+        queries: query tiles; None: those whose pixels vary most, the moving content.
+        frames: number of frames, evenly spaced.
+        title: title above the picture.
     """
     tiles = tile_map(layout)
     share = selection_share(kv_indices, kv_num_blocks, layout.kv_blocks.num)
@@ -289,9 +280,9 @@ def attention_sheet(
         rows: name, bool token grid of the query tile and float `[Nkv]` strength of the tint in [0, 1].
         path: PNG to write.
         times: see `token_times`.
-        frames: frames shown, evenly spaced.
-        title: above the picture.
-        strength: what it means, for the legend.
+        frames: number of frames, evenly spaced.
+        title: title above the picture.
+        strength: meaning of the tint's strength, for the legend.
     """
     picked = torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long().tolist()
     shown, shown_times = video[picked], [times[frame] for frame in picked]
@@ -311,19 +302,19 @@ def attention_sheet(
         Patch(color=KEY_COLOUR, label=f"selected tiles ({strength})"),
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, fontsize=8)
-    # of the figure's width, in letters
+    # width of the figure in letters
     set_title(figure.suptitle, title, width=round(9 * figure.get_figwidth()))
     return save_figure(figure, path)
 
 
 def varied_tiles(video: Tensor, tiles: Tensor, times: Sequence[int], count: int) -> list[int]:
-    """The `count` tiles whose pixels vary most, at most one per tile-time where there are enough of those.
+    """The `count` tiles whose pixels vary most, at most one per time index of the tiles if there are enough.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
-        tiles: int64 token grid of tile numbers.
+        tiles: int64 token grid of tile indices.
         times: see `token_times`.
-        count: how many.
+        count: number of tiles.
     """
     height, width = video.shape[1:3]
     of_pixel = torch.from_numpy(to_pixels(tiles, times, height, width)).flatten()

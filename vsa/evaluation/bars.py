@@ -11,8 +11,8 @@ class Bar(NamedTuple):
 
     Args:
         metric: key of the metrics.
-        bound: the bound itself still passes.
-        least: the metric must not be below it; otherwise not above.
+        bound: the bound, inclusive.
+        least: whether it is a lower bound; otherwise it is an upper bound.
     """
 
     metric: str
@@ -20,7 +20,7 @@ class Bar(NamedTuple):
     least: bool
 
     def missed(self, metrics: Mapping[str, Any]) -> str | None:
-        """One line with both values where the bar is missed; NaN misses every bar."""
+        """One line with both values if the metric misses the bar, as NaN always does; else None."""
         value = float(metrics[self.metric])
         if (value >= self.bound) if self.least else (value <= self.bound):
             return None
@@ -39,23 +39,20 @@ BARS = {
     "max_flicker_excess": "flicker_excess",
     "min_motion": "motion",
 }
-"""Metrics by the names of their bars."""
+"""Metrics by the names of their bars on the command line."""
 
 COMPARED = ("psnr", "ssim", "lpips", "flicker_excess")
 NO_BROKEN_CLIP = Bar(metric="non_finite", bound=0, least=False)
 
 
 def choose_bars(bounds: Mapping[str, float], *, val_loss: bool, lpips: bool, reference: bool) -> list[Bar]:
-    """The bars of some bounds, and that every clip is finite.
+    """The bars for the given bounds, and a bar that requires finite clips.
 
     Args:
-        bounds: by the names of `BARS`.
-        val_loss: the validation loss is measured.
-        lpips: LPIPS is measured.
-        reference: clips are compared with a reference.
-
-    Raises:
-        ValueError: a bar on what is not measured.
+        bounds: bounds by the names of `BARS`.
+        val_loss: whether the validation loss is measured.
+        lpips: whether LPIPS is measured.
+        reference: whether clips are compared with a reference.
     """
     missing: dict[str, str] = {}
     if not val_loss:

@@ -1,4 +1,4 @@
-"""Judging the checkpoints of a run from outside: validation loss, agreement with a reference, signs of broken clips.
+"""Evaluation of the checkpoints of a run: validation loss, agreement with a reference, signs of broken clips.
 
 N clips, T H W frames, height and width of a clip.
 """
@@ -45,27 +45,27 @@ CLIP_METRICS: Mapping[str, Callable[[Tensor], float]] = {
     "motion": motion,
     "flicker": flicker,
 }
-"""What is measured on every clip by itself."""
+"""Metrics of single clips."""
 
 SHEET_CLIPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Everything that decides the numbers of a checkpoint, besides the checkpoint.
+    """All settings that determine the metrics of a checkpoint.
 
     Args:
         prompts: N captions.
         seed: clip i starts from the noise of (seed, i), in the run and in its reference.
-        steps: Euler steps; None: as the run is sampled, which is what a run with a step list needs.
-        guidance: classifier-free guidance scale; None: as the run is sampled.
-        flow_shift: of the sampler's noise levels; None: that of the training.
-        batch_size: clips and validation samples computed together; changes nothing beyond rounding.
+        steps: Euler steps; None: as the run samples, which a run with a step list requires.
+        guidance: classifier-free guidance scale; None: as the run samples.
+        flow_shift: flow shift of the sampler; None: that of the training.
+        batch_size: clips and validation samples computed together; affects results only by rounding.
         weights: averaged or trained weights.
-        reference: what clips are compared with: "dense" is the same model with all tiles, "none" is nothing, anything
-            else names another run's checkpoint and its digest.
-        val_loss: compute the validation loss.
-        lpips: folder of LPIPS weights; None leaves it out.
+        reference: reference of the clips: "dense" is the same model with all tiles, "none" no reference, any other
+            value a checkpoint of another run with its digest.
+        val_loss: whether to compute the validation loss.
+        lpips: folder of LPIPS weights; None skips LPIPS.
     """
 
     prompts: tuple[str, ...]
@@ -82,23 +82,24 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise ValueError(
-                "no prompts: the run samples none and holds no captions out, give --prompt TEXT or --prompts FILE"
+                "missing prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or "
+                "--prompts FILE"
             )
 
     @property
     def digest(self) -> str:
-        """Eight hex digits that tell rows of different settings apart."""
+        """Eight hex digits that distinguish rows of different settings."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What came out for one checkpoint.
+    """Results for one checkpoint.
 
     Args:
         record: plain values: step, settings, metrics, clips.
         videos: uint8 `[N, T, H, W, 3]`.
-        reference: the same of the reference, None without one.
+        reference: clips of the reference, None without one.
     """
 
     record: Mapping[str, Any]
@@ -110,9 +111,9 @@ class Evaluator:
     """Measures checkpoints of one run under the same settings.
 
     Args:
-        settings: what to measure.
-        reference: the other run to compare with; None where `settings.reference` is "dense" or "none".
-        lpips: distance of two clips; None leaves it out.
+        settings: evaluation settings.
+        reference: reference run; None if `settings.reference` is "dense" or "none".
+        lpips: distance of two clips; None skips LPIPS.
     """
 
     def __init__(
@@ -127,15 +128,12 @@ class Evaluator:
         self._kept: tuple[SampleSettings, Tensor] | None = None
 
     def __call__(self, run: LoadedRun, checkpoint: Checkpoint, progress: ProgressFn | None = None) -> Evaluation:
-        """Validation loss, clips and their metrics.
+        """Compute the validation loss, the clips and their metrics.
 
         Args:
             run: loaded from `checkpoint`.
-            checkpoint: where the weights come from.
+            checkpoint: the checkpoint of the weights.
             progress: called with the number of clip-steps that were just done.
-
-        Raises:
-            ValueError: there is nothing to compare with, or no validation data.
         """
         s = self.settings
         ours = self._ours(run)
@@ -154,7 +152,7 @@ class Evaluator:
             if name not in ("prompt", "finite"):
                 metrics[name] = sum(clip[name] for clip in clips) / len(clips)
         if wanted is not None:
-            # of all pixels: one clip that equals its reference would make the mean over clips infinite
+            # over all pixels, because a clip that equals its reference would make the mean over clips infinite
             metrics["psnr"] = psnr(videos, wanted)
         record = {
             "step": run.step,
@@ -183,10 +181,9 @@ class Evaluator:
         )
 
     def _other(self, run: LoadedRun, ours: SampleSettings) -> tuple[LoadedRun, SampleSettings] | None:
-        """The reference of a run and how it is sampled.
+        """The reference of a run and its sampling settings.
 
-        From the same noise, with the same steps and noise levels; where one of the two has a step list, each is
-        sampled in its own way.
+        It uses the same noise, steps and noise levels; if one of the two has a step list, each has its own settings.
         """
         if self.settings.reference == "none":
             return None
@@ -194,8 +191,8 @@ class Evaluator:
             blocks: Any = run.model.blocks
             if all(isinstance(block.method, FullAttention) for block in blocks):
                 raise ValueError(
-                    f"{run.source} has dense attention, there is no sparsity to compare: give --reference RUN_FOLDER "
-                    "or --reference none"
+                    f"{run.source} has dense attention, so the dense reference is the run itself: set --reference "
+                    "RUN_FOLDER or --reference none"
                 )
             tiles = run.model.layout_for(ours.latent_shape).num_video_tiles
             return run, replace(ours, topk=tiles, denoising=DenoisingPlan())
@@ -210,7 +207,7 @@ class Evaluator:
         return self._reference, replace(ours, topk=own.topk, denoising=own.denoising)
 
     def _reference_clips(self, run: LoadedRun, settings: SampleSettings, progress: ProgressFn | None) -> Tensor:
-        # those of another run are the same for every checkpoint
+        # clips of another run are the same for every checkpoint
         if self._kept is not None and self._kept[0] == settings and run is self._reference:
             return self._kept[1]
         clips = sample_clips(run, self.settings.prompts, settings, progress)[0]
@@ -229,11 +226,7 @@ class Evaluator:
 
 
 def weights_digest(checkpoint: Checkpoint, weights: str) -> str:
-    """SHA-256 of the file the weights are in.
-
-    Raises:
-        ValueError: the checkpoint has no such weights.
-    """
+    """SHA-256 of the file of the weights."""
     if not checkpoint.has(weights):
         raise ValueError(f"checkpoint {checkpoint.path} has no {weights} weights")
     return checkpoint.state["files"][f"{weights}.safetensors"]
@@ -241,15 +234,12 @@ def weights_digest(checkpoint: Checkpoint, weights: str) -> str:
 
 @torch.no_grad()
 def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int) -> dict[str, float]:
-    """The run's own `val/loss` and `val/loss_decile_D`: its held-out samples, noise, timesteps and top-k of the step.
+    """`val/loss` and `val/loss_decile_D` as in the run, with its held-out samples, noise, timesteps and top-k.
 
     Args:
-        run: the model, with the statistics its latents were normalised with.
-        state: of its checkpoint; has the config of data and objective, and the seed.
+        run: the model with its latent statistics.
+        state: state of its checkpoint, with the config of data and objective, and the seed.
         batch_size: most samples computed together.
-
-    Raises:
-        ValueError: the data are not there or hold nothing out, or the objective is none of data.
     """
     objective = build(state["config"]["task"]["objective"])
     if not isinstance(objective, FlowMatchingLoss):
@@ -260,7 +250,7 @@ def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int
     data.setup()
     batches = data.val_dataloader()
     if not len(batches):
-        raise ValueError(f"the data of {run.source} hold no validation samples out: use --no-val-loss")
+        raise ValueError(f"the data of {run.source} have no validation samples: use --no-val-loss")
     means = DecileMeans()
     for whole in batches:
         for batch in split_batch(whole, batch_size):
@@ -273,7 +263,7 @@ def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int
 
 
 def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
-    """Parts of at most `size` samples; slots and seeds travel along, so every sample keeps its noise and timestep."""
+    """Parts of at most `size` samples with their slots and seeds, so that every sample keeps its noise and timestep."""
     for start in range(0, len(batch.sample_ids), size):
         part = slice(start, start + size)
         values = {f.name: getattr(batch, f.name) for f in fields(batch)}
@@ -284,10 +274,10 @@ def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
 def sample_clips(
     run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The clips of `vsa.sampling.pipeline.generate`, and which of them came out finite.
+    """The clips of `vsa.sampling.pipeline.generate`, and a mask of the finite ones.
 
     Returns:
-        uint8 `[N, T, H, W, 3]`, with zeros decoded in place of NaN and infinity, and bool `[N]`.
+        uint8 `[N, T, H, W, 3]`, decoded with zeros instead of NaN and infinity, and bool `[N]`.
     """
     seeds = clip_seeds(settings.seed, len(prompts))
     videos, finite = [], []
@@ -305,7 +295,7 @@ def record_path(folder: Path, checkpoint_name: str) -> Path:
 
 
 def read_record(folder: Path, checkpoint: Checkpoint, settings: EvaluationSettings) -> dict[str, Any] | None:
-    """The record of these weights under these settings, None when it is not there yet."""
+    """The record of these weights with these settings, None if there is none yet."""
     try:
         record = json.loads(record_path(folder, checkpoint.path.name).read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -315,11 +305,11 @@ def read_record(folder: Path, checkpoint: Checkpoint, settings: EvaluationSettin
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation, checkpoint_name: str) -> None:
-    """Write `step-N.json` and `step-N.png` (reference beside run), then `evaluation.csv` and `evaluation.png` anew.
+    """Write `step-N.json` and `step-N.png` (reference beside run), then update `evaluation.csv` and `evaluation.png`.
 
-    The table and the figure are made from every `step-*.json` of the folder: one row a checkpoint, a repeated
-    evaluation replaces its row, rows of checkpoints that are gone stay. The figure shows the rows that have the
-    settings of this evaluation. Infinity and NaN, which JSON has no numbers for, are the strings "inf" and "nan".
+    The table and the figure contain every `step-*.json` of the folder: one row per checkpoint; a repeated evaluation
+    replaces its row, and rows of removed checkpoints stay. The figure shows the rows with the settings of this
+    evaluation. Infinity and NaN, which JSON cannot express, are the strings "inf" and "nan".
     """
     record = evaluation.record
     videos, prompts = evaluation.videos[:SHEET_CLIPS], record["settings"]["prompts"][:SHEET_CLIPS]

@@ -1,4 +1,4 @@
-"""Judging the checkpoints of a run from a process of its own, also while the run writes and removes them."""
+"""Evaluation of the checkpoints of a run in a separate process, also while the run writes and removes them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ SHOWN = ("val/loss", "psnr", "ssim", "lpips", "black", "uniform", "motion", "fli
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What to measure of a run; None takes what the run samples itself.
+    """Request for an evaluation; None values are taken from the samples of the run.
 
     Args:
-        device: where the model runs.
-        prompts: captions; empty: those that the run samples, or some it holds out.
+        device: device of the model.
+        prompts: captions; empty: the sample prompts of the run, or some of its held-out captions.
         reference: dense, none, or another run.
-        val_loss: compute the validation loss.
-        lpips: folder with LPIPS weights; None leaves it out.
-        weights: averaged or trained; None: averaged where there are any.
-        seed: of the noise.
+        val_loss: whether to compute the validation loss.
+        lpips: folder with LPIPS weights; None skips LPIPS.
+        weights: averaged or trained weights; None: averaged ones if there are any.
+        seed: seed of the noise.
         steps: Euler steps.
         guidance: classifier-free guidance scale.
-        flow_shift: of the sampler's noise levels.
+        flow_shift: flow shift of the sampler.
         batch_size: clips and validation samples computed together.
     """
 
@@ -72,26 +72,23 @@ def evaluate_run(
     poll: float = 5.0,
     timeout: float = 3600.0,
 ) -> list[str]:
-    """Measure every checkpoint of a run and print what it is worth.
+    """Evaluate every checkpoint of a run and print its metrics.
 
     Args:
         run_dir: run folder.
-        request: what to measure.
+        request: the requested evaluation.
         bars: bounds of the metrics.
-        out: folder to write to; None: `evaluation` in the run folder.
+        out: output folder; None: `evaluation` in the run folder.
         follow: wait for new checkpoints until the run's last step.
-        poll: seconds between two looks.
+        poll: seconds between two checks for new checkpoints.
         timeout: seconds without a new checkpoint after which following ends.
 
     Returns:
-        one line for each bar that the newest checkpoint misses.
-
-    Raises:
-        ValueError: no checkpoint can be evaluated, or a setting has no meaning for the run.
+        One line for each bar that the newest checkpoint misses.
     """
     folder, out = run_dir / "checkpoints", out or run_dir / "evaluation"
     if not folder.is_dir() and not (follow and (run_dir / "config.yaml").is_file()):
-        raise ValueError(f"{run_dir} is not a run folder: checkpoints are missing")
+        raise ValueError(f"{run_dir} is not a run folder: missing checkpoints")
     if request.lpips is not None and request.reference == "none":
         raise ValueError(f"--lpips {request.lpips} needs a reference, got --reference none")
     distance = None if request.lpips is None else load_lpips(request.lpips)
@@ -125,13 +122,10 @@ def evaluate_run(
 
 
 def _held_out_prompts(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The first few captions of a run's held-out samples; none where it holds none out.
+    """The first few captions of a run's held-out samples, empty without any.
 
     Args:
-        config: of the run.
-
-    Raises:
-        ValueError: the data are not there, or the config builds something else than our classes.
+        config: config of the run.
     """
     check_targets(config)
     data = build(config["data"])
@@ -142,10 +136,10 @@ def _held_out_prompts(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _settings(request: EvaluationRequest, checkpoint: Checkpoint, reference: str) -> EvaluationSettings:
-    """What was asked for, and what is left out taken from the clips that the run samples itself.
+    """The requested settings, completed by those of the run's own samples.
 
-    A run that samples none is asked for a few captions of its held-out data. A distilled run is sampled at its step
-    list: the other settings of its clips are its teacher's.
+    A run without sample prompts uses a few captions of its held-out data. A distilled run is sampled at its step list,
+    because the other settings of its clips are those of its teacher.
     """
     config = checkpoint.state["config"]
     samples = (config.get("callbacks") or {}).get("samples") or {}
@@ -166,7 +160,7 @@ def _settings(request: EvaluationRequest, checkpoint: Checkpoint, reference: str
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """A verified checkpoint; None, with a line that says why, when it is damaged or the run has removed it."""
+    """A verified checkpoint; None, with a printed reason, if it is damaged or the run has removed it."""
     try:
         return read_checkpoint(path)
     except (ValueError, OSError) as error:
@@ -175,11 +169,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def _load_model(path: Path, request: EvaluationRequest) -> LoadedRun | None:
-    """The model of a verified checkpoint, wholly in memory; None, with a line, when the run has removed it meanwhile.
-
-    Raises:
-        ValueError: the checkpoint is there and cannot be evaluated.
-    """
+    """Model of a verified checkpoint, fully in memory; None, with a printed line, if the run has removed it."""
     try:
         return load_run(path, weights=request.weights, device=request.device)
     except (ValueError, OSError, SafetensorError):
@@ -190,7 +180,7 @@ def _load_model(path: Path, request: EvaluationRequest) -> LoadedRun | None:
 
 
 def _load_reference(request: EvaluationRequest) -> tuple[str, LoadedRun | None]:
-    """How the settings name the reference, and the other run where it is one."""
+    """Name of the reference in the settings, and the reference run, if it is one."""
     if request.reference in ("dense", "none"):
         return request.reference, None
     checkpoint = resolve_checkpoint(request.reference)
@@ -199,7 +189,7 @@ def _load_reference(request: EvaluationRequest) -> tuple[str, LoadedRun | None]:
 
 
 def _measure(evaluator: Evaluator, run: LoadedRun, checkpoint: Checkpoint, out: Path) -> Mapping[str, Any]:
-    """Evaluate a checkpoint behind a progress bar and write the result."""
+    """Evaluate a checkpoint with a progress bar and write the results."""
     columns = (TextColumn(f"step {run.step}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -210,7 +200,7 @@ def _measure(evaluator: Evaluator, run: LoadedRun, checkpoint: Checkpoint, out: 
 
 
 def _judge(record: Mapping[str, Any], bars: Sequence[Bar]) -> list[str]:
-    """Print the metrics of a checkpoint; returns one line for each bar it misses."""
+    """Print the metrics of a checkpoint and return one line for each bar that it misses."""
     metrics = record["metrics"]
     shown = ", ".join(f"{name} {float(metrics[name]):.5g}" for name in SHOWN if name in metrics)
     print(f"step {record['step']}: {shown}", flush=True)
@@ -218,15 +208,16 @@ def _judge(record: Mapping[str, Any], bars: Sequence[Bar]) -> list[str]:
 
 
 def new_checkpoints(folder: Path, *, follow: bool, poll: float = 5.0, timeout: float = 3600.0) -> Iterator[Path]:
-    """Checkpoint folders as they appear, oldest first, each version of a step once; half-written ones have other names.
+    """Checkpoint folders as they appear, oldest first, each version of a step once.
 
-    A path may be gone again when it is used: the run keeps only its newest checkpoints.
+    Incomplete checkpoints have other names. A path may have been removed when it is used, because the run keeps only
+    its newest checkpoints.
 
     Args:
-        folder: of the checkpoints; may not exist yet.
-        follow: wait for new ones; otherwise end after those that are there.
-        poll: seconds between two looks.
-        timeout: seconds without a new one after which following ends.
+        folder: folder of the checkpoints, which may not exist yet.
+        follow: wait for new checkpoints; otherwise end after the existing ones.
+        poll: seconds between two checks.
+        timeout: seconds without a new checkpoint after which following ends.
     """
     seen: set[tuple[str, int, int]] = set()
     since = time.monotonic()
@@ -247,7 +238,7 @@ def _oldest_unseen(folder: Path, seen: set[tuple[str, int, int]]) -> Path | None
             found = path.stat()
         except FileNotFoundError:
             continue
-        # a run that starts anew writes the same names again
+        # a run that is started again writes the same names
         version = (path.name, found.st_ino, found.st_mtime_ns)
         if version not in seen:
             seen.add(version)

@@ -1,4 +1,4 @@
-"""How far generated clips are from real ones as a set: a Fréchet distance on latents, without a learned network.
+"""Latent distance of generated and real clips: a Fréchet distance on latents, without a learned network.
 
 N clips, C T H W latent channels, frames and size, F features.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 CELLS = 4
 """Cells along each of time, height and width that latents are pooled to (fewer where the latents have fewer)."""
 CLIPS_PER_FEATURE = 4
-"""A covariance of as many features as clips would be mostly noise."""
+"""Smallest number of clips per feature; with fewer, the covariance would be mostly noise."""
 
 
 def frechet_distance(features: Tensor, reference: Tensor) -> float:
@@ -25,9 +25,6 @@ def frechet_distance(features: Tensor, reference: Tensor) -> float:
     Args:
         features: `[N, F]`.
         reference: `[M, F]`.
-
-    Raises:
-        ValueError: other shapes, fewer than two rows, or values that are not finite.
     """
     if features.ndim != 2 or reference.ndim != 2 or features.shape[1] != reference.shape[1]:
         raise ValueError(f"features must be [N, F] and [M, F], got {list(features.shape)} and {list(reference.shape)}")
@@ -43,7 +40,7 @@ def frechet_distance(features: Tensor, reference: Tensor) -> float:
         values, vectors = torch.linalg.eigh(covariance)
         means.append(mean)
         covariances.append(covariance)
-        # rounding makes zero eigenvalues negative
+        # rounding can make zero eigenvalues negative
         roots.append((vectors * values.clamp_min(0).sqrt()) @ vectors.T)
     cross = torch.linalg.svdvals(roots[0] @ roots[1]).sum()
     spread = covariances[0].trace() + covariances[1].trace() - 2 * cross
@@ -51,18 +48,18 @@ def frechet_distance(features: Tensor, reference: Tensor) -> float:
 
 
 def refuse_too_few(clips: int, channels: int) -> None:
-    """Raise ValueError when so many clips of so many channels leave no feature beside the channels' own."""
+    """Raise ValueError for too few clips to have a feature besides those of the channels."""
     least = CLIPS_PER_FEATURE * (2 * channels + 1)
     if clips < least:
         raise ValueError(f"a latent distance of {channels} channels needs at least {least} clips, got {clips}")
 
 
 def latent_features(latents: Tensor) -> Tensor:
-    """What `latent_distance` compares clips by: N/4 numbers of each.
+    """Features of clips for `latent_distance`: N/4 numbers per clip.
 
-    Of each clip the mean and the standard deviation of every channel over time, height and width (2 C numbers: colour,
-    contrast, blur and noise), then N/4 - 2 C numbers for what is where and when: the latents averaged over the cells
-    of a grid of 4 x 4 x 4 (`CELLS`) and multiplied by a fixed matrix of orthonormal columns, the Q of a Gaussian
+    They are the mean and the standard deviation of every channel over time, height and width (2 C numbers: colour,
+    contrast, blur and noise), and N/4 - 2 C numbers for the content by position and time: the latents averaged over the
+    cells of a grid of 4 x 4 x 4 (`CELLS`) and multiplied by a fixed matrix of orthonormal columns, the Q of a Gaussian
     matrix drawn with seed 0.
 
     Args:
@@ -70,9 +67,6 @@ def latent_features(latents: Tensor) -> Tensor:
 
     Returns:
         float64 `[N, F]` on the CPU, F = N/4 rounded down (less where the grid has fewer cells).
-
-    Raises:
-        ValueError: other dimensions, or too few clips to have a feature beside the channels' own.
     """
     if latents.ndim != 5:
         raise ValueError(f"latents must be [N, C, T, H, W], got {list(latents.shape)}")
@@ -92,16 +86,13 @@ def latent_features(latents: Tensor) -> Tensor:
 def latent_distance(latents: Tensor, reference: Tensor) -> float:
     """Squared Fréchet distance between the features of two sets of clips; see `latent_features`.
 
-    Distances of other numbers of clips or other latent shapes are other quantities. Two sets of the same distribution
-    are above 0, by sampling: compare with the distance of two independent real sets.
+    Distances with another number of clips or another latent shape are not comparable. By sampling, two sets of one
+    distribution have a distance above 0: compare with the distance of two independent real sets.
 
     Args:
         latents: `[N, C, T, H, W]`, normalised.
         reference: the same shape, normalised with the same statistics.
-
-    Raises:
-        ValueError: the shapes differ, or see `latent_features` and `frechet_distance`.
     """
     if latents.shape != reference.shape:
-        raise ValueError(f"sets of latents of different shapes: {list(latents.shape)} and {list(reference.shape)}")
+        raise ValueError(f"latents must have one shape, got {list(latents.shape)} and {list(reference.shape)}")
     return frechet_distance(latent_features(latents), latent_features(reference))

@@ -1,4 +1,4 @@
-"""`vsa tune-sparge`: settings of every layer and head of SpargeAttn for a model, and a page with what they cost."""
+"""`vsa tune-sparge`: search for the settings of every layer and head of SpargeAttn, and a page with their errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CAREFUL = (
 
 
 class Source(Protocol):
-    """Where q, k and v are from."""
+    """Source of q, k and v."""
 
     layers: int
     heads: int
@@ -45,11 +45,11 @@ class Source(Protocol):
     name: str
 
     def inputs(self, layer: int) -> int:
-        """How many there are of a layer."""
+        """Number of captures of a layer."""
         ...
 
     def captures(self, layer: int) -> Sequence[Capture]:
-        """Those of one layer."""
+        """The captures of a layer."""
         ...
 
 
@@ -78,32 +78,29 @@ def tune_sparge(
         run: a run, checkpoint or export whose q, k, v are captured, one layer after another.
         clips: folder of videos, a video, or the id of a sample; see `open_clip`.
         captures: file of `save_captures` with all layers, in place of a run.
-        out: folder to write to; None: `sparge`.
-        q_tokens: of `SpargeAttention`.
-        kv_tokens: of `SpargeAttention`.
-        order: of `SpargeAttention`.
-        search: what is tried.
-        timesteps: to capture at, in [0, 1000]; None: 900, 700, 500, 300, 100.
-        most_clips: videos of a folder that are used.
+        out: output folder; None: `sparge`.
+        q_tokens: see `SpargeAttention`.
+        kv_tokens: see `SpargeAttention`.
+        order: see `SpargeAttention`.
+        search: bounds and grids of the search.
+        timesteps: timesteps to capture, in [0, 1000]; None: 900, 700, 500, 300, 100.
+        most_clips: largest number of videos of a folder to use.
         latents: latent frames, rows, columns of a clip for a dense export.
-        weights: of a run.
+        weights: averaged or trained weights of a run.
         pipeline: Wan pipeline with the VAE and the text encoder of an export.
-        dtype: of q, k, v; None: bfloat16 on a GPU, float32 on a CPU.
-        device: None takes a GPU when there is one.
-        seed: of the noise.
+        dtype: dtype of q, k, v; None: bfloat16 on a GPU, float32 on a CPU.
+        device: compute device; None: a GPU if there is one.
+        seed: seed of the noise.
 
     Returns:
-        The file, which `attention.tuned` takes.
-
-    Raises:
-        ValueError: one line that names what cannot be tuned, or a file of others in the folder.
+        Path of the file for `attention.tuned`.
     """
     if (run is None) == (captures is None):
-        raise ValueError("give one of --run and --captures, got " + ("none" if run is None else "both"))
+        raise ValueError("expected one of --run and --captures, got " + ("none" if run is None else "both"))
     if run is not None and clips is None:
         raise ValueError(f"--run {run} needs --clips to capture q, k, v of")
     if run is None and clips is not None:
-        raise ValueError("--clips needs a model: give --run")
+        raise ValueError("--clips needs a model: set --run")
     for name, value in {"timesteps": timesteps, "weights": weights, "pipeline": pipeline}.items():
         if run is None and value is not None:
             raise ValueError(f"--{name} is an option of --run only")
@@ -113,7 +110,7 @@ def tune_sparge(
     path = folder / FILE
     if (folder / PAGE).exists() and not path.exists():
         raise ValueError(f"{folder / PAGE} is not from `vsa tune-sparge`: choose another folder with --out")
-    # told before a model is opened
+    # raises before a model is opened
     SpargeAttention(dim=1, num_heads=1, head_dim=1, q_tokens=q_tokens, kv_tokens=kv_tokens, threshold=-1.0)
     source: Source
     if run is not None:
@@ -157,14 +154,14 @@ def tune_sparge(
             except ValueError as error:
                 raise ValueError(f"layer {layer}: {error}") from None
             write_csv(_points(folder, layer), Point._fields, tried)
-            # last: a layer of the file is a layer that is done
+            # written last, since a layer in the file counts as finished
             replace(tuned, found=found).write(path)
     _write_page(folder, read_tuned(str(path)), kept)
     return path
 
 
 class _Model:
-    """A model that looks at clips; one layer at a time, because all of them do not fit into memory."""
+    """Captures from a model on clips, one layer at a time, because all layers do not fit into memory."""
 
     def __init__(
         self,
@@ -205,7 +202,7 @@ class _Model:
 
 
 class _File:
-    """Captures of all layers of a model."""
+    """Captures of all layers from a file."""
 
     def __init__(self, path: Path):
         self.items = load_captures(path).items
@@ -236,11 +233,7 @@ def _fields(tuned: Tuned) -> dict[str, Any]:
 
 
 def _finished(path: Path, wanted: Tuned) -> Mapping[int, Sequence[HeadSettings]]:
-    """Layers that a file already has.
-
-    Raises:
-        ValueError: it was tuned for another model, or in another way.
-    """
+    """Finished layers of a file; ValueError if it was tuned for another model or with other settings."""
     if not path.exists():
         return {}
     there = read_tuned(str(path))
@@ -264,7 +257,7 @@ def _read_points(folder: Path, layer: int) -> list[Point]:
         with _points(folder, layer).open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except FileNotFoundError:
-        # deleted since: the choices are in the file itself
+        # points may be deleted, because the chosen settings are in the file itself
         return []
     points = []
     try:
@@ -344,7 +337,7 @@ def _cloud(name: str, places: Any, labels: Sequence[str], colour: int) -> Series
 
 
 def _curve(name: str, points: Sequence[Point], colour: int) -> Series:
-    """The points that no other one beats in both sparsity and error."""
+    """The Pareto front: points that no other one beats in both sparsity and error."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (-p.sparsity, p.error)):
         if not best or point.error < best[-1].error:
@@ -365,7 +358,7 @@ def _bounds(series: Sequence[Series], bounds: Mapping[str, float]) -> list[Serie
 
 
 def layer_table(tuned: Tuned) -> Table:
-    """What was chosen in each layer."""
+    """Table of the chosen settings of each layer."""
     headings = [
         ("layer", ""),
         ("sparsity", "skipped products of blocks, mean of the heads; below: lowest and highest"),

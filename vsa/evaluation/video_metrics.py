@@ -1,4 +1,4 @@
-"""What can be measured on pixels: agreement of two clips, and signs of a broken one.
+"""Pixel metrics of clips: agreement of two clips, and signs of a broken one.
 
 T H W frames, height and width; videos are uint8 `[T, H, W, 3]`, so the data range is 255 everywhere.
 """
@@ -19,9 +19,9 @@ BLACK_SHARE = 0.98
 """Share of black pixels from which a frame is black (`picture_black_ratio_th` of the same filter)."""
 
 FLICKER_HOLDS = (1, 2, 4)
-"""Frames a flickering picture stays the same; 4 is the temporal stride of the usual video codecs."""
+"""Numbers of frames for which a flickering picture is constant; 4 is the temporal stride of common video codecs."""
 LPIPS_CHUNK = 16
-"""Frames that go through the LPIPS trunk together."""
+"""Number of frames that pass through the LPIPS trunk together."""
 
 
 def psnr(video: Tensor, reference: Tensor) -> float:
@@ -30,16 +30,13 @@ def psnr(video: Tensor, reference: Tensor) -> float:
     Args:
         video: uint8 `[..., 3]`.
         reference: the same shape.
-
-    Raises:
-        ValueError: the shapes differ.
     """
     _check_pair(video, reference)
     return float(peak_signal_noise_ratio(video.double(), reference.double(), data_range=DATA_RANGE))
 
 
 def ssim(video: Tensor, reference: Tensor) -> float:
-    """Structural similarity, the mean over frames, colour channels and pixels; 1 for equal clips up to 1e-5.
+    """Structural similarity (SSIM), averaged over frames, colour channels and pixels; 1 for equal clips up to 1e-5.
 
     Gaussian window of 11 pixels and standard deviation 1.5, K1 = 0.01, K2 = 0.03, frames mirrored at their border.
     Source: Wang et al., "Image quality assessment: from error visibility to structural similarity" (2004), section
@@ -48,14 +45,11 @@ def ssim(video: Tensor, reference: Tensor) -> float:
     Args:
         video: uint8 `[T, H, W, 3]`, at least 6 pixels high and wide.
         reference: the same shape.
-
-    Raises:
-        ValueError: the shapes differ, or frames smaller than the mirrored border.
     """
     _check_pair(video, reference)
     if min(video.shape[1:3]) < 6:
         raise ValueError(f"SSIM needs frames of at least 6x6 pixels, got {video.shape[1]}x{video.shape[2]}")
-    # frame by frame: the five filtered maps of a long clip would take gigabytes
+    # frame by frame, since the five filtered maps of a long clip would take gigabytes
     values = []
     for pair in zip(video, reference, strict=True):
         frame, wanted = (_channels_first(f[None]) for f in pair)
@@ -66,8 +60,8 @@ def ssim(video: Tensor, reference: Tensor) -> float:
 def black_frames(video: Tensor) -> float:
     """Share of black frames: at least 98% of the pixels are below 10% of the range in every channel.
 
-    The thresholds are those of ffmpeg's blackdetect filter, which looks at luma alone and so takes a saturated blue
-    for black.
+    The thresholds are those of ffmpeg's blackdetect filter, which uses luma only and therefore counts saturated blue as
+    black.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
@@ -77,7 +71,7 @@ def black_frames(video: Tensor) -> float:
 
 
 def uniform_frames(video: Tensor) -> float:
-    """Share of frames that are one colour: no channel's standard deviation reaches one grey level.
+    """Share of frames of one colour: the standard deviation of every channel is below one grey level.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
@@ -100,7 +94,7 @@ def motion(video: Tensor) -> float:
 
 
 def flicker(video: Tensor) -> float:
-    """Mean luma change that is taken back at once, as a share of the range, at the frame rate that shows most of it.
+    """Flicker: mean luma change that is reversed at once, as a share of the range, at the rate where it is largest.
 
     At a hold of h frames, d_t is the change of a pixel from frame t to t + h. Where the next h frames change it in the
     opposite direction, `min(|d_t|, |d_t+h|)` counts, else nothing. The largest mean over h = 1, 2, 4 is taken: a codec
@@ -139,9 +133,6 @@ def load_lpips(folder: str | Path) -> Callable[[Tensor, Tensor], float]:
 
     Args:
         folder: holds torchvision's AlexNet weights, one file `alexnet-*.pth`.
-
-    Raises:
-        ValueError: the package is not installed, the folder does not hold one such file, or the file is not AlexNet.
     """
     found = sorted(Path(folder).glob("alexnet-*.pth"))
     if len(found) != 1:
@@ -151,7 +142,7 @@ def load_lpips(folder: str | Path) -> Callable[[Tensor, Tensor], float]:
     # a torchvision built for another torch ends in RuntimeError
     except (ImportError, RuntimeError) as error:
         raise ValueError(f"LPIPS needs the packages lpips and torchvision (pip install lpips): {error}") from None
-    # its random trunk must not move the caller's random state
+    # the initialisation of its trunk must not change the caller's random state
     with torch.random.fork_rng(devices=[]):
         network = lpips.LPIPS(net="alex", pnet_rand=True, verbose=False).requires_grad_(False)
     _load_trunk(network.net, found[0])
@@ -174,7 +165,7 @@ def _load_trunk(trunk: torch.nn.Module, path: Path) -> None:
         key = f"features.{name.partition('.')[2]}"
         if key not in saved or saved[key].shape != parameter.shape:
             shape = tuple(saved[key].shape) if key in saved else None
-            raise ValueError(f"{path} is no AlexNet: {key} has shape {shape}, LPIPS needs {tuple(parameter.shape)}")
+            raise ValueError(f"{path} is not AlexNet: expected {key} of shape {tuple(parameter.shape)}, got {shape}")
         parameter.copy_(saved[key])
 
 
@@ -185,4 +176,4 @@ def _channels_first(frames: Tensor) -> Tensor:
 
 def _check_pair(video: Tensor, reference: Tensor) -> None:
     if video.shape != reference.shape:
-        raise ValueError(f"clips of different shapes: {tuple(video.shape)} and {tuple(reference.shape)}")
+        raise ValueError(f"clips must have one shape, got {tuple(video.shape)} and {tuple(reference.shape)}")

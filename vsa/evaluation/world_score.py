@@ -1,8 +1,8 @@
-"""What a clip of the world shows, from its pixels alone: colours, shapes and motions of objects, drift of the camera.
+"""Score of world clips from their pixels: colours, shapes and motions of objects, drift of the camera.
 
-Objects are told from the background and from each other by their colour. The shape is the mask of the world that fits
-an object best in the frames where most of it is seen, without judging pixels that other objects cover; motion is the
-best fit of a straight or round path to where that mask lies, relative to the drift of the background.
+Objects are distinguished from the background and from each other by their colour. The shape is the mask of the world
+that fits an object best in the frames where most of it is visible, without pixels that other objects cover. The motion
+is the straight or round path that fits the positions of this mask best, relative to the drift of the background.
 T frames, H W pixels, P size of an object's box.
 """
 
@@ -29,47 +29,44 @@ from vsa.data.world.scenes import (
 from vsa.data.world.tables import object_masks
 
 ATTRIBUTES = ("colour", "shape", "motion", "camera", "all")
-"""What is scored: each object's colour, shape and motion; the camera and everything together once a clip."""
+"""Scored attributes: colour, shape and motion of each object; the camera, and all together, once per clip."""
 
-# pixels of the shorter side that clips are looked at with
+# shorter side, in pixels, to which clips are scaled
 _SIDE = 128
 # objects are brighter and more colourful than any background
 _LEAST_LIGHT, _LEAST_CHROMA = 120.0, 60.0
-# share of a box that a colour covers where there is an object, its rim left out
+# smallest share of a box that the colour of an object covers, without its rim
 _LEAST_COVER = 0.05
-# agreement of an object with the mask of a shape (intersection over union) below which it has none
+# smallest intersection over union of an object with the mask of its shape
 _LEAST_FIT = 0.5
-# frames that the shape is judged by
+# number of frames that determine the shape
 _BEST_FRAMES = 6
-# shares of the picture that objects and camera move at least; the world's own are twice that
+# smallest motions of objects and camera as shares of the frame; those of the world are twice as large
 _LEAST_TRAVEL, _LEAST_RADIUS, _LEAST_DRIFT = 0.12, 0.07, 0.04
-# share of an object's motion that its path explains
+# smallest share of an object's motion that its path has to explain
 _LEAST_EXPLAINED = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeenObject:
-    """An object of one colour; None where no shape or motion can be told."""
+    """An object of one colour; shape or motion is None if it cannot be determined."""
 
     shape: str | None
     motion: str | None
 
 
 def score_clip(video: Tensor, caption: str) -> dict[str, list[bool]]:
-    """Whether a clip shows what its caption names.
+    """Score of a clip: whether it shows the attributes that its caption names.
 
-    A colour is right where it is among the most visible ones, as many as the caption names objects; a shape or motion
-    where it is that of the object of the named colour.
+    With n objects in the caption, a colour is right if it is among the n most visible ones; a shape or a motion is
+    right if it is that of the object of the named colour.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
-        caption: of `vsa.data.world.scenes.world_caption`.
+        caption: caption of `vsa.data.world.scenes.world_caption`.
 
     Returns:
-        by attribute: one value for each object, for `camera` and `all` one.
-
-    Raises:
-        ValueError: see `parse_caption`.
+        One value per object by attribute, and a single one for `camera` and `all`.
     """
     wanted = parse_caption(caption)
     seen, camera = measure_clip(video, len(wanted.objects))
@@ -84,16 +81,16 @@ def score_clip(video: Tensor, caption: str) -> dict[str, list[bool]]:
 
 
 def score_clips(videos: Tensor | Sequence[Tensor], captions: Sequence[str]) -> dict[str, float]:
-    """Share of right values of each attribute over clips."""
+    """Share of right values of each attribute over the clips."""
     rows = [score_clip(video, caption) for video, caption in zip(videos, captions, strict=True)]
     values = {name: [value for row in rows for value in row[name]] for name in ATTRIBUTES}
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def chance(captions: Sequence[str]) -> dict[str, float]:
-    """Scores of clips of this world that belong to other captions of as many objects."""
+    """Chance level: expected scores of clips that belong to other captions with as many objects."""
     counts = [len(parse_caption(caption).objects) for caption in captions]
-    # each object counts: clips of three weigh more
+    # averaged over objects, so that clips of three objects have more weight
     colour = sum(n * n for n in counts) / sum(counts) / len(COLOURS)
     return {
         "colour": colour,
@@ -109,7 +106,7 @@ def measure_clip(video: Tensor, objects: int) -> tuple[Mapping[str, SeenObject],
 
     Args:
         video: uint8 `[T, H, W, 3]`.
-        objects: how many.
+        objects: number of objects.
     """
     pixels = _smaller(video)
     labels = _labels(pixels)  # [T, H, W]

@@ -113,13 +113,13 @@ def test_files_that_are_none_are_refused(tmp_path: Path):
     path = tmp_path / "q.safetensors"
     refused("no such file of captures: .*q.safetensors", path)
     path.write_text("no tensors")
-    refused("q.safetensors is no complete file of captures", path)
+    refused("q.safetensors is not a complete file of captures", path)
     x = torch.zeros(1, 8, 2, 4)
     save_file({"a": x}, path)
-    refused("holds no captures: metadata format is None", path)
+    refused("holds no captures: expected format .*, got None", path)
     listed = {"name": "a", "grid_thw": [2, 2, 2], "layer": 0, "timestep": None, "topk": None}
     for tensors, captures, message in (
-        ({"0.q": x, "0.k": x}, [listed], "no complete file of captures: '0.v'"),
+        ({"0.q": x, "0.k": x}, [listed], "not a complete file of captures: '0.v'"),
         ({"0.q": x, "0.k": x, "0.v": x[:, :7]}, [listed], r"q.safetensors: 0.v must be .* got \[1, 7, 2, 4\]"),
         ({"0.q": x}, [], "holds no captures"),
     ):

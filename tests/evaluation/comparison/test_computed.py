@@ -132,5 +132,5 @@ def test_methods_without_lists():
 def test_lists_of_other_tiles_are_refused():
     layout = VideoSparseAttention(**SIZES, tile_thw=TILE).layout([Segment(GRID)])
     index = BlockIndex.from_dense(torch.ones(1, 1, 3, 6, dtype=torch.bool))
-    with pytest.raises(ValueError, match="lists of 3 query tiles, the method's layout has 6"):
+    with pytest.raises(ValueError, match="recorded lists must have the 6 query tiles of the layout, got 3"):
         of_lists(index, layout)

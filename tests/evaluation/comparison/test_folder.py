@@ -163,7 +163,7 @@ def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "give one of --run, --pipeline, --captures, --synthetic, got none"),
+        ((), "expected one of --run, --pipeline, --captures, --synthetic, got none"),
         (("--synthetic", "2", "2", "2", "--captures", "x"), "got --captures, --synthetic"),
         (("--run", "RUN"), "RUN needs --clips to capture q, k, v of, or --prompt to denoise, or both"),
         (("--pipeline", "P"), "--pipeline P needs --clips to capture q, k, v of, or --prompt to denoise, or both"),
@@ -171,13 +171,16 @@ def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch,
         (("--pipeline", "P", "--captures", "x"), "got --pipeline, --captures"),
         (
             ("--synthetic", "2", "2", "2", "--prompt", "x"),
-            "--clips and --prompt need a model: give --run or --pipeline",
+            "--clips and --prompt need a model: set --run or --pipeline",
         ),
         (("--synthetic", "2", "2", "2", "--method", "vsa"), "method 'vsa': attention=vsa: unknown method"),
         (("--synthetic", "2", "2", "2", "--sparsity", "0.5,x"), "--sparsity: expected float values"),
         (("--synthetic", "2", "2", "2", "--sparsity", "1.5"), "sparsity=1.5: expected a share"),
         (("--synthetic", "2", "2", "2", "--head-dim", "7"), "attention_head_dim must be even"),
-        (("--synthetic", "2", "2", "2", "--dense-steps", "1"), "--dense-steps is about denoising runs: give --prompt"),
+        (
+            ("--synthetic", "2", "2", "2", "--dense-steps", "1"),
+            "--dense-steps applies to denoising runs only",
+        ),
         (("--run", "RUN", "--prompt", "x", "--dense-layers", "0,2"), "has layer 2, but the model's layers are 0 to 1"),
         (("--run", "RUN", "--prompt", "x", "--refresh", "0"), "refresh=0: expected"),
         (("--captures", "gone.safetensors"), "no such file of captures: gone.safetensors"),
@@ -218,7 +221,7 @@ def test_a_dense_export_through_a_pipeline(tmp_path: Path, videos: Path):
     words += ["--clips", videos / "clip-1.mp4", "--timesteps", "500", "--method", "video_sparse topk=12"]
     words += ["--method", "video_sparse topk=3", "--prompt", "a circle", "--steps", "2", "--repeats", "1"]
     words += ["--out", tmp_path / "out", "--device", "cpu"]
-    with pytest.raises(ValueError, match="is a dense export, which does not say how it is sampled: give --shift"):
+    with pytest.raises(ValueError, match="is a dense export, which has no sampling settings: set --shift"):
         run_command(compare_attention, *words)
     run_command(compare_attention, *words, "--shift", "3")
     record = json.loads((tmp_path / "out" / "comparison.json").read_text())

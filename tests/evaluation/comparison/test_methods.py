@@ -63,8 +63,8 @@ def test_dense_attention_is_always_first_and_nothing_twice():
     [
         ("", "method '': attention=: unknown method, expected one of compressed_kv, .*full"),
         ("vsa topk=1", "unknown method, expected one of"),
-        ("video_sparse", "method 'video_sparse': it selects tiles, give topk=K or sparsity=SHARE"),
-        ("video_sparse topk=1 sparsity=0.5", "give topk=K or sparsity=SHARE, one of them"),
+        ("video_sparse", "method 'video_sparse': it selects tiles, expected either topk=K or sparsity=SHARE"),
+        ("video_sparse topk=1 sparsity=0.5", "expected either topk=K or sparsity=SHARE"),
         ("video_sparse topk=0", "topk=0: expected a whole number of at least 1"),
         ("video_sparse topk=1.5", "topk=1.5: expected a whole number"),
         ("video_sparse sparsity=1", "sparsity=1: expected a share from 0 to below 1"),

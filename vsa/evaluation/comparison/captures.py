@@ -1,4 +1,4 @@
-"""Queries, keys and values to compare methods on: captured from a model, or read from a file.
+"""Captures: queries, keys and values for the comparison of methods, recorded from a model or read from a file.
 
 B batch, L tokens in raster order, H / Hkv query / kv heads, D head dim.
 """
@@ -38,15 +38,15 @@ class Capture:
     """q, k and v of one layer in one forward pass.
 
     Args:
-        name: of the clip, or of what was drawn.
+        name: name of the clip or of the random field.
         grid_thw: token grid.
         q: `[B, L, H, D]`, after qk-norm and RoPE.
         k: `[B, L, Hkv, D]`.
         v: `[B, L, Hkv, D]`.
-        layer: number of the layer.
-        timestep: in [0, 1000]; None where there is none.
-        extra: what the model's own method makes of the hidden states, `[B, L, H, D]` each.
-        topk: tiles that the model's own method keeps here.
+        layer: index of the layer.
+        timestep: timestep in [0, 1000]; None for random fields.
+        extra: outputs of `project` of the model's own method, `[B, L, H, D]` each.
+        topk: tiles that the model's own method keeps in this layer.
     """
 
     name: str
@@ -61,19 +61,19 @@ class Capture:
 
     @property
     def place(self) -> str:
-        """Where it is from, for a reader."""
+        """Origin of the capture, for humans."""
         at = "" if self.timestep is None else f", layer {self.layer}, timestep {self.timestep:g}"
         return f"{self.name}{at}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captures:
-    """What methods are compared on.
+    """The captures of a comparison.
 
     Args:
-        items: at least one.
-        source: where they are from, for a reader.
-        attention: config of the model's own method, where it is known and not dense.
+        items: at least one capture.
+        source: origin of the captures, for humans.
+        attention: config of the model's own method, if it is known and not dense.
     """
 
     items: Sequence[Capture]
@@ -92,14 +92,14 @@ def capture_clips(
     attention: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Captures:
-    """What layers of a model see of clips at noise levels, with the model's own attention at its trained top-k.
+    """Capture q, k, v of layers of a model on noised clips, with the model's own attention at its trained top-k.
 
     Args:
         run: model, codec and text encoder.
-        clips: from `open_clip`.
-        layers: numbers.
-        timesteps: in [0, 1000].
-        seed: of the noise.
+        clips: clips from `open_clip`.
+        layers: indices of the layers.
+        timesteps: timesteps in [0, 1000].
+        seed: seed of the noise.
         attention: config of the model's own method.
         progress: called with 1 after each forward.
     """
@@ -135,7 +135,7 @@ def capture_clips(
 
 
 class Watched(AttentionMethod):
-    """A layer's method with everything that goes into it shown to `keep(layer, ctx, q, k, v, extra)`."""
+    """Wrapper of a layer's method that passes its inputs to `keep(layer, ctx, q, k, v, extra)`."""
 
     def __init__(self, method: AttentionMethod, keep: Callable[..., None]):
         sizes = {name: getattr(method, name) for name in ("dim", "num_heads", "head_dim", "layer_idx")}
@@ -162,7 +162,7 @@ class Watched(AttentionMethod):
 
 
 def save_captures(captures: Captures, path: Path) -> Path:
-    """Write captures to a safetensors file that says in its metadata what they are; see `MEANING`."""
+    """Write captures to a safetensors file whose metadata describes them; see `MEANING`."""
     tensors, listed = {}, []
     for i, item in enumerate(captures.items):
         named = {"q": item.q, "k": item.k, "v": item.v, **{f"extra.{name}": x for name, x in item.extra.items()}}
@@ -176,23 +176,19 @@ def save_captures(captures: Captures, path: Path) -> Path:
 
 
 def load_captures(path: Path) -> Captures:
-    """Read what `save_captures` wrote, or what follows its format.
-
-    Raises:
-        ValueError: no such file, another format, or tensors that do not fit their grid.
-    """
+    """Read captures from a file of `save_captures`, or another file of its format."""
     if not path.is_file():
         raise ValueError(f"no such file of captures: {path}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise ValueError(f"{path} holds no captures: metadata format is {metadata.get('format')}, not {FORMAT}")
+                raise ValueError(f"{path} holds no captures: expected format {FORMAT}, got {metadata.get('format')}")
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             facts = json.loads(metadata["captures"])
             items = [_item(tensors, i, listed) for i, listed in enumerate(facts["captures"])]
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no complete file of captures: {error}") from None
+        raise ValueError(f"{path} is not a complete file of captures: {error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
     if not items:

@@ -1,4 +1,4 @@
-"""Which token pairs a method computes, from the lists of tiles that it records.
+"""Token pairs that a method computes, from its recorded lists of tiles.
 
 B batch, L tokens in the layout's order, H heads.
 """
@@ -19,12 +19,13 @@ from vsa.attention.stats import density, visible_keys
 
 
 class Computed(NamedTuple):
-    """What a method attends to token by token.
+    """Token pairs that a method computes.
 
     Args:
-        density: computed token pairs over all pairs, the mean over samples and heads.
-        visited: token pairs in the tiles that are visited over all pairs; more than `density` with fine masks.
-        rows: bool `[B|1, H|1, n, L]` of int64 query tokens `[n]`; None: attends to no tokens (pooled keys alone).
+        density: computed token pairs over all pairs, averaged over samples and heads.
+        visited: token pairs in visited tiles over all pairs; larger than `density` with fine masks.
+        rows: function from int64 query tokens `[n]` to the visible keys, bool `[B|1, H|1, n, L]`; None for a method
+            that attends to no tokens (pooled keys only).
     """
 
     density: float
@@ -33,19 +34,16 @@ class Computed(NamedTuple):
 
 
 def computed_pairs(method: AttentionMethod, layout: TileLayout, recorded: Mapping[str, Tensor] | None) -> Computed:
-    """What a method computed in a row of one video.
+    """Token pairs that a method computed in a row of one video.
 
     Args:
-        method: of the layer.
-        layout: its layout.
-        recorded: what it handed a recorder, None when nothing.
-
-    Raises:
-        ValueError: recorded lists are of other tiles than the layout's.
+        method: method of the layer.
+        layout: layout of the method.
+        recorded: tensors that it passed to a recorder, None without any.
     """
     if recorded is not None and "kv_indices" in recorded:
         return of_lists(recorded_index(recorded), layout)
-    # a method without lists selects nothing: its formula counts what it computes, pooled keys among them
+    # a method without lists selects nothing; its formula counts the computed pairs, pooled keys included
     share = method.pairs(layout, layout.num_video_tiles) / layout.num_tokens**2
     some = torch.zeros(1, dtype=torch.int64, device=layout.device)
     if share < 1 and method.sees(some, layout) is None:
@@ -53,7 +51,7 @@ def computed_pairs(method: AttentionMethod, layout: TileLayout, recorded: Mappin
 
     def rows(tokens: Tensor) -> Tensor:
         sees = method.sees(tokens, layout)
-        # as many pairs as there are, so all of them
+        # the formula counts all pairs, so all are visible
         sees = (
             torch.ones(len(tokens), layout.num_tokens, dtype=torch.bool, device=layout.device) if sees is None else sees
         )
@@ -63,11 +61,11 @@ def computed_pairs(method: AttentionMethod, layout: TileLayout, recorded: Mappin
 
 
 def of_lists(index: BlockIndex, layout: TileLayout) -> Computed:
-    """Pairs of tile lists; see `computed_pairs`."""
+    """Token pairs of tile lists; see `computed_pairs`."""
     q_blocks, kv_blocks = layout.blocks, layout.kv_blocks
     if index.kv_indices.shape[2] != q_blocks.num:
         raise ValueError(
-            f"recorded are lists of {index.kv_indices.shape[2]} query tiles, the method's layout has {q_blocks.num}"
+            f"recorded lists must have the {q_blocks.num} query tiles of the layout, got {index.kv_indices.shape[2]}"
         )
     tiles = BlockIndex(kv_indices=index.kv_indices, kv_num_blocks=index.kv_num_blocks)
     visible, visited = (float(density(lists, q_blocks, kv_blocks).mean()) for lists in (index, tiles))

@@ -1,4 +1,4 @@
-"""Whole denoising runs of a model with each method in place of its attention, against the dense run."""
+"""Denoising runs of a model with each method in place of its attention, compared with the dense run."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from vsa.sampling.pipeline import (
 
 @dataclass(frozen=True, kw_only=True)
 class Denoised:
-    """A method in a whole denoising run.
+    """Result of a method in a denoising run.
 
     Args:
-        method: its label.
-        family: the label without the budget.
-        density: computed token pairs over all pairs, the mean over steps and layers; what is not dense is measured in
-            a forward at half noise.
-        psnr: of all pixels against the dense run in dB; None: it is the dense run, inf: the clips are equal.
-        ssim: against the dense run, the mean over the clips; None: it is the dense run.
-        seconds: of the sampling of all clips, without text encoder and codec.
+        method: label of the method.
+        family: label without the budget.
+        density: computed token pairs over all pairs, averaged over steps and layers; for layers that are not dense it
+            is measured in a forward at half noise.
+        psnr: PSNR of all pixels against the dense run in dB; None for the dense run, inf for equal clips.
+        ssim: SSIM against the dense run, averaged over the clips; None for the dense run.
+        seconds: time of the sampling of all clips, without text encoder and codec.
     """
 
     method: str
@@ -51,23 +51,19 @@ class Denoised:
 
 
 def comparison_plan(run: LoadedRun, methods: Sequence[Method], options: Mapping[str, Any]) -> DenoisingPlan:
-    """What all methods but dense attention follow: the run's plan without its budgets, and the options.
-
-    Raises:
-        ValueError: an option that no method has a use for, or a layer that the model does not have.
-    """
+    """Denoising plan of all methods except dense attention: the run's plan without its budgets, with the options."""
     plan = replace(run.settings().denoising.without_budgets(), **options)
     ConstantSparsity(topk=1, denoising=plan).topk_per_layer(0, 1, len(run.model.blocks))
     predicts = run.model.predicts or any(method.predicts for method in methods)
     selecting = any(method.topk is not None or method.sparsity is not None for method in methods)
     if not selecting and not run.model.selects:
-        # what the run itself has is left out where it has no meaning
+        # options of the run itself that do not apply are ignored
         DenoisingPlan(**options).refuse_without_topk(", ".join(method.label for method in methods), predicts=predicts)
     return plan
 
 
 def plan_text(plan: DenoisingPlan) -> str:
-    """A plan behind the words of a heading."""
+    """A plan as a suffix of a heading."""
     changes = ", ".join(f"{name}={value}" for name, value in plan.changes().items())
     return f"; all but dense attention with {changes}" if changes else ""
 
@@ -84,16 +80,16 @@ def compare_denoising(
 ) -> list[Denoised]:
     """Sample the same prompts from the same noise with each method; the first one is dense attention, the reference.
 
-    Methods are training-free: the model's weights without its own gates, gates of a method at their start. A trained
-    one is the model as it is.
+    Methods are training-free: they use the model's weights without its own gates, and gates of a method at their
+    initial values. A trained method is the model as it is.
 
     Args:
         run: the model with codec and text encoder.
         prompts: N captions.
         methods: dense attention first.
-        settings: how to sample; top-k and plan are those of the model as it is.
-        plan: of every method but dense attention, whose own budget holds where the plan has no other. One that selects
-            no tiles takes its dense steps and layers alone.
+        settings: sampling settings; their top-k and plan are for the trained method.
+        plan: plan of every method except dense attention; a method's own budget applies where the plan has none. A
+            method that selects no tiles uses only the dense steps and layers.
         progress: called after every sampler step with the number of clips it advanced.
     """
     seeds = clip_seeds(settings.seed, len(prompts))
@@ -139,7 +135,7 @@ def _now(device: torch.device) -> float:
 
 
 def _density(run: LoadedRun, model: VideoDiT, clean: Tensor, prompt: str, settings: SampleSettings) -> float:
-    """Mean density of steps and layers, measured once for every top-k."""
+    """Mean density over steps and layers, measured once for every top-k."""
     plan, count = settings.denoising, len(model.blocks)
     measured: dict[Row, list[float]] = {}
     steps = []
@@ -156,7 +152,7 @@ def _density(run: LoadedRun, model: VideoDiT, clean: Tensor, prompt: str, settin
 
 
 def _densities(run: LoadedRun, model: VideoDiT, clean: Tensor, prompt: str, settings: SampleSettings) -> list[float]:
-    """Density of each layer in a forward at half noise that no plan makes dense."""
+    """Density of each layer in a forward at half noise without a plan."""
     recorded: dict[int, dict[str, Tensor]] = {}
     text, mask = encode_prompts(run.text_encoder, [prompt], run.device, settings.text_padding)
     recorder = recorded.__setitem__

@@ -1,4 +1,4 @@
-"""`vsa compare-attention`: methods on captured, drawn or given tensors and in denoising runs; a table and a page."""
+"""`vsa compare-attention`: comparison of methods on captured or random tensors and in denoising runs."""
 
 from __future__ import annotations
 
@@ -89,58 +89,55 @@ def compare_attention(
     """Compare attention methods; print a table and write a page, PNGs, CSVs and a JSON.
 
     Args:
-        methods: see `parse_method`; empty: `usual_methods`. Dense attention is always the first.
-        out: folder to write to; None: `comparison`, in the run's folder where there is one.
-        run: a run, checkpoint or export whose q, k, v are captured (with `clips`) and that denoises (with `prompts`).
+        methods: see `parse_method`; empty: `usual_methods`. Dense attention always comes first.
+        out: output folder; None: `comparison`, inside a run's folder.
+        run: a run, checkpoint or export, for captures of q, k, v (with `clips`) and denoising (with `prompts`).
         clips: folder of videos, a video, or the id of a sample; see `open_clip`.
         captures: file of `save_captures`.
-        synthetic: token grid of drawn fields.
-        heads: of drawn fields.
-        head_dim: of drawn fields.
-        tile: tokens of a tile of methods that do not say otherwise; None: the model's, or (4, 4, 4).
-        sparsities: of the usual methods.
-        layers: to capture; None: the first, one in the middle and the last.
-        timesteps: to capture at, in [0, 1000]; None: 900, 500, 100.
-        most_clips: videos of a folder that are used.
+        synthetic: token grid of random fields.
+        heads: number of heads of random fields.
+        head_dim: head dim of random fields.
+        tile: default tokens per tile of the methods; None: the model's, or (4, 4, 4).
+        sparsities: sparsities of the usual methods.
+        layers: layers to capture; None: the first, the middle and the last one.
+        timesteps: timesteps to capture, in [0, 1000]; None: 900, 500, 100.
+        most_clips: largest number of videos of a folder to use.
         prompts: captions of clips to denoise with each method.
-        steps: of the denoising; None: as the run samples.
-        guidance: of the denoising; None: as the run samples.
-        flow_shift: of the denoising; None: as the run samples. A dense export does not say.
-        denoising: options of a `DenoisingPlan`, of the denoising with every method but dense attention; what is left
-            out is as the run samples, its budgets excepted.
+        steps: sampler steps; None: as the run samples.
+        guidance: guidance scale; None: as the run samples.
+        flow_shift: flow shift; None: as the run samples. Required for a dense export.
+        denoising: options of a `DenoisingPlan` for every method except dense attention; others are taken from the run,
+            without its budgets.
         latents: latent frames, rows, columns of a clip for a dense export or a pipeline; 81 frames of 480 x 832 pixels
             for Wan2.1.
-        queries: query tokens that recall and error are measured with.
-        repeats: timed calls of each method.
-        dtype: of q, k, v; None: bfloat16 on a GPU, float32 on a CPU.
-        device: None takes a GPU when there is one.
-        seed: of everything random.
-        weights: of a run.
-        pipeline: a dense Wan pipeline in diffusers that is captured and denoises in place of a run; beside a run that
-            is an export, the pipeline with its VAE and text encoder.
+        queries: number of query tokens for recall and error.
+        repeats: number of timed calls of each method.
+        dtype: dtype of q, k, v; None: bfloat16 on a GPU, float32 on a CPU.
+        device: compute device; None: a GPU if there is one.
+        seed: seed of all random numbers.
+        weights: averaged or trained weights of a run.
+        pipeline: a dense diffusers Wan pipeline to compare instead of a run; or, with a run that is an export, the
+            pipeline with its VAE and text encoder.
         save: safetensors file to write the captures to.
 
     Returns:
-        The page.
-
-    Raises:
-        ValueError: one line that names what cannot be compared, or a file of others in the folder.
+        Path of the page.
     """
-    # with a run it is what an export is used with
+    # with a run, the pipeline only provides VAE and text encoder
     alone = pipeline if run is None else None
     sources = {"--run": run, "--pipeline": alone, "--captures": captures, "--synthetic": synthetic}
     if len(given := [name for name, value in sources.items() if value is not None]) != 1:
-        raise ValueError(f"give one of {', '.join(sources)}, got {', '.join(given) or 'none'}")
+        raise ValueError(f"expected one of {', '.join(sources)}, got {', '.join(given) or 'none'}")
     model = run or alone
     if model is not None and clips is None and not prompts:
         raise ValueError(f"{given[0]} {model} needs --clips to capture q, k, v of, or --prompt to denoise, or both")
     if model is None and (clips is not None or prompts):
-        raise ValueError("--clips and --prompt need a model: give --run or --pipeline")
+        raise ValueError("--clips and --prompt need a model: set --run or --pipeline")
     if alone is not None and weights is not None:
         raise ValueError(f"--weights {weights} is for runs, got --pipeline {alone}")
     if denoising and not prompts:
         option = next(iter(denoising)).replace("_", "-")
-        raise ValueError(f"--{option} is about denoising runs: give --prompt")
+        raise ValueError(f"--{option} applies to denoising runs only: set --prompt")
     device = usable_device(device)
     if out is None:
         out = Path(DATA) if run is None or not is_run(run) else samples_folder(run).with_name(DATA)
@@ -151,7 +148,7 @@ def compare_attention(
     if run is not None:
         loaded = open_inspected(run, pipeline=pipeline, weights=weights, device=device, dense_latents=latents)
         if prompts and flow_shift is None and not is_run(run) and _is_dense(loaded):
-            raise ValueError(f"{run} is a dense export, which does not say how it is sampled: give --shift")
+            raise ValueError(f"{run} is a dense export, which has no sampling settings: set --shift")
         tile = tile or loaded.model.layout_for(loaded.settings().latent_shape).tile_thw
     tile = tile or (4, 4, 4)
     asked = parse_methods(methods or usual_methods(sparsities or SPARSITIES, tile), tile_thw=tile)
@@ -160,7 +157,7 @@ def compare_attention(
         opened = OpenedPipeline(alone, latents, flow_shift=flow_shift, dtype=getattr(torch, kind), device=device)
         plan = opened.plan(asked, denoising or {}, steps=steps, guidance=guidance)
     if loaded is not None and prompts:
-        # told before anything is measured
+        # raises before anything is measured
         plan = comparison_plan(loaded, asked, denoising or {})
         own = denoising
         if not loaded.model.selects:
@@ -234,7 +231,7 @@ def _capture(
 
 
 def _layers(source: str, count: int, layers: Sequence[int] | None, timesteps: Sequence[float]) -> Sequence[int]:
-    """Layers to capture, after a look at the timesteps too."""
+    """Layers to capture; also checks the timesteps."""
     chosen = tuple(dict.fromkeys((0, count // 2, count - 1))) if layers is None else tuple(sorted(set(layers)))
     if bad := [n for n in chosen if not 0 <= n < count]:
         raise ValueError(f"--layers: {source} has layers 0 to {count - 1}, got {', '.join(map(str, bad))}")
@@ -244,7 +241,7 @@ def _layers(source: str, count: int, layers: Sequence[int] | None, timesteps: Se
 
 
 def _videos(clips: str) -> list[str]:
-    """What --clips names: the videos of a folder, or itself."""
+    """The videos of a folder of --clips, or the value itself."""
     if not Path(clips).is_dir():
         return [clips]
     suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
@@ -269,7 +266,7 @@ def _is_dense(run: LoadedRun) -> bool:
 
 
 def refuse_others(folder: Path) -> None:
-    """Raise ValueError when files would be replaced that no earlier comparison wrote."""
+    """Raise ValueError if the folder has files of other origin that would be replaced."""
     there = [name for name in (PAGE, DATA, RECORD) if (folder / name).exists()]
     try:
         ours = json.loads((folder / RECORD).read_text(encoding="utf-8")).get("made_by") == "vsa compare-attention"
@@ -289,7 +286,7 @@ def _facts(
     sampling: Mapping[str, Any],
     plan: DenoisingPlan,
 ) -> dict[str, str]:
-    """What the header says."""
+    """Facts for the header of the page."""
     cuda = torch.device(device).type == "cuda"
     cpu = f"CPU ({platform.machine()}), threads: {torch.get_num_threads()}"
     machine = torch.cuda.get_device_name(device) if cuda else cpu
@@ -313,7 +310,7 @@ def _facts(
 
 
 def _left_out(asked: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """What is said of methods that are missing on some captures."""
+    """Notes on methods that are missing on some captures."""
     counts = {label: sum(row.method == label for row in rows) for label in asked}
     most = max(counts.values(), default=0)
     return [
@@ -344,7 +341,7 @@ def _write(
         kept = [name for name in names if name not in left_out]
         lines = [[group, *(getattr(row, name) for name in kept)] for group, row in summary]
         write_csv(folder / "means.csv", ["captures", *kept], lines)
-        # layers and timesteps have a table of their own
+        # layers and timesteps have a separate table
         for group, some in groups(rows).items():
             if not is_part(group):
                 count = len({(row.capture, row.layer, row.timestep) for row in some})
@@ -383,7 +380,7 @@ def _section(title: str, note: str, table: Table, data: str) -> str:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for JSON, which has no infinity."""
+    """Values for JSON, which cannot express infinity."""
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()

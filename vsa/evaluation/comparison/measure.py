@@ -1,4 +1,4 @@
-"""What methods compute, miss and cost on one capture.
+"""Measurement of the density, recall, error and time of methods on one capture.
 
 B batch, L tokens, H heads, D head dim, n sampled query tokens.
 """
@@ -28,28 +28,28 @@ from vsa.evaluation.comparison.timing import fast_dense, interleaved_ms
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A method on a capture.
+    """Results of a method on a capture.
 
     Args:
-        method: its label.
-        family: the label without the budget.
+        method: label of the method.
+        family: label without the budget.
         capture: name of the capture.
-        layer: number of the layer.
-        timestep: of the denoising, None where there is none.
-        topk: kv tiles per query tile, None for methods that select none.
-        tiles: kv tiles of the grid, None for methods that select none.
+        layer: index of the layer.
+        timestep: timestep of the capture, None for random fields.
+        topk: kv tiles per query tile, None for methods that select no tiles.
+        tiles: number of kv tiles of the grid, None for methods that select no tiles.
         density: computed token pairs over all pairs.
         visited: token pairs in visited tiles over all pairs.
-        recall: share of the exact softmax mass on the computed pairs, the mean over sampled queries, heads and
-            samples; None of methods that attend to no tokens.
+        recall: share of the exact softmax mass on the computed pairs, averaged over sampled queries, heads and samples;
+            None for methods that attend to no tokens.
         error_l1: sum |out - exact| / sum |exact| over the outputs of the sampled queries.
-        error_l2: the same with squares, under a root.
-        ms: median time of the layer: prediction and attention, without the projections and without any permutation.
-        attention_ms: of attention to the listed tiles alone.
-        prediction_ms: of the rest: pooling, scores, selection, lists; coarse outputs, pooled tails and gates too. Never
-            below 0: the two are parts of one call, timed apart.
+        error_l2: the same ratio of root sums of squares.
+        ms: median time of the layer, prediction and attention, without projections and permutations.
+        attention_ms: time of attention to the listed tiles.
+        prediction_ms: time of the rest: pooling, scores, selection, lists, coarse outputs, pooled tails and gates. It
+            is at least 0, since the parts of a call are timed separately.
         speedup: time of dense attention in the same rounds over `ms`.
-        repeats: timed calls.
+        repeats: number of timed calls.
     """
 
     method: str
@@ -83,22 +83,19 @@ def measure(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> list[Row]:
-    """A row for each method that fits into memory; the first is dense attention, whose errors are what the dtype costs.
+    """Measure each method that fits into memory; the errors of dense attention, the first one, are those of the dtype.
 
-    Recall and errors are against exact attention of the same (rounded) q, k and v in fp32, for some query tokens.
+    Recall and errors are relative to exact fp32 attention of the same (rounded) q, k and v, for sampled query tokens.
 
     Args:
         capture: q, k, v.
-        methods: dense attention first.
-        device: where to compute.
-        dtype: of q, k, v.
-        queries: sampled query tokens, None for all.
-        repeats: timed calls of each method.
-        seed: of the choice of queries.
+        methods: methods, dense attention first.
+        device: compute device.
+        dtype: dtype of q, k, v.
+        queries: number of sampled query tokens, None for all.
+        repeats: number of timed calls of each method.
+        seed: seed of the sampled queries.
         progress: called with 1 for every method.
-
-    Raises:
-        ValueError: a top-k above the number of tiles.
     """
     device = torch.device(device)
     q, k, v = (x.to(device, dtype) for x in (capture.q, capture.k, capture.v))
@@ -111,7 +108,7 @@ def measure(
             except (RuntimeError, MemoryError) as error:
                 if not (prepared and is_out_of_memory(error)):
                     raise
-        # with lists known a layer's attention is timed by itself
+        # with known lists, attention is also timed separately
         calls = [call for one in prepared for call in (one, one.attention) if call is not None]
         taken = iter(interleaved_ms(calls, repeats, device))
         times = [(next(taken), None if one.attention is None else next(taken)) for one in prepared]
@@ -152,7 +149,7 @@ def measure(
 
 
 class _Prepared:
-    """A method at a capture, ready to be called; what it computes is known from a first call."""
+    """A method prepared for a capture; a first call determines the pairs that it computes."""
 
     def __init__(
         self,
@@ -168,14 +165,14 @@ class _Prepared:
             made = asked.make(dim=heads * dim, num_heads=heads, head_dim=dim, layer_idx=capture.layer)
         self.method: AttentionMethod = made.to(q.device, q.dtype).eval()
         self.layout: TileLayout = self.method.layout([Segment(capture.grid_thw)], q.device)
-        # most methods share a layout, and then the tokens in its order
+        # methods that share a layout share the permuted tokens
         self.q, self.k, self.v = permuted.setdefault(
             id(self.layout), tuple(self.layout.permute(x).contiguous() for x in qkv)
         )
         if asked.trained:
             self.extra = {name: self.layout.permute(x.to(q)) for name, x in capture.extra.items()}
         else:
-            # gates at their start are the same for any hidden states
+            # initial gates do not depend on the hidden states
             self.extra = self.method.project(q.new_zeros(batch, length, heads * dim))
         topk = capture.topk if asked.trained and capture.topk is not None else asked.kept(self.layout)
         self.ctx = AttnContext(layout=self.layout, topk=topk, layer_idx=capture.layer)
@@ -200,7 +197,7 @@ class _Prepared:
 
 
 def _bounded(index: BlockIndex) -> BlockIndex:
-    """The host knows the bounds of the lists, so no backend asks for them while it is timed."""
+    """The index with known bounds of its lists, so that no backend reads them from the device while it is timed."""
     counts = index.kv_num_blocks
     return replace(index, max_blocks=int(counts.max()), min_blocks=int(counts.min()))
 
@@ -211,7 +208,7 @@ def _accuracy(
     sampled: Tensor,
     progress: Callable[[int], None] | None,
 ) -> list[tuple[float | None, float, float] | None]:
-    """Recall and errors of each method; None where its output does not fit into memory beside what is exact."""
+    """Recall and errors of each method; None where its output and the exact one do not fit into memory together."""
     chunks = list(_exact(qkv, sampled))
     batch, _, heads, _ = qkv[0].shape
     found: list[tuple[float | None, float, float] | None] = []
@@ -225,7 +222,7 @@ def _accuracy(
             continue
         sums = torch.zeros(5, dtype=torch.float64, device=sampled.device)
         for tokens, weights, exact in chunks:
-            # the same tokens in the method's order
+            # the same tokens in the order of the method's layout
             own = one.layout.inverse[tokens]
             missed = out[:, own] - exact
             held = weights if one.computed.rows is None else weights * one.computed.rows(own)[..., one.layout.inverse]
@@ -240,7 +237,7 @@ def _accuracy(
 
 
 def _exact(qkv: tuple[Tensor, Tensor, Tensor], sampled: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens `[n]`, their attention weights `[B, H, n, L]` and outputs `[B, n, H, D]`, exact in fp32, in parts."""
+    """Chunks of tokens `[n]` with their exact fp32 attention weights `[B, H, n, L]` and outputs `[B, n, H, D]`."""
     q, k, v = qkv
     values = per_head(v.float().transpose(1, 2), q.shape[2])
     for tokens, weights in dense_weights(q, k, sampled):

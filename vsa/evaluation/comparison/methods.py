@@ -1,4 +1,4 @@
-"""Which attention methods are compared: named as in configs, each with its budget."""
+"""Attention methods of a comparison, with the names of their configs and a budget."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ AS_TRAINED = "as trained"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A setting of an attention method.
+    """An attention method with its settings and budget.
 
     Args:
-        label: as the user wrote it.
-        family: the same without its budget.
-        config: node of the config; `_partial_`.
-        topk: kv tiles per query tile; None: `sparsity` says it, or the method has none.
+        label: text of the user.
+        family: label without the budget.
+        config: `_partial_` config node.
+        topk: kv tiles per query tile; None with `sparsity`, or for a method without a budget.
         sparsity: share of kv tiles skipped.
-        trained: with the gates of the captured model and its own top-k; otherwise training-free, gates at their start.
+        trained: whether to use the gates and the top-k of the captured model; otherwise gates have initial values.
         predicts: see `AttentionMethod.predicts`.
     """
 
@@ -46,11 +46,7 @@ class Method:
         return build(self.config)(dim=dim, num_heads=num_heads, head_dim=head_dim, layer_idx=layer_idx)
 
     def kept(self, layout: TileLayout) -> int:
-        """Tiles that a query tile keeps in a layout; all of them for methods without a budget.
-
-        Raises:
-            ValueError: there are fewer.
-        """
+        """Number of tiles that a query tile keeps in a layout; all for methods without a budget."""
         tiles = layout.num_video_tiles
         if self.sparsity is not None:
             return resolve_topk(self.sparsity, tiles)
@@ -65,11 +61,8 @@ def parse_method(text: str, *, tile_thw: Grid = (4, 4, 4)) -> Method:
     """A method from its name, budget and settings: `video_sparse topk=32`, `staged stages=f score=mass sparsity=0.9`.
 
     Args:
-        text: words with spaces between them; `topk` or `sparsity` is the budget, other keys are the method's.
-        tile_thw: tokens of a tile, for methods that do not say otherwise.
-
-    Raises:
-        ValueError: unknown names, impossible values, a budget missing or not expected.
+        text: words separated by spaces; `topk` or `sparsity` is the budget, other keys are settings of the method.
+        tile_thw: default tokens per tile.
     """
     name, *words = text.split() or [""]
     budget: dict[str, Any] = {}
@@ -82,12 +75,12 @@ def parse_method(text: str, *, tile_thw: Grid = (4, 4, 4)) -> Method:
             settings.append(word)
     try:
         config = attention_config(name, settings, tile_thw=tile_thw)
-        # what only a constructor refuses is told now, and not after the first methods were measured
+        # raises errors of the constructor now instead of after the first methods were measured
         layer = build(config)(dim=24, num_heads=1, head_dim=24, layer_idx=0)
     except ValueError as error:
         raise ValueError(f"method {text!r}: {error}") from None
     if layer.selects and len(budget) != 1:
-        raise ValueError(f"method {text!r}: it selects tiles, give topk=K or sparsity=SHARE, one of them")
+        raise ValueError(f"method {text!r}: it selects tiles, expected either topk=K or sparsity=SHARE")
     if budget and not layer.selects:
         raise ValueError(f"method {text!r}: {name} selects no tiles, so {next(iter(budget))} has no meaning")
     label, family = " ".join([name, *words]), " ".join([name, *settings])
@@ -107,15 +100,15 @@ def _budget(text: str, key: str, value: str) -> int | float:
 
 
 def usual_methods(sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4, 4, 4)) -> list[str]:
-    """What is compared when nothing is named: every method that exists, with oracle and random tiles around them.
+    """Default methods of a comparison: every method, with oracle and random tiles as upper and lower bound.
 
     Args:
-        sparsities: of the methods that select tiles.
-        tile_thw: of the comparison; sub-blocks halve it.
+        sparsities: sparsities of the methods that select tiles.
+        tile_thw: tokens per tile; sub-blocks halve it.
     """
     half = tuple(n // 2 if n % 2 == 0 else n for n in tile_thw)
     scores = ["oracle", "mass", "random"]
-    # sub-blocks of one token are the oracle
+    # sub-blocks of one token would equal the oracle
     if half != tuple(tile_thw) and math.prod(half) > 1:
         scores.insert(1, f"subblock_lse score_thw=[{','.join(map(str, half))}]")
     ranked = ["video_sparse", *(f"staged stages=f score={score}" for score in scores), "pooled_tail", "dynamic_hilbert"]
@@ -125,10 +118,6 @@ def usual_methods(sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4,
 
 
 def parse_methods(texts: Sequence[str], *, tile_thw: Grid = (4, 4, 4)) -> list[Method]:
-    """Methods in their order, dense attention before them, each once.
-
-    Raises:
-        ValueError: see `parse_method`.
-    """
+    """Distinct methods in their order, with dense attention in front."""
     unique = dict.fromkeys(" ".join(text.split()) for text in ["full", *texts])
     return [parse_method(text, tile_thw=tile_thw) for text in unique]

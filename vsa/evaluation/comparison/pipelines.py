@@ -52,9 +52,6 @@ class OpenedPipeline:
         flow_shift: of the scheduler; None: its own.
         dtype: of the networks.
         device: where they go.
-
-    Raises:
-        ValueError: it has a sparse transformer or image conditions, or what `open_pipeline` refuses.
     """
 
     def __init__(self, source: str, latents: Grid, *, flow_shift: float | None, dtype: torch.dtype, device: str):
@@ -182,12 +179,7 @@ def attending(models: Sequence[Any], factory: Callable[..., AttentionMethod], **
 def pipeline_plan(
     pipe: Any, methods: Sequence[Method], clip: ClipSettings, options: Mapping[str, Any]
 ) -> DenoisingPlan:
-    """What all methods but dense attention follow.
-
-    Raises:
-        ValueError: an option that no method has a use for, a layer that the model does not have, a top-k above the
-            tiles of the clip.
-    """
+    """What all methods but dense attention follow."""
     plan, grid = DenoisingPlan(**options), token_grid(pipe, clip.size, clip.frames)
     ConstantSparsity(topk=1, denoising=plan).topk_per_layer(0, 1, len(transformers(pipe)[0].blocks))
     for method in methods:

@@ -1,4 +1,4 @@
-"""Queries, keys and values that were drawn: fields with the structure of video, and noise as a control.
+"""Synthetic queries, keys and values: random fields with the structure of video, and noise as a control.
 
 L tokens in raster order, H heads, D head dim.
 """
@@ -37,9 +37,6 @@ def draw_captures(grid_thw: Grid, *, heads: int, head_dim: int, seed: int = 0, d
         head_dim: D.
         seed: of everything.
         device: where the fields are made; numbers are drawn on the CPU, the same for every device.
-
-    Raises:
-        ValueError: a head dim that RoPE cannot have, or sizes below 1.
     """
     if min(*grid_thw, heads) < 1:
         raise ValueError(f"sizes must be at least 1, got grid {tuple(grid_thw)} and {heads} heads")

@@ -1,4 +1,4 @@
-"""Time of calls that take turns, so that a busy or a warm machine is the same to all of them."""
+"""Timing of calls in alternation, so that the load and the temperature of the machine affect all of them equally."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 LONG_SECONDS = 2.0
-"""A call whose first run takes longer is timed by one more run alone."""
+"""Seconds; a call whose first run takes longer is timed by a single further run."""
 # larger than any L2 cache
 _FLUSH_BYTES = 256 << 20
 
@@ -22,9 +22,9 @@ def interleaved_ms(
     """Milliseconds of each run of each call: by events with cold caches on a GPU, by wall clock on a CPU.
 
     Args:
-        calls: to be timed, one after the other in every round; each runs once before.
-        repeats: rounds.
-        device: where they run.
+        calls: calls to time, one after the other in every round, after one warm-up run each.
+        repeats: number of rounds.
+        device: device of the calls.
         done: called after each run.
     """
     cuda = device.type == "cuda"
@@ -64,6 +64,6 @@ def _gpu_ms(call: Callable[[], Any], flush: torch.Tensor) -> float:
 
 
 def fast_dense(device: torch.device) -> AbstractContextManager[Any]:
-    """Where dense attention is cuDNN's on a GPU, or the next best that it has."""
+    """A context in which dense attention uses cuDNN on a GPU, or the fastest available kernel."""
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order, set_priority=True) if device.type == "cuda" else nullcontext()
