@@ -1,4 +1,4 @@
-"""The console command `vsa`: one file a command, which holds its arguments only and imports its work when it runs."""
+"""The console command `vsa`: one file per command, with its arguments only; the work is imported when it runs."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ COMMANDS = {
 
 
 class LazyGroup(TyperGroup):
-    """Imports the file of a command when the command is named or listed; bad input ends in one line and status 1."""
+    """Command group that imports the file of a command on demand; bad input ends with one line and status 1."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # names that a misspelt one is compared with
+        # known names, for the suggestion after a misspelt one
         self.commands: Any = dict.fromkeys(COMMANDS)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -82,11 +82,11 @@ def vsa() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line (that of the process by default) and exit with its status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    # before torch is loaded, which takes seconds
+    # installed before torch is imported, which takes seconds
     with handled_by(end_at_once) if words[:1] == ["train"] else nullcontext():
         try:
             app(args=words, prog_name="vsa")
         except Exception:
-            # not before: typer puts in a hook of its own
+            # set here, because typer installs its own hook
             sys.excepthook = print_exception
             raise

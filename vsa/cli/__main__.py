@@ -1,4 +1,4 @@
-"""`python -m vsa.cli` is `vsa`: how a sweep starts its runs."""
+"""`python -m vsa.cli` is the same as `vsa`; a sweep starts its runs with it."""
 
 from vsa.sweeps.lifeline import end_with_parent
 

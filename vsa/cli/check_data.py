@@ -14,10 +14,10 @@ def check_data(
     root: Annotated[Path, typer.Argument(help="folder of shards with index.json")],
     drop_list: Annotated[Path | None, option("list of bad samples to write (ROOT/drop.txt)")] = None,
 ) -> None:
-    """Read a data set whole: index, digests, encoders, shapes, values, statistics.
+    """Check a whole data set: index, digests, encoders, shapes, values, statistics.
 
-    Every problem is listed; exit status 1 when there is one. Samples that cannot be trained on go to a list that
-    training leaves out with data.drop=FILE.
+    Lists every problem and exits with status 1 if there is one. Bad samples are written to a list; data.drop=FILE
+    leaves them out of a training.
 
     \b
     vsa check-data SHARDS

@@ -9,38 +9,50 @@ from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
 from vsa.cli.values import PLAN, numbers, plan_options
 
-MODEL, DRAWN, MEASURED = "Of a model (--run or --pipeline)", "Drawn (--synthetic)", "What is measured"
+MODEL, DRAWN, MEASURED = "With a model (--run or --pipeline)", "Synthetic fields (--synthetic)", "Measurement"
 
 
 def compare_attention(
-    run: Annotated[str | None, option("run folder, checkpoint or export, with --clips, --prompt or both")] = None,
-    captures: Annotated[Path | None, option("file of captures that --save wrote")] = None,
+    run: Annotated[str | None, option("run folder, checkpoint or export; needs --clips, --prompt or both")] = None,
+    captures: Annotated[Path | None, option("file of captures written by --save")] = None,
     synthetic: Annotated[
-        opt.Grid | None, option("draw fields over this grid", whole=(1, 4096), metavar="T H W")
+        opt.Grid | None, option("generate random fields over this grid", whole=(1, 4096), metavar="T H W")
     ] = None,
     method: Annotated[
-        list[str] | None, option('"NAME topk=K key=value" as in configs/attention; repeatable (all)')
+        list[str] | None, option('"NAME topk=K key=value" as in configs/attention; may be repeated (all)')
     ] = None,
-    sparsity: Annotated[str | None, option("of all, without --method (0.5,0.75,0.875)", metavar="S,...")] = None,
-    tile: Annotated[opt.Grid | None, option("tokens (the model's, 4 4 4)", whole=(1, 64), metavar="T H W")] = None,
-    out: Annotated[Path | None, option("folder to write to (comparison, in a run's folder)")] = None,
+    sparsity: Annotated[
+        str | None, option("sparsities of all methods, without --method (0.5,0.75,0.875)", metavar="S,...")
+    ] = None,
+    tile: Annotated[
+        opt.Grid | None, option("tokens per tile (the model's, 4 4 4)", whole=(1, 64), metavar="T H W")
+    ] = None,
+    out: Annotated[Path | None, option("output folder (comparison, in a run's folder)")] = None,
     device: opt.Device = None,
-    seed: Annotated[int, option("of fields, noise and sampled queries", whole=(0, MANY))] = 0,
-    clips: Annotated[str | None, option("folder of videos, a video, or a sample's id", panel=MODEL)] = None,
-    most_clips: Annotated[int, option("videos of a folder that are used", panel=MODEL, whole=(1, MANY))] = 2,
-    layers: Annotated[str | None, option("(first, middle, last)", panel=MODEL, metavar="N,...")] = None,
-    timesteps: Annotated[str | None, option("1000 is noise (900,500,100)", panel=MODEL, metavar="T,...")] = None,
-    save: Annotated[Path | None, option("safetensors file for q, k, v, to compare elsewhere", panel=MODEL)] = None,
-    prompt: Annotated[list[str] | None, option("denoise it with every method; may be repeated", panel=MODEL)] = None,
+    seed: Annotated[int, option("seed of fields, noise and sampled queries", whole=(0, MANY))] = 0,
+    clips: Annotated[str | None, option("folder of videos, a video, or the id of a sample", panel=MODEL)] = None,
+    most_clips: Annotated[int, option("most videos of a folder to use", panel=MODEL, whole=(1, MANY))] = 2,
+    layers: Annotated[
+        str | None, option("layers to capture (first, middle, last)", panel=MODEL, metavar="N,...")
+    ] = None,
+    timesteps: Annotated[
+        str | None, option("timesteps to capture, 1000 is noise (900,500,100)", panel=MODEL, metavar="T,...")
+    ] = None,
+    save: Annotated[Path | None, option("write q, k, v to this safetensors file", panel=MODEL)] = None,
+    prompt: Annotated[
+        list[str] | None, option("caption to denoise with every method; may be repeated", panel=MODEL)
+    ] = None,
     prompts: Annotated[Path | None, option("text file with one caption per line, or .jsonl", panel=MODEL)] = None,
     steps: opt.Steps = None,
     guidance: opt.Guidance = None,
     flow_shift: opt.Shift = None,
     latents: Annotated[
-        opt.Grid, option("of a clip, where no run says it", panel=MODEL, whole=(1, 4096), metavar="T H W")
+        opt.Grid, option("latent size of a clip, if no run defines it", panel=MODEL, whole=(1, 4096), metavar="T H W")
     ] = (21, 60, 104),
-    weights: Annotated[opt.Group | None, option("averaged or trained", panel=MODEL)] = None,
-    pipeline: Annotated[str | None, option("WanPipeline, alone or with an export's VAE and text", panel=MODEL)] = None,
+    weights: Annotated[opt.Group | None, option("averaged or trained weights", panel=MODEL)] = None,
+    pipeline: Annotated[
+        str | None, option("WanPipeline to compare, or VAE and text encoder of an export", panel=MODEL)
+    ] = None,
     dense_layers: opt.DenseLayers = None,
     dense_steps: opt.DenseSteps = None,
     topk_ranges: opt.TopkRanges = None,
@@ -50,17 +62,19 @@ def compare_attention(
     refresh: opt.Refresh = None,
     shared_cache: opt.SharedCache = None,
     heads: Annotated[int, option("attention heads", panel=DRAWN, whole=(1, 1024))] = 4,
-    head_dim: Annotated[int, option("channels of a head", panel=DRAWN, whole=(6, 1024))] = 64,
+    head_dim: Annotated[int, option("head dim", panel=DRAWN, whole=(6, 1024))] = 64,
     queries: Annotated[int, option("query tokens for recall and error", panel=MEASURED, whole=(1, MANY))] = 256,
     repeats: Annotated[int, option("timed calls of each method", panel=MEASURED, whole=(1, 10_000))] = 5,
-    dtype: Annotated[opt.Precision | None, option("of q, k, v (GPU bfloat16, CPU float32)", panel=MEASURED)] = None,
+    dtype: Annotated[
+        opt.Precision | None, option("dtype of q, k, v (GPU: bfloat16, CPU: float32)", panel=MEASURED)
+    ] = None,
 ) -> None:
     """Compare attention methods: density, recall, error and time on the same q, k, v, PSNR and SSIM of denoising runs.
 
-    Queries, keys and values come from a model that looks at clips, from a file, or are drawn: fields with the locality
-    of video, and noise. Oracle tiles are the ceiling of any selection of tiles, random ones the floor. What is set over
-    the denoising holds in the runs of all methods but dense attention. Written are comparison.html (one file, works
-    without a network), PNGs, CSVs and comparison.json.
+    Queries, keys and values come from a model on clips, from a file, or from random fields with the locality of video
+    and noise. Oracle tiles are the upper bound of any selection of tiles, random tiles the lower bound. Settings of the
+    denoising apply to the runs of all methods except dense attention. Writes comparison.html (one file, works
+    offline), PNGs, CSVs and comparison.json.
 
     \b
     vsa compare-attention --synthetic 8 16 16
@@ -77,4 +91,4 @@ def compare_attention(
     given["sparsities"] = numbers("--sparsity", given.pop("sparsity"), float)
     given |= {"layers": numbers("--layers", layers, int), "timesteps": numbers("--timesteps", timesteps, float)}
     given["denoising"] = plan_options({name: value for name in PLAN if (value := given.pop(name)) is not None})
-    print(f"page, pictures and tables: {compare_attention(**given)}")
+    print(f"page, figures and tables: {compare_attention(**given)}")

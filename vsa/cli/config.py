@@ -1,4 +1,4 @@
-"""`vsa config`: what can be set, with type, default and meaning."""
+"""`vsa config`: all settings with type, default and meaning."""
 
 from __future__ import annotations
 

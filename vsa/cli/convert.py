@@ -10,34 +10,38 @@ from typer import Argument
 from vsa.cli.options import Group, Precision, option
 from vsa.cli.values import made_of, numbers
 
-GATES, SAMPLING = "Gates whose use the source does not say (FastVideo)", "Sampling settings to write down"
+GATES, SAMPLING = "Budget of gates without settings (FastVideo)", "Sampling settings to record"
 
 
 def convert(
     source: Annotated[str, Argument(help="run, checkpoint folder, weights folder or hub id")],
-    out: Annotated[Path, Argument(help="folder to write, must not exist")],
+    out: Annotated[Path, Argument(help="output folder, must not exist")],
     to: Annotated[Literal["diffusers", "wan", "fastvideo", "run"], option("layout of OUT")] = "diffusers",
-    weights: Annotated[Group | None, option("of a run: averaged (if any) or trained")] = None,
-    dtype: Annotated[Precision | None, option("of the written tensors (that of the source)")] = None,
-    max_shard_gb: Annotated[float, option("size of one file")] = 5.0,
-    like: Annotated[str | None, option("run whose codec and text encoder to take", metavar="RUN")] = None,
-    golden: Annotated[bool, option("golden tensors beside sparse weights", "--golden/--no-golden")] = True,
+    weights: Annotated[Group | None, option("weights of a run: averaged (if any) or trained")] = None,
+    dtype: Annotated[Precision | None, option("dtype of the written tensors (as the source)")] = None,
+    max_shard_gb: Annotated[float, option("largest size of a file, GB")] = 5.0,
+    like: Annotated[str | None, option("run whose codec and text encoder to use", metavar="RUN")] = None,
+    golden: Annotated[bool, option("write golden tensors with sparse weights", "--golden/--no-golden")] = True,
     golden_layers: Annotated[str | None, option("layers with golden tensors (all)", metavar="N,N,...")] = None,
     topk: Annotated[int | None, option("kv tiles per query tile", panel=GATES)] = None,
     sparsity: Annotated[float | None, option("share of tiles skipped", panel=GATES)] = None,
-    grid: Annotated[tuple[int, int, int] | None, option("token grid trained on", panel=GATES, metavar="T H W")] = None,
-    flow_shift: Annotated[float | None, option("of the sampler", panel=SAMPLING)] = None,
+    grid: Annotated[
+        tuple[int, int, int] | None, option("token grid of the training", panel=GATES, metavar="T H W")
+    ] = None,
+    flow_shift: Annotated[float | None, option("flow shift of the sampler", panel=SAMPLING)] = None,
     dense_steps: Annotated[int | None, option("first denoising steps that keep all tiles", panel=SAMPLING)] = None,
-    guidance: Annotated[float | None, option("recommended scale", panel=SAMPLING)] = None,
-    guidance_form: Annotated[Literal["standard", "additive"] | None, option("of the scale", panel=SAMPLING)] = None,
+    guidance: Annotated[float | None, option("recommended guidance scale", panel=SAMPLING)] = None,
+    guidance_form: Annotated[
+        Literal["standard", "additive"] | None, option("form of the guidance scale", panel=SAMPLING)
+    ] = None,
     step_list: Annotated[
         str | None, option("timesteps of a distilled generator", panel=SAMPLING, metavar="T,T,...")
     ] = None,
 ) -> None:
     """Convert weights between runs, diffusers, Wan's original layout and FastVideo's VSA checkpoints.
 
-    The layout of the source is found out. Tensors are copied bit for bit unless --dtype is given. What a run needs to
-    be sampled travels along as sampling.json, so that --to run gives a run to sample again.
+    The layout of the source is detected. Tensors are copied bit for bit without --dtype. Settings that sampling needs
+    are kept in sampling.json, so that --to run restores a run that can be sampled.
 
     \b
     vsa convert outputs/finetune_wan_1_3b/default exported --dtype bfloat16

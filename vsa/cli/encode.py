@@ -19,47 +19,57 @@ def encode(
     captions: Annotated[Path | None, option("caption file: .jsonl, .json, or .txt with name, tab, caption")] = None,
     size: Annotated[
         tuple[int, int] | None,
-        option("scale to cover, crop the middle (as is)", panel=CLIPS, whole=(1, 8192), metavar="HEIGHT WIDTH"),
+        option("scale to cover, crop the centre (as stored)", panel=CLIPS, whole=(1, 8192), metavar="HEIGHT WIDTH"),
     ] = None,
-    frames: Annotated[int | None, option("of a clip, from the start (all)", panel=CLIPS, whole=(1, 100_000))] = None,
-    fps: Annotated[float | None, option("resample to that rate (as stored)", panel=CLIPS, real=(0.01, 240))] = None,
-    buckets: Annotated[str, option("clip sizes to choose from, by aspect", panel=CLIPS, metavar="HxWxT,...")] = "",
-    model: Annotated[str | None, option("Wan pipeline (folder, hub id): its VAE and text encoder", panel=BY)] = None,
-    vae: Annotated[str | None, option("the same for the VAE alone, or a VAE folder", panel=BY)] = None,
-    text: Annotated[str | None, option("the same for the text encoder alone", panel=BY)] = None,
-    vae_dtype: Annotated[Precision, option("the VAE computes in it", panel=BY)] = "float32",
-    text_dtype: Annotated[Precision, option("the text encoder computes in it", panel=BY)] = "bfloat16",
+    frames: Annotated[
+        int | None, option("frames of a clip, from the start (all)", panel=CLIPS, whole=(1, 100_000))
+    ] = None,
+    fps: Annotated[float | None, option("resample to this rate (as stored)", panel=CLIPS, real=(0.01, 240))] = None,
+    buckets: Annotated[
+        str, option("available clip sizes, chosen by aspect ratio", panel=CLIPS, metavar="HxWxT,...")
+    ] = "",
+    model: Annotated[str | None, option("Wan pipeline for VAE and text encoder (folder, hub id)", panel=BY)] = None,
+    vae: Annotated[str | None, option("Wan pipeline or VAE folder for the VAE only", panel=BY)] = None,
+    text: Annotated[str | None, option("Wan pipeline for the text encoder only", panel=BY)] = None,
+    vae_dtype: Annotated[Precision, option("compute dtype of the VAE", panel=BY)] = "float32",
+    text_dtype: Annotated[Precision, option("compute dtype of the text encoder", panel=BY)] = "bfloat16",
     channels: Annotated[
-        int, option("of the Haar codec: 24, 48 or 192 keep more detail", panel=BY, whole=(1, MANY))
+        int, option("channels of the Haar codec; 24, 48 or 192 keep more detail", panel=BY, whole=(1, MANY))
     ] = 16,
-    text_dim: Annotated[int, option("width of an n-gram token", panel=BY, whole=(1, 65_536))] = 64,
-    max_tokens: Annotated[int | None, option("of a caption (16; Wan: 512)", panel=BY, whole=(1, 65_536))] = None,
-    device: Annotated[str, option("where the encoders run", panel=BY)] = "cpu",
+    text_dim: Annotated[int, option("token width of the n-gram encoder", panel=BY, whole=(1, 65_536))] = 64,
+    max_tokens: Annotated[
+        int | None, option("most tokens of a caption (16; Wan: 512)", panel=BY, whole=(1, 65_536))
+    ] = None,
+    device: Annotated[str, option("device of the encoders", panel=BY)] = "cpu",
     image_condition: Annotated[
-        bool, option("store the first-frame condition of image-to-video models too", "--image-condition", panel=BY)
+        bool, option("also store the image condition of image-to-video models", "--image-condition", panel=BY)
     ] = False,
-    dtype: Annotated[Precision, option("of the latents", panel=OUTPUT)] = "float16",
-    samples_per_shard: Annotated[int, option("also what an interruption costs", panel=OUTPUT, whole=(1, MANY))] = 256,
+    dtype: Annotated[Precision, option("dtype of the stored latents", panel=OUTPUT)] = "float16",
+    samples_per_shard: Annotated[
+        int, option("samples of a shard, lost at most by an interruption", panel=OUTPUT, whole=(1, MANY))
+    ] = 256,
     overwrite: Annotated[bool, option("replace the data set in OUT", "--overwrite", panel=OUTPUT)] = False,
     decode_seconds: Annotated[
-        float, option("of a file, which is refused or left out if it takes more", panel=OUTPUT, real=(0.1, 86_400))
+        float, option("time limit per file, s; a slower file is unusable", panel=OUTPUT, real=(0.1, 86_400))
     ] = 120,
-    decode_memory: Annotated[float, option("GiB of a file, beside its frames", panel=OUTPUT, real=(0.1, 4096))] = 16,
-    skip_bad: Annotated[bool, option("leave out and list unusable files", "--skip-bad", panel=OUTPUT)] = False,
-    rank: Annotated[int, option("number of this process", panel=OUTPUT, whole=(0, MANY))] = 0,
-    world_size: Annotated[int, option("processes that share the work", panel=OUTPUT, whole=(1, MANY))] = 1,
+    decode_memory: Annotated[
+        float, option("memory limit per file, GiB without frames", panel=OUTPUT, real=(0.1, 4096))
+    ] = 16,
+    skip_bad: Annotated[bool, option("skip and list unusable files", "--skip-bad", panel=OUTPUT)] = False,
+    rank: Annotated[int, option("rank of this process", panel=OUTPUT, whole=(0, MANY))] = 0,
+    world_size: Annotated[int, option("number of processes that share the work", panel=OUTPUT, whole=(1, MANY))] = 1,
 ) -> None:
     """Encode a folder of captioned videos and images to shards of latents and text.
 
     Captions: captions.jsonl in the folder (lines of {"video": "a.mp4", "captions": ["...", "..."]}), the file of
-    --captions, or a.txt beside a.mp4. The encoders are the embedded ones (Haar wavelets, hashed n-grams) unless named.
+    --captions, or a.txt beside a.mp4. The default encoders are embedded (Haar wavelets, hashed n-grams).
 
     \b
     vsa encode VIDEOS SHARDS --size 128 128 --frames 16
     vsa encode VIDEOS SHARDS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --buckets 448x832x61,480x480x33
 
-    Repeat an interrupted command to go on. To share the work, run it with --rank R --world-size N on every GPU, then
-    once without them.
+    Repeat an interrupted command to continue. To share the work, run it with --rank R --world-size N on every GPU,
+    then once without them.
     """
     given = locals()
     from vsa.data.buckets import Bucket

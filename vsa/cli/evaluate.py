@@ -19,36 +19,40 @@ ANY = (-1e9, 1e9)
 def evaluate(
     run: Annotated[Path, typer.Argument(help="run folder")],
     follow: Annotated[bool, option("wait for new checkpoints until the run's last step", "--follow")] = False,
-    timeout: Annotated[float, option("end --follow after so long without a new one, s", real=(1e-3, 1e7))] = 3600,
-    poll: Annotated[float, option("seconds between two looks", real=(1e-3, 1e5))] = 5,
+    timeout: Annotated[float, option("seconds without a new checkpoint that end --follow", real=(1e-3, 1e7))] = 3600,
+    poll: Annotated[float, option("seconds between two checks for new checkpoints", real=(1e-3, 1e5))] = 5,
     prompt: Prompts = None,
     prompts: PromptFile = None,
-    reference: Annotated[str, option("what clips are compared with", metavar="dense|none|RUN")] = "dense",
-    no_val_loss: Annotated[bool, option("leave the validation loss out", "--no-val-loss")] = False,
+    reference: Annotated[str, option("reference of the clips", metavar="dense|none|RUN")] = "dense",
+    no_val_loss: Annotated[bool, option("skip the validation loss", "--no-val-loss")] = False,
     lpips: Annotated[Path | None, option("folder with torchvision's alexnet-*.pth")] = None,
     weights: Weights = None,
-    seed: Annotated[int | None, option("of the noise (that of the run's samples)")] = None,
+    seed: Annotated[int | None, option("seed of the noise (as the run's samples)")] = None,
     steps: Steps = None,
     guidance: Guidance = None,
     flow_shift: Shift = None,
-    batch_size: Annotated[int, option("clips computed together", whole=(1, 65_536))] = 16,
+    batch_size: Annotated[int, option("clips sampled together", whole=(1, 65_536))] = 16,
     device: Device = None,
-    out: Annotated[Path | None, option("folder to write to (RUN/evaluation)")] = None,
-    min_psnr: Annotated[Bound, option("below: all pixels against the reference, dB", panel=BARS, real=ANY)] = None,
-    min_ssim: Annotated[Bound, option("below: against the reference, mean of clips", panel=BARS, real=ANY)] = None,
-    max_lpips: Annotated[Bound, option("above: against the reference, mean of clips", panel=BARS, real=ANY)] = None,
+    out: Annotated[Path | None, option("output folder (RUN/evaluation)")] = None,
+    min_psnr: Annotated[
+        Bound, option("below: PSNR of all pixels against the reference, dB", panel=BARS, real=ANY)
+    ] = None,
+    min_ssim: Annotated[Bound, option("below: SSIM against the reference, mean of clips", panel=BARS, real=ANY)] = None,
+    max_lpips: Annotated[
+        Bound, option("above: LPIPS against the reference, mean of clips", panel=BARS, real=ANY)
+    ] = None,
     max_val_loss: Annotated[Bound, option("above: validation loss", panel=BARS, real=ANY)] = None,
     max_black: Annotated[Bound, option("above: share of nearly black frames", panel=BARS, real=ANY)] = None,
     max_uniform: Annotated[Bound, option("above: share of frames of one colour", panel=BARS, real=ANY)] = None,
-    max_flicker: Annotated[Bound, option("above: luma change taken back at once", panel=BARS, real=ANY)] = None,
-    max_flicker_excess: Annotated[Bound, option("above: flicker less the reference's", panel=BARS, real=ANY)] = None,
+    max_flicker: Annotated[Bound, option("above: luma change that is reversed at once", panel=BARS, real=ANY)] = None,
+    max_flicker_excess: Annotated[Bound, option("above: flicker minus the reference's", panel=BARS, real=ANY)] = None,
     min_motion: Annotated[Bound, option("below: luma change between frames", panel=BARS, real=ANY)] = None,
 ) -> None:
-    """Judge the checkpoints of a run from a process of its own, with --follow as they are written.
+    """Evaluate the checkpoints of a run in a separate process, with --follow as they are written.
 
-    Measures validation loss, agreement with dense attention on fixed prompts and noise, and how much of the clips is
-    black, one-coloured, still or flickering. Ends with status 1 when the newest checkpoint misses a bar. The device
-    should not be the one that trains.
+    Measures the validation loss, the agreement with dense attention on fixed prompts and noise, and signs of broken
+    clips (black, one colour, still, flickering). Exits with status 1 if the newest checkpoint misses a bar. Use another
+    device than the training.
 
     \b
     vsa evaluate outputs/quickstart/default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def info() -> None:
-    """Show the machine, versions, GPUs, and which attention backends run here.
+    """Show the machine, versions, GPUs and available attention backends.
 
     \b
     vsa info

@@ -14,30 +14,30 @@ SAMPLING, WORK = "Sampling", "Work"
 
 
 def latents(
-    teacher: Annotated[str, Argument(help="run or checkpoint folder, otherwise a Wan pipeline: folder or hub id")],
-    prompts: Annotated[Path, Argument(help='text file, one prompt a line, or .jsonl with {"prompt": "..."}')],
-    out: Annotated[str, Argument(help="folder of shards to write")],
-    clips_per_prompt: Annotated[int, option("samples of each prompt")] = 1,
-    size: Annotated[tuple[int, int] | None, option("pixels (largest of the run)", metavar="H W")] = None,
+    teacher: Annotated[str, Argument(help="run or checkpoint folder, or a Wan pipeline (folder, hub id)")],
+    prompts: Annotated[Path, Argument(help='text file with one prompt per line, or .jsonl with {"prompt": "..."}')],
+    out: Annotated[str, Argument(help="output folder of shards")],
+    clips_per_prompt: Annotated[int, option("samples per prompt")] = 1,
+    size: Annotated[tuple[int, int] | None, option("clip size in pixels (largest of the run)", metavar="H W")] = None,
     frames: Annotated[int | None, option("frames of a clip (largest of the run)")] = None,
-    seed: Annotated[int, option("of the noise")] = 0,
+    seed: Annotated[int, option("seed of the noise")] = 0,
     steps: Annotated[int | None, option("Euler steps (as the run; 50)", panel=SAMPLING)] = None,
     guidance: Annotated[float | None, option("uncond + G * (cond - uncond)", panel=SAMPLING)] = None,
     flow_shift: Annotated[float | None, option("flow shift (as the run, scheduler)", "--shift", panel=SAMPLING)] = None,
-    negative_prompt: Annotated[str, option("of a pipeline's guidance", panel=SAMPLING)] = "",
-    topk: Annotated[int | None, option("tiles per query tile of a run", panel=SAMPLING)] = None,
+    negative_prompt: Annotated[str, option("unconditional caption of a pipeline", panel=SAMPLING)] = "",
+    topk: Annotated[int | None, option("kv tiles per query tile of a run", panel=SAMPLING)] = None,
     sparsity: Annotated[float | None, option("share of tiles skipped", panel=SAMPLING)] = None,
-    weights: Annotated[Group | None, option("averaged (if any) or trained", panel=SAMPLING)] = None,
+    weights: Annotated[Group | None, option("averaged (if any) or trained weights", panel=SAMPLING)] = None,
     compute_dtype: Annotated[
-        Literal["float32", "bfloat16"], option("of a pipeline's networks", panel=SAMPLING)
+        Literal["float32", "bfloat16"], option("dtype of a pipeline's networks", panel=SAMPLING)
     ] = "bfloat16",
     batch_size: Annotated[int, option("clips sampled together", panel=WORK)] = 4,
     device: Annotated[str | None, option("cpu, cuda, ... (by rank)", panel=WORK)] = None,
-    dtype: Annotated[Precision, option("of the latents", panel=WORK)] = "float16",
-    samples_per_shard: Annotated[int, option("also what an interruption costs", panel=WORK)] = 256,
+    dtype: Annotated[Precision, option("dtype of the stored latents", panel=WORK)] = "float16",
+    samples_per_shard: Annotated[int, option("samples of a shard, lost at most by an interruption", panel=WORK)] = 256,
     overwrite: Annotated[bool, option("replace the data set", "--overwrite", panel=WORK)] = False,
-    rank: Annotated[int, option("number of this process", panel=WORK)] = 0,
-    world_size: Annotated[int, option("processes that share the work", panel=WORK)] = 1,
+    rank: Annotated[int, option("rank of this process", panel=WORK)] = 0,
+    world_size: Annotated[int, option("number of processes that share the work", panel=WORK)] = 1,
 ) -> None:
     """Sample a teacher for a list of prompts into shards of latents and captions, in the format of `vsa encode`.
 
@@ -45,7 +45,7 @@ def latents(
     vsa latents outputs/quickstart/default prompts.txt shards
     vsa latents Wan-AI/Wan2.1-T2V-1.3B-Diffusers prompts.txt shards --size 448 832 --frames 61
 
-    An interrupted command is repeated to go on. To share the work, run it with --rank R --world-size N on every GPU,
+    Repeat an interrupted command to continue. To share the work, run it with --rank R --world-size N on every GPU,
     then once without them.
     """
     given = locals()

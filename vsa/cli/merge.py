@@ -11,21 +11,21 @@ from vsa.cli.values import numbers
 
 
 def merge(
-    base: Annotated[str, Argument(help="dense weights that both others were trained from")],
-    out: Annotated[Path, Argument(help="folder to write, must not exist")],
+    base: Annotated[str, Argument(help="dense weights from which both others were trained")],
+    out: Annotated[Path, Argument(help="output folder, must not exist")],
     sparse: Annotated[str, Option(metavar="SOURCE", help="the base adapted to sparse attention")],
     few_step: Annotated[str, Option(metavar="SOURCE", help="the base distilled to few steps, dense")],
     sparse_weight: Annotated[float, Option(metavar="A", help="factor on sparse - base")] = 1.0,
     few_step_weight: Annotated[float, Option(metavar="B", help="factor on few_step - base")] = 1.0,
     step_list: Annotated[
-        str | None, Option(metavar="T,T,...", help="timesteps of a --few-step that does not say its own")
+        str | None, Option(metavar="T,T,...", help="timesteps of --few-step weights without a step list")
     ] = None,
 ) -> None:
-    """Merge a sparse adaptation and a few-step distillation, trained apart from one dense base, into one generator.
+    """Merge a sparse adaptation and a few-step distillation of one dense base into one generator.
 
-    merged = base + A * (sparse - base) + B * (few_step - base). What only the sparse weights have, their gates, is
-    taken as it is. Each source is a run, a checkpoint folder, a weights folder or a hub id. A sparse run gives a run
-    folder with weights alone, a sparse weights folder a weights folder.
+    merged = base + A * (sparse - base) + B * (few_step - base). Gates, which only the sparse weights have, are copied.
+    Each source is a run, a checkpoint folder, a weights folder or a hub id. If the sparse weights are a run, the result
+    is a run folder with weights only, otherwise a weights folder.
 
     \b
     vsa merge BASE OUT --sparse ADAPTED --few-step DISTILLED

@@ -1,4 +1,4 @@
-"""What several commands share: numbers that are refused with the option's name, and options of one meaning."""
+"""Shared parts of the commands: checked numbers, and options that several commands have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 
 def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
-    """Parser of a finite number in `least..most`; typer's own range lets nan through and does not tell the value."""
+    """Parser of a finite number in `least..most`; typer's range accepts NaN and does not print the value."""
 
     def parse(text: str) -> float:
         try:
@@ -34,15 +34,15 @@ def option(
     real: tuple[float, float] | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """An option with its help.
+    """A typer option with its help text.
 
     Args:
-        text: what it means.
-        names: of the option; left out: that of the argument.
+        text: help text.
+        names: names of the option; by default that of the argument.
         panel: heading in the help.
         whole: range of an integer.
         real: range of a float.
-        metavar: how the value is shown.
+        metavar: placeholder of the value.
     """
     kind, bounds = (int, whole) if whole is not None else (float, real)
     parser = None if bounds is None else number(kind, *bounds)
@@ -56,32 +56,30 @@ MANY = 1_000_000_000
 Grid = tuple[int, int, int]
 Precision = Literal["float32", "bfloat16", "float16"]
 Group = Literal["ema", "model"]
-Weights = Annotated[Group | None, option("averaged (where there are any) or trained weights")]
+Weights = Annotated[Group | None, option("averaged (if any) or trained weights")]
 Prompts = Annotated[list[str] | None, option("a caption; may be repeated", "--prompt")]
 PromptFile = Annotated[Path | None, option("text file with one caption per line, or .jsonl", "--prompts")]
-Device = Annotated[str | None, option("cpu, cuda, cuda:1, ... (cuda when there is one)")]
-BatchSize = Annotated[int | None, option("clips computed together (16, of a pipeline 1)", whole=(1, 65_536))]
-Steps = Annotated[
-    int | None, option("sampler steps (as the run samples, 50; a distilled model: its own)", whole=(1, 10_000))
-]
+Device = Annotated[str | None, option("cpu, cuda, cuda:1, ... (cuda if available)")]
+BatchSize = Annotated[int | None, option("clips sampled together (16; pipeline: 1)", whole=(1, 65_536))]
+Steps = Annotated[int | None, option("sampler steps (as the run samples, 50; distilled: its own)", whole=(1, 10_000))]
 Guidance = Annotated[
     float | None,
-    option("uncond + G * (cond - uncond), 1: one pass (as the run samples, 5; distilled: 1)", real=(-100, 100)),
+    option("guidance G, uncond + G * (cond - uncond) (as the run samples, 5; distilled: 1)", real=(-100, 100)),
 ]
 Shift = Annotated[
-    float | None, option("flow shift (as the run samples; of the export, the scheduler)", "--shift", real=(1e-3, 1e3))
+    float | None, option("flow shift (as the run samples; export, scheduler)", "--shift", real=(1e-3, 1e3))
 ]
 
-DENOISING = "Over the denoising"
+DENOISING = "Changes during the denoising"
 DenseLayers = Annotated[str | None, option("layers that are dense", panel=DENOISING, metavar="N,...")]
-DenseSteps = Annotated[int | None, option("first steps that are dense", panel=DENOISING, whole=(0, MANY))]
-TopkRanges = Annotated[str | None, option("tiles by progress, 0 is noise", panel=DENOISING, metavar="START:STOP:K,...")]
-SparsityRanges = Annotated[str | None, option("share skipped by progress", panel=DENOISING, metavar="START:STOP:S,...")]
-StepTopk = Annotated[str | None, option("tiles from a step on", panel=DENOISING, metavar="STEP:K,...")]
-StepSparsity = Annotated[str | None, option("share skipped from a step on", panel=DENOISING, metavar="STEP:S,...")]
+DenseSteps = Annotated[int | None, option("number of first steps that are dense", panel=DENOISING, whole=(0, MANY))]
+TopkRanges = Annotated[str | None, option("top-k by progress, 0 is noise", panel=DENOISING, metavar="START:STOP:K,...")]
+SparsityRanges = Annotated[str | None, option("sparsity by progress", panel=DENOISING, metavar="START:STOP:S,...")]
+StepTopk = Annotated[str | None, option("top-k from a step on", panel=DENOISING, metavar="STEP:K,...")]
+StepSparsity = Annotated[str | None, option("sparsity from a step on", panel=DENOISING, metavar="STEP:S,...")]
 Refresh = Annotated[
-    str | None, option("steps a selection is kept for (1), or from steps on", panel=DENOISING, metavar="N|STEP:N,...")
+    str | None, option("steps that share a selection (1), or by step", panel=DENOISING, metavar="N|STEP:N,...")
 ]
 SharedCache = Annotated[
-    bool | None, option("the unconditional pass reuses selections", "--shared-cache/--own-cache", panel=DENOISING)
+    bool | None, option("share selections with the unconditional pass", "--shared-cache/--own-cache", panel=DENOISING)
 ]

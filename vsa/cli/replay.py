@@ -11,13 +11,13 @@ import typer
 def replay(
     path: Annotated[Path, typer.Argument(help="folder of a dropped step: RUN/nan-dumps/step-N-NETWORK")],
     accelerator: Annotated[
-        str, typer.Option(help="auto, cpu or gpu; other devices than the run's round otherwise")
+        str, typer.Option(help="auto, cpu or gpu; another device than the run's rounds differently")
     ] = "auto",
 ) -> None:
-    """Run a step again whose gradients were not finite, and say which tensor was the first.
+    """Repeat a step whose gradients were not finite, and find the first non-finite tensor.
 
-    Exit status 0 when the losses are the same bit for bit and something is not finite again, 1 otherwise. The data of
-    the run must still be there.
+    Exits with status 0 if the losses are equal bit for bit and a tensor is not finite again, with 1 otherwise. Needs
+    the data of the run.
 
     \b
     vsa replay outputs/quickstart/default/nan-dumps/step-00001200-model

@@ -11,13 +11,13 @@ from vsa.cli.options import option
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="runs, sweeps, or folders that hold them at any depth")],
-    out: Annotated[Path | None, option("folder to write to (the one that holds all runs)")] = None,
+    folders: Annotated[list[Path], typer.Argument(help="runs, sweeps, or folders that contain them at any depth")],
+    out: Annotated[Path | None, option("output folder (the one that contains all runs)")] = None,
     clips_mb: Annotated[float, option("most megabytes of sampled clips in the page", real=(0, 1e4))] = 20,
 ) -> None:
-    """Compare runs: a table here, and a page with figures, tables and clips that one can send to others.
+    """Compare runs: print a table, and write a self-contained page with figures, tables and clips.
 
-    Writes report.html (one file, nothing is loaded from a network), report/ with every figure as PNG and CSV, and
+    Writes report.html (one file, works offline), report/ with every figure as PNG and CSV, and
     loss.png in every run.
 
     \b

@@ -11,35 +11,36 @@ from vsa.cli import options as opt
 from vsa.cli.options import MANY, option
 from vsa.cli.values import PLAN, plan_options, refuse_options
 
-RUN, PIPELINE = "Of a run", "Of a pipeline"
+RUN, PIPELINE = "With a run", "With a pipeline"
 
 
 def sample(
     run: Annotated[str | None, typer.Argument(help="run folder (newest checkpoint) or checkpoint folder")] = None,
     prompt: opt.Prompts = None,
     prompts: opt.PromptFile = None,
-    out: Annotated[Path | None, option("folder to write to (RUN/samples, of a pipeline samples)")] = None,
-    seed: Annotated[int | None, option("of the noise (0)")] = None,
+    out: Annotated[Path | None, option("output folder (RUN/samples; pipeline: samples)")] = None,
+    seed: Annotated[int | None, option("seed of the noise (0)")] = None,
     steps: opt.Steps = None,
     guidance: opt.Guidance = None,
     flow_shift: opt.Shift = None,
-    topk: Annotated[int | None, option("tiles per query tile (that of the training)", whole=(1, MANY))] = None,
+    topk: Annotated[int | None, option("kv tiles per query tile (as in training)", whole=(1, MANY))] = None,
     sparsity: Annotated[float | None, option("share of tiles skipped, instead of --topk", real=(0, 1))] = None,
     batch_size: opt.BatchSize = None,
-    fps: Annotated[float | None, option("of the files (8, of a pipeline 16)", real=(0.01, 240))] = None,
+    fps: Annotated[float | None, option("frame rate of the files (8; pipeline: 16)", real=(0.01, 240))] = None,
     device: opt.Device = None,
-    weights: Annotated[opt.Group | None, option("averaged (where there are any) or trained", panel=RUN)] = None,
+    weights: Annotated[opt.Group | None, option("averaged (if any) or trained weights", panel=RUN)] = None,
     latent_shape: Annotated[
-        tuple[int, int, int, int] | None, option("of one clip", panel=RUN, whole=(1, 4096), metavar="C T H W")
+        tuple[int, int, int, int] | None,
+        option("latent shape of a clip", panel=RUN, whole=(1, 4096), metavar="C T H W"),
     ] = None,
-    attention: Annotated[bool | None, option("draw which tiles are attended", "--attention", panel=RUN)] = None,
-    pipeline: Annotated[str | None, option("diffusers WanPipeline: folder or hub id", panel=PIPELINE)] = None,
-    transformer: Annotated[str | None, option("sparse export to use in it: folder, hub id", panel=PIPELINE)] = None,
+    attention: Annotated[bool | None, option("draw the tiles that are attended to", "--attention", panel=RUN)] = None,
+    pipeline: Annotated[str | None, option("diffusers WanPipeline (folder, hub id)", panel=PIPELINE)] = None,
+    transformer: Annotated[
+        str | None, option("sparse export for the pipeline (folder, hub id)", panel=PIPELINE)
+    ] = None,
     method: Annotated[
         str | None,
-        option(
-            "attention to put in: video_sparse (with --sparsity, --topk), full, or 'NAME key=value'", panel=PIPELINE
-        ),
+        option("attention method: video_sparse (with --sparsity, --topk), full, or 'NAME key=value'", panel=PIPELINE),
     ] = None,
     tile: Annotated[
         tuple[int, int, int] | None,
@@ -47,10 +48,15 @@ def sample(
     ] = None,
     negative_prompt: Annotated[str | None, option("caption of the unconditional pass", panel=PIPELINE)] = None,
     size: Annotated[
-        tuple[int, int] | None, option("pixels (as trained, 480 832)", panel=PIPELINE, whole=(1, 8192), metavar="H W")
+        tuple[int, int] | None,
+        option("clip size in pixels (as trained, 480 832)", panel=PIPELINE, whole=(1, 8192), metavar="H W"),
     ] = None,
-    frames: Annotated[int | None, option("of a clip (as trained, 81)", panel=PIPELINE, whole=(1, 10_000))] = None,
-    dtype: Annotated[opt.Precision | None, option("of the networks (bfloat16; CPU: float32)", panel=PIPELINE)] = None,
+    frames: Annotated[
+        int | None, option("frames of a clip (as trained, 81)", panel=PIPELINE, whole=(1, 10_000))
+    ] = None,
+    dtype: Annotated[
+        opt.Precision | None, option("dtype of the networks (bfloat16; CPU: float32)", panel=PIPELINE)
+    ] = None,
     dense_layers: opt.DenseLayers = None,
     dense_steps: opt.DenseSteps = None,
     topk_ranges: opt.TopkRanges = None,
@@ -60,7 +66,7 @@ def sample(
     refresh: opt.Refresh = None,
     shared_cache: opt.SharedCache = None,
 ) -> None:
-    """Sample videos: prompts in, mp4 and GIF out, with a JSON of everything that made them.
+    """Sample videos of prompts as mp4 and GIF files, with a JSON file of all settings.
 
     From a run of this project, or through a diffusers Wan pipeline: dense, sparse, or with an exported transformer.
 
@@ -74,7 +80,7 @@ def sample(
     from vsa.sampling.clip_folder import all_prompts, sample_pipeline, sample_run
 
     if (run is None) == (pipeline is None):
-        raise ValueError(f"give a run folder or --pipeline, got run={run} and pipeline={pipeline}")
+        raise ValueError(f"expected a run folder or --pipeline, got run={run} and pipeline={pipeline}")
     other, owner = (PIPELINE, "--pipeline") if pipeline is None else (RUN, "a run folder")
     refuse_options(sample, given, other, owner)
     captions = all_prompts(given.pop("prompt", []), given.pop("prompts", None))

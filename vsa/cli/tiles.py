@@ -9,14 +9,15 @@ import typer
 
 def tiles(
     grid: Annotated[tuple[int, int, int], typer.Argument(help="tokens along time, height, width", metavar="T H W")],
-    volume: Annotated[int, typer.Option(help="tokens that a tile may have")] = 64,
+    volume: Annotated[int, typer.Option(help="most tokens of a tile")] = 64,
     sparsity: Annotated[float, typer.Option(help="share of tiles that are skipped")] = 0.9,
-    proposals: Annotated[int, typer.Option(help="how many tiles to propose")] = 8,
+    proposals: Annotated[int, typer.Option(help="number of tiles to propose")] = 8,
 ) -> None:
-    """Show which tiles fill a grid of tokens, and what they cost; the first column is what a run or a sweep takes.
+    """Show tiles that fill a grid of tokens, with their cost; the first column holds the settings for a run or a sweep.
 
-    The first row is the usual cube, the second runs along a space-filling curve, the others are proposed: among those
-    whose slots are at least 90% full the nearest to a cube first. pairs and executed are shares of dense attention.
+    The first row is the usual cube, the second uses runs along a space-filling curve, the others are proposals: those
+    that are at least 90% full come first, the most cubic one in front. pairs and executed are relative to dense
+    attention.
 
     \b
     vsa tiles 21 30 52

@@ -16,12 +16,12 @@ def toy(
     count: Annotated[int | None, option("number of clips (1024)", whole=(1, 10_000_000))] = None,
     size: Annotated[
         tuple[int, int, int] | None,
-        option("of a clip (16 128 128)", whole=(1, 8192), metavar="FRAMES HEIGHT WIDTH"),
+        option("size of a clip (16 128 128)", whole=(1, 8192), metavar="FRAMES HEIGHT WIDTH"),
     ] = None,
-    seed: Annotated[int | None, option("of the set (0)")] = None,
-    fps: Annotated[int | None, option("frames per second (8)", whole=(1, 240))] = None,
+    seed: Annotated[int | None, option("seed of the set (0)")] = None,
+    fps: Annotated[int | None, option("frame rate (8)", whole=(1, 240))] = None,
 ) -> None:
-    """Render captioned toy clips as mp4 files: moving shapes.
+    """Render captioned toy clips of moving shapes as mp4 files.
 
     A caption names colour, shape, direction and speed, so that a sampled clip can be scored on its pixels.
 

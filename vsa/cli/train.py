@@ -20,12 +20,12 @@ def train(
     \b
     vsa train experiment=quickstart
     vsa train experiment=quickstart run=mine trainer.max_steps=100
-    vsa train experiment=quickstart run=mine ckpt_path=last       goes on from the newest checkpoint
+    vsa train experiment=quickstart run=mine ckpt_path=last       resumes from the newest checkpoint
     vsa train data=folder data.root=SHARDS tile_thw=[2,2,2]
     vsa train -m experiment=quickstart sparsity.sparsity=0.5,0.75 'run=s${sparsity.sparsity}'
 
-    --cfg job prints every setting, --info what Hydra made of them, -m runs all combinations of listed values,
-    one after the other; `vsa sweep` runs them side by side, compares and goes on.
+    --cfg job prints every setting, --info how Hydra composed them, -m runs all combinations of listed values one
+    after the other; `vsa sweep` runs them in parallel, compares them and can be resumed.
     """
     words = settings or []
     if {"-m", "--multirun"} & set(words) and any(word.startswith(("sweep=", "hydra/launcher=queue")) for word in words):

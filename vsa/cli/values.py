@@ -1,4 +1,4 @@
-"""From the values of options to what the library takes."""
+"""Conversion of option values to arguments of the library."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ Made = TypeVar("Made")
 
 
 def numbers(option: str, text: str | None, kind: type[Number]) -> list[Number] | None:
-    """The numbers of a list given as one value, `1000,757,522`; None when the option is left out.
-
-    Raises:
-        ValueError: names the option with what was given.
-    """
+    """The numbers of a list written as one value, `1000,757,522`; None without the option."""
     try:
         return None if text is None else [kind(part) for part in text.split(",")]
     except ValueError:
@@ -23,11 +19,7 @@ def numbers(option: str, text: str | None, kind: type[Number]) -> list[Number] |
 
 
 def rows(option: str, text: str, *kinds: type[int] | type[float]) -> list[tuple[float, ...]]:
-    """Rows of numbers given as one value, `0:0.5:8,0.5:1:4`, with one number of each kind in a row.
-
-    Raises:
-        ValueError: names the option with what was given.
-    """
+    """Rows of numbers written as one value, `0:0.5:8,0.5:1:4`, with one number of each kind per row."""
     try:
         parts = [row.split(":") for row in text.split(",")]
         return [tuple(kind(part) for kind, part in zip(kinds, row, strict=True)) for row in parts]
@@ -37,13 +29,13 @@ def rows(option: str, text: str, *kinds: type[int] | type[float]) -> list[tuple[
 
 
 def made_of(kind: Callable[..., Made], options: Mapping[str, Any]) -> Made:
-    """A dataclass of the options that have the names of its fields; what is left out has its default."""
+    """A dataclass built from the options with the names of its fields; others keep their defaults."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in options.items() if name in names and value is not None})
 
 
 def refuse_options(command: Callable[..., None], options: Mapping[str, Any], panel: str, owner: str) -> None:
-    """Raise ValueError when an option under one heading of the help was given, which only `owner` has."""
+    """Raise ValueError for an option of one panel of the help, which only `owner` supports."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         shown: Any = getattr(hint, "__metadata__", (None,))[0]
         if options.get(name) is not None and shown.rich_help_panel == panel:
@@ -61,11 +53,7 @@ PLAN = ("dense_layers", "dense_steps", *_ROWS, "refresh", "shared_cache")
 
 
 def plan_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a `DenoisingPlan` as it takes them, from the values of a command line.
-
-    Raises:
-        ValueError: names an option that does not parse.
-    """
+    """Options of a `DenoisingPlan` from the values of a command line."""
     options = dict(given)
     for name in options.keys() & _ROWS.keys():
         options[name] = rows(f"--{name.replace('_', '-')}", options[name], *_ROWS[name])

@@ -13,15 +13,15 @@ from vsa.cli.options import Device, option
 def verify_export(
     folder: Annotated[Path, typer.Argument(help="exported folder with sparse_attention.json")],
     backend: Annotated[
-        Literal["reference", "gather", "triton"] | None, option("of the sparse attention (that of the device)")
+        Literal["reference", "gather", "triton"] | None, option("backend of sparse attention (by device)")
     ] = None,
     device: Device = None,
 ) -> None:
-    """Check our own model against the golden tensors of an exported sparse checkpoint.
+    """Check our model against the golden tensors of an exported sparse checkpoint.
 
-    Another engine does the same in a few lines: it opens the folder's weights, writes a function that computes one
-    layer's self-attention for a `vsa.checkpoints.golden.GoldenCase` and gives it to `check_golden`. Exit status 1 when
-    a layer is further off than the tolerance.
+    Another engine can do the same in a few lines: load the weights of the folder, write a function that computes the
+    self-attention of one layer for a `vsa.checkpoints.golden.GoldenCase`, and pass it to `check_golden`. Exits with
+    status 1 if the error of a layer exceeds the tolerance.
 
     \b
     vsa verify-export EXPORT
