@@ -1,4 +1,4 @@
-"""From a composed config to objects: the only place that instantiates, after targets, types and ranges were checked."""
+"""Instantiation of a composed config, only here, after its targets, types and ranges have been checked."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ALLOWED_TARGETS = (
     "lightning.pytorch.loggers.",
     "lightning.pytorch.profilers.",
 )
-"""Where a config may take classes from. A class must also be defined there: an alias such as
-`vsa.training.train.os.system` is no way out."""
+"""Modules whose classes a config may name. A class must also be defined there, so that an alias such as
+`vsa.training.train.os.system` is not allowed."""
 
 
 def config_folder() -> Path:
-    """The folder of the Hydra groups: inside the package where it is installed, beside it in a checkout."""
+    """The folder of the Hydra groups: inside an installed package, or beside the package in a checkout."""
     package = Path(__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -44,25 +44,25 @@ def config_folder() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Settings of a run that belong to no group.
+    """Settings of a run outside of the config groups.
 
     Args:
-        name: of the experiment; the run folder is OUTPUT_DIR/NAME/RUN.
-        run: of the run.
+        name: name of the experiment; the run folder is OUTPUT_DIR/NAME/RUN.
+        run: name of the run.
         output_dir: folder of all runs.
-        run_dir: the run folder, where it is not made of the three names.
-        seed: of everything random.
+        run_dir: the run folder, if it does not follow from these three names.
+        seed: seed of all random numbers.
         tile_thw: tokens of the patchified latent per tile of sparse attention, along time, height, width.
-        ckpt_path: what to resume: `last` (of this run), a checkpoint folder or a run folder.
-        init_from: weights to start from, with a new optimizer: a checkpoint or run folder, a folder or hub id of
+        ckpt_path: checkpoint to resume: `last` (of this run), a checkpoint folder or a run folder.
+        init_from: initial weights, with a new optimizer: a checkpoint or run folder, or a folder or hub id of
             pretrained weights.
-        overwrite: start anew in a run folder that already holds checkpoints.
-        flop_budget: stop after this many executed training FLOPs (a teacher's not counted) instead of
+        overwrite: start again in a run folder that already contains checkpoints.
+        flop_budget: stop after this number of executed training FLOPs (without a teacher's) instead of
             trainer.max_steps.
-        sample_token_budget: stop after training on this many tokens of videos instead.
-        second_budget: train for this many seconds instead, without validation, clips and checkpoints: the time of a
-            step is measured on one device before the run, under annealed sparsity of the first and of the last kind of
-            step, and a resumed run keeps its number of steps.
+        sample_token_budget: stop after training on this number of video tokens instead of trainer.max_steps.
+        second_budget: train for this number of seconds, not counting validation, clips and checkpoints, instead of
+            trainer.max_steps. The time of a step is measured on one device before the run (with annealed sparsity, that
+            of the first and of the last kind of step), and a resumed run keeps its number of steps.
     """
 
     name: str | int
@@ -81,11 +81,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """What a resumed run may change of what it is made of, the settings `resume`.
+    """Settings `resume`: differences from the checkpoint that a resumed run allows.
 
     Args:
-        allow: keys of settings that may differ from the checkpoint's, with all that stands under them; the changes are
-            told and recorded in the checkpoints.
+        allow: keys of settings, with all keys below them, that may differ from the checkpoint's; the changes are
+            printed and recorded in the checkpoints.
     """
 
     allow: Sequence[str] = ()
@@ -93,22 +93,22 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Settings of a sweep (`vsa sweep NAME`), the group `sweep`.
+    """Settings of a sweep (`vsa sweep NAME`), the config group `sweep`.
 
     Args:
-        name: of the folder that its runs share, OUTPUT_DIR/EXPERIMENT/NAME; null: that of its file.
+        name: name of the folder of its runs, OUTPUT_DIR/EXPERIMENT/NAME; null: the name of its file.
         variants: points by name, each a list of settings.
         axes: lists of values by key; every combination with every variant is a point.
-        control: add the dense run of the same data, model and steps to every point that is not dense.
-        seeds: of the training of every point; all are validated with the noise of the run's own seed. null: that one.
-        lr: learning rates to try for each point before its seeds, which then train at the best of them.
-        lr_factor: between two neighbouring learning rates; `optim.lr` is in the middle.
-        lr_seed: that the learning rates are tried on; null: the first one above all others.
-        lr_settings: of the runs that try learning rates alone, such as a smaller budget.
-        devices: how many GPUs, or their numbers; null: all.
-        jobs_per_device: runs that share a GPU.
-        cores: of a run, on a machine without GPUs.
-        grace_seconds: in which a run that is asked to stop must save.
+        control: whether to add, for every sparse point, the dense run with the same data, model and steps.
+        seeds: training seeds of every point; validation noise always uses the seed of the run. null: that seed.
+        lr: learning rates to try for each point before its seeds, which then train at the best one.
+        lr_factor: ratio of neighbouring learning rates; `optim.lr` is in the middle.
+        lr_seed: seed of the runs that try learning rates; null: the first one above all others.
+        lr_settings: settings of the runs that try learning rates, such as a smaller budget.
+        devices: number of GPUs, or their indices; null: all.
+        jobs_per_device: number of runs that share a GPU.
+        cores: number of cores of a run, on a machine without GPUs.
+        grace_seconds: seconds in which a run has to save after a request to stop.
     """
 
     name: str | int | None = None
@@ -128,10 +128,10 @@ class Sweep:
 
 OBJECTS = ("task", "model", "attention", "sparsity", "data", "optim", "trainer")
 TABLES = ("callbacks", "logger")
-"""Groups of one object, and groups of several by name."""
+"""Config groups of one object, and groups of several objects by name."""
 
 PLAIN = {"resume": Resume, "sweep": Sweep}
-"""Groups of plain values."""
+"""Config groups of plain values."""
 
 LIMITS: Mapping[str, Mapping[str, Any]] = {
     "lightning.pytorch.trainer.trainer.Trainer": {
@@ -146,11 +146,11 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
         "limit_train_batches": Union[Count, Share, None],  # noqa: UP007
         "limit_val_batches": Union[Count, Share, None],  # noqa: UP007
         "overfit_batches": Union[Count, Share],  # noqa: UP007
-        # of all precisions one is left, with its reason told in training
+        # only one precision is supported, which training checks with a reason
         "precision": Any,
     }
 }
-"""Types and ranges that annotations of other projects leave open."""
+"""Types and ranges that the annotations of other projects do not state."""
 
 ELSEWHERE = {
     "trainer.gradient_clip_val": "task.grad_clip",
@@ -159,7 +159,7 @@ ELSEWHERE = {
     "trainer.logger": "logger",
     "trainer.default_root_dir": "run_dir",
 }
-"""Arguments of a class that a run sets from another key."""
+"""Arguments of classes that a run sets from another key."""
 
 
 def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -176,11 +176,7 @@ def _targets(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_targets(config: Any) -> None:
-    """Refuse a config that would build anything but the classes of `ALLOWED_TARGETS`.
-
-    Raises:
-        ValueError: names the key and the target.
-    """
+    """Raise ValueError for a config that names a class outside of `ALLOWED_TARGETS`."""
     if isinstance(config, DictConfig):
         config = OmegaConf.to_container(config, resolve=True)
     for key, target in _targets(config):
@@ -198,24 +194,20 @@ def check_targets(config: Any) -> None:
 
 
 def target_class(target: str) -> Any:
-    """What a `_target_` names."""
+    """The class that a `_target_` names."""
     module_name, _, class_name = target.rpartition(".")
     return getattr(importlib.import_module(module_name), class_name)
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Refuse values that do not fit the annotations of the constructors they go to, and settings that none has.
-
-    Raises:
-        ValueError: every problem with the key as a user types it, the value and what is expected.
-    """
+    """Raise ValueError for values that do not fit the annotations of their constructors, and for unknown settings."""
     check, run = _SettingsCheck(), hints_of(Run)
     check.known |= {f"{key}.{name}" for key, cls in PLAIN.items() for name in hints_of(cls)}
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
     check.known |= {f"start.{name}" for name in raw.get("start", ())}
     for name, value in raw.items():
         if name == "start":
-            # its values are told where attention takes them
+            # problems of its values are reported with the attention settings that use them
             continue
         if name in PLAIN:
             node = OmegaConf.to_container(cfg[name], resolve=True) if isinstance(value, Mapping) else value
@@ -238,15 +230,12 @@ def check_settings(cfg: DictConfig) -> None:
 
 
 def attention_config(name: str, settings: Sequence[str] = (), *, tile_thw: Sequence[int] = (4, 4, 4)) -> dict[str, Any]:
-    """The node of an attention method in a config, gates as for weights that begin as a dense model's (`start=dense`).
+    """Config node of an attention method, with the gates of weights that start from a dense model (`start=dense`).
 
     Args:
-        name: of a file in `configs/attention`.
-        settings: `key=value` of the method, as a command line has them, with or without `attention.` before the key.
-        tile_thw: tokens of a tile, for methods that do not say otherwise.
-
-    Raises:
-        ValueError: no such method, or settings that it does not have or cannot take.
+        name: name of a file in `configs/attention`.
+        settings: `key=value` settings of the method, as on a command line, with or without the prefix `attention.`.
+        tile_thw: default tokens per tile.
     """
     files = {path.stem: path for path in sorted((config_folder() / "attention").glob("*.yaml"))}
     if name not in files:
@@ -270,7 +259,7 @@ def attention_config(name: str, settings: Sequence[str] = (), *, tile_thw: Seque
 
 
 class _SettingsCheck:
-    """Problems of a config by key, and the keys that exist."""
+    """Collector of the problems of a config by key, and of the known keys."""
 
     def __init__(self) -> None:
         self.known: set[str] = set(hints_of(Run))
@@ -278,7 +267,7 @@ class _SettingsCheck:
         self._refused: dict[str, str] = {}
 
     def node(self, key: str, settings: Any, raw: Any) -> None:
-        """Check the settings of one object, in the form of the composed config and before interpolation."""
+        """Check the settings of one object, given as composed and before interpolation."""
         if not isinstance(settings, Mapping):
             self._refused[key] = f"{key}={shown(settings)}: expected the settings of an object, with _target_"
             return
@@ -301,7 +290,7 @@ class _SettingsCheck:
                 self.unknown[inner] = value
 
     def plain_node(self, key: str, settings: Any, hints: Mapping[str, Any]) -> None:
-        """Check settings that are no object, in the form of the composed config."""
+        """Check plain settings, which do not belong to an object."""
         if not isinstance(settings, Mapping):
             expected = ", ".join(f"{key}.{name}" for name in hints)
             self._refused[key] = f"{key}={shown(settings)}: expected settings of their own: {expected}"
@@ -313,10 +302,10 @@ class _SettingsCheck:
                 self.unknown[f"{key}.{name}"] = value
 
     def value(self, key: str, value: Any, raw: Any, hint: Any) -> None:
-        """Check one value, which may be the settings of an object."""
+        """Check one value, which may itself be the settings of an object."""
         copied = re.fullmatch(r"\$\{([\w.]+)\}", raw) if isinstance(raw, str) else None
         if copied:
-            # told with the key that a user sets
+            # reported with the key that the user sets
             key = copied[1]
         if isinstance(value, Mapping) and "_target_" in value:
             if not _takes(hint, target_class(value["_target_"])):
@@ -342,7 +331,7 @@ class _SettingsCheck:
 
 
 def _takes(hint: Any, cls: type) -> bool:
-    """Whether an argument may be an object of `cls`, or a factory of such objects."""
+    """Whether an argument accepts an object of `cls`, or a factory of such objects."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _takes(args[0], cls)
@@ -354,8 +343,7 @@ def _takes(hint: Any, cls: type) -> bool:
 
 
 def resolved(config: DictConfig | Mapping[str, Any]) -> Any:
-    """A config as plain values, for the record: settings that nobody gave have the default of their constructor, and
-    secrets are masked."""
+    """A config as plain values for a record, with the defaults of constructors filled in and secrets masked."""
     plain_config = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
     return masked(_with_defaults(plain_config))
 
@@ -374,23 +362,19 @@ def _with_defaults(node: Any) -> Any:
 
 
 def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
-    """Instantiate a config node whose targets were checked; `arguments` join its own.
-
-    Raises:
-        ValueError: what the constructor refused, with the config key; a package or memory that it lacks.
-    """
+    """Instantiate a config node with checked targets; `arguments` are added to its own."""
     try:
         return instantiate(config, _convert_="all", **arguments)
     except InstantiationException as error:
         cause = error.__cause__
-        # hydra appends the key on a line of its own
+        # hydra appends the key on a separate line
         key = str(error).rpartition("full_key: ")[2].strip() if "full_key: " in str(error) else ""
         if isinstance(cause, ImportError):
             raise ValueError(f"{key or config['_target_']} needs {_missing_package(cause)}") from error
         if is_out_of_memory(cause):
             reason = too_large(partial(instantiate, config, _convert_="all", **arguments), cause)
         elif isinstance(cause, RuntimeError):
-            # what follows the first line is a stack of C++
+            # the lines after the first are a C++ stack trace
             reason = str(cause).partition("\n")[0]
         elif isinstance(cause, (ValueError, TypeError, OSError)):
             reason = str(cause)
@@ -400,11 +384,11 @@ def build(config: DictConfig | Mapping[str, Any], **arguments: Any) -> Any:
 
 
 EXTRAS = {"tensorboard": "tensorboard", "diffusers": "wan", "transformers": "wan", "peft": "lora", "skimage": "world"}
-"""Extras of this project that bring a package along."""
+"""Extras of this project that install a package."""
 
 
 def _missing_package(error: ImportError) -> str:
-    # lightning quotes the package in its message, in one way or another
+    # lightning quotes the package in its message, with different quotes
     quoted = re.search(r"[`']([\w.-]+)", str(error))
     package = error.name or (quoted[1] if quoted else None)
     if package is None:
@@ -415,11 +399,11 @@ def _missing_package(error: ImportError) -> str:
 
 
 def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[..., VideoDiT]:
-    """The function that builds the network of a whole run config (its `model` and `attention` nodes)."""
+    """The function that builds the network of a run config, from its `model` and `attention` nodes."""
     attention = build(config["attention"])
     return partial(build, config["model"], attention=attention)
 
 
 def build_task(cfg: DictConfig, **arguments: Any) -> Any:
-    """The training module of a whole run config, with its network, optimizer and schedule."""
+    """The training module of a run config, with its network, optimizer and schedule."""
     return build(cfg.task, model=model_factory(cfg), optim=cfg.optim, sparsity=cfg.sparsity, **arguments)

@@ -1,6 +1,6 @@
-"""What can be set: the options of every config group with type, default and meaning.
+"""Help on the options of every config group: type, default and meaning.
 
-Names and types are those of constructors, meanings the `Args` of their docstrings, defaults the composed values.
+Names and types come from constructors, meanings from the `Args` of their docstrings, defaults from the composed config.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Option:
     """One setting.
 
     Args:
-        key: as it is typed on a command line.
-        type: what is expected.
-        default: the value it has if nothing is typed.
-        meaning: from the docstring.
+        key: key on the command line.
+        type: expected type.
+        default: default value.
+        meaning: meaning from the docstring.
     """
 
     key: str
@@ -40,7 +40,7 @@ class Option:
 
 
 def choices() -> dict[str, dict[str, str]]:
-    """The files of every group, each with what its head says of it."""
+    """The files of every group, each with the first sentence of its header."""
     found: dict[str, dict[str, str]] = {}
     for path in sorted(CONFIGS.glob("*/*.yaml")):
         head = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
@@ -51,11 +51,7 @@ def choices() -> dict[str, dict[str, str]]:
 
 
 def options(group: str) -> list[Option]:
-    """Options of a group as chosen by default, of one of its files (`task/distill`), or of the run itself (`run`).
-
-    Raises:
-        ValueError: no such group or file.
-    """
+    """Options of the default choice of a group, of one of its files (`task/distill`), or of the run itself (`run`)."""
     name, _, choice = group.partition("/")
     known = choices()
     if group != "run" and (name not in known or choice not in ("", *known[name])):
@@ -69,7 +65,7 @@ def options(group: str) -> list[Option]:
     if group == "run":
         return [*_options("", Run, whole), *_options("resume.", Resume, whole["resume"])]
     if not isinstance(node := whole.get(name), Mapping):
-        raise ValueError(f"{name} sets options of other groups: look into {name}/*.yaml, or at --cfg job")
+        raise ValueError(f"{name} sets options of other groups: see {name}/*.yaml or --cfg job")
     nodes = {name: node} if "_target_" in node else {f"{name}.{key}": value for key, value in node.items()}
     return [
         option
@@ -86,7 +82,7 @@ def _options(prefix: str, constructor: type, settings: Mapping[str, Any]) -> Ite
     for name in hints:
         key = f"{prefix}{name}"
         value = settings.get(name, arguments[name].default if name in arguments else inspect.Parameter.empty)
-        # what is left empty comes from the program: a task's model, a layer's width and place
+        # without a default, the program sets the value: the model of a task, the width and index of a layer
         if value is inspect.Parameter.empty or key in ELSEWHERE or name == "layer_idx":
             continue
         if isinstance(value, Mapping) and "_target_" in value:
@@ -99,7 +95,7 @@ def _options(prefix: str, constructor: type, settings: Mapping[str, Any]) -> Ite
 
 
 def _meaning(constructor: type, name: str) -> str:
-    """What the docstring says of an argument; a base class's where this one says no more than "see"."""
+    """Description of an argument in the docstring, or in that of a base class where this one only says "see"."""
     found = ""
     for cls in constructor.__mro__:
         for text in (cls.__doc__, getattr(cls.__init__, "__doc__", None)):
@@ -110,7 +106,7 @@ def _meaning(constructor: type, name: str) -> str:
 
 
 def _documented(docstring: str) -> dict[str, str]:
-    """Arguments and their texts in the `Args` section of a docstring."""
+    """Arguments and their descriptions in the `Args` section of a docstring."""
     _, _, section = inspect.cleandoc(docstring).partition("Args:\n")
     found: dict[str, str] = {}
     names: list[str] = []

@@ -1,9 +1,9 @@
-"""Types of settings: what a constructor's annotations allow, checked where a config is read and where Python calls.
+"""Type checks of settings against the annotations of constructors, for configs and for calls from Python.
 
-A range stands beside its argument, `lr: Annotated[float, Bound(">", 0), Bound("<=", 1)]`. Numbers are finite, an
-integer is a number but 2.0 is not an integer, and text is never a list.
+A range is part of the annotation, `lr: Annotated[float, Bound(">", 0), Bound("<=", 1)]`. Numbers must be finite; an
+integer is a number, but 2.0 is not an integer; text is never a list.
 
-The check is 30 lines of ours and not a library's: attention, models and objectives run where there is only torch.
+The check is our own instead of a library's, because attention, models and objectives depend on torch only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, ge
 
 
 class Bound(NamedTuple):
-    """A limit of a number, or of the length of a list."""
+    """A bound of a number or of the length of a list."""
 
     sign: Literal[">", ">=", "<", "<="]
     limit: float
@@ -50,9 +50,9 @@ _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "t
 
 
 def checked(cls: Class) -> Class:
-    """Class decorator: a constructor call with an impossible value raises ValueError.
+    """Class decorator that makes a constructor raise ValueError for invalid values.
 
-    Arguments whose annotation holds a class of ours are left to the constructor.
+    Arguments whose annotation contains a class of this project are not checked.
     """
     initialise = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(initialise)
@@ -75,13 +75,13 @@ def checked(cls: Class) -> Class:
 
 
 def hints_of(constructor: Callable[..., Any]) -> Mapping[str, Any]:
-    """Annotation of every argument by name, `Any` where there is none; `**` stands for further ones."""
+    """Annotation of every argument by name, `Any` without one; `**` is the key of further arguments."""
     return {name: parameter.annotation for name, parameter in arguments_of(constructor).items()}
 
 
 @functools.cache
 def arguments_of(constructor: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Every argument by name; what a class of ours takes as `**` are further arguments of its base class."""
+    """Every argument by name; for a class of this project, `**` arguments are those of its base class."""
     initialise = constructor.__init__ if isinstance(constructor, type) else constructor
     known = _known_names(constructor, inspect.unwrap(initialise))
     own: dict[str, inspect.Parameter] = {}
@@ -96,7 +96,7 @@ def arguments_of(constructor: Callable[..., Any]) -> Mapping[str, inspect.Parame
 
 
 def _known_names(constructor: Any, initialise: Any) -> dict[str, Any]:
-    """The names that annotations of a constructor use; a dataclass has arguments of classes in other modules."""
+    """The names that annotations of a constructor may use, also those of base dataclasses in other modules."""
     if not dataclasses.is_dataclass(constructor):
         return getattr(initialise, "__globals__", {})
     classes = reversed(inspect.getmro(cast(type, constructor)))
@@ -108,14 +108,14 @@ def _hint(function: Any, name: str, known: dict[str, Any]) -> Any:
     try:
         return get_type_hints(alone, known, include_extras=True)[name]
     except NameError:
-        # other projects import some types for type checkers only
+        # other projects import some types only for type checkers
         if function.__module__.startswith("vsa."):
             raise
         return Any
 
 
 def plain(hint: Any) -> Any:
-    """The part of an annotation that a YAML value can be: scalars, literals, lists and mappings; None: no part is."""
+    """The part of an annotation that YAML can express: scalars, literals, lists and mappings; None without any."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in (Any, object):
         return Any
@@ -134,7 +134,7 @@ def plain(hint: Any) -> Any:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is one that a plain annotation allows; a list of YAML may stand for a tuple."""
+    """Whether a plain annotation allows a value; a YAML list is allowed for a tuple."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in (Any, object):
         return True
@@ -187,7 +187,7 @@ def describe(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in YAML."""
+    """A value as YAML text."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(shown, value))}]"
     if value is None or isinstance(value, bool):
@@ -196,7 +196,7 @@ def shown(value: Any) -> str:
 
 
 def refusal(key: str, value: Any, hint: Any) -> str:
-    """What to say of a value that does not fit."""
+    """Message for a value that does not fit its annotation."""
     return f"{key}={shown(value)}: expected {describe(hint)}, got {repr(value) if value is not None else 'null'}"
 
 
