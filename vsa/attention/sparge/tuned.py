@@ -105,7 +105,9 @@ def _read(path: str, _version: tuple[int, int]) -> Tuned:
     try:
         return parse_tuned(json.loads(Path(path).read_text(encoding="utf-8")), path)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no complete file of `vsa tune-sparge`: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{path} is not a complete file of `vsa tune-sparge`: {type(error).__name__}: {error}"
+        ) from None
 
 
 def parse_tuned(values: Any, path: str) -> Tuned:
@@ -129,7 +131,9 @@ def parse_tuned(values: Any, path: str) -> Tuned:
             found={layer: [HeadSettings(**head) for head in heads] for layer, heads in rows.items()},
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no complete file of `vsa tune-sparge`: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{path} is not a complete file of `vsa tune-sparge`: {type(error).__name__}: {error}"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
