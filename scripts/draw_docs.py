@@ -1,10 +1,15 @@
 """Draws the pictures of README and docs.
 
     python -m scripts.draw_docs methods docs/attention
-    python -m scripts.draw_docs selection RUN CLIP.mp4 docs/selection.gif --layer 0 --head 2
+    python -m scripts.draw_docs selection RUN VIDEOS/toy-5-000001.mp4 docs/selection.gif --query 41 --heads 1:2 0:1
 
 `methods` computes every attention method on one small grid and draws the weights that one query gives to all tokens.
-`selection` draws the tiles that one query tile of a trained model selects over the frames of a clip, as a GIF.
+`selection` draws the tiles that one query tile of a trained model selects over the frames of a clip, as a GIF. The
+run and the clip of the README were made with
+
+    vsa train experiment=quickstart data=toy_online data.toy.size=[16,256,256] tile_thw=[1,2,2] data.batch_size=4 \\
+        trainer.max_steps=309 optim.schedule.total_steps=700 trainer.val_check_interval=100
+    vsa toy VIDEOS --count 8 --size 16 256 256 --seed 5
 """
 
 from __future__ import annotations
@@ -109,13 +114,14 @@ def methods(args: argparse.Namespace) -> None:
 
 
 def selection(args: argparse.Namespace) -> None:
-    """A GIF of what one query tile selects: the clip beside the clip with its selected tiles."""
+    """A GIF of what one query tile selects: the clip beside the clip with the selected tiles of each head."""
     run = open_inspected(args.run)
     clip = open_clip(run, args.clip)
     settings = run.settings(latent_shape=tuple(clip.latents.shape))
     layout = run.model.layout_for(settings.latent_shape)
     times = token_times(run.codec, len(clip.video), run.model.patch_size[0])
-    queries = args.queries or varied_tiles(clip.video, tile_map(layout), times, count=2)
+    query = varied_tiles(clip.video, tile_map(layout), times, count=1)[0] if args.query is None else args.query
+    layers, heads = (tuple(sorted(set(numbers))) for numbers in zip(*args.heads, strict=True))
     text, mask = encode_prompts(run.text_encoder, [clip.caption], run.device, run.text_padding)
     inspection = inspect_clip(
         run.model,
@@ -124,20 +130,25 @@ def selection(args: argparse.Namespace) -> None:
         mask,
         timesteps=(args.timestep,),
         topk=settings.topk,
-        shown=Shown(layers=(args.layer,), heads=(args.head,), queries=tuple(queries)),
-        layers=(args.layer,),
+        shown=Shown(layers=layers, heads=heads, queries=(query,)),
+        layers=layers,
     )
     panels = [clip.video.float() / 255]
-    for place, query in enumerate(queries):
-        chosen = inspection.selected[0, 0, 0, place].float()
+    for layer, head in args.heads:
+        chosen = inspection.selected[0, layers.index(layer), heads.index(head), 0].float()
         panels.append(attention_overlay(clip.video, inspection.tiles, chosen, inspection.query_tiles == query, times))
-    gap = torch.ones(*panels[0].shape[:2], 6, 3)
+        recall = inspection.table("recall")[0, layers.index(layer), head]
+        print(f"layer {layer}, head {head}: {int(chosen.sum())} of {len(chosen)} tiles, recall {recall:.0%}")
+    gap = torch.ones(*panels[0].shape[:2], 8, 3)
     joined = [part for panel in panels for part in (gap, panel)][1:]
     write_gif(args.out, (torch.cat(joined, dim=2) * 255).round().byte(), fps=args.fps)
-    recall = inspection.table("recall")[0, 0, args.head]
-    kept = int(inspection.selected[0, 0, 0, 0].sum())
-    print(f"{args.out}: {clip.caption!r}, query tiles {queries}, {kept} of {layout.kv_blocks.num} tiles")
-    print(f"recall {recall:.0%} of the head")
+    print(f"{args.out}: {clip.caption!r}, step {run.step}, query tile {query}")
+
+
+def layer_head(text: str) -> tuple[int, int]:
+    """A layer and a head of it, written 1:2."""
+    layer, _, head = text.partition(":")
+    return int(layer), int(head)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -151,10 +162,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     of_run.add_argument("run", help="run folder")
     of_run.add_argument("clip", help="video file")
     of_run.add_argument("out", type=Path, help="GIF to write")
-    of_run.add_argument("--layer", type=int, default=0)
-    of_run.add_argument("--head", type=int, default=0)
-    of_run.add_argument("--timestep", type=float, default=500, help="1000 is noise")
-    of_run.add_argument("--queries", type=int, nargs="+", help="query tiles (two where the clip changes most)")
+    of_run.add_argument("--heads", type=layer_head, nargs="+", default=[(0, 0)], metavar="LAYER:HEAD")
+    of_run.add_argument("--timestep", type=float, default=300, help="1000 is noise")
+    of_run.add_argument("--query", type=int, help="query tile (where the clip changes most)")
     of_run.add_argument("--fps", type=float, default=6)
     of_run.set_defaults(draw=selection)
     return parser.parse_args(argv)

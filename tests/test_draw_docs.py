@@ -46,6 +46,7 @@ def test_every_method_that_is_drawn_gives_weights(name, qk):
 
 
 def test_arguments():
-    assert parse_args(["selection", "RUN", "CLIP.mp4", "OUT.gif", "--queries", "3", "5"]).queries == [3, 5]
+    args = parse_args(["selection", "RUN", "CLIP.mp4", "OUT.gif", "--heads", "1:2", "0:1"])
+    assert args.heads == [(1, 2), (0, 1)]
     with pytest.raises(SystemExit):
         parse_args(["methods"])
