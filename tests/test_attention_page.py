@@ -1,4 +1,4 @@
-"""docs/attention.md lists every attention method, by names and settings that exist."""
+"""docs/attention.md lists every attention method, by names and settings that exist, each with its own section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 def rows() -> dict[str, str]:
     """Each method's row, by its name."""
     page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
-    table = [line for line in page.splitlines() if line.startswith("| `")]
+    table = [line for line in page.splitlines() if line.startswith("| [`")]
     return {name: line for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
 
 
@@ -22,16 +22,26 @@ def test_every_method_has_a_row():
     assert set(rows()) == {path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml")}
     for name, line in rows().items():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert len(cells) == 5, name
+        assert len(cells) == 4, name
         assert all(cells), name
 
 
 def test_settings_that_a_row_names_exist():
     for name in ("sparge", "fine_grained"):
-        budget = rows()[name].strip("|").split("|")[2]
+        budget = rows()[name].strip("|").split("|")[1]
         named = set(re.findall(r"`(\w+)`", budget))
         assert named, name
         assert named <= set(own_settings(WITHOUT_PARAMETERS[name])), name
+
+
+def test_every_method_has_a_section_and_those_that_are_drawn_a_picture():
+    from scripts.draw_docs import METHODS
+
+    page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", page, re.M)}
+    for name, line in rows().items():
+        assert re.findall(r"\]\(#([\w-]+)\)", line)[0] in headings, name
+    assert set(re.findall(r"\]\(attention/(\w+)\.png\)", page)) == set(METHODS) <= set(rows())
 
 
 def test_links_lead_somewhere():

@@ -1,4 +1,4 @@
-"""What the README names exists, and what it and the experiments say to run parses and fits together."""
+"""What README and docs name exists, and what they and the experiments say to run parses and fits together."""
 
 import importlib
 import re
@@ -17,9 +17,11 @@ from vsa.sweeps.points import variants_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+TEXT = "\n".join(PAGES.values())
 LINES = [
     line.split("#")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for block in re.findall(r"^ *```bash\n(.*?)```", TEXT, re.S | re.M)
     for line in block.replace("\\\n", "").splitlines()
     if line.split("#")[0].strip()
 ]
@@ -27,7 +29,8 @@ VARIABLES = dict(re.findall(r"^(\w+)=(\S+)$", "\n".join(LINES), re.M))
 COMMANDS = [re.sub(r"^([A-Z_]+=\S+ )+|\$(\w+)", lambda m: (m[2] and VARIABLES[m[2]]) or "", line) for line in LINES]
 SCRIPTS = [c for c in COMMANDS if c.startswith(("python scripts/", "python -m benchmarks."))]
 OURS = [c for c in COMMANDS if re.match("vsa (?!train |sweep )", c)]
-SWEEPS = [c for c in COMMANDS if c.startswith("vsa sweep ")]
+# launchers are extras, and lists of values make points of their own
+SWEEPS = [c for c in COMMANDS if re.match(r"vsa sweep (?!.*(?:hydra/|\],\[))", c)]
 EXPERIMENTS = sorted((ROOT / "configs" / "experiment").glob("*.yaml"))
 
 
@@ -44,7 +47,7 @@ TRAININGS = [
     c
     for c in (
         *COMMANDS,
-        *re.findall(r"`(vsa train [^`]+)`", README),
+        *re.findall(r"`(vsa train [^`]+)`", TEXT),
         *(c for path in EXPERIMENTS for c in header_commands(path)),
     )
     if START.match(c) and not re.search(" -m | --cfg ", c)
@@ -57,17 +60,41 @@ def settings_of(command: str) -> list[str]:
 
 
 def test_paths_and_links_exist():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
+    for page, text in PAGES.items():
+        links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+        assert page.name != "README.md" or len(links) >= 3
+        for link in links:
+            path, _, heading = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), (page.name, link)
+            if heading and target.suffix == ".md":
+                titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.M)
+                slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+                assert heading in slugs, (page.name, link)
     cells = re.findall(r"`((?:vsa|kernels|configs|scripts|tests|benchmarks)/[\w/.]*)`", README)
-    assert len(links) >= 3
     assert len(cells) >= 8
-    for path in links + cells:
-        assert (ROOT / path.partition("#")[0]).exists(), path
+    for path in cells:
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_stays_short():
+    assert len(README.splitlines()) <= 120
+
+
+def test_the_python_of_the_readme_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len(code.splitlines()) <= 12
+    names: dict = {}
+    exec(code, names)
+    index = names["result"].index
+    assert (names["result"].out.shape, int(index.kv_num_blocks.max())) == ((1, 2048, 4, 64), 4)
+    assert names["q"].grad.abs().sum() > 0
+    assert "torch.Size([1, 2048, 4, 64])" in capsys.readouterr().out
 
 
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    named = set(re.findall(r"`?make ([a-z-]+)", README))
+    named = set(re.findall(r"`make ([a-z-]+)`", README))
     assert {"demo", "test", "compare"} <= named
     assert named <= targets
 

@@ -9,6 +9,7 @@ python -m benchmarks.toy.finetune outputs/finetune_toy --seeds 0 1 2
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,16 @@ def summary(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
     return {"seeds": list(seeds), "pretrained": start, "end": end, "curves": curves}
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = study_parser(__doc__)
     parser.add_argument("--pretrain-steps", type=int, default=2500)
     parser.add_argument("--steps", type=int, default=800)
-    args = parse_counts(parser, argv, "steps", "pretrain_steps")
+    return parse_counts(parser, argv, "steps", "pretrain_steps")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     arms = {arm: (args.steps, ("experiment=finetune_toy", *own)) for arm, own in ARMS.items()}
     train_all(args, "pretrained", args.pretrain_steps, arms)
     found = summary(args.out, args.seeds)
