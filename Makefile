@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # triton decides when it is imported whether its kernels are interpreted
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/kernels -k "triton or coarse_fine or interpreter"
 
-.PHONY: demo compare test test-all soak lint clean
+.PHONY: demo compare test test-all soak docs lint clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,5 +57,10 @@ test-all: lint
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python -m scripts.soak
 
+# the pages of docs/ with a configuration reference, as files to open from the disk; a warning is an error
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open build/site/index.html, or serve it with: $(BIN)/python -m http.server -d build/site"
+
 clean:
-	rm -rf outputs data
+	rm -rf outputs data build/site

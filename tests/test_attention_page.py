@@ -42,11 +42,3 @@ def test_every_method_has_a_section_and_those_that_are_drawn_a_picture():
     for name, line in rows().items():
         assert re.findall(r"\]\(#([\w-]+)\)", line)[0] in headings, name
     assert set(re.findall(r"\]\(attention/(\w+)\.png\)", page)) == set(METHODS) <= set(rows())
-
-
-def test_links_lead_somewhere():
-    page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#]+)", page)
-    assert links
-    for link in links:
-        assert (ROOT / "docs" / link).is_file(), link

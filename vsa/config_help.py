@@ -16,7 +16,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from vsa.config import ELSEWHERE, LIMITS, Resume, Run, config_folder, target_class
+from vsa.config import ELSEWHERE, LIMITS, OBJECTS, PLAIN, TABLES, Resume, Run, config_folder, target_class
 from vsa.settings import arguments_of, describe, hints_of, shown
 
 CONFIGS = config_folder()
@@ -59,13 +59,16 @@ def options(group: str) -> list[Option]:
         nearest = get_close_matches(group, names, 1)
         advice = f", did you mean {nearest[0]}?" if nearest else f": expected one of {', '.join(['run', *known])}"
         raise ValueError(f"{group}: unknown config group{advice}")
+    if group != "run" and name not in (*OBJECTS, *TABLES, *PLAIN):
+        raise ValueError(f"{name} sets options of other groups: see {name}/*.yaml or --cfg job")
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         cfg = compose("train", overrides=[f"{group.replace('/', '=')}"] if choice else [])
     whole: Any = OmegaConf.to_container(cfg, resolve=False)
     if group == "run":
         return [*_options("", Run, whole), *_options("resume.", Resume, whole["resume"])]
-    if not isinstance(node := whole.get(name), Mapping):
-        raise ValueError(f"{name} sets options of other groups: see {name}/*.yaml or --cfg job")
+    if name in PLAIN:
+        return [*_options(f"{name}.", PLAIN[name], vars(PLAIN[name]()) | (whole.get(name) or {}))]
+    node = whole[name]
     nodes = {name: node} if "_target_" in node else {f"{name}.{key}": value for key, value in node.items()}
     return [
         option
