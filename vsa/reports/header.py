@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from vsa.sweeps.reports.figures import families, scaling_fits, sequence_length
-from vsa.sweeps.reports.runs import Missing, Run, code_versions
-from vsa.sweeps.reports.variants import Variant, shown
+from vsa.reports.figures import families, scaling_fits, sequence_length
+from vsa.reports.runs import Missing, Run, code_versions
+from vsa.reports.variants import Variant, shown
 
 # how the data are read, not what they are
 _READING = ("batch_size", "num_workers", "caption_dropout", "val_batches", "val_fraction")

@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 
 from vsa.pages.page import data_uri
-from vsa.sweeps.reports.runs import Run
-from vsa.sweeps.reports.variants import Variant
+from vsa.reports.runs import Run
+from vsa.reports.variants import Variant
 
 
 @dataclass(frozen=True, kw_only=True)

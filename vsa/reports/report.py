@@ -16,12 +16,12 @@ from vsa.evaluation.figures import health_curves, loss_curve
 from vsa.files import write_whole
 from vsa.pages.charts import draw_panel, write_csv
 from vsa.pages.page import Section, figure_html, list_html, page, section_html
-from vsa.sweeps.reports import tables
-from vsa.sweeps.reports.clips import clip_table, clips_html
-from vsa.sweeps.reports.figures import charts
-from vsa.sweeps.reports.header import differences, facts, not_shown
-from vsa.sweeps.reports.runs import Missing, Run, find_runs
-from vsa.sweeps.reports.variants import Variant, compared, group, reference
+from vsa.reports import tables
+from vsa.reports.clips import clip_table, clips_html
+from vsa.reports.figures import charts
+from vsa.reports.header import differences, facts, not_shown
+from vsa.reports.runs import Missing, Run, find_runs
+from vsa.reports.variants import Variant, compared, group, reference
 
 PAGE, DATA = "report.html", "report"
 MEGABYTE = 1_000_000
