@@ -24,6 +24,8 @@ import vsa.training.train as run_module
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint, write_checkpoint
 from vsa.config import build, model_factory
 from vsa.evaluation.figures import loss_curve
+from vsa.reports.run_page import write_run_page
+from vsa.training import ending
 from vsa.training.modules import base
 
 ROOT = Path(__file__).parents[1]
@@ -233,6 +235,9 @@ class TinyTraining:
             if base.loss_curve is loss_curve:
                 # a figure costs as much as the steps of a tiny run; test_figures and runs by command draw it
                 patch.setattr(base, "loss_curve", lambda metrics, path, **_: Path(path).touch())
+            if ending.write_run_page is write_run_page:
+                # tests/reports/test_run_page.py looks at pages, tests/training/test_ending.py at one of a training
+                patch.setattr(ending, "write_run_page", lambda run: run.folder / "report.html")
             patch.setattr(run_module, "_trainer", with_callbacks)
             run_module.train(self.config(*overrides))
         return made[-1] if made else None

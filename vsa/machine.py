@@ -43,6 +43,11 @@ def versions(device: torch.device) -> dict[str, str]:
     return known
 
 
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a run computes on and with, for its record."""
+    return {**machine(device), "versions": {**versions(device), **_installed(PACKAGES)}}
+
+
 def _installed(packages: tuple[str, ...]) -> dict[str, str]:
     installed = {}
     for package in packages:

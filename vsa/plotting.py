@@ -15,11 +15,15 @@ from typing import Any, NamedTuple
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
+from matplotlib.ft2font import LoadFlags
 
 from vsa.files import atomic_file
 
 # of matplotlib's own families: boxes for every letter, or signs at other code points than Unicode's
 _NO_TEXT = ("Last Resort", "STIXNonUnicode", "STIXSize", "cm")
+
+LETTER = 0.69
+"""Ems that a letter may take of a line: 13 letters of 8 points are an inch."""
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:
@@ -60,7 +64,12 @@ def fit_text(text: str, width: int, lines: int) -> Fitted:
     wide = any(unicodedata.east_asian_width(letter) in "WF" for letter in words if ord(letter) not in missing)
     # code points in place of the missing letters
     shown = "".join(s.encode("unicode_escape").decode() if ord(s) in missing else s for s in words)
-    cut = textwrap.wrap(shown, width // 2 if wide else width, max_lines=lines, placeholder=" …")
+    letters = width // 2 if wide else width
+    cut = textwrap.wrap(shown, letters, max_lines=lines, placeholder=" …")
+    # capitals and the like need more room than letters do on average
+    while letters > 2 and (widest := max((_ems(line, families) for line in cut), default=0)) > width * LETTER:
+        letters = max(2, min(letters - 1, int(letters * width * LETTER / widest)))
+        cut = textwrap.wrap(shown, letters, max_lines=lines, placeholder=" …")
     return Fitted("\n".join(cut), {"family": families, "parse_math": False})
 
 
@@ -82,6 +91,19 @@ def _fonts_for(letters: Iterable[int]) -> tuple[list[str], set[int]]:
             families.append(family)
             missing -= found
     return families, missing
+
+
+def _ems(line: str, families: list[str]) -> float:
+    """Width of a line in ems, its letters side by side."""
+    having = ((letter, next((f for f in families if ord(letter) in _letters_of(f)), None)) for letter in line)
+    return sum(LETTER if family is None else _advance(letter, family) for letter, family in having)
+
+
+@cache
+def _advance(letter: str, family: str) -> float:
+    font = get_font(findfont(FontProperties(family=[family])))
+    font.set_size(100, 72)
+    return font.load_char(ord(letter), flags=LoadFlags.NO_HINTING).linearHoriAdvance / 65536 / 100
 
 
 @cache

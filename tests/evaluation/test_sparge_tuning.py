@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.attention.sparge.test_method import fields
-from tests.sweeps.reports.test_report import Page
+from tests.reports.test_report import Page
 from tests.tiny_runs import command_line  # noqa: F401
 from vsa.attention.sparge.method import SpargeAttention
 from vsa.data.toy_videos import render_clip

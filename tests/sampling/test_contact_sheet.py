@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from PIL import Image
 
 from vsa import plotting
@@ -111,6 +113,26 @@ def test_a_prompt_is_cut_with_an_ellipsis():
     assert LONG.startswith(text.removesuffix(" …").replace("\n", " "))
     # control
     assert fit_text("a red\ncircle", 50, 4).text == "a red circle"
+
+
+@pytest.mark.parametrize(
+    "text", ["W" * 300, "WIDE MAMMOTHS WALK " * 12, "@%MW " * 60, "ШЩЖФ " * 60, "il" * 200, "ΩΨ " * 90]
+)
+def test_no_line_is_wider_than_its_place(text: str):
+    fitted = fit_text(text, 39, 4)
+    figure = Figure(figsize=(10, 3), dpi=100)
+    canvas = FigureCanvasAgg(figure)
+    # 39 letters of 8 points are 3 inches
+    drawn = figure.text(0, 0.5, fitted.text, fontsize=8, **fitted.style)
+    assert drawn.get_window_extent(canvas.get_renderer()).width <= 3 * 100
+    # and none is half empty that is followed by another
+    other = figure.text(0, 0.5, fitted.text.splitlines()[0], fontsize=8, **fitted.style)
+    if text[0] not in "il":
+        assert other.get_window_extent(canvas.get_renderer()).width > 0.5 * 3 * 100
+    # control: as many letters as fit on average
+    if text[0] == "W" and " " not in text:
+        wide = figure.text(0, 0.5, text[:39], fontsize=8, **fitted.style)
+        assert wide.get_window_extent(canvas.get_renderer()).width > 1.2 * 3 * 100
 
 
 def test_wide_letters_take_two_places(monkeypatch: pytest.MonkeyPatch):

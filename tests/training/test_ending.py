@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import multiprocessing
 import os
@@ -10,13 +11,18 @@ import resource
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
+import torch
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
+from PIL import Image
 
 import vsa.training.callbacks.samples as samples_module
 import vsa.training.launch as launch_module
@@ -26,7 +32,12 @@ from tests.disks import small_files
 from tests.training.ranks import run_ranks
 from tests.training.test_resume import SignalAt
 from tests.training.test_training import BadGradient
+from vsa.data.codecs import HaarCodec
+from vsa.data.toy_videos import render_clip
 from vsa.files import DiskFullError
+from vsa.reports.run_page import write_run_page
+from vsa.sampling.sample_writer import DATA_CLIPS
+from vsa.training import ending
 from vsa.training.callbacks.samples import Samples
 from vsa.training.display import never_fatal
 from vsa.training.modules.base import DiffusionModule
@@ -65,6 +76,63 @@ def table(told: list[str]) -> dict[str, str]:
 # with the last step, by an error, by a signal
 
 
+def test_the_page_of_a_run_shows_its_starts_and_real_clips(training, told, monkeypatch):
+    # not the stand-in of tiny runs
+    monkeypatch.setattr(ending, "write_run_page", lambda run: write_run_page(run))
+    prompts = ("callbacks.samples.prompts=[red]", "callbacks.samples.steps=1")
+    with pytest.raises(SystemExit):
+        training("trainer.max_steps=3", *prompts, callbacks=(SignalAt(0, signal.SIGTERM),))
+    folder = training.folder()
+    assert table(told)["page"] == f"{folder}/report.html"
+    assert "stopped at step 1 of 3" in (folder / "report.html").read_text()
+    training("trainer.max_steps=3", "ckpt_path=last", *prompts)
+    first, second = json.loads((folder / "run.json").read_text())["starts"]
+    assert [(s["step"], s["last_step"], s["how"]) for s in (first, second)] == [(0, 1, "stopped"), (1, 3, "finished")]
+    assert first["reason"] == "SIGTERM"
+    assert first["environment"]["versions"]["torch"] == torch.__version__
+    text = (folder / "report.html").read_text()
+    assert "finished at step 3 of 3" in text
+    clips = json.loads((folder / DATA_CLIPS / "samples.json").read_text())["clips"]
+    # no clip is called red: those that are held out
+    assert len(clips) == 4
+    for clip in clips:
+        number = int(clip["sample"].rpartition("-")[2])
+        video, caption, _ = render_clip(0, number, size=(8, 64, 64))
+        codec = HaarCodec()
+        error = (codec.decode(codec.encode(video)).double() - video.double()).square().mean()
+        assert clip["psnr"] == pytest.approx(10 * np.log10(255**2 / float(error)), abs=0.01)
+        assert clip["prompt"] == caption
+        # the file is that clip, to the colours of a GIF
+        with Image.open(folder / DATA_CLIPS / clip["original"]) as picture:
+            first = np.asarray(picture.convert("RGB"), dtype=float)
+        assert np.abs(first - video[0].numpy()).mean() < 4
+        assert np.abs(first - render_clip(0, number + 1, size=(8, 64, 64))[0][0].numpy()).mean() > 4
+        assert text.count(f'alt="{clip["prompt"]}"') >= 2
+
+
+@pytest.mark.parametrize("broken", ["error", "slow"])
+def test_a_page_that_cannot_be_written_costs_one_line(training, told, monkeypatch, broken):
+    free = threading.Event()
+
+    def write(run):
+        if broken == "error":
+            raise OSError("no room")
+        free.wait()
+
+    monkeypatch.setattr(ending, "write_run_page", write)
+    if broken == "slow":
+        monkeypatch.setattr(ending, "PAGE_SECONDS", 0.01)
+    training("trainer.max_steps=1")
+    free.set()
+    page = training.folder() / "report.html"
+    lines = {"error": f"{page} is missing: OSError: no room", "slow": f"{page} took more than 0.01 s"}
+    assert [line for line in told if line.startswith("warning")] == [
+        line for line in told if line.startswith(f"warning: {lines[broken]}")
+    ]
+    assert table(told)[""].startswith("finished at step 1 of 1")
+    assert "page" not in table(told)
+
+
 def test_a_finished_run_says_how_it_went_and_where_all_is(training, told):
     prompts = ("""callbacks.samples.prompts=["it's red",blue]""", "callbacks.samples.steps=1")
     training("trainer.max_steps=3", "trainer.val_check_interval=2", *prompts)
@@ -78,6 +146,7 @@ def test_a_finished_run_says_how_it_went_and_where_all_is(training, told):
         "metrics": f"{folder}/metrics.csv",
         "samples": f"{folder}/samples/step-00000003",
         "pictures": f"{folder}/attention.png, {folder}/loss.png",
+        "page": f"{folder}/report.html",
         "next": f"""vsa sample {folder} --prompt 'it'"'"'s red'""",
     }
     # useful lines of lightning stay, its adverts do not
@@ -224,7 +293,8 @@ def test_an_assertion_is_a_defect_and_no_missing_picture():
 
 
 def test_the_summary_tells_only_what_there_is(tmp_path):
-    common = {"start": 40, "step": 41, "max_steps": -1, "metrics": ("fake_score/loss", "val/gap"), "prompt": None}
+    common: dict[str, Any] = {"metrics": ("fake_score/loss", "val/gap")}
+    common |= {"start": 40, "step": 41, "max_steps": -1, "prompt": None, "page": None}
     (tmp_path / "metrics.csv").write_text("step,fake_score/loss,val/gap\n41,nan,\n")
     lines = closing_lines(tmp_path, how="failed", seconds=3725, checkpoint=None, **common)
     assert lines == [

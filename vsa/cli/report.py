@@ -24,6 +24,6 @@ def report(
     vsa report outputs/quickstart
     vsa report outputs/quickstart/default outputs/other
     """
-    from vsa.sweeps.reports.report import report
+    from vsa.reports.report import report
 
     report(folders, out=out, clips_mb=clips_mb)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -187,3 +188,13 @@ def _check_memory(frames: int, height: int, width: int, name: str) -> None:
             f"{name} needs {needed / 2**30:.1f} GiB of memory, this machine has {_memory() / 2**30:.1f}: "
             "choose a smaller size or fewer frames"
         )
+
+
+def clip_size(codec: Codec, latent_shape: Sequence[int]) -> Bucket:
+    """The clip size in pixels whose latents have a shape."""
+    _, time, height, width = latent_shape
+    stride, sh, sw = codec.stride
+    fitting = [n for n in range(1, stride * time + 1) if codec.frames_that_fit(n) == n]
+    # one latent frame is an image
+    frames = next(n for n in fitting if codec.latent_shape(n, sh, sw)[1] == time)
+    return Bucket(height=height * sh, width=width * sw, frames=frames)

@@ -155,7 +155,7 @@ class PlanDataModule(LightningDataModule):
 
     def held_out_captions(self, count: int) -> tuple[str, ...]:
         """At most `count` different captions of held-out samples, the same on every rank."""
-        store, _, held = self._ready()
+        store, held = self.store, self.held_out
         found: dict[str, None] = {}
         for ref in (ref for _, refs in sorted(held.items()) for ref in refs):
             if len(found) == count:
@@ -164,6 +164,11 @@ class PlanDataModule(LightningDataModule):
             with suppress(BadSampleError):
                 found |= {caption: None for caption, _ in [store.text(ref, 0)] if caption}
         return tuple(found)
+
+    @property
+    def held_out(self) -> Mapping[Shape, tuple[SampleRef, ...]]:
+        """Samples that are not trained on, by latent shape."""
+        return self._ready()[2]
 
     @property
     def store(self) -> SampleStore:
@@ -268,7 +273,8 @@ class LatentDataModule(PlanDataModule):
         val_field: field of the caption file, for `val_by=field`.
         drop: drop list of samples to leave out, written by `vsa check-data` or a run; it changes the order.
         toy: toy clips to render to `videos` and to encode to `root` if `root` has no index.
-        videos: folder of the mp4 files of the toy clips.
+        videos: folder of the video files that the shards were made from, shown beside generated clips; toy clips are
+            rendered to it.
     """
 
     root: str | None = None

@@ -284,7 +284,7 @@ def _write_page(folder: Path, tuned: Tuned, bounds: Mapping[str, float]) -> None
             "q, k, v": f"{tuned.made['source']}, {tuned.made['dtype']}",
         },
         careful=CAREFUL,
-        body=[figure_html(chart, picture, DATA), section_html(table)],
+        body=[figure_html(chart, picture, f"{DATA}/{chart.key}.csv"), section_html(table)],
         charts=[chart],
         footer=f"Everything that was tried, by layer: {DATA}/. To use: attention=sparge attention.tuned={FILE}",
     )

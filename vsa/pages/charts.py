@@ -51,6 +51,7 @@ class Series:
         colour: number of its colour.
         points: points in place of a line.
         dashed: whether the line is.
+        faint: whether the line stands behind the others.
         labels: what each point is called where a reader points at it; empty: the name says it.
     """
 
@@ -62,6 +63,7 @@ class Series:
     colour: int = 0
     points: bool = False
     dashed: bool = False
+    faint: bool = False
     labels: Sequence[str] = ()
 
 
@@ -73,6 +75,7 @@ class Panel:
         x_label, y_label: of the axes.
         series: the best first.
         x_log, y_log: whether an axis is logarithmic.
+        y_zero: whether the linear y axis begins at 0.
         visible: curves that are drawn at first.
     """
 
@@ -81,6 +84,7 @@ class Panel:
     series: Sequence[Series]
     x_log: bool = False
     y_log: bool = False
+    y_zero: bool = False
     visible: int = VISIBLE
 
 
@@ -152,6 +156,8 @@ def draw_panel(panel: Panel | Heat, path: Path, *, title: str) -> Path:
             axes.set_xscale("log")
         if panel.y_log and any((series.y > 0).any() for series in panel.series):
             axes.set_yscale("log")
+        if panel.y_zero:
+            axes.set_ylim(bottom=0)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     set_title(axes.set_title, title, width=90)
@@ -173,7 +179,8 @@ def _draw_series(axes: Axes, panel: Panel) -> None:
             # a point for every value where they are few
             few = {"marker": marker, "markersize": 4} if len(picked) <= 20 and not series.dashed else {}
             style = "--" if series.dashed else "-"
-            axes.plot(series.x[picked], series.y[picked], style, color=colour, label=label, linewidth=1.3, **few)
+            shape: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.35} if series.faint else {"linewidth": 1.3, **few}
+            axes.plot(series.x[picked], series.y[picked], style, color=colour, label=label, **shape)
             if series.low is not None and series.high is not None:
                 band = series.low[picked], series.high[picked]
                 axes.fill_between(series.x[picked], *band, color=colour, alpha=0.18, linewidth=0)
@@ -229,6 +236,8 @@ def plotly_panel(panel: Panel | Heat, points: int) -> dict[str, Any]:
         return {"traces": [trace], **axes}
     for axis, log in (("x", panel.x_log), ("y", panel.y_log)):
         axes[axis] |= {"type": "log" if log else "linear"}
+    if panel.y_zero:
+        axes["y"] |= {"rangemode": "tozero"}
     traces = [
         trace
         for place, series in enumerate(panel.series)
@@ -243,9 +252,11 @@ def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]
     x = _numbers(series.x[picked])
     # what the page's own legend shows as it is
     common = {"type": "scatter", "name": _plain(series.name), "label": series.name, "visible": shown, "x": x}
-    line = {"color": colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
+    line = {"color": colour, "width": 1 if series.faint else 2, "dash": "dash" if series.dashed else "solid"}
     main = common | {"y": _numbers(series.y[picked]), "mode": "lines", "line": line}
-    if not series.points and len(picked) <= 20:
+    if series.faint:
+        main["opacity"] = 0.4
+    elif not series.points and len(picked) <= 20:
         main |= {
             "mode": "lines+markers",
             "marker": {"size": 8 if series.labels else 5, "color": colour, "symbol": symbol},

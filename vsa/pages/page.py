@@ -63,12 +63,14 @@ class Section:
         note: a sentence or two below it.
         table: rows.
         data: file with the numbers, beside the page; "" for none.
+        folded: None: a reader cannot fold it; else whether it is at first.
     """
 
     title: str
     note: str
     table: Table
     data: str = ""
+    folded: bool | None = None
 
 
 def page(
@@ -132,35 +134,54 @@ def _chart_data(charts: Sequence[Chart]) -> str:
     return json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def figure_html(chart: Chart, picture: Path, data: str) -> str:
-    """A chart with its title, and the picture that stands there without JavaScript.
+def figure_html(chart: Chart, picture: Path | None, data: str) -> str:
+    """A chart with its title, and what stands there without JavaScript.
 
     Args:
         chart: what is drawn.
-        picture: PNG of it.
-        data: folder of its CSV, as the page calls it.
+        picture: PNG of it; None: a line says that it is drawn by JavaScript.
+        data: CSV of it, as the page calls it.
     """
-    source = data_uri(picture, "image/png")
-    links = f'<a href="{escape(data)}/{chart.key}.csv">{chart.key}.csv</a>'
+    shown = "<noscript>This chart needs JavaScript.</noscript>"
+    if picture is not None:
+        shown = f'<img src="{data_uri(picture, "image/png")}" alt="{escape(chart.title)}">'
     return (
-        f'<section><h2>{escape(chart.title)}</h2><p class="note">{escape(chart.note)} Data: {links}</p>'
+        f'<section><h2>{escape(chart.title)}</h2><p class="note">{escape(chart.note)}{_data_link(data)}</p>'
         f'<figure id="chart-{chart.key}"><div class="switches"></div><div class="legend"></div>'
-        f'<div class="plot"></div><img src="{source}" alt="{escape(chart.title)}"></figure></section>'
+        f'<div class="plot"></div>{shown}</figure></section>'
     )
+
+
+def picture_html(title: str, note: str, picture: Path) -> str:
+    """A heading with a PNG below it."""
+    image = f'<img src="{data_uri(picture, "image/png")}" alt="{escape(title)}">'
+    return f'<section><h2>{escape(title)}</h2><p class="note">{escape(note)}</p><figure>{image}</figure></section>'
+
+
+def _data_link(data: str) -> str:
+    return f' Data: <a href="{escape(data)}">{escape(Path(data).name)}</a>' if data else ""
 
 
 def section_html(section: Section) -> str:
     """A heading, a note and a table."""
-    link = f' Data: <a href="{escape(section.data)}">{escape(Path(section.data).name)}</a>' if section.data else ""
+    link = _data_link(section.data)
     note = f'<p class="note">{escape(section.note)}{link}</p>' if section.note or link else ""
-    return f"<section><h2>{escape(section.title)}</h2>{note}{table_html(section.table)}</section>"
+    title, content = f"<h2>{escape(section.title)}</h2>", f"{note}{table_html(section.table)}"
+    if section.folded is None:
+        return f"<section>{title}{content}</section>"
+    state = "" if section.folded else " open"
+    return f"<section><details{state}><summary>{title}</summary>{content}</details></section>"
 
 
 def table_html(table: Table) -> str:
     """A table that scrolls inside itself."""
-    # a column without a number reads from the left
-    columns = [[row[i].text for row in table.rows] for i in range(len(table.headings))]
-    kinds = ["" if i and any(map(_is_number, texts)) else "text" for i, texts in enumerate(columns)]
+    # a column without a number, or with sentences, reads from the left
+    columns = [[row[i] for row in table.rows] for i in range(len(table.headings))]
+    right = [
+        i > 0 and not any(c.long for c in cells) and any(_is_number(c.text) for c in cells)
+        for i, cells in enumerate(columns)
+    ]
+    kinds = ["" if each else "text" for each in right]
     head = "".join(
         f'<th class="{kind}"{f" title={chr(34)}{escape(why)}{chr(34)}" if why else ""}>{escape(text)}</th>'
         for (text, why), kind in zip(table.headings, kinds, strict=True)

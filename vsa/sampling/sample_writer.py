@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from vsa.data.examples import Example
 from vsa.data.video_files import write_gif, write_video
 from vsa.files import write_whole
 from vsa.sampling.contact_sheet import contact_sheet
+
+DATA_CLIPS = "data-clips"
+"""Folder of a run with samples of its data, decoded and as they were before encoding."""
 
 
 def file_stem(index: int, prompt: str) -> str:
@@ -42,3 +46,23 @@ def write_clips(
     contact_sheet(videos[:16], prompts[:16], folder / "contact_sheet.png")
     whole = {**record, "fps": fps, "frames_height_width": list(videos.shape[1:4]), "clips": clips}
     write_whole(folder / "samples.json", json.dumps(whole, indent=1))
+
+
+def write_examples(folder: Path, shown: Iterable[Example], *, fps: float = 8) -> None:
+    """Write samples of the data as GIFs, decoded and as they were before encoding; `samples.json` comes last.
+
+    Args:
+        folder: made when missing.
+        shown: the samples.
+        fps: frames per second of the files.
+    """
+    clips: list[dict[str, Any]] = []
+    for i, example in enumerate(shown):
+        stem = file_stem(i, example.caption)
+        clip = {"sample": example.id, "prompt": example.caption, "codec": f"{stem}-codec.gif", "psnr": example.psnr}
+        write_gif(folder / clip["codec"], example.rebuilt, fps=fps)
+        if example.original is not None:
+            clip["original"] = f"{stem}-original.gif"
+            write_gif(folder / clip["original"], example.original, fps=fps)
+        clips.append(clip)
+    write_whole(folder / "samples.json", json.dumps({"fps": fps, "clips": clips}, indent=1))

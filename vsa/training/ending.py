@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,11 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from vsa.checkpoints.run_checkpoint import Checkpoint
+from vsa.checkpoints.run_folder import MANIFEST
+from vsa.checkpoints.run_history import note_end
+from vsa.reports.run_page import PAGE, write_run_page
+from vsa.reports.runs import read_run
+from vsa.secrets import without_secrets
 from vsa.signals import NOTHING_SAVED, Stopped, current_handlers, handled_by, set_handlers
 from vsa.training.callbacks.steps import Steps
 from vsa.training.deadline import DEADLINE
@@ -27,6 +33,9 @@ from vsa.training.parallel import ShardedDataParallel
 from vsa.training.run_state import RunStatus
 from vsa.training.summary import closing_lines
 from vsa.training.watch import Watch
+
+PAGE_SECONDS = 30.0
+"""Most seconds that the end of a run waits for its page."""
 
 DEADLINE_STATUS = 124
 """Exit status of a run that its scheduler's deadline stopped, as of the command `timeout`."""
@@ -85,10 +94,13 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     """
     began = time.monotonic()
 
-    def close(how: str) -> None:
+    def close(how: str, reason: str = "") -> None:
         step = trainer.global_step
         if step == datamodule.start_step or not trainer.is_global_zero:
             return
+        with never_fatal(f"the end of the run in {run_dir / MANIFEST}"):
+            note_end(run_dir, how=how, reason=reason, step=step)
+        page = written_page(run_dir)
         with never_fatal("the summary of the run"):
             lines = closing_lines(
                 run_dir,
@@ -100,6 +112,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
                 checkpoint=module.status.saved,
                 metrics=module.headline,
                 prompt=module.status.prompt,
+                page=page,
             )
             rank_zero_info("\n".join(lines))
 
@@ -118,8 +131,8 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         if module.status.stage != "steps":
             raise
         number = stop.number
-    except Exception:
-        close("failed")
+    except Exception as error:
+        close("failed", without_secrets(f"{type(error).__name__}: {' '.join(str(error).split())}"))
         raise
     finally:
         set_handlers(handlers)
@@ -130,7 +143,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     if module.status.received is not None:
         what = "training was complete" if complete else "go on with ckpt_path=last"
         rank_zero_info(f"{_name(number, module.status)}: saved {module.status.saved}, {what}")
-    close("stopped")
+    close("stopped", _name(number, module.status))
     if requeue and number == signal.SIGUSR1 and not complete:
         _requeue()
     status = 128 + number
@@ -140,6 +153,25 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     if status:
         # rank 0 tells for all: launchers kill every rank once one has failed, also what is about to end well
         sys.exit(status if rank_zero_only.rank == 0 else 0)
+
+
+def written_page(run_dir: Path) -> Path | None:
+    """Write the page of a run; what goes wrong or takes longer than `PAGE_SECONDS` costs one line and gives None."""
+    written: list[Path] = []
+
+    def write() -> None:
+        with never_fatal(str(run_dir / PAGE)):
+            write_run_page(read_run(run_dir))
+            # as the other lines name the folder
+            written.append(run_dir / PAGE)
+
+    # a file system that hangs must not keep a job that is done
+    writer = Thread(target=write, name="page", daemon=True)
+    writer.start()
+    writer.join(PAGE_SECONDS)
+    if writer.is_alive():
+        rank_zero_info(f"warning: {run_dir / PAGE} took more than {PAGE_SECONDS:g} s: `vsa report` writes it later")
+    return written[0] if written else None
 
 
 def _name(number: int, status: RunStatus) -> str:

@@ -20,6 +20,7 @@ def closing_lines(
     checkpoint: Path | None,
     metrics: Sequence[str],
     prompt: str | None,
+    page: Path | None,
 ) -> list[str]:
     """What a run says when it ends, from what was logged and what is on the disk.
 
@@ -33,6 +34,7 @@ def closing_lines(
         checkpoint: to go on from or to sample; None: there is none.
         metrics: columns of `metrics.csv` whose first and last values are told, where they are.
         prompt: caption that the run samples.
+        page: with everything about the run; None: it could not be written.
     """
     of = f" of {max_steps}" if max_steps >= 0 else ""
     lines = [("", f"{how} at step {step}{of}: {_count(step - start)} in {_duration(seconds)}")]
@@ -45,6 +47,7 @@ def closing_lines(
         ("metrics", [path for path in [run_dir / "metrics.csv"] if path.exists()]),
         ("samples", samples[-1:]),
         ("pictures", sorted(run_dir.glob("*.png"))),
+        ("page", [page] if page is not None else []),
     ):
         if paths:
             lines.append((name, ", ".join(map(str, paths))))

@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 from tests.commands import run_command
 from tests.data.tiny_wan import save_pipeline
 from tests.evaluation.inspection.test_export import make
-from tests.sweeps.reports.test_report import Page
+from tests.reports.test_report import Page
 from tests.tiny_runs import command_line  # noqa: F401
 from vsa.attention.full import FullAttention
 from vsa.attention.pooled_tail import PooledTail

@@ -362,7 +362,7 @@ def _write(
             for key, panel in chart.panels.items()
             if not is_part(key[-1])
         ]
-        figures.append(figure_html(chart, pictures[0], DATA))
+        figures.append(figure_html(chart, pictures[0], f"{DATA}/{chart.key}.csv"))
     text = page(
         title="Attention methods compared",
         facts=facts,

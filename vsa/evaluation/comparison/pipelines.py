@@ -21,6 +21,7 @@ from vsa.attention.full import FullAttention
 from vsa.attention.layout import Segment
 from vsa.attention.sparsity import ConstantSparsity
 from vsa.attention.tiling import Grid
+from vsa.data.clip_rules import clip_size
 from vsa.data.codecs import WanVAE
 from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, noise_like
 from vsa.diffusion.latent_statistics import LatentStatistics
@@ -28,7 +29,7 @@ from vsa.evaluation.comparison.captures import Capture, Captures, Watched
 from vsa.evaluation.comparison.computed import computed_pairs
 from vsa.evaluation.comparison.denoise import Denoised
 from vsa.evaluation.comparison.methods import Method
-from vsa.evaluation.inspection.clip import Clip, clip_size, read_clip
+from vsa.evaluation.inspection.clip import Clip, read_clip
 from vsa.evaluation.video_metrics import psnr, ssim
 from vsa.integrations.diffusers import apply, remove
 from vsa.integrations.diffusers.pipeline import (

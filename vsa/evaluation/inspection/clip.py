@@ -15,9 +15,8 @@ from vsa.checkpoints.exported_sparsity import ExportedSparsity
 from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.checkpoints.weight_source import Group, is_run, open_network
 from vsa.config import build, check_targets
-from vsa.data.buckets import Bucket
 from vsa.data.captions import read_captions
-from vsa.data.clip_rules import ClipRules
+from vsa.data.clip_rules import ClipRules, clip_size
 from vsa.data.codecs import Codec, WanVAE
 from vsa.data.plan import SampleRef
 from vsa.data.sample_store import SampleStore
@@ -163,16 +162,6 @@ def read_clip(
     rules = ClipRules(buckets=tuple(clip_size(codec, shape) for shape in latent_shapes))
     video, _ = rules.cut(path, codec)
     return Clip(name=path.name, caption=caption, video=video, latents=codec.encode(video.to(device)))
-
-
-def clip_size(codec: Codec, latent_shape: Sequence[int]) -> Bucket:
-    """The clip size in pixels whose latents have a shape."""
-    _, time, height, width = latent_shape
-    stride, sh, sw = codec.stride
-    fitting = [n for n in range(1, stride * time + 1) if codec.frames_that_fit(n) == n]
-    # one latent frame is an image
-    frames = next(n for n in fitting if codec.latent_shape(n, sh, sw)[1] == time)
-    return Bucket(height=height * sh, width=width * sw, frames=frames)
 
 
 def _read_sample(run: LoadedRun, sample_id: str, caption: str | None) -> Clip:

@@ -8,6 +8,8 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.checkpoints.run_folder import RunFolder
+from vsa.checkpoints.run_history import note_start
+from vsa.machine import environment
 from vsa.training.display import tolerate
 from vsa.training.lightning_compat import attach_loggers
 from vsa.training.metrics_csv import MetricsCSV
@@ -38,6 +40,8 @@ class Opening(L.Callback):
             aside = self._folder.open(self._config, overwrite=self._overwrite, resume=resume)
             if aside is not None:
                 rank_zero_info(f"the run goes on from {resume}: the checkpoints after it were moved to {aside}")
+            here = {**environment(pl_module.device), "processes": trainer.world_size}
+            note_start(self._folder.path, step=trainer.global_step, environment=here)
         attach_loggers(trainer, self._loggers)
         for logger in self._loggers:
             if isinstance(logger, MetricsCSV):

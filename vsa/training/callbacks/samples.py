@@ -16,18 +16,22 @@ from torch import Tensor
 from vsa.attention.denoising import DenoisingPlan, Topk, row_at
 from vsa.attention.full import FullAttention
 from vsa.attention.sparsity import SparsityPoint, check_points, mean_topk
+from vsa.data.examples import examples
 from vsa.data.prompts import HELD_OUT_PROMPTS
 from vsa.evaluation.attention_map import draw_attention
 from vsa.evaluation.figures import logged_metrics
 from vsa.sampling.contact_sheet import side_by_side
 from vsa.sampling.pipeline import LoadedRun, SampleSettings, generate, settings_dict
-from vsa.sampling.sample_writer import file_stem, write_clips
+from vsa.sampling.sample_writer import DATA_CLIPS, file_stem, write_clips, write_examples
 from vsa.secrets import without_secrets
 from vsa.settings import AtLeastOne, Count, NonNegative, Positive, checked
 from vsa.training.callbacks.ema import EMA
 from vsa.training.display import log_picture, never_fatal
 from vsa.training.modules.teacher import Teacher
 from vsa.training.run_state import parts_of
+
+# samples of the data beside the first clips
+_DATA_CLIPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +178,7 @@ class Samples(L.Callback):
                 self._teacher = self._teacher_clips(self._live_run(trainer, pl_module, "teacher"), teacher)
                 clip_sets.insert(0, (self._teacher, folder.parent))
         if trainer.is_global_zero:
+            self._show_data(trainer, pl_module)
             for clips, parent in clip_sets:
                 with never_fatal(str(parent / clips.name)):
                     self._show(trainer, clips, parent)
@@ -185,6 +190,15 @@ class Samples(L.Callback):
                 with never_fatal(str(picture)):
                     side_by_side(rows, self.prompts[:16], picture, title=title)
                     log_picture(trainer.loggers, "samples/side_by_side", picture, trainer.global_step)
+
+    def _show_data(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Real clips and what the codec makes of them, once a run."""
+        folder = self.run_dir / DATA_CLIPS
+        if not (folder / "samples.json").is_file():
+            with never_fatal(str(folder)), pl_module.status.paused():
+                data: Any = trainer.datamodule  # type: ignore[attr-defined]
+                shown = examples(data, self.prompts, _DATA_CLIPS, device=pl_module.device)
+                write_examples(folder, shown, fps=self.fps)
 
     def _options(self, run: LoadedRun, points: Sequence[SparsityPoint]) -> dict[SparsityPoint, SampleSettings]:
         # a step list leaves no choice of steps and shift, and its guidance is in the weights

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
-import vsa.sweeps.reports.report as report_module
-from tests.sweeps.reports.fake_runs import write_run, write_sweep
+import vsa.reports.report as report_module
+from tests.reports.fake_runs import write_run, write_sweep
 from tests.tiny_runs import vsa_command
-from vsa.sweeps.reports.report import report
+from vsa.reports.report import report
 
 FULL = {"attention___target_": "vsa.attention.full.FullAttention", "sparsity__sparsity": 0}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -19,16 +19,18 @@ import yaml
 from safetensors import safe_open
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints
-from vsa.checkpoints.run_folder import MANIFEST, in_use
+from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use
 
 METRICS, SWEEP = "metrics.csv", "sweep.json"
 # folders of a run that hold no runs
-_INSIDE = ("checkpoints", "samples", "diagnostics", "evaluation", "report")
-# what a report draws or prints; the rest of a long file is not turned into numbers
-_READ = re.compile(
+_INSIDE = ("checkpoints", "samples", "data-clips", "diagnostics", "evaluation", "report")
+# what a comparison draws or prints; the rest of a long file is not turned into numbers
+_COMPARED = re.compile(
     r"(train/loss(_data)?|val/(loss|gap)(_.*)?|fake_score/loss|throughput/(step_seconds|tokens_per_second|flops_total)"
     r"|sparsity/(topk|density)|diag/(?!.*_layer_).*)"
 )
+# and what the page of a run does
+_WHOLE = re.compile(r"(?!.*_layer_|grad_norm/.*layer).*")
 _SEED_OR_LR = re.compile(r"([-_,.]?(lr|seed)[-_=]?\d[\d.e+-]*)+$")
 _WITHOUT_METRICS = {"waiting": "not started yet", "running": "no metrics yet"}
 
@@ -125,12 +127,23 @@ class Run:
         return max((int(steps[-1]) for steps, _ in self.metrics.values() if len(steps)), default=0)
 
     @property
+    def starts(self) -> list[Mapping[str, Any]]:
+        """Every start as the manifest records it; none of a run of an earlier version."""
+        starts = self.manifest.get("starts")
+        return [start for start in starts if isinstance(start, Mapping)] if isinstance(starts, list) else []
+
+    @property
     def status(self) -> str:
         """running, finished, failed or stopped; a run that says nothing else counts as finished."""
-        if self.writing:
+        # a process that writes the last lines of its run holds the folder still
+        ended = self.starts[-1].get("how") if self.starts else None
+        if self.writing and ended is None:
             return "running"
         if self.point is not None and self.point.status != "running":
             return self.point.status
+        if self.starts:
+            # one that was killed had no time to say so
+            return str(ended or "stopped")
         most = self.settings.get("trainer.max_steps")
         return "stopped" if isinstance(most, int) and self.steps < most else "finished"
 
@@ -209,6 +222,32 @@ def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
     return root, runs, missing
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, also of one that has logged nothing yet."""
+    return (folder / METRICS).is_file() or _manifest(folder / MANIFEST).get("written_by") == PROJECT
+
+
+def read_run(folder: Path) -> Run:
+    """One run with all of its metrics; one that has logged nothing yet has none.
+
+    Raises:
+        ValueError: the metrics are another project's, or a file cannot be read; names it.
+    """
+    metrics = folder / METRICS
+    manifest = _manifest(folder / MANIFEST)
+    columns: list[str] = []
+    if metrics.is_file():
+        with open(metrics, encoding="utf-8", errors="replace") as file:
+            columns = [name for name in file.readline().strip().split(",") if name]
+    if manifest.get("written_by") != PROJECT and "step" not in columns:
+        what = "has no column step" if columns else "is empty"
+        raise ValueError(f"{folder} is not a run of {PROJECT}: {metrics} {what} and there is no {MANIFEST}")
+    try:
+        return _read_run(folder.resolve(), folder.resolve(), None, wanted=_WHOLE)
+    except (OSError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(f"{folder} cannot be read: {' '.join(str(error).split())}") from None
+
+
 def _walk(top: Path) -> Iterator[Path]:
     """Folders that hold a run or a sweep."""
     for place, folders, files in os.walk(top):
@@ -234,12 +273,13 @@ def _points(path: Path) -> Iterator[Point]:
             )
 
 
-def _read_run(folder: Path, root: Path, point: Point | None) -> Run:
+def _read_run(folder: Path, root: Path, point: Point | None, *, wanted: re.Pattern[str] = _COMPARED) -> Run:
+    metrics = folder / METRICS
     return Run(
         folder=folder,
         name=_name(folder, root),
         settings=_settings(folder / "config.yaml"),
-        metrics=read_metrics(folder / METRICS),
+        metrics=read_metrics(metrics, wanted) if metrics.is_file() else {},
         validation=_validation(folder / "validation.csv"),
         manifest=_manifest(folder / MANIFEST),
         point=point,
@@ -248,10 +288,14 @@ def _read_run(folder: Path, root: Path, point: Point | None) -> Run:
     )
 
 
-def read_metrics(path: Path) -> dict[str, Curve]:
-    """Curves of the metrics that reports know, each with its own steps; a line that a kill cut short is left out.
+def read_metrics(path: Path, wanted: re.Pattern[str] = _COMPARED) -> dict[str, Curve]:
+    """Curves of metrics, each with its own steps; a line that a kill cut short is left out.
 
     A value that is NaN becomes infinite.
+
+    Args:
+        path: the file.
+        wanted: names of the metrics to read.
 
     Raises:
         ValueError: a value that is no number; names file, row and column.
@@ -259,7 +303,7 @@ def read_metrics(path: Path) -> dict[str, Curve]:
     with open(path, encoding="utf-8") as file:
         header = file.readline().rstrip("\n").split(",")
         lines = [line for line in file if line.count(",") == len(header) - 1]
-    names = ["step", *(name for name in header if _READ.fullmatch(name))]
+    names = ["step", *(name for name in header if name != "step" and wanted.fullmatch(name))]
     if "step" not in header or not lines:
         return {}
     # from here on NaN is an empty cell, and a loss that was NaN is as bad as an infinite one; twice: neighbours share

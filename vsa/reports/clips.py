@@ -8,10 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import fmean
 
 from vsa.pages.page import data_uri
-from vsa.sweeps.reports.runs import Run
-from vsa.sweeps.reports.variants import Variant
+from vsa.reports.runs import Run
+from vsa.reports.variants import Variant
+from vsa.sampling.sample_writer import DATA_CLIPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +46,7 @@ def clip_table(variants: Sequence[Variant], *, most_bytes: float) -> ClipTable:
                 columns[variant.name, f"{said}, seed {run.seed}" if run.seed is not None else said] = clips
             if sets:
                 break
-    prompts = list(dict.fromkeys(prompt for clips in columns.values() for prompt in clips))
-    # those that most variants have first: they are what can be compared
-    prompts.sort(key=lambda prompt: -sum(prompt in clips for clips in columns.values()))
-    rows: dict[str, Sequence[Path | None]] = {}
-    total = 0.0
-    for prompt in prompts:
-        paths = [clips.get(prompt) for clips in columns.values()]
-        # as text a byte takes four thirds
-        total += sum(path.stat().st_size for path in paths if path is not None) * 4 / 3
-        if total > most_bytes:
-            break
-        rows[prompt] = paths
-    return ClipTable(headings=list(columns), rows=rows, left_out=len(prompts) - len(rows))
+    return _fitting(columns, most_bytes)
 
 
 def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
@@ -77,7 +67,53 @@ def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
     return {}
 
 
-def clips_html(clips: ClipTable) -> str:
+def run_clip_table(run: Run, *, most_bytes: float) -> ClipTable:
+    """The newest clips of a run beside real ones of the same caption and what the codec makes of those.
+
+    Args:
+        run: whose clips.
+        most_bytes: as for `clip_table`.
+    """
+    columns: dict[tuple[str, str], dict[str, Path]] = {}
+    for said, clips in newest_clips(run).items():
+        step, _, name = said.partition(", ")
+        columns[name or "generated", step] = clips
+    folder = run.folder / DATA_CLIPS
+    codec, real = {}, {}
+    psnr = []
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for clip in json.loads((folder / "samples.json").read_text(encoding="utf-8"))["clips"]:
+            prompt = str(clip["prompt"])
+            codec[prompt] = folder / Path(clip["codec"]).name
+            if "original" in clip:
+                real[prompt] = folder / Path(clip["original"]).name
+            if clip.get("psnr") is not None:
+                psnr.append(float(clip["psnr"]))
+    said = f"PSNR {fmean(psnr):.1f} dB" if psnr else ""
+    for heading, clips in ((("real", "of the data"), real), (("codec's reconstruction", said), codec)):
+        there = {prompt: path for prompt, path in clips.items() if path.is_file()}
+        if there:
+            columns[heading] = there
+    return _fitting(columns, most_bytes)
+
+
+def _fitting(columns: Mapping[tuple[str, str], Mapping[str, Path]], most_bytes: float) -> ClipTable:
+    prompts = list(dict.fromkeys(prompt for clips in columns.values() for prompt in clips))
+    # those that most columns have first: they are what can be compared
+    prompts.sort(key=lambda prompt: -sum(prompt in clips for clips in columns.values()))
+    rows: dict[str, Sequence[Path | None]] = {}
+    total = 0.0
+    for prompt in prompts:
+        paths = [clips.get(prompt) for clips in columns.values()]
+        # as text a byte takes four thirds
+        total += sum(path.stat().st_size for path in paths if path is not None) * 4 / 3
+        if total > most_bytes:
+            break
+        rows[prompt] = paths
+    return ClipTable(headings=list(columns), rows=rows, left_out=len(prompts) - len(rows))
+
+
+def clips_html(clips: ClipTable, *, title: str, note: str) -> str:
     """The section of the clips, empty without any."""
     if not clips.rows:
         return ""
@@ -88,8 +124,7 @@ def clips_html(clips: ClipTable) -> str:
     )
     left = f" {clips.left_out} more prompts did not fit into the page (--clips-mb)." if clips.left_out else ""
     return (
-        '<section class="clips"><h2>Sampled clips</h2>'
-        f'<p class="note">The newest clips of the first run of each variant.{left}</p>'
+        f'<section class="clips"><h2>{escape(title)}</h2><p class="note">{escape(note)}{left}</p>'
         f'<div class="scroll"><table><thead><tr><th>prompt</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
         "</section>"
     )

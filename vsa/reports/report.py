@@ -1,4 +1,4 @@
-"""`vsa report`: runs beside each other in the terminal, as a page, as pictures and as tables."""
+"""`vsa report`: the page of one run, or runs beside each other: in the terminal, as a page, pictures and tables."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from vsa.evaluation.figures import health_curves, loss_curve
 from vsa.files import write_whole
 from vsa.pages.charts import draw_panel, write_csv
 from vsa.pages.page import Section, figure_html, list_html, page, section_html
-from vsa.sweeps.reports import tables
-from vsa.sweeps.reports.clips import clip_table, clips_html
-from vsa.sweeps.reports.figures import charts
-from vsa.sweeps.reports.header import differences, facts, not_shown
-from vsa.sweeps.reports.runs import Missing, Run, find_runs
-from vsa.sweeps.reports.variants import Variant, compared, group, reference
+from vsa.reports import tables
+from vsa.reports.clips import clip_table, clips_html
+from vsa.reports.figures import charts
+from vsa.reports.header import differences, facts, not_shown
+from vsa.reports.run_page import MEGABYTE, PAGE, write_run_page
+from vsa.reports.runs import Missing, Run, find_runs, is_run, read_run
+from vsa.reports.variants import Variant, compared, group, reference
 
-PAGE, DATA = "report.html", "report"
-MEGABYTE = 1_000_000
+DATA = "report"
 
 
 def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float = 20) -> Path:
-    """Compare all runs below `folders`: print a table, write the page, PNGs and CSVs, and each run's `loss.png`.
+    """Print a table of runs, draw each one's `loss.png`, and write a page.
+
+    The page of one run folder is that run's; otherwise it compares all runs below, with PNGs and CSVs beside it.
 
     Args:
         folders: runs, sweeps, or what holds them.
@@ -41,16 +43,21 @@ def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float 
     Raises:
         ValueError: a folder without runs, or nothing can be written to `out`.
     """
-    root, runs, missing = find_runs(folders)
+    single = len(folders) == 1 and is_run(folders[0])
+    root, runs, missing = (folders[0].resolve(), [read_run(folders[0])], []) if single else find_runs(folders)
     out = root if out is None else out
     refuse_unwritable(out / DATA)
     console = Console()
     _print(console, root, runs, missing)
     for run in runs:
         _draw_loss(run)
-    path = write_report(root, runs, missing, out=out, clips_mb=clips_mb)
+    if single:
+        path, beside = write_run_page(runs[0], out=out, clips_mb=clips_mb), ""
+    else:
+        path = write_report(root, runs, missing, out=out, clips_mb=clips_mb)
+        beside = f", data and pictures beside it in {DATA}/"
     size = path.stat().st_size / MEGABYTE
-    console.print(escape(f"page: {path} ({size:.1f} MB), data and pictures beside it in {DATA}/"), soft_wrap=True)
+    console.print(escape(f"page: {path} ({size:.1f} MB){beside}"), soft_wrap=True)
     return path
 
 
@@ -81,8 +88,12 @@ def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *,
         careful=differences(runs, missing),
         body=[
             section_html(results),
-            *(figure_html(chart, picture, DATA) for chart, picture in drawn),
-            clips_html(clip_table(variants, most_bytes=clips_mb * MEGABYTE)),
+            *(figure_html(chart, picture, f"{DATA}/{chart.key}.csv") for chart, picture in drawn),
+            clips_html(
+                clip_table(variants, most_bytes=clips_mb * MEGABYTE),
+                title="Sampled clips",
+                note="The newest clips of the first run of each variant.",
+            ),
             *(section_html(section) for section in _sections(variants, missing, folder)),
             f"<section><h2>Not shown</h2>{missed}</section>" if missed else "",
         ],
@@ -129,6 +140,8 @@ def _sections(variants: Sequence[Variant], missing: Sequence[Missing], folder: P
 def _draw_loss(run: Run) -> None:
     """The run's `loss.png`, where it is not of these metrics already and the run is not somebody else's."""
     picture, metrics = run.folder / "loss.png", run.folder / "metrics.csv"
+    if not metrics.is_file():
+        return
     old = not picture.is_file() or picture.stat().st_mtime < metrics.stat().st_mtime
     if old and os.access(run.folder, os.W_OK):
         (health_curves if run.distilled else loss_curve)(metrics, picture, title=str(run.folder))

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from vsa.pages.page import Cell, Table
-from vsa.sweeps.reports.runs import Missing, Run
-from vsa.sweeps.reports.variants import Variant, reference, shown
+from vsa.reports.runs import Missing, Run
+from vsa.reports.variants import Variant, reference, shown
 
 
 def variant_table(variants: Sequence[Variant]) -> Table:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from vsa.sweeps.reports.runs import Run, short_name
-from vsa.sweeps.reports.statistics import Difference, holm, paired_difference, pareto_front
+from vsa.reports.runs import Run, short_name
+from vsa.reports.statistics import Difference, holm, paired_difference, pareto_front
 
 LR = "optim.lr"
 # what says which run it is and where it lies, and what it is shown with

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweeps.reports.fake_runs import write_run, write_sweep
+from tests.reports.fake_runs import write_run, write_sweep
 from vsa.checkpoints.run_folder import locked
-from vsa.sweeps.reports.runs import Missing, code_versions, find_runs
-from vsa.sweeps.reports.statistics import paired_difference
-from vsa.sweeps.reports.variants import compared, group
+from vsa.reports.runs import Missing, code_versions, find_runs
+from vsa.reports.statistics import paired_difference
+from vsa.reports.variants import compared, group
 
 FULL = {"attention___target_": "vsa.attention.full.FullAttention", "sparsity__sparsity": 0}
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.sweeps.reports.fake_runs import write_run
+from tests.reports.fake_runs import write_run
 from vsa.pages.charts import Chart, Heat, Panel, Series, draw_panel, plotly_panel, write_csv
-from vsa.sweeps.reports.figures import charts, sequence_length
-from vsa.sweeps.reports.header import not_shown
-from vsa.sweeps.reports.runs import find_runs
-from vsa.sweeps.reports.variants import compared, group
+from vsa.reports.figures import charts, sequence_length
+from vsa.reports.header import not_shown
+from vsa.reports.runs import find_runs
+from vsa.reports.variants import compared, group
 
 
 def drawn(folder: Path) -> dict[str, Chart]:

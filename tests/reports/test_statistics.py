@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vsa.evaluation.figures import running_mean
 from vsa.pages.charts import thinned
-from vsa.sweeps.reports.statistics import (
+from vsa.reports.statistics import (
     band,
     fit_power_law,
     holm,

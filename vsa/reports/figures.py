@@ -11,9 +11,9 @@ import numpy as np
 
 from vsa.evaluation.figures import running_mean
 from vsa.pages.charts import Chart, Heat, Panel, Series
-from vsa.sweeps.reports.runs import Curve, Run
-from vsa.sweeps.reports.statistics import PowerLaw, band, fit_power_law, pareto_front
-from vsa.sweeps.reports.variants import Variant, final_loss
+from vsa.reports.runs import Curve, Run
+from vsa.reports.statistics import PowerLaw, band, fit_power_law, pareto_front
+from vsa.reports.variants import Variant, final_loss
 
 SPENT = {
     "flops": "executed training FLOPs",

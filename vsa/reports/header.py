@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from vsa.sweeps.reports.figures import families, scaling_fits, sequence_length
-from vsa.sweeps.reports.runs import Missing, Run, code_versions
-from vsa.sweeps.reports.variants import Variant, shown
+from vsa.reports.figures import families, scaling_fits, sequence_length
+from vsa.reports.run_tables import duration
+from vsa.reports.runs import Missing, Run, code_versions
+from vsa.reports.variants import Variant, shown
 
 # how the data are read, not what they are
 _READING = ("batch_size", "num_workers", "caption_dropout", "val_batches", "val_fraction")
@@ -31,12 +32,12 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
     seconds = sum(float(each[0]) for each in spent if each is not None)
     named = {
         "Runs": counted,
-        "Where": _shown_path(root) + (f", on {_listed(devices)}" if devices else ""),
+        "Where": shown_path(root) + (f", on {_listed(devices)}" if devices else ""),
         "When": f"begun {created[0]} to {created[-1]}" if created else "",
         "Code": ", ".join(f"{version}: {count} runs" for version, count in code_versions(runs).items()),
         "Data": "; ".join(f"{text}: {count} runs" for text, count in _counted(_data_name(run) for run in runs).items()),
         "Validation": "; ".join(_validation_sets(runs)),
-        "Training": f"{flops:.3g} executed FLOPs, {_duration(seconds)} in all" if flops or seconds else "",
+        "Training": f"{flops:.3g} executed FLOPs, {duration(seconds)} in all" if flops or seconds else "",
         "Page": f"written {datetime.now().astimezone().isoformat(sep=' ', timespec='minutes')}",
     }
     return {name: text for name, text in named.items() if text}
@@ -162,13 +163,8 @@ def _listed(values: set[Any] | Mapping[Any, Any]) -> str:
     return ", ".join(ordered[:6]) + (f" and {len(ordered) - 6} more" if len(ordered) > 6 else "")
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
-
-
-def _shown_path(folder: Path) -> str:
+def shown_path(folder: Path) -> str:
+    """A folder as a page names it."""
     # a page is handed on: folders of one machine mean nothing elsewhere
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)

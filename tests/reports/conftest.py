@@ -1,0 +1,3 @@
+"""Fixtures of tiny runs."""
+
+from tests.tiny_runs import command_line, one_thread, tiny_overrides  # noqa: F401

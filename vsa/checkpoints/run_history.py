@@ -1,0 +1,54 @@
+"""Every start of a run, in its manifest: when, from which step, on what, and how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from vsa.checkpoints.run_folder import MANIFEST, checked_out_commit
+from vsa.files import write_whole
+
+STARTS = "starts"
+
+
+def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> None:
+    """Add a start that has just begun.
+
+    Args:
+        folder: of the run, with its manifest.
+        step: optimizer step that it goes on from.
+        environment: device, versions and number of processes.
+    """
+    start = {"began": _now(), "step": step, "commit": checked_out_commit(), "environment": {**environment}}
+    manifest = _read(folder)
+    _write(folder, {**manifest, STARTS: [*manifest.get(STARTS, []), start]})
+
+
+def note_end(folder: Path, *, how: str, reason: str, step: int) -> None:
+    """Say how the last start ended; one that was killed says nothing.
+
+    Args:
+        folder: of the run.
+        how: finished, stopped or failed.
+        reason: signal or error, "" for none.
+        step: optimizer steps of the run by then.
+    """
+    manifest = _read(folder)
+    *before, last = manifest[STARTS]
+    ended = {"ended": _now(), "how": how, "last_step": step, **({"reason": reason} if reason else {})}
+    _write(folder, {**manifest, STARTS: [*before, {**last, **ended}]})
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+
+
+def _write(folder: Path, manifest: Mapping[str, Any]) -> None:
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

@@ -1,0 +1,153 @@
+"""The page of one run: how it went, what it made, what it cost and what went wrong, in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from vsa.files import write_whole
+from vsa.pages.page import figure_html, list_html, page, picture_html, section_html
+from vsa.reports.clips import clips_html, run_clip_table
+from vsa.reports.header import shown_path
+from vsa.reports.run_charts import run_charts
+from vsa.reports.run_tables import (
+    checkpoints_section,
+    cost_section,
+    duration,
+    environment_section,
+    faults,
+    faults_section,
+    settings_sections,
+    starts_section,
+)
+from vsa.reports.runs import METRICS, Run
+from vsa.reports.tables import count, number
+from vsa.reports.variants import shown
+
+PAGE = "report.html"
+MEGABYTE = 1_000_000
+CLIPS_MB = 20.0
+"""Most megabytes of clips in a page."""
+
+
+def write_run_page(run: Run, *, out: Path | None = None, clips_mb: float = CLIPS_MB) -> Path:
+    """Write the page of a run.
+
+    Args:
+        run: from `read_run`.
+        out: folder to write to; None: the run folder.
+        clips_mb: most megabytes of sampled clips in the page.
+
+    Returns:
+        The page.
+    """
+    folder = run.folder if out is None else out
+    charts = run_charts(run)
+    beside = METRICS if folder.resolve() == run.folder else ""
+    clips = run_clip_table(run, most_bytes=clips_mb * MEGABYTE)
+    attention = run.folder / "attention.png"
+    tables = (cost_section(run), faults_section(run), starts_section(run), checkpoints_section(run))
+    last = (environment_section(run), *settings_sections(run))
+    missed = list_html([*_not_shown(run, [chart.key for chart in charts], clips.rows, attention)], "missing")
+    text = page(
+        title=f"Run {_title(run)}",
+        facts=_facts(run),
+        careful=[*_careful(run)],
+        body=[
+            *(figure_html(chart, _picture(run, chart.key), beside) for chart in charts[:1]),
+            clips_html(
+                clips,
+                title="Clips",
+                note="The newest sampled clips, real ones of the same captions, and what the codec makes of those: "
+                "no model that is trained on its latents can be sharper.",
+            ),
+            *(figure_html(chart, None, beside) for chart in charts[1:]),
+            picture_html("Attention", "Which tiles a few query tiles of a sampled clip attend to.", attention)
+            if attention.is_file()
+            else "",
+            *(section_html(section) for section in (*tables, *last) if section is not None),
+            f"<section><h2>Not shown</h2>{missed}</section>" if missed else "",
+        ],
+        charts=charts,
+        footer=f"Written {datetime.now().astimezone().isoformat(sep=' ', timespec='minutes')}",
+    )
+    write_whole(folder / PAGE, text)
+    return folder / PAGE
+
+
+def _title(run: Run) -> str:
+    named = [str(run.settings[key]) for key in ("name", "run") if run.settings.get(key) is not None]
+    return "/".join(named) or run.folder.name
+
+
+def _picture(run: Run, key: str) -> Path | None:
+    picture = run.folder / "loss.png"
+    return picture if key == "loss" and picture.is_file() else None
+
+
+def _facts(run: Run) -> dict[str, str]:
+    most = run.settings.get("trainer.max_steps")
+    of = f" of {most}" if isinstance(most, int) and most >= 0 else ""
+    method, data = run.settings.get("attention._target_"), run.settings.get("data._target_")
+    density = run.last("sparsity/density")
+    kept = f", {density:.1%} of the tiles at the end" if density is not None else ""
+    spent = run.spent("seconds", run.val[0][-1:] if len(run.val[0]) else run.train[0][-1:])
+    device = run.starts[-1].get("environment", {}) if run.starts else {}
+    where = str(device.get("gpu") or device.get("cpu") or "") if isinstance(device, dict) else ""
+    facts = {
+        "Status": f"{run.status} at step {run.steps}{of}",
+        "Loss": _first_and_last(run),
+        "Model": f"{count(run.parameters)} parameters" if run.parameters is not None else "",
+        "Attention": f"{shown(method)}{kept}" if method else "",
+        "Data": " ".join(str(part) for part in (shown(data) if data else "", run.settings.get("data.root")) if part),
+        "Training": ", ".join(part for part in (duration(float(spent[0])) if spent is not None else "", where) if part),
+        "Begun": str(run.manifest.get("created", ""))[:19],
+        "Folder": shown_path(run.folder),
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _first_and_last(run: Run) -> str:
+    what = "gap to the teacher" if run.distilled else "validation"
+    told = []
+    for name, (_, values) in (("training", run.train), (what, run.val)):
+        if len(values):
+            told.append(f"{name} {number(float(values[0]), 4)} to {number(float(values[-1]), 4)}")
+    return ", ".join(told)
+
+
+def _careful(run: Run) -> Iterator[str]:
+    if run.status == "running":
+        yield "The run is still going on: this page is what it had logged when it was written."
+    elif run.status == "failed":
+        yield (
+            f"The run failed: {run.starts[-1].get('reason') or 'no reason recorded'}."
+            if run.starts
+            else "The run failed."
+        )
+    elif run.status == "stopped":
+        yield "The run has not made all of its steps."
+    for what, many, _ in faults(run):
+        if what not in ("stopped", "failed", "killed"):
+            yield f"{what[0].upper()}{what[1:]}: {many}. See Faults."
+    changed = [str(commit) for commit in run.manifest.get("commits", []) or [] if str(commit).endswith("+")]
+    if changed:
+        yield f"Files were changed after the commit in {', '.join(changed)}: the commit does not say what ran."
+
+
+def _not_shown(run: Run, drawn: list[str], clips: object, attention: Path) -> Iterator[str]:
+    if "loss" not in drawn:
+        yield "Loss: nothing has been logged yet."
+    if "loss_by_timestep" not in drawn:
+        yield "Loss by timestep: none has been logged."
+    if not any(name.startswith("diag/") for name in run.metrics):
+        yield "Recall and gates: needs callbacks=diagnostics."
+    if not clips:
+        yield "Clips: none have been sampled (callbacks.samples)."
+    if not attention.is_file():
+        yield "Attention: no picture was drawn; runs with sparse attention draw one with their last clips."
+    if not run.settings:
+        yield "Settings: config.yaml is missing."
+    if not run.starts:
+        yield "Starts and environment: the run is of a version that did not record them."

@@ -1,0 +1,249 @@
+"""The tables of the page of one run: settings, environment, starts, faults, cost and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from vsa.checkpoints.run_checkpoint import list_checkpoints, step_of
+from vsa.config import check_targets, target_class
+from vsa.pages.page import Cell, Section, Table
+from vsa.reports.runs import Run, code_versions
+from vsa.reports.tables import count, number
+from vsa.reports.variants import shown
+from vsa.settings import arguments_of
+
+# a run is named in the title; copies of its folder say nothing new
+_IDENTITY = ("name", "run", "output_dir", "run_dir", "overwrite")
+_FOLDERS = (".run_dir", ".root_dir", ".save_dir")
+_HYDRA = ("._partial_", "._convert_", "._recursive_")
+
+
+def settings_sections(run: Run) -> list[Section]:
+    """The settings that differ from the defaults of the classes they go to, and all others, both foldable."""
+    if not run.settings:
+        return []
+    defaults = _defaults(run.settings)
+    hidden = (*_FOLDERS, *_HYDRA)
+    told = {k: v for k, v in run.settings.items() if k not in _IDENTITY and not k.endswith(hidden)}
+    usual = {key for key, value in told.items() if key in defaults and defaults[key] == value}
+    parts = (
+        ("Settings of this run", "Those that differ from the defaults of their classes.", False),
+        ("Settings left at their defaults", "", True),
+    )
+    sections = []
+    for (title, note, folded), keys in zip(parts, (told.keys() - usual, usual), strict=True):
+        rows = [
+            [Cell(text=key.removesuffix("._target_")), Cell(text=shown(told[key]), long=True)]
+            for key in told
+            if key in keys
+        ]
+        if rows:
+            named = f"{title} ({len(rows)})"
+            sections.append(Section(title=named, note=note, table=_pairs("setting", "value", rows), folded=folded))
+    return sections
+
+
+def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of the constructors that the settings go to, by dotted key; none of a class that is gone."""
+    defaults: dict[str, Any] = {"seed": 0}
+    for key, target in settings.items():
+        group = key.removesuffix("._target_")
+        if group == key:
+            continue
+        try:
+            # a file of strangers names no class of theirs
+            check_targets({"_target_": target})
+            arguments = arguments_of(target_class(str(target)))
+        except (ValueError, ImportError, AttributeError, TypeError):
+            continue
+        for name, argument in arguments.items():
+            default = argument.default
+            if isinstance(default, (list, tuple, Mapping)):
+                default = json.dumps(default if isinstance(default, Mapping) else [*default])
+            defaults[f"{group}.{name}"] = default
+    plain = ("ckpt_path", "init_from", "flop_budget", "sample_token_budget", "second_budget")
+    return {**dict.fromkeys(plain), "resume.allow": "[]", **defaults}
+
+
+def environment_section(run: Run) -> Section | None:
+    """Code, versions and devices as the starts recorded them; older runs say the code alone."""
+    known = {"code": ", ".join(code_versions([run]))} if run.manifest else {}
+    environments = [start.get("environment") for start in run.starts]
+    environments = [each for each in environments if isinstance(each, Mapping)]
+    for name in dict.fromkeys(name for each in environments for name in each):
+        values = [_listed(each.get(name)) for each in environments]
+        # of several starts each that was different
+        known[name] = "; then ".join(
+            text for i, text in enumerate(values) if text and (i == 0 or text != values[i - 1])
+        )
+    if not known:
+        return None
+    rows = [[Cell(text=name), Cell(text=text, long=True)] for name, text in known.items()]
+    return Section(title="Environment", note="", table=_pairs("what", "of this run", rows), folded=False)
+
+
+def _listed(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {text}" for name, text in value.items())
+    return "" if value is None else str(value)
+
+
+def starts_section(run: Run) -> Section | None:
+    """Every start of the run: a new one, or a resume."""
+    if not run.starts:
+        return None
+    rows = []
+    for place, start in enumerate(run.starts):
+        last = start is run.starts[-1]
+        how = start.get("how") or ("running" if last and run.writing else "killed: it left no last word")
+        reason = str(start.get("reason", ""))
+        end = start.get("last_step", run.steps if last else None)
+        began, ended = str(start.get("began", "")), str(start.get("ended", ""))
+        texts = [str(place + 1), began[:19], str(start.get("step", "")), "" if end is None else str(end)]
+        spent = seconds_between(began, ended)
+        took = "" if spent is None else duration(spent)
+        rows.append([*(Cell(text=text) for text in (*texts, took)), Cell(text=how, sub=reason, long=True)])
+    headings = [("start", ""), ("began", ""), ("from step", ""), ("to step", ""), ("took", ""), ("ended", "")]
+    note = "A run that is resumed goes on from a checkpoint: the same run, bit for bit."
+    return Section(title="Starts and resumes", note=note, table=Table(headings=headings, rows=rows))
+
+
+def faults_section(run: Run) -> Section:
+    """What went wrong and what was done about it."""
+    rows = [[Cell(text=what), Cell(text=many), Cell(text=then, long=True)] for what, many, then in faults(run)]
+    if not rows:
+        rows = [[Cell(text="none"), Cell(text=""), Cell(text="Nothing was recorded.", long=True)]]
+    headings = [("fault", ""), ("count", ""), ("what was done", "")]
+    return Section(title="Faults", note="", table=Table(headings=headings, rows=rows))
+
+
+def faults(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Fault, count and what followed, for everything that the run recorded."""
+    for name in ("skipped_steps", "fake_score/skipped_steps"):
+        steps, totals = run.curve(name)
+        if len(totals) and totals[-1] > 0:
+            grown = steps[np.diff(totals, prepend=0) > 0]
+            what = "the critic's gradients were not finite" if "/" in name else "gradients were not finite"
+            yield what, f"{totals[-1]:.0f}", f"these updates were dropped; told at {_steps(grown)}"
+    bad = run.last("bad_samples")
+    if bad:
+        causes = {n.partition("/")[2]: c[1][-1] for n, c in run.metrics.items() if n.startswith("bad_samples/")}
+        listed = ", ".join(f"{cause} {many:.0f}" for cause, many in sorted(causes.items()))
+        yield "bad samples", f"{bad:.0f}", f"others took their place ({listed}); bad_samples.txt lists them"
+    steps, rollbacks = run.curve("loss_spikes/rollbacks")
+    if len(rollbacks) and rollbacks[-1] > 0:
+        grown = steps[np.diff(rollbacks, prepend=0) > 0]
+        yield (
+            "loss spikes",
+            f"{rollbacks[-1]:.0f}",
+            f"rolled back and trained past on other data; told at {_steps(grown)}",
+        )
+    steps, losses = run.train
+    infinite = steps[~np.isfinite(losses)]
+    if len(infinite):
+        yield "losses that are not finite", str(len(infinite)), f"logged at {_steps(infinite)}"
+    dumps = sorted(path.name for path in (run.folder / "nan-dumps").glob("step-*"))
+    if dumps:
+        yield "dumped steps", str(len(dumps)), f"vsa replay runs them again: nan-dumps/{dumps[0]}"
+    ends = run.starts if run.status != "running" else run.starts[:-1]
+    killed = sum("how" not in start for start in ends)
+    if killed:
+        yield "killed", str(killed), "a resume goes on from the newest whole checkpoint"
+    for how in ("stopped", "failed"):
+        reasons = [str(start.get("reason") or "no reason recorded") for start in run.starts if start.get("how") == how]
+        if reasons:
+            yield how, str(len(reasons)), "; ".join(dict.fromkeys(reasons))
+
+
+def _steps(steps: np.ndarray) -> str:
+    shown_steps = ", ".join(str(step) for step in steps[:6].tolist())
+    return f"step{'s' * (len(steps) > 1)} {shown_steps}" + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
+
+
+def cost_section(run: Run) -> Section | None:
+    """Time, FLOPs, tokens and device-hours."""
+    at = np.array([run.steps])
+    spent = {what: run.spent(what, at) for what in ("seconds", "flops", "tokens")}
+    totals = {what: float(values[0]) for what, values in spent.items() if values is not None}
+    walls = [seconds_between(str(s.get("began", "")), str(s.get("ended", ""))) for s in run.starts]
+    known = [wall for wall in walls if wall is not None]
+    processes = [_processes(start) for start in run.starts]
+    rows: list[tuple[str, str, str]] = [("optimizer steps", str(run.steps), "")]
+    if "seconds" in totals:
+        rows.append(("training", duration(totals["seconds"]), "steps alone, without validation, sampling and saving"))
+    if known:
+        part = (
+            ""
+            if len(known) == len(walls)
+            else f"; {len(walls) - len(known)} of {len(walls)} starts have no recorded end"
+        )
+        rows.append(("whole run", duration(sum(known)), f"from the first step on, over all starts{part}"))
+        hours = sum(w * p for w, p in zip(walls, processes, strict=True) if w is not None) / 3600
+        rows.append(("device-hours", f"{hours:.3g}", f"of {max(processes)} process{'es' * (max(processes) > 1)}"))
+    if "flops" in totals:
+        rows.append(("executed FLOPs", f"{totals['flops']:.3g}", "of the trained network, with the pairs it computes"))
+    if "tokens" in totals:
+        rows.append(("tokens", count(totals["tokens"]), "of the videos trained on"))
+    for name, label in (("throughput/tflops_executed", "executed TFLOP/s"), ("throughput/mfu", "FLOPs utilisation")):
+        values = run.curve(name)[1]
+        if len(values):
+            rows.append((label, f"{np.median(values):.3g}", "median"))
+    size = sum(path.stat().st_size for path in (run.folder / "checkpoints").rglob("*") if path.is_file())
+    if size:
+        rows.append(("checkpoints on disk", f"{size / 1e6:,.1f} MB", ""))
+    cells = [[Cell(text=what), Cell(text=much), Cell(text=note, long=True)] for what, much, note in rows]
+    return Section(title="Cost", note="", table=Table(headings=[("what", ""), ("how much", ""), ("", "")], rows=cells))
+
+
+def _processes(start: Mapping[str, Any]) -> int:
+    environment = start.get("environment")
+    found = environment.get("processes", 1) if isinstance(environment, Mapping) else 1
+    return found if isinstance(found, int) else 1
+
+
+def checkpoints_section(run: Run) -> Section | None:
+    """What can be gone on from or sampled."""
+    rows = []
+    steps, losses = run.val
+    for path in list_checkpoints(run.folder / "checkpoints"):
+        files = {file.stem: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
+        step = step_of(path)
+        before = losses[steps <= step]
+        loss = number(float(before[-1]), 4) if len(before) else ""
+        size, parts = f"{sum(files.values()) / 1e6:,.1f}", ", ".join(files)
+        rows.append([Cell(text=text) for text in (path.name, str(step), loss, size)] + [Cell(text=parts, long=True)])
+    if not rows:
+        return None
+    headings = [
+        ("checkpoint", ""),
+        ("step", ""),
+        ("validation loss", "the last one up to it"),
+        ("MB", ""),
+        ("files", ""),
+    ]
+    note = "The newest is where ckpt_path=last goes on and what vsa sample takes."
+    return Section(title="Checkpoints", note=note, table=Table(headings=headings, rows=rows))
+
+
+def _pairs(name: str, value: str, rows: Sequence[Sequence[Cell]]) -> Table:
+    return Table(headings=[(name, ""), (value, "")], rows=rows)
+
+
+def seconds_between(began: str, ended: str) -> float | None:
+    """Seconds between two times as the manifest has them, None where one is missing."""
+    try:
+        return (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
+    except (ValueError, TypeError):
+        return None
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
