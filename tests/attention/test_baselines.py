@@ -121,7 +121,7 @@ def test_bad_input():
         GroupedAttention(**SIZES, groups=[])
     with pytest.raises(ValueError, match=r"^groups=\[\[0,all,all\]\]: expected"):
         GroupedAttention(**SIZES, groups=[(0, "all", "all")])
-    with pytest.raises(ValueError, match=r"first=1 is none of the 1 groups"):
+    with pytest.raises(ValueError, match=r"first must be an index into the 1 groups, from 0, got 1"):
         GroupedAttention(**SIZES, groups=[(1, "all", "all")], first=1)
     row = [Segment((1, 2, 2)), Segment((1, 1, 3), "text")]
     for method in (GroupedAttention(**SIZES, groups=[(1, "all", "all")]), CompressedKV(**SIZES)):

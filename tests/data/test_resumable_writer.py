@@ -205,7 +205,7 @@ def test_other_settings_are_refused_by_name(videos: Path, tmp_path: Path) -> Non
     for name, content in files_of(videos).items():
         (copy / name).write_bytes(content)
     (copy / "01.txt").write_text("other words")
-    with pytest.raises(ValueError, match="begun with videos 10 files"):
+    with pytest.raises(ValueError, match="started with videos 10 files"):
         encode_folder(copy, out, **OPTIONS)
     encode_folder(copy, out, **OPTIONS, overwrite=True)
     assert LatentReader(out).text("01", 0)[0] == "other words"

@@ -233,7 +233,7 @@ def test_when_every_shard_is_gone_the_stream_ends(folder):
 def test_what_is_missing_at_the_start_is_named(folder, tmp_path):
     with serve(folder) as server:
         server.status = {INDEX_NAME: 404}
-        with pytest.raises(ValueError, match=rf"{server.url}/index.json cannot be read: HTTP status 404: shards are"):
+        with pytest.raises(ValueError, match=rf"{server.url}/index.json cannot be read: HTTP status 404: streaming"):
             module_of(urls_of(server.url))
         server.status = {"text-00000.tar": 404}
         with pytest.raises(ValueError, match=rf"{server.url}/text-00000.tar cannot be read: HTTP status 404"):
