@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 from torch import Tensor
 
 from vsa.plotting import save_figure, set_title
@@ -115,6 +115,9 @@ def _finish_loss_axes(axes: Axes, label: str) -> None:
         axes.text(0.5, 0.5, "no loss logged yet", ha="center", transform=axes.transAxes)
     if len(values) and values.min() > 0:
         axes.set_yscale("log")
+        # numbers as the log lines have them, no powers of ten
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(label)
