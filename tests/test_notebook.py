@@ -40,6 +40,8 @@ def test_the_file_is_a_notebook():
 
 def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    # a training sets it for the process it expects to be alone in: put back afterwards
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     names: dict[str, Any] = {}
     shown = []
     for place, cell in enumerate(cell for cell in cells() if cell["cell_type"] == "code"):

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 from torch import Tensor
 
 from vsa.plotting import save_figure, set_title
@@ -115,6 +115,11 @@ def _finish_loss_axes(axes: Axes, label: str) -> None:
         axes.text(0.5, 0.5, "no loss logged yet", ha="center", transform=axes.transAxes)
     if len(values) and values.min() > 0:
         axes.set_yscale("log")
+        # numbers as the log lines have them, no powers of ten
+        between = (2, 3, 4, 6, 8) if values.max() < 10 * values.min() else (2, 5)
+        axes.yaxis.set_minor_locator(LogLocator(subs=between))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(label)
