@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from tests.training.distillations import DISTILL, GAN, TOLD
@@ -19,7 +19,7 @@ from tests.training.ranks import run_ranks
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.compute_dtype import compute_in
 from vsa.models.recompute import Level
-from vsa.models.sharding import whole
+from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, build_model
 
@@ -44,8 +44,8 @@ def make_model(layers: int = 3) -> VideoDiT:
     return model
 
 
-def start(mesh=None, **settings) -> VideoDiT:
-    plan = ParallelPlan(**{"compute_dtype": "bfloat16"} | settings)
+def start(mesh: DeviceMesh | None = None, level: Level = "none") -> VideoDiT:
+    plan = ParallelPlan(activation_checkpointing=level, compute_dtype="bfloat16")
     torch.manual_seed(0)
     model = build_model(make_model, mesh, plan, initialise=None if mesh else lambda name: True)
     if mesh is not None:
@@ -53,7 +53,7 @@ def start(mesh=None, **settings) -> VideoDiT:
         values = dict(make_model().named_parameters())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.to_local().copy_(values[name])
+                local(parameter).copy_(values[name])
     return model
 
 
@@ -71,7 +71,7 @@ def two_micro_batches(model: VideoDiT) -> Result:
         loss = (model(x, timestep, text, topk=3).float() - target).square().mean()
         loss.backward()
         losses.append(loss.detach())
-    return losses, {name: whole(p.grad) for name, p in model.named_parameters()}
+    return losses, {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def sharded(tmp_path_factory) -> dict[Level, Result]:
     def on_rank(rank: int) -> None:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (1,))
-        results = {level: two_micro_batches(start(mesh, activation_checkpointing=level)) for level in LEVELS}
+        results = {level: two_micro_batches(start(mesh, level)) for level in LEVELS}
         torch.save(results, path)
 
     run_ranks(1, on_rank)
@@ -106,7 +106,7 @@ ORDER = 0.01
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_losses_and_gradients_are_those_of_one_rank(sharded, level):
-    refuse_difference(two_micro_batches(start(activation_checkpointing=level)), sharded[level], text_embedder=ORDER)
+    refuse_difference(two_micro_batches(start(level=level)), sharded[level], text_embedder=ORDER)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_all_compiled_blocks_share_a_graph_that_rounds_in_itself(sharded, level)
     torch._dynamo.reset()
     graphs = []
 
-    def backend(graph, inputs):
+    def backend(graph, inputs) -> Any:
         graphs.append([value.dtype for value in inputs if isinstance(value, nn.Parameter)])
         return aot_eager(graph, inputs)
 
-    model = start(activation_checkpointing=level)
-    model.compile_blocks(backend=backend)
+    model = start(level=level)
+    model.compile_blocks(backend=backend)  # type: ignore[arg-type] (a function works)
     refuse_difference(two_micro_batches(model), sharded[level], text_embedder=0)
     (parameters,) = graphs
     assert parameters == [torch.float32] * len(list(model.blocks[0].parameters()))
@@ -144,7 +144,7 @@ def test_what_is_not_rounded_would_show(sharded, change):
 def test_a_region_that_is_computed_again_keeps_no_rounded_parameter():
     kept: dict[Level, int] = {}
     for level in LEVELS:
-        model = start(activation_checkpointing=level)
+        model = start(level=level)
         shapes = {tuple(p.shape) for p in model.blocks.parameters() if p.dim() == 2}
         shapes |= {shape[::-1] for shape in shapes}
         found = []
@@ -213,58 +213,70 @@ def test_values_are_drawn_on_the_cpu_for_every_device():
 # runs
 
 BF16 = "task.parallel.compute_dtype=bfloat16"
+SHARDED = ("trainer=fsdp", "trainer.accelerator=cpu")
 COMMON = (
+    BF16,
     "callbacks.throughput=null",
-    "callbacks.checkpoint.every_n_steps=2",
-    "trainer.val_check_interval=2",
-    "trainer.max_steps=3",
+    "callbacks.checkpoint.every_n_steps=1",
+    "trainer.max_steps=2",
 )
 LORA = "+task.lora={_target_:vsa.checkpoints.lora.LoRA,rank:2,alpha:2}"
 
 
-def tasks(teacher: Path) -> dict[str, tuple[str, ...]]:
-    tuned = ("task=finetune", "start=dense", f"init_from={teacher}", LORA)
+def settings_of(teacher: Path) -> dict[str, tuple[str, ...]]:
+    """Settings of a run by its task."""
+    start = f"init_from={teacher}"
+    matching = ("task.objective.velocity=0.5", "task.objective.attention=0.5")
     return {
-        "pretrain": ("trainer.accumulate_grad_batches=2",),
-        "finetune": (*tuned, "task.objective.velocity=0.5", "task.objective.attention=0.5"),
-        "distill": (*DISTILL, f"init_from={teacher}", GAN, TOLD, "task.objective.velocity=0.5"),
+        "pretrain": (*COMMON, "trainer.accumulate_grad_batches=2"),
+        "finetune": ("task=finetune", "start=dense", start, LORA, *matching, *COMMON),
+        "distill": (*DISTILL, start, GAN, TOLD, "task.objective.velocity=0.5", *COMMON),
     }
 
 
-def test_runs_are_those_of_one_rank_and_each_goes_on_from_the_others_checkpoint(training, teacher_dir):
-    chosen = {task: (*settings, *COMMON) for task, settings in tasks(teacher_dir).items()}
+def resumed(training, settings: tuple[str, ...], source: str) -> tuple[str, ...]:
+    """The settings of a run that goes on from the first checkpoint of another one."""
+    checkpoint = training.folder(source) / "checkpoints" / "step-00000001"
+    return (*(s for s in settings if not s.startswith("init_from=")), f"ckpt_path={checkpoint}")
 
-    def resumed(task: str, source: str) -> tuple[str, ...]:
-        checkpoint = training.folder(source) / "checkpoints" / "step-00000002"
-        kept = [setting for setting in chosen[task] if not setting.startswith("init_from=")]
-        return (*kept, f"ckpt_path={checkpoint}")
+
+def test_runs_are_those_of_one_rank(training, teacher_dir):
+    chosen = settings_of(teacher_dir)
 
     def on_rank(rank: int) -> None:
         for task, settings in chosen.items():
-            training(*settings, BF16, "trainer=fsdp", "trainer.accelerator=cpu", f"run={task}_sharded")
+            training(*settings, *SHARDED, f"run={task}_sharded")
 
     run_ranks(1, on_rank)
     for task, settings in chosen.items():
-        training(*settings, BF16, f"run={task}")
-        training(*resumed(task, f"{task}_sharded"), BF16, f"run={task}_from_sharded")
-
-    def back_on_rank(rank: int) -> None:
-        sharded = ("trainer=fsdp", "trainer.accelerator=cpu")
-        training(*resumed("pretrain", "pretrain"), BF16, *sharded, "run=pretrain_to_sharded")
-
-    run_ranks(1, back_on_rank)
-    for task in chosen:
-        # of the iteration's first update: the other one sees what this one has changed
-        loss = "dmd/loss" if task == "distill" else "train/loss"
-        sharded, plain = training.metrics(f"{task}_sharded"), training.metrics(task)
+        training(*settings, f"run={task}")
+        sharded, plain = (training.metrics(run) for run in (f"{task}_sharded", task))
+        # of an iteration of distillation the first update: the other one sees what it has changed
+        loss = "dmd/gap" if task == "distill" else "train/loss"
         assert sharded[1][loss] == plain[1][loss] != "", task
-        onward = training.metrics(f"{task}_from_sharded")
-        name = "fake_score/loss" if task == "distill" else loss
-        assert float(sharded[3][name]) == pytest.approx(float(onward[3][name]), rel=0), task
-        a, b = training.tensors(f"{task}_sharded"), training.tensors(task)
-        assert {k: v.dtype for k, v in a.items()} == {k: v.dtype for k, v in b.items()}
-    back, plain = training.metrics("pretrain_to_sharded"), training.metrics("pretrain")
-    assert back[3]["train/loss"] == plain[3]["train/loss"]
-    # control: fp32 has other losses
-    training(*chosen["pretrain"], "run=fp32")
-    assert training.losses("fp32")[1] != plain[1]["train/loss"]
+        for name in ("fake_score/loss",) if task == "distill" else ("train/loss", "val/loss"):
+            assert float(plain[2][name]) == pytest.approx(float(sharded[2][name]), rel=1e-3), (task, name)
+        a, b = (training.tensors(run) for run in (f"{task}_sharded", task))
+        assert {name: value.dtype for name, value in a.items()} == {name: value.dtype for name, value in b.items()}
+        if task == "finetune":
+            # adapters and gates alone are trained: nothing that is summed in another order
+            assert all(torch.equal(a[name], b[name]) for name in a)
+    # either goes on from the other's checkpoint, with its loss
+    pretrain = chosen["pretrain"]
+    training(*resumed(training, pretrain, "pretrain_sharded"), "run=from_sharded")
+    run_ranks(1, lambda rank: training(*resumed(training, pretrain, "pretrain"), *SHARDED, "run=to_sharded") and None)
+    losses = {run: training.losses(run)[2] for run in ("pretrain", "pretrain_sharded", "from_sharded", "to_sharded")}
+    assert losses["from_sharded"] == losses["pretrain_sharded"]
+    assert losses["to_sharded"] == losses["pretrain"]
+    # control: gradients of the text embedder are summed in another order, and that shows already
+    assert losses["pretrain"] != losses["pretrain_sharded"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["finetune", "distill"])
+def test_other_tasks_go_on_from_a_sharded_checkpoint(training, teacher_dir, task):
+    settings = settings_of(teacher_dir)[task]
+    run_ranks(1, lambda rank: training(*settings, *SHARDED, "run=sharded") and None)
+    training(*resumed(training, settings, "sharded"), "run=onward")
+    loss = "fake_score/loss" if task == "distill" else "train/loss"
+    assert training.metrics("onward")[2][loss] == training.metrics("sharded")[2][loss] != ""

@@ -1,8 +1,8 @@
 """Layers that compute in another dtype than their parameters have: bf16 products over fp32 weights.
 
 A layer rounds its parameters when it runs, hence inside a compiled block and inside what activation checkpointing
-computes again: what is computed again keeps no rounded copy until its backward. Gradients arrive, and are summed, in the
-dtype of the parameters.
+computes again, which keeps no rounded copy until its backward. Gradients arrive, and are summed, in the dtype of the
+parameters.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
             # in place, as adapters and attention methods hold the module too
             module.__class__ = _ROUNDED[type(module)]
         if hasattr(type(module), "compute_dtype"):
-            module.compute_dtype = dtype
+            module.compute_dtype = dtype  # type: ignore[assignment] (of that class)
         elif dtype is not None and next(module.parameters(recurse=False), None) is not None:
             known = ", ".join(f"nn.{kind.__name__}" for kind in _ROUNDED)
             raise ValueError(

@@ -306,13 +306,16 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
 
 
 def _processes(trainer: Mapping[str, Any]) -> int:
-    devices, nodes = trainer["devices"], trainer.get("num_nodes", 1)
-    if trainer["accelerator"] != "cpu" and CUDAAccelerator.is_available():
-        if devices == "auto":
-            return CUDAAccelerator.auto_device_count() * nodes
-        return len(CUDAAccelerator.parse_devices(devices) or ()) * nodes
-    # on the CPU auto is one process
-    return (int(devices) if str(devices).isdecimal() else 1) * nodes
+    devices = trainer["devices"]
+    if trainer["accelerator"] == "cpu" or not CUDAAccelerator.is_available():
+        # here auto is one process
+        local = int(devices) if str(devices).isdecimal() else 1
+    elif devices == "auto":
+        local = CUDAAccelerator.auto_device_count()
+    else:
+        # none: the trainer says so
+        local = len(CUDAAccelerator.parse_devices(devices) or (0,))
+    return local * trainer.get("num_nodes", 1)
 
 
 def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
