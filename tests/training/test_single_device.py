@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -240,6 +241,16 @@ def resumed(training, settings: tuple[str, ...], source: str) -> tuple[str, ...]
     return (*(s for s in settings if not s.startswith("init_from=")), f"ckpt_path={checkpoint}")
 
 
+class Networks(L.Callback):
+    """What the networks of a run compute in."""
+
+    def on_train_start(self, trainer, pl_module):
+        teacher = getattr(pl_module, "_teacher", None) or getattr(pl_module, "teacher", None)
+        critic = getattr(pl_module, "fake_score", None)
+        networks = [pl_module.model, teacher and teacher.network, critic and critic.network]
+        self.dtypes = [network.compute_dtype for network in networks if network is not None]
+
+
 def test_runs_are_those_of_one_rank(training, teacher_dir):
     chosen = settings_of(teacher_dir)
 
@@ -249,7 +260,9 @@ def test_runs_are_those_of_one_rank(training, teacher_dir):
 
     run_ranks(1, on_rank)
     for task, settings in chosen.items():
-        training(*settings, f"run={task}")
+        networks = Networks()
+        training(*settings, f"run={task}", callbacks=(networks,))
+        assert networks.dtypes == [torch.bfloat16] * {"pretrain": 1, "finetune": 2, "distill": 3}[task]
         sharded, plain = (training.metrics(run) for run in (f"{task}_sharded", task))
         # of an iteration of distillation the first update: the other one sees what it has changed
         loss = "dmd/gap" if task == "distill" else "train/loss"

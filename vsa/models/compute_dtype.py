@@ -49,7 +49,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
         ValueError: names a module with parameters that does not know how.
     """
     for name, module in model.named_modules():
-        if type(module) in _ROUNDED:
+        if dtype is not None and type(module) in _ROUNDED:
             # in place, as adapters and attention methods hold the module too
             module.__class__ = _ROUNDED[type(module)]
         if hasattr(type(module), "compute_dtype"):
