@@ -149,7 +149,7 @@ def _check_precision(precision: Any) -> None:
     if precision not in (32, "32", "32-true"):
         raise ValueError(
             f"trainer.precision={precision} is not supported, expected 32-true: parameters stay in fp32, and what "
-            "networks compute in is task.parallel.compute_dtype (on GPUs bfloat16)"
+            "networks compute in is task.parallel.compute_dtype (bf16 on GPUs)"
         )
 
 
