@@ -42,7 +42,7 @@ from .fine_grained import mask_shapes, share_of, tokens_of
 from .neighborhood import grid_of, window_shapes
 from .peers import PEERS
 from .problems import LISTS, choose_shapes
-from .timing import Setup
+from .timing import Setup, Strategy
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
 # first words of ops that skip nothing
@@ -143,6 +143,7 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         ahead=args.ahead,
         modes=tuple(getattr(args, "modes", None) or (("eager", "compiled") if device.type == "cuda" else ("eager",))),
         levels=tuple(getattr(args, "levels", ("full",))),
+        strategies=tuple(getattr(args, "strategies", ("plain",))),
     )
     usual = CASES[args.case].gpu_shapes if device.type == "cuda" and not args.all else None
     if args.case == "neighborhood":
@@ -212,6 +213,10 @@ def main(argv: list[str]) -> None:
             sub.add_argument(
                 "--levels", nargs="+", default=["full"], choices=get_args(Level),
                 help="of activation checkpointing (default full)",
+            )  # fmt: skip
+            sub.add_argument(
+                "--strategies", nargs="+", default=["plain"], choices=get_args(Strategy),
+                help="one device as it is, or FSDP2 over it alone (default plain)",
             )  # fmt: skip
         if name == "neighborhood":
             sub.add_argument("--window", type=grid_of, metavar="TxHxW", help="keys of a query (default by shape)")

@@ -107,14 +107,15 @@ def step(shape: Shape, setup: Setup) -> Measured:
     """A training step (forward, backward, AdamW) of the shape's model: dense, sparse, and were attention free."""
     rows: list[dict[str, Any]] = []
     skipped = Skipped()
-    for mode, level in product(setup.modes, setup.levels):
+    for mode, level, strategy in product(setup.modes, setup.levels, setup.strategies):
         compiled, dense = mode == "compiled", dict[str, Any]()
         kind = "compiled training step" if compiled else "training step"
         kind += f", recomputing {level}" if setup.levels != ("full",) else ""
+        kind += f", {strategy}" if setup.strategies != ("plain",) else ""
         for name in ("dense", *setup.backends, "free"):
             try:
                 # one network at a time
-                run = torch.enable_grad()(TrainingStep(shape, name, compiled, level, setup.device).__call__)
+                run = torch.enable_grad()(TrainingStep(shape, name, compiled, level, setup.device, strategy).__call__)
                 (row,) = measure([Op(name=name, call=run, passes=(kind,))], setup)
             except torch.OutOfMemoryError as error:
                 skipped[f"{name}, {kind}"] = str(error).partition(". ")[0]
@@ -124,7 +125,7 @@ def step(shape: Shape, setup: Setup) -> Measured:
             if setup.device.type == "cuda":
                 row["gpu_ms"] = breakdown(run)
                 torch.cuda.empty_cache()
-            rows.append(row | {"activation_checkpointing": level})
+            rows.append(row | {"activation_checkpointing": level, "strategy": strategy})
             del run
     return Measured(rows, skipped)
 

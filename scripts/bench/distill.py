@@ -23,7 +23,7 @@ from vsa.training.optimizer import AdamW, Constant
 from vsa.training.parallel import ParallelPlan, parallelize
 
 from .problems import Shape
-from .step import TEXT_TOKENS, fill_zeros, latent_size, one_process_mesh, random_source, video_dit
+from .step import TEXT_TOKENS, fill_zeros, latent_size, random_source, video_dit
 from .timing import Measured, Op, Setup, added, against, breakdown, measure
 
 STEP_LIST = (1000.0, 757.0, 522.0)
@@ -40,18 +40,17 @@ class Distillation:
         shape: token grid, heads, head dim, top-k, batch.
         attention: of the generator, `dense` or the backend of sparse attention; the scores are dense.
         compile: compile the blocks.
-        device: where it runs; on CUDA as in training: FSDP2, bf16 compute over fp32 weights.
+        device: where it runs; on CUDA as in training: bf16 compute over fp32 weights.
     """
 
     def __init__(self, shape: Shape, attention: str, compile: bool, device: torch.device):
-        mesh = one_process_mesh(device)
         torch.manual_seed(0)
 
         def network(attention: str, trained: bool) -> VideoDiT:
             made = video_dit(shape, attention, device).requires_grad_(trained)
             fill_zeros(made)
             level: Level = "full" if trained else "none"
-            parallelize(made, mesh, ParallelPlan(activation_checkpointing=level, compile=compile))
+            parallelize(made, None, ParallelPlan(activation_checkpointing=level, compile=compile), device.type)
             return made
 
         self.networks = Networks(
@@ -152,7 +151,7 @@ def distill(shape: Shape, setup: Setup) -> Measured:
         dense: dict[str, dict[str, Any]] = {}
         for name in ("dense", *setup.backends):
             torch.compiler.reset()
-            # three networks at a time: sharded ones point at each other, so that they stay until they are collected
+            # three networks at a time: what points at itself stays until it is collected
             gc.collect()
             if setup.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -25,6 +25,7 @@ from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, parallelize
 
 from .problems import Shape
+from .timing import Strategy
 
 TEXT_TOKENS = 512
 """Of a caption, padding included."""
@@ -59,10 +60,13 @@ class TrainingStep:
         attention: `dense`, `free` or the backend of sparse attention.
         compile: compile the blocks.
         level: of activation checkpointing.
-        device: where it runs; on CUDA as in training: FSDP2, bf16 compute over fp32 weights.
+        device: where it runs; on CUDA as in training: bf16 compute over fp32 weights.
+        strategy: `plain`, as on one device in training, or `fsdp`, FSDP2 over this process alone.
     """
 
-    def __init__(self, shape: Shape, attention: str, compile: bool, level: Level, device: torch.device):
+    def __init__(
+        self, shape: Shape, attention: str, compile: bool, level: Level, device: torch.device, strategy: Strategy
+    ):
         torch.manual_seed(0)
         self.topk = shape.topk
         self.model = video_dit(shape, attention, device)
@@ -72,8 +76,8 @@ class TrainingStep:
             )
             self.text = torch.randn(shape.batch, TEXT_TOKENS, self.model.text_dim, generator=random_source(device, 3))
             self.timestep = torch.full((shape.batch,), 500.0)
-        mesh = one_process_mesh(device)
-        parallelize(self.model, mesh, ParallelPlan(activation_checkpointing=level, compile=compile))
+        mesh = one_process_mesh(device) if strategy == "fsdp" else None
+        parallelize(self.model, mesh, ParallelPlan(activation_checkpointing=level, compile=compile), device.type)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
 
     def __call__(self) -> None:
@@ -126,12 +130,10 @@ def random_source(device: torch.device, seed: int) -> torch.Generator:
 
 
 def one_process_mesh(device: torch.device) -> Any:
-    """What a run on one GPU shards over; None on a CPU."""
-    if device.type != "cuda":
-        return None
+    """A mesh of one device."""
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531", "RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update({**alone, **os.environ})
-    return torch.distributed.device_mesh.init_device_mesh("cuda", (1,))
+    return torch.distributed.device_mesh.init_device_mesh(device.type, (1,))
 
 
 @torch.no_grad()

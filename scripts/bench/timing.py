@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from vsa.models.recompute import Level
 
+Strategy = Literal["plain", "fsdp"]
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 # of timed calls of one op and pass on a GPU, unless --repeats says how many; and the fewest and the most of them
 _BUDGET_MS, _FEWEST, _MOST = 300, 5, 200
@@ -69,6 +70,7 @@ class Setup:
         ahead: see `Op`, for all ops.
         modes: of whole networks, `eager` and `compiled`.
         levels: of activation checkpointing in training steps, see `vsa.models.recompute`.
+        strategies: of training steps.
     """
 
     backends: list[str]
@@ -80,6 +82,7 @@ class Setup:
     ahead: bool = False
     modes: tuple[str, ...] = ("eager",)
     levels: tuple[Level, ...] = ("full",)
+    strategies: tuple[Strategy, ...] = ("plain",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,8 +91,8 @@ def test_a_training_step_is_timed_at_every_level_of_checkpointing(bench, tmp_pat
     out = tmp_path / "report.json"
     bench.main(["step", *FAST, "--levels", "attention", "full", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
-    assert [(r["op"], r["activation_checkpointing"]) for r in rows] == [
-        (op, level) for level in ("attention", "full") for op in ("dense", "gather", "free")
+    assert [(r["op"], r["activation_checkpointing"], r["strategy"]) for r in rows] == [
+        (op, level, "plain") for level in ("attention", "full") for op in ("dense", "gather", "free")
     ]
     assert {r["pass"] for r in rows} == {"training step, recomputing attention", "training step, recomputing full"}
 

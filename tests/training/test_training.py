@@ -24,6 +24,7 @@ from vsa.training.callbacks.ema import EMA
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.parallel import ShardedDataParallel, choose_strategy
 from vsa.training.run_state import parts_of
+from vsa.training.train import _processes
 
 # weights of different sizes inside a batch: a per-micro-batch mean would show; the large eps keeps Adam from
 # turning rounding of near-zero gradients into whole steps
@@ -160,9 +161,32 @@ def test_a_strategy_that_would_not_reduce_gradients_is_refused(training):
     with pytest.raises(ValueError, match=r"trainer\.strategy=ddp is not supported.*trainer=fsdp or trainer=ddp"):
         training("trainer.devices=2", "trainer.strategy=ddp")
     assert not training.folder().exists()
-    # one process on the CPU needs none, every other number of processes has ours
-    assert choose_strategy("auto", accelerator="cpu", processes=1) == "auto"
-    assert isinstance(choose_strategy("auto", accelerator="cpu", processes=2), ShardedDataParallel)
+    # one process needs none, every other number of processes has ours
+    assert choose_strategy("auto", processes=1) == "auto"
+    assert isinstance(choose_strategy("auto", processes=2), ShardedDataParallel)
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "processes"),
+    [
+        (1, 1, 1),
+        ("1", 1, 1),
+        ("auto", 1, 4),
+        (-1, 1, 4),
+        (3, 1, 3),
+        ([2], 1, 1),
+        ([0, 3], 1, 2),
+        ("0,1", 2, 4),
+        (1, 2, 2),
+    ],
+)
+def test_gpus_are_counted_as_lightning_counts_them(monkeypatch, devices, nodes, processes):
+    monkeypatch.setattr("lightning.pytorch.accelerators.cuda.num_cuda_devices", lambda: 4)
+    monkeypatch.setattr("lightning.fabric.utilities.device_parser._get_all_available_gpus", lambda **_: [0, 1, 2, 3])
+    assert _processes({"accelerator": "auto", "devices": devices, "num_nodes": nodes}) == processes
+    # those of the CPU stay what they are
+    if devices in (1, "auto"):
+        assert _processes({"accelerator": "cpu", "devices": devices, "num_nodes": nodes}) == nodes
 
 
 class Watch(L.Callback):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import dense_attn
+from vsa.models.compute_dtype import rounded
 from vsa.models.embeddings import FeedForward, LayerNormFp32, at_least_fp32
 from vsa.models.recompute import Level, computed_again, computed_again_without_attention
 from vsa.models.rope import Rope, apply_rope
@@ -117,6 +118,7 @@ class TransformerBlock(nn.Module):
     """
 
     method: AttentionMethod
+    compute_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -189,7 +191,8 @@ class TransformerBlock(nn.Module):
         return self._feed_forward(self._attentions(x, mod, cond, ctx), mod)
 
     def _modulation(self, cond: Conditioning) -> Modulation:
-        return Modulation(*(at_least_fp32(self.scale_shift_table) + cond.modulation).unbind(2))
+        table = at_least_fp32(rounded(self.scale_shift_table, self.compute_dtype))
+        return Modulation(*(table + cond.modulation).unbind(2))
 
     def _attentions(self, x: Tensor, mod: Modulation, cond: Conditioning, ctx: AttnContext) -> Tensor:
         h = (self.norm1(x) * (1 + mod.scale_attn) + mod.shift_attn).type_as(x)

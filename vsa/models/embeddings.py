@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vsa.models.compute_dtype import rounded
+
 Grid = tuple[int, int, int]
 
 
@@ -23,18 +25,22 @@ def at_least_fp32(x: Tensor) -> Tensor:
 class LinearFp32(nn.Linear):
     """A linear layer that computes in at least float32, whatever the dtype of its parameters."""
 
+    compute_dtype: torch.dtype | None = None
+
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else at_least_fp32(self.bias)
-        weight = at_least_fp32(self.weight)
+        bias = None if self.bias is None else at_least_fp32(rounded(self.bias, self.compute_dtype))
+        weight = at_least_fp32(rounded(self.weight, self.compute_dtype))
         return F.linear(input.to(weight.dtype), weight, bias)
 
 
 class LayerNormFp32(nn.LayerNorm):
     """Layer norm that computes in at least float32 and returns that: the caller rounds after modulating."""
 
+    compute_dtype: torch.dtype | None = None
+
     def forward(self, input: Tensor) -> Tensor:
-        weight = None if self.weight is None else at_least_fp32(self.weight)
-        bias = None if self.bias is None else at_least_fp32(self.bias)
+        weight = None if self.weight is None else at_least_fp32(rounded(self.weight, self.compute_dtype))
+        bias = None if self.bias is None else at_least_fp32(rounded(self.bias, self.compute_dtype))
         return F.layer_norm(at_least_fp32(input), self.normalized_shape, weight, bias, self.eps)
 
 
@@ -47,12 +53,16 @@ class PatchEmbedding(nn.Conv3d):
         patch_size: latent frames, rows and columns per token.
     """
 
+    compute_dtype: torch.dtype | None = None
+
     def __init__(self, in_channels: int, dim: int, patch_size: Grid):
         super().__init__(in_channels, dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, input: Tensor) -> Tensor:
         """Tokens `[B, L, C]` from flattened patches `[B, L, in_channels * prod(patch_size)]`."""
-        return F.linear(input.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        weight = rounded(self.weight, self.compute_dtype).flatten(1)
+        bias = None if self.bias is None else rounded(self.bias, self.compute_dtype)
+        return F.linear(input.to(weight.dtype), weight, bias)
 
 
 def patchify(x: Tensor, patch_size: Grid) -> Tensor:
@@ -188,7 +198,8 @@ class ImageEmbedder(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         dtype = cast(nn.Linear, self.ff.net[2]).weight.dtype
-        return self.norm2(self.ff(self.norm1(image).to(dtype))).to(dtype)
+        hidden = self.ff(self.norm1(image).to(dtype))
+        return self.norm2(hidden).to(hidden.dtype)
 
 
 class ConditionEmbedder(nn.Module):

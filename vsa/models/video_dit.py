@@ -18,6 +18,7 @@ from vsa.attention.context import AttnContext, Recorder
 from vsa.attention.denoising import DenoisingPass, DenoisingTopk, per_layer
 from vsa.attention.layout import Segment, TileLayout
 from vsa.models.blocks import Conditioning, TransformerBlock
+from vsa.models.compute_dtype import compute_in, rounded
 from vsa.models.embeddings import (
     ConditionEmbedder,
     Grid,
@@ -72,6 +73,9 @@ class VideoDiT(nn.Module):
     Raises:
         ValueError: a size out of range, an unknown init, only one of the two image arguments.
     """
+
+    compute_dtype: torch.dtype | None = None
+    """What parameters are rounded to where they are used (`compute_in`); None: they are used as they are."""
 
     def __init__(
         self,
@@ -202,7 +206,8 @@ class VideoDiT(nn.Module):
         for layer_idx, block in enumerate(self.blocks):
             x = block(x, cond, ctx.layer(layer_idx))
 
-        shift, scale = (at_least_fp32(self.scale_shift_table) + temb[:, :, None]).unbind(2)
+        table = at_least_fp32(rounded(self.scale_shift_table, self.compute_dtype))
+        shift, scale = (table + temb[:, :, None]).unbind(2)
         x = self.proj_out((self.norm_out(x) * (1 + scale) + shift).type_as(x))
         return unpatchify(layout.unpermute(x), grid, self.patch_size)
 
@@ -281,6 +286,7 @@ class VideoDiT(nn.Module):
             made = made.to(self.proj_out.weight).train(self.training)
             blocks.append(_shallow_copy(cast(TransformerBlock, block)).replace_method(made))
         model.blocks = nn.ModuleList(blocks).train(self.training)
+        compute_in(model, self.compute_dtype)
         return model
 
     @property

@@ -46,7 +46,8 @@ class Gan:
         outside = [layer for layer in self.layers if not 0 <= layer < num_layers]
         if outside:
             raise ValueError(f"gan.layers must be layers of the critic, 0 to {num_layers - 1}, got {outside}")
-        with torch.random.fork_rng(devices=[]):
+        # drawn on the CPU, so that the weights are the same on every device
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             # it is small, and computes in fp32 whatever the critic's dtype
             return sharded(Discriminator(dim, self.layers), mesh)

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vsa.errors import is_out_of_memory, too_large
+from vsa.models.compute_dtype import compute_in
+from vsa.models.init import without_memory
 from vsa.models.recompute import Level
 from vsa.models.sharding import local, place
 from vsa.models.video_dit import VideoDiT
@@ -36,24 +38,41 @@ class ParallelPlan:
             (norms and products around the attentions, not these themselves), attention_mlp (the feed-forward layer
             too), or full.
         compile: `torch.compile` each block.
+        compute_dtype: what parameters, which stay fp32, are rounded to where they are used; auto: bfloat16 on CUDA,
+            float32 elsewhere.
     """
 
     activation_checkpointing: Level = "none"
     compile: bool = False
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+
+    def rounds_to(self, device_type: str) -> torch.dtype | None:
+        """The dtype that parameters are rounded to on a kind of device; None: they are used as they are."""
+        low = device_type == "cuda" if self.compute_dtype == "auto" else self.compute_dtype == "bfloat16"
+        return torch.bfloat16 if low else None
 
 
-def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan) -> None:
+def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan, device_type: str) -> None:
     """Prepare `model` in place: activation checkpointing, per-block compile, FSDP2 over `mesh` (None: no sharding).
 
-    Parameters stay fp32; on CUDA sharded compute is bf16 with fp32 gradient reduction, on the CPU it is fp32. Inputs
-    are not cast: timesteps and modulation need fp32, the model casts what enters a matrix product.
+    Gradients are reduced, and those of several micro-batches summed, in fp32. Inputs are not cast: timesteps and
+    modulation need fp32, the model casts what enters a matrix product.
+
+    Args:
+        model: on any device.
+        mesh: what its parameters are sharded over; they are rounded when they are gathered, without one by each layer.
+        plan: what is applied.
+        device_type: of the device that it will run on.
     """
+    low = plan.rounds_to(device_type)
     model.activation_checkpointing = plan.activation_checkpointing
     if plan.compile:
         model.compile_blocks()
-    if mesh is not None:
-        low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mesh.device_type == "cuda" else {}
-        policy = MixedPrecisionPolicy(**low, cast_forward_inputs=False)
+    if mesh is None:
+        compute_in(model, low)
+    else:
+        reduced = torch.float32 if low else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         # the root too is resharded after its forward: averages and checkpoints read shards at any time
@@ -67,40 +86,54 @@ def build_model(
     *,
     initialise: Callable[[str], bool] | None = lambda name: True,
 ) -> VideoDiT:
-    """The network that `make` builds, prepared by `parallelize`.
+    """The network that `make` builds, prepared by `parallelize`, on the default device or on that of the mesh.
 
-    With a mesh it is made on the meta device, sharded, and filled one parameter at a time, so no rank ever holds the
-    whole model. The weights and the random state are those of a build without a mesh, bit for bit.
+    Values are drawn on the CPU, so that they are the same on every device. With a mesh the network is made on the meta
+    device, sharded, and filled one parameter at a time, so no rank ever holds the whole model. The weights and the
+    random state are those of a build without a mesh, bit for bit.
 
     Args:
-        make: builds the network on the default device.
+        make: builds the network.
         mesh: what the parameters are sharded over; None: not at all.
         plan: what else is applied.
-        initialise: whether a sharded parameter of this name gets its value (None: none does); the others are
-            loaded next.
+        initialise: whether a parameter of this name gets its value (None: none does); the others are loaded next.
     """
     if mesh is None:
-        model = make()
-        parallelize(model, None, plan)
-        return model
+        return _build_whole(make, plan, torch.get_default_device(), draw=initialise is not None)
     fills = _Fills()
     with torch.device("meta"), fills if initialise else nullcontext():
         model = make()
     # sharding puts other parameters in their place
     parameters = model.named_parameters()
     values = {name: fills.of(name, p) for name, p in parameters if initialise and initialise(name)}
-    parallelize(model, mesh, plan)
-    try:
+    parallelize(model, mesh, plan, mesh.device_type)
+    with _named_when_too_large(model):
         model.to_empty(device=mesh.device_type)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ValueError(too_large(lambda: model, error)) from error
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, value in values.items():
             parameter = model.get_parameter(name)
             local(parameter).copy_(local(place(value(), parameter)))
     return model
+
+
+def _build_whole(make: Callable[[], VideoDiT], plan: ParallelPlan, device: torch.device, *, draw: bool) -> VideoDiT:
+    with torch.device("cpu") if draw else without_memory():
+        model = make()
+    parallelize(model, None, plan, device.type)
+    with _named_when_too_large(model):
+        # one parameter after the other: the device holds the model once, and the CPU what has not moved yet
+        return model.to(device) if draw else model.to_empty(device=device)
+
+
+@contextmanager
+def _named_when_too_large(model: VideoDiT) -> Iterator[None]:
+    """Say how large the model is when it does not fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(too_large(lambda: model, error)) from error
 
 
 class _Fills(TorchDispatchMode):
@@ -116,7 +149,7 @@ class _Fills(TorchDispatchMode):
         # by storage, which all views of a parameter share; the tensor keeps its address from being used again
         self._last: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
         # one buffer for all: freed ones would lie in pieces between what is remembered
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self.FUNCTIONS or not args[0].is_meta:
@@ -273,14 +306,11 @@ def rank_zero_reports(*errors: type[Exception], patience: float = 5.0) -> Iterat
         raise
 
 
-def choose_strategy(strategy: Any, *, accelerator: str, processes: int) -> Any:
-    """The strategy of a run: FSDP2 on CUDA and for several processes, none for one process on the CPU.
-
-    On CUDA one device shards too: bf16 compute over fp32 parameters comes from it.
+def choose_strategy(strategy: Any, *, processes: int) -> Any:
+    """The strategy of a run: FSDP2 for several processes, none for a single one.
 
     Args:
         strategy: what the config says, "auto" or a node that builds `ShardedDataParallel`.
-        accelerator: `trainer.accelerator`.
         processes: of all nodes.
 
     Raises:
@@ -288,8 +318,7 @@ def choose_strategy(strategy: Any, *, accelerator: str, processes: int) -> Any:
             Lightning's DDP, which reduces gradients in a wrapper around the module, would leave them unreduced.
     """
     if strategy == "auto":
-        on_cuda = accelerator != "cpu" and torch.cuda.is_available()
-        return ShardedDataParallel() if on_cuda or processes > 1 else "auto"
+        return ShardedDataParallel() if processes > 1 else "auto"
     if isinstance(strategy, str):
         raise ValueError(
             f"trainer.strategy={strategy} is not supported: leave it at auto, or choose trainer=fsdp or trainer=ddp"

@@ -20,7 +20,6 @@ from vsa.config import build, build_task, check_targets
 from vsa.data.batch import VideoBatch
 from vsa.models.sharding import local
 from vsa.training.callbacks.nan_dump import NETWORKS, batch_file, read_batches
-from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import REPLAY, RunStart
 
 
@@ -98,7 +97,6 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
     trainer = L.Trainer(
         accelerator=accelerator,
         devices=1,
-        strategy=choose_strategy("auto", accelerator=accelerator, processes=1),
         callbacks=[look],
         logger=False,
         max_steps=checkpoint.step + 1,

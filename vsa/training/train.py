@@ -148,8 +148,8 @@ def _no_advert(record: logging.LogRecord) -> bool:
 def _check_precision(precision: Any) -> None:
     if precision not in (32, "32", "32-true"):
         raise ValueError(
-            f"trainer.precision={precision} is not supported, expected 32-true: parameters stay in fp32, and on GPUs "
-            "the sharding strategy computes in bf16 by itself"
+            f"trainer.precision={precision} is not supported, expected 32-true: parameters stay in fp32, and what "
+            "networks compute in is task.parallel.compute_dtype (bf16 on GPUs)"
         )
 
 
@@ -306,8 +306,15 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
 
 
 def _processes(trainer: Mapping[str, Any]) -> int:
-    # on the CPU, where it matters, auto is one process
-    local = int(trainer["devices"]) if str(trainer["devices"]).isdecimal() else 1
+    devices = trainer["devices"]
+    if trainer["accelerator"] == "cpu" or not CUDAAccelerator.is_available():
+        # here auto is one process
+        local = int(devices) if str(devices).isdecimal() else 1
+    elif devices == "auto":
+        local = CUDAAccelerator.auto_device_count()
+    else:
+        # none: the trainer says so
+        local = len(CUDAAccelerator.parse_devices(devices) or (0,))
     return local * trainer.get("num_nodes", 1)
 
 
@@ -322,11 +329,7 @@ def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers:
         # torchrun has started the processes already: as many as it says, on as many nodes
         settings["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         settings["num_nodes"] = int(os.environ["WORLD_SIZE"]) // settings["devices"]
-    settings["strategy"] = choose_strategy(
-        settings["strategy"],
-        accelerator=settings["accelerator"],
-        processes=_processes(settings),
-    )
+    settings["strategy"] = choose_strategy(settings["strategy"], processes=_processes(settings))
     # lightning asks the others for their files before everything is checked: they join in `Opening`
     quiet = [logger for logger in loggers if hasattr(logger, "part")]
     return build(settings, callbacks=callbacks, logger=quiet, default_root_dir=cfg.run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +112,10 @@ class Teacher:
             return self._make().eval().requires_grad_(False)
 
         if not self._network:
+            # it has no backward
+            own = replace(plan, activation_checkpointing="none")
             with torch.random.fork_rng(devices=[]):
-                self._network.append(build_model(make, mesh, ParallelPlan(compile=plan.compile), initialise=None))
+                self._network.append(build_model(make, mesh, own, initialise=None))
 
     def load(self, device: torch.device) -> None:
         """Fill the network and put it on `device`."""
