@@ -12,6 +12,7 @@ import torch
 from vsa_kernels.coarse_fine import op, triton_op
 
 from benchmarks.estimates import Comparison, comparisons
+from tests.tiny_runs import composed
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.blocks import TransformerBlock
@@ -22,6 +23,7 @@ from vsa.training.estimate.gpus import GIB, GPUS, known_gpu
 from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork
 from vsa.training.estimate.predict import fitting, memory, step_seconds, total_memory
 from vsa.training.estimate.run import Estimate
+from vsa.training.train import check_run
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = {False: 0.03, True: 0.1}
@@ -294,3 +296,68 @@ def test_estimates_are_near_measurements(part, rows):
     assert max(map(abs, errors)) < 0.15
     full = next(row for row in rows if row.what.startswith("Wan-1.3B"))
     assert abs(replace(full, job=replace(full.job, level="none")).time_error) > 0.15
+
+
+def _here(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    """Lets a CPU be an H200 to those who ask for its kind."""
+    for place in ("vsa.training.train", "vsa.training.callbacks.announcement"):
+        monkeypatch.setattr(f"{place}.gpu_here", lambda device: replace(H200, memory=gib * GIB))
+
+
+def test_a_run_says_what_it_takes_and_a_dry_run_stops_there(training, monkeypatch, capsys, caplog):
+    caplog.set_level("INFO")
+    training("dry_run=true")
+    assert "no estimate for a CPU: vsa plan --gpu KIND makes one" in caplog.text
+    _here(monkeypatch, 20.0)
+    training("dry_run=true")
+    table = capsys.readouterr().out
+    assert "memory of a GPU" in table
+    assert "time of a step" in table
+    assert "the same with dense attention" in table
+    assert not training.folder().exists()
+    with pytest.raises(ValueError, match="dry_run=true looks at a new run, got ckpt_path=last"):
+        training("dry_run=true", "ckpt_path=last")
+    _here(monkeypatch, 0.5)
+    with pytest.raises(ValueError, match=r"it needs 0\.8 GiB of the 0\.5 of one H200"):
+        training("dry_run=true")
+    assert not training.folder().exists()
+    caplog.clear()
+    # a run is not stopped by an estimate
+    training("trainer.max_steps=1")
+    line, warning = [text for text in caplog.messages if "estimate" in text]
+    assert line.startswith("estimate: 0.8 of 0.5 GiB of each H200")
+    assert "GPU-hours for 1 steps" in line
+    assert warning.startswith("warning: by the estimate it needs 0.8 GiB")
+
+
+def test_a_sweep_refuses_a_dry_run():
+    cfg = composed(("dry_run=true",))
+    with pytest.raises(ValueError, match="dry_run=true is for one run: a sweep checks all its runs"):
+        check_run(cfg, {})
+
+
+PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--grid", "4", "8", "8")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ((), 0, "take activation_checkpointing=none: the least recomputation that fits"),
+        (("--gpu", "RTX 4090"), 0, "RTX 4090 lacks measured rates"),
+        (
+            ("--gpu", "GT 710"),
+            1,
+            "--gpu GT 710: nothing is known of it, give its memory (--memory GIB)",
+        ),
+        (("--gpu", "GT 710", "--memory", "1.5"), 1, "error: it needs"),
+        (("trainer.devices=auto",), 1, "trainer.devices=auto: a plan needs a number of GPUs, as in trainer.devices=8"),
+        (("trainer.devices=3",), 1, "data.batch_size=8 is not divisible by the 3 micro-batches of a step"),
+        (("--memory", "0"), 1, "--memory 0: expected GiB above 0"),
+        (("--grid", "0", "8", "8"), 1, "--grid 0 8 8: expected token counts above 0"),
+    ],
+)
+def test_the_command(words, status, said, command_line):
+    ended, out, err = command_line(*PLAN, *words)
+    assert ended == status, err
+    assert said in out + err
+    assert len(err.splitlines()) == status

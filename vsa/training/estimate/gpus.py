@@ -6,7 +6,9 @@ D head dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 GIB = 2**30
 
@@ -130,3 +132,12 @@ GPUS = (
 def known_gpu(name: str) -> Gpu | None:
     """The kind of GPU whose name is part of `name`, whatever its case."""
     return next((gpu for gpu in GPUS if gpu.name.lower() in name.lower()), None)
+
+
+def gpu_here(device: torch.device) -> Gpu | None:
+    """The kind of a device with the memory that it has; None: no GPU, or nothing is known of its kind."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    gpu = known_gpu(properties.name)
+    return None if gpu is None else replace(gpu, memory=float(properties.total_memory))

@@ -273,3 +273,17 @@ def steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> in
             one = network.model.flops(job.latent_shape, job.topk, job.text).executed
         each += share * job.samples * one
     return max(1, math.floor(cfg[budget] / each))
+
+
+def estimate_of(cfg: Any, module: Any, datamodule: Any, gpu: Gpu, *, ranks: int) -> Estimate:
+    """The estimate of a run whose data are set up.
+
+    Args:
+        cfg: of the run.
+        module: its training module.
+        datamodule: its data.
+        gpu: kind of GPU.
+        ranks: GPUs.
+    """
+    jobs = jobs_of(cfg, module, datamodule.buckets, datamodule.text_encoder.max_tokens, ranks=ranks)
+    return Estimate(gpu=gpu, jobs=jobs, steps=steps_of(cfg, jobs))
