@@ -119,7 +119,7 @@ def test_what_an_eager_block_keeps(attention, size, monkeypatch, any_operator):
     ("attention", "level"),
     [
         (FullAttention, "none"),
-        (SPARSE[1], "attention"),
+        pytest.param(SPARSE[1], "attention", marks=pytest.mark.slow),
         pytest.param(SPARSE[1], "none", marks=pytest.mark.slow),
         pytest.param(SPARSE[2], "none", marks=pytest.mark.slow),
         pytest.param(SPARSE[1], "attention_mlp", marks=pytest.mark.slow),
