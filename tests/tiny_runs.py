@@ -173,6 +173,7 @@ NO_GROUPS = (
     "output_dir",
     "run",
     "overwrite",
+    "dry_run",
     "init_from",
     "ckpt_path",
     "seed",

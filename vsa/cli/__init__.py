@@ -17,6 +17,7 @@ from vsa.signals import end_at_once, handled_by
 
 COMMANDS = {
     "train": "vsa.cli.train:train",
+    "plan": "vsa.cli.plan:plan",
     "sweep": "vsa.cli.sweep:sweep",
     "replay": "vsa.cli.replay:replay",
     "encode": "vsa.cli.encode:encode",

@@ -53,18 +53,7 @@ def count_flops(
     Source: VSA paper section 3 and appendix C (attention forward 4 FLOPs per pair and channel, 3.5x with backward).
     """
 
-    def tokens(name: str) -> int:
-        """Tokens of a sample that pass through a layer."""
-        if name.startswith("condition_embedder.time"):
-            return 1
-        if name.startswith("condition_embedder.text_embedder.") or name.endswith(("attn2.to_k", "attn2.to_v")):
-            return text_len
-        if name.startswith("condition_embedder.image_embedder.") or name.endswith((".add_k_proj", ".add_v_proj")):
-            return image_len
-        return num_tokens
-
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)]
-    linear = float(sum(2 * tokens(name) * module.weight.numel() for name, module in modules))
+    linear = linear_flops(model, num_tokens=num_tokens, text_len=text_len, image_len=image_len)
     roles = model.parameter_roles()
     num_parameters = sum(p.numel() for name, p in model.named_parameters() if roles[name] != "gate")
     linear_factor, attention_factor = (3.0, 3.5) if training else (1.0, 1.0)
@@ -76,3 +65,28 @@ def count_flops(
         self_attention=self_attention,
         dense_equivalent=linear_factor * 2 * num_parameters * num_tokens + dense_attention,
     )
+
+
+def linear_flops(model: Any, *, num_tokens: int, text_len: int, image_len: int = 0, part: str = "") -> float:
+    """Forward of the linear layers for one sample with one timestep.
+
+    Args:
+        model: a `VideoDiT`.
+        num_tokens: L.
+        text_len: S.
+        image_len: image tokens of image-to-video models.
+        part: only layers whose name has it.
+    """
+
+    def tokens(name: str) -> int:
+        """Tokens of a sample that pass through a layer."""
+        if name.startswith("condition_embedder.time"):
+            return 1
+        if name.startswith("condition_embedder.text_embedder.") or name.endswith(("attn2.to_k", "attn2.to_v")):
+            return text_len
+        if name.startswith("condition_embedder.image_embedder.") or name.endswith((".add_k_proj", ".add_v_proj")):
+            return image_len
+        return num_tokens
+
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)]
+    return float(sum(2 * tokens(name) * layer.weight.numel() for name, layer in layers if part in name))

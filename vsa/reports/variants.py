@@ -15,7 +15,7 @@ from vsa.reports.statistics import Difference, holm, paired_difference, pareto_f
 
 LR = "optim.lr"
 # what says which run it is and where it lies, and what it is shown with
-_IDENTITY = ("name", "run", "run_dir", "output_dir", "ckpt_path", "overwrite", "seed")
+_IDENTITY = ("name", "run", "run_dir", "output_dir", "ckpt_path", "overwrite", "dry_run", "seed")
 _FOLDERS = (".run_dir", ".root_dir", ".save_dir")
 _SHOWN_WITH = ("logger.", "callbacks.progress.", "callbacks.checkpoint.", "resume.")
 # the number of steps follows from these

@@ -20,6 +20,7 @@ SHOWN = (
     "run_dir",
     "ckpt_path",
     "overwrite",
+    "dry_run",
     "resume",
     "sweep",
     "logger",

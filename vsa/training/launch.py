@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hydra import version
 from hydra._internal.utils import _run_hydra, get_args_parser
@@ -27,8 +29,12 @@ INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
 """What a config can cause beside ValueError and OSError."""
 
 
-def launch(arguments: Sequence[str]) -> None:
+def launch(arguments: Sequence[str], job: Callable[[DictConfig], Any] | None = None) -> None:
     """Train as settings and flags of Hydra say; bad input and signals end in one line.
+
+    Args:
+        arguments: settings and flags.
+        job: what is done with the settings instead of training.
 
     HYDRA_FULL_ERROR=1 adds the traceback. `sys.argv` stays as it is: the processes of other devices are started by it.
     """
@@ -47,7 +53,7 @@ def launch(arguments: Sequence[str]) -> None:
             _run_hydra(
                 args=args,
                 args_parser=parser,
-                task_function=run,
+                task_function=run if job is None else partial(_run_job, job),
                 config_path=str(config_folder()),
                 config_name="train",
             )
@@ -67,3 +73,9 @@ def run(cfg: DictConfig) -> float:
         require_checked()
         train(cfg, Typed.of(HydraConfig.get()))
         return final_loss(Path(str(cfg.run_dir)))
+
+
+def _run_job(job: Callable[[DictConfig], Any], cfg: DictConfig) -> None:
+    with one_line_errors(*INPUT_ERRORS, traceback=False):
+        require_checked()
+        job(cfg)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_module, rank_zero_only
@@ -25,6 +26,7 @@ from vsa.config import build, build_task, check_settings, check_targets, model_f
 from vsa.models.init import without_memory
 from vsa.secrets import without_secrets
 from vsa.training.budgets import MEASURED_STEPS, WARM_UP_STEPS, StepTimer, budget_of, steps_of_budget
+from vsa.training.callbacks.announcement import Announcement
 from vsa.training.callbacks.bad_samples import BadSamples
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.opening import Opening
@@ -32,6 +34,8 @@ from vsa.training.callbacks.start_times import StartTimes
 from vsa.training.config_changes import changed_settings, listed, refuse_changes
 from vsa.training.deadline import deadline_of
 from vsa.training.ending import fit, nothing_to_do
+from vsa.training.estimate.gpus import gpu_here
+from vsa.training.estimate.run import estimate_of, full_lines, with_dense_attention
 from vsa.training.modules.base import JobSize
 from vsa.training.parallel import choose_strategy
 from vsa.training.run_state import REPLAY, RunStart
@@ -63,6 +67,9 @@ def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
     start_times = StartTimes()
     _check_values(cfg)
     run_dir = _run_dir(cfg)
+    if cfg.dry_run:
+        _dry_run(cfg)
+        return
     # before anything is read to go on from, and until the last file is written
     with locked(run_dir) if _is_first_process(cfg) else nullcontext(), RunFolder(run_dir) as folder:
         cfg = cfg.copy()
@@ -70,6 +77,33 @@ def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
             # the queue starts a job with the command it had
             cfg.ckpt_path = "last"
         _train(cfg, run_dir, folder, typed, start_times)
+
+
+def _dry_run(cfg: DictConfig) -> None:
+    """Check a new run as its start does, and print what it takes on the GPUs that are here."""
+    if cfg.ckpt_path is not None:
+        raise ValueError(f"dry_run=true looks at a new run, got ckpt_path={cfg.ckpt_path}")
+    cfg, opened = cfg.copy(), dict[str, Any]()
+    cfg.dry_run = False
+    check_run(cfg, opened)
+    (datamodule,) = opened.values()
+    on_gpu = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    gpu = gpu_here(device)
+    if gpu is None:
+        name = torch.cuda.get_device_name(device) if on_gpu else "a CPU"
+        rank_zero_info(f"the run can start; no estimate for {name}: vsa plan --gpu KIND makes one")
+        return
+    module = build_task(cfg)
+    ranks = _processes(cfg.trainer)
+    if cfg.trainer.devices in ("auto", -1):
+        here = TorchElasticEnvironment.detect()
+        ranks = int(os.environ["WORLD_SIZE"]) if here else torch.cuda.device_count() * cfg.trainer.get("num_nodes", 1)
+    estimate = estimate_of(cfg, module, datamodule, gpu, ranks=ranks)
+    if rank_zero_only.rank == 0:
+        print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
+    if (refusal := estimate.refusal()) is not None:
+        raise ValueError(refusal)
 
 
 def _is_requeued() -> bool:
@@ -87,6 +121,8 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
         ValueError: an impossible setting, named with its value.
     """
     _check_values(cfg)
+    if cfg.dry_run:
+        raise ValueError("dry_run=true is for one run: a sweep checks all its runs before the first one starts")
     cfg = cfg.copy()
     key = OmegaConf.to_yaml(cfg.data, resolve=True)
     datamodule = opened.get(key) or build(cfg.data)
@@ -301,7 +337,7 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
     """What opens the run, what changes the state of a run (0), what saves it (1), what shows what was saved (2)."""
     built = [build(node) for node in cfg.callbacks.values() if node is not None]
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
-    built.append(BadSamples(str(cfg.run_dir)))
+    built += [BadSamples(str(cfg.run_dir)), Announcement(cfg)]
     return [opening, *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
 
 

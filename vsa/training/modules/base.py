@@ -26,6 +26,7 @@ from vsa.models.flops import FlopCount, weighted_flops
 from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import Count, NonNegative, checked
+from vsa.training.estimate.job import TRAINING, PlannedNetwork
 from vsa.training.gradients import GradientClipper
 from vsa.training.lightning_compat import set_step
 from vsa.training.modules.teacher import Teacher
@@ -226,6 +227,13 @@ class DiffusionModule(L.LightningModule):
             # a checkpoint to resume from holds every weight, one to start from all but gates and adapters
             initialise = None if self.resume is not None else self._starts_fresh
             self.model = build_model(make, self.device_mesh, self._parallel, initialise=initialise)
+
+    def planned_networks(self) -> tuple[PlannedNetwork, ...]:
+        """The networks of a step without memory, the trained one first, and how often each is passed."""
+        with without_memory():
+            model = self._model_factory()
+            self.prepare_model(model)
+        return (PlannedNetwork(name="model", model=model, passes={TRAINING: 1.0}, updates=1.0),)
 
     def _starts_fresh(self, name: str) -> bool:
         return self.init_from is None or is_gate(name) or ".lora_" in name

@@ -23,11 +23,13 @@ from vsa.diffusion import flow_matching as fm
 from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.evaluation.figures import health_curves
 from vsa.models.flops import FlopCount, weighted_flops
+from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.distribution_matching import DistributionMatching, NegativeText, Networks, ScoredRollout
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.settings import AtLeastOne, Count, NonNegative, checked
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
+from vsa.training.estimate.job import PlannedNetwork
 from vsa.training.gradients import GradientClipper
 from vsa.training.lightning_compat import set_accumulation, set_manual_step
 from vsa.training.modules.base import DiffusionModule, JobSize
@@ -41,6 +43,9 @@ from vsa.training.run_state import Stateful, Weights, refuse_missing
 if TYPE_CHECKING:
     # the data module loads the video libraries
     from vsa.data.datamodule import PlanDataModule
+
+_PLANNED_TURNS = 30
+"""Of the generator, over which passes are averaged before a run."""
 
 
 @checked
@@ -188,6 +193,26 @@ class DistillModule(DiffusionModule):
         self.teacher.build(self.device_mesh, self._parallel)
         refuse_shared_parameters(
             {"generator": self.model, "fake_score": self.fake_score.network, "real_score": self.teacher.network}
+        )
+
+    def planned_networks(self) -> tuple[PlannedNetwork, ...]:
+        # whole turns of both updates, each over all steps of the list
+        first, count = self.cycle.fake_score_warmup, _PLANNED_TURNS * self.cycle.generator_every
+        passes: dict[str, dict[bool, float]] = {}
+        for iteration in range(first, first + count):
+            turn = self.cycle.is_generators_turn(iteration)
+            counted = self.objective.passes(seed=self.seed, iteration=iteration, generator=turn)
+            for (name, training), times in counted.items():
+                own = passes.setdefault(name, {})
+                own[training] = own.get(training, 0.0) + times / count
+        (generator,) = super().planned_networks()
+        with without_memory():
+            critic = self.fake_score.make()
+        teacher = self.teacher.planned().requires_grad_(False)
+        return (
+            replace(generator, name="generator", passes=passes["generator"], updates=1 / self.cycle.generator_every),
+            PlannedNetwork(name="fake_score", model=critic, passes=passes["fake_score"], updates=1.0),
+            PlannedNetwork(name="real_score", model=teacher, passes=passes.get("real_score", {})),
         )
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]

@@ -21,6 +21,7 @@ from vsa.diffusion.latent_statistics import LatentStatistics
 from vsa.models.video_dit import VideoDiT
 from vsa.objectives.flow_matching import FinetuneLoss, LossTerms
 from vsa.settings import checked
+from vsa.training.estimate.job import FORWARD, PlannedNetwork
 from vsa.training.modules.pretrain import PretrainModule
 from vsa.training.modules.teacher import Teacher
 from vsa.training.parallel import ParallelPlan
@@ -121,6 +122,12 @@ class FinetuneModule(PretrainModule):
         super().configure_model()
         if self._teacher is not None:
             self._teacher.build(self.device_mesh, self._parallel)
+
+    def planned_networks(self) -> tuple[PlannedNetwork, ...]:
+        networks = super().planned_networks()
+        if self._teacher is None:
+            return networks
+        return (*networks, PlannedNetwork(name="teacher", model=self._teacher.planned(), passes={FORWARD: 1.0}))
 
     def load_frozen(self) -> None:
         if self._teacher is not None:

@@ -59,6 +59,11 @@ class Teacher:
         assert self._start is not None
         return self._start
 
+    def planned(self) -> VideoDiT:
+        """Its network without memory."""
+        with without_memory():
+            return self._make()
+
     @property
     def network(self) -> VideoDiT:
         """Its network, once `build` has made it."""

@@ -1,0 +1,181 @@
+"""Estimates of `vsa plan` beside every training step that was measured: `python -m benchmarks.estimates`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vsa.attention.full import FullAttention
+from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.init import without_memory
+from vsa.models.video_dit import VideoDiT
+from vsa.training.estimate.gpus import GIB, known_gpu
+from vsa.training.estimate.job import FORWARD, TRAINING, Job, PlannedNetwork
+from vsa.training.estimate.predict import memory, step_seconds
+
+FOLDER = Path(__file__).parent
+WAN, DIT_120M, ABLATION = (12, 128, 8960, 30, 4096), (12, 64, 3072, 12, 4096), (8, 64, 2048, 6, 64)
+"""Heads, head dim, width of the feed-forward layer, layers, text width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """An estimate and its measurement.
+
+    Args:
+        what: was measured.
+        file: of `benchmarks/`.
+        calibrates: whether a rate of the GPU was taken from it.
+        job: as it was measured.
+        milliseconds: of a step, measured.
+        gib: of memory, measured; None: nobody did.
+    """
+
+    what: str
+    file: str
+    calibrates: bool
+    job: Job
+    milliseconds: float
+    gib: float | None
+
+    @property
+    def time_error(self) -> float:
+        """Of the estimated time, as a share of the measured one."""
+        gpu = known_gpu("H200")
+        assert gpu is not None
+        return sum(step_seconds(self.job, gpu).values()) * 1e3 / self.milliseconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Of the estimated memory in tensors."""
+        return None if self.gib is None else sum(memory(self.job).values()) / GIB / self.gib - 1
+
+    def row(self) -> str:
+        """Of the table in `docs/how-fast.md`."""
+        estimated = self.milliseconds * (1 + self.time_error)
+        taken = "calibrates" if self.calibrates else ""
+        gib, error = ("", "") if self.gib is None else (f"{self.gib:.1f}", f"{self.memory_error:+.1%}")
+        return (
+            f"| {self.what} | {self.milliseconds:,.0f} | {estimated:,.0f} | {self.time_error:+.1%} | {gib} | {error} | "
+            f"{taken} |"
+        )
+
+
+def comparisons() -> list[Comparison]:
+    """All of them."""
+    return [*_wan(), *_pretraining(), *_distillation(), *_ablation()]
+
+
+def _read(file: str) -> Any:
+    return json.loads((FOLDER / f"{file}.json").read_text())
+
+
+def _network(size: tuple[int, ...], gates: int | None, tile: tuple[int, int, int] = (4, 4, 4), **use: Any) -> Any:
+    """A network, dense or with one or two gates."""
+    heads, head_dim, ffn_dim, layers, text_dim = size
+    sparse = partial(VideoSparseAttention, tile_thw=tile, fine_gate=gates == 2)
+    with without_memory():
+        model = VideoDiT(
+            attention=FullAttention if gates is None else sparse,
+            num_attention_heads=heads,
+            attention_head_dim=head_dim,
+            ffn_dim=ffn_dim,
+            num_layers=layers,
+            text_dim=text_dim,
+        )
+    use = {"name": "model", "passes": {TRAINING: 1.0}, "updates": 1.0} | use
+    return PlannedNetwork(model=model, **use)
+
+
+def _wan() -> Iterator[Comparison]:
+    file = "h200-2026-11-21-step-wan-1-3b"
+    for row in _read(file)["rows"]:
+        if row["op"] == "free":
+            continue
+        sparse, compiled = row["op"] == "triton", row["pass"].startswith("compiled")
+        network = _network(WAN, 1 if sparse else None)
+        yield Comparison(
+            what=f"Wan-1.3B, 23,296 tokens, {'K=32' if sparse else 'dense'}, {'compiled' if compiled else 'eager'}",
+            file=file,
+            calibrates=compiled and not sparse,
+            job=Job(
+                networks=[network], latent_shape=(16, 16, 56, 104), text=512, topk=32, batch=1, level="full",
+                compiled=compiled, averaged=False, keeps_gradients=False,
+            ),
+            milliseconds=row["median_ms"],
+            # measured above weights and moments, which were there before the call
+            gib=row["peak_extra_mib"] / 1024 + 12 * network.parameters / GIB,
+        )  # fmt: skip
+
+
+def _pretraining() -> Iterator[Comparison]:
+    file = "h200-2026-11-21-pretrain-120m"
+    for row in _read(file)["runs"]:
+        sparse, compiled = row["run"].startswith("sparse"), row["run"].endswith("compiled")
+        yield Comparison(
+            what=f"pretrain_120m, 8 x 16,384 tokens, {'K=32' if sparse else 'dense'}, "
+            f"{'compiled' if compiled else 'eager'}",
+            file=file,
+            calibrates=False,
+            job=Job(
+                networks=[_network(DIT_120M, 2 if sparse else None)], latent_shape=(16, 16, 64, 64), text=16, topk=32,
+                batch=8, level="full", compiled=compiled,
+            ),
+            milliseconds=row["step_seconds"] * 1e3,
+            gib=row["memory_gib"],
+        )  # fmt: skip
+
+
+def _distillation() -> Iterator[Comparison]:
+    for mode in ("eager", "compiled"):
+        file = f"h200-2026-11-21-distill-{mode}"
+        rows = _read(file)["rows"]
+        for name in ("dense", "triton"):
+            (mean,) = (r for r in rows if r["op"].startswith(f"{name}: mean iteration"))
+            (whole,) = (r for r in rows if r["op"].startswith(f"{name}: whole iteration"))
+            # of the three steps in the mean, the generator updated once in five
+            networks = [
+                _network(WAN, 1 if name == "triton" else None, passes={FORWARD: 2.2, TRAINING: 0.2}, updates=0.2),
+                _network(WAN, None, passes={FORWARD: 0.2, TRAINING: 1.0}),
+                _network(WAN, None, passes={FORWARD: 0.4}, updates=0.0),
+            ]
+            yield Comparison(
+                what=f"distillation, Wan-1.3B, {'K=73' if name == 'triton' else 'dense'} generator, {mode}",
+                file=file,
+                calibrates=False,
+                job=Job(
+                    networks=networks, latent_shape=(16, 16, 56, 104), text=512, topk=73, batch=1, level="full",
+                    compiled=mode == "compiled", keeps_gradients=False,
+                ),
+                milliseconds=mean["median_ms"],
+                gib=whole["peak_mib"] / 1024,
+            )  # fmt: skip
+
+
+def _ablation() -> Iterator[Comparison]:
+    file = "ablation/h200-2026-11-22-step"
+    tiles = {"full": (4, 4, 4), "video_sparse 4,4,4": (4, 4, 4), "video_sparse 4,8,8": (4, 8, 8)}
+    for row in _read(file):
+        if row["name"] not in tiles:
+            continue
+        dense = row["name"] == "full"
+        yield Comparison(
+            what=f"22M, 16 x 4,096 tokens, {'dense' if dense else 'K=' + str(row['topk'])} of {row['tiles']}, eager",
+            file=file,
+            calibrates=False,
+            job=Job(
+                networks=[_network(ABLATION, None if dense else 2, tiles[row["name"]])], latent_shape=(16, 16, 32, 32),
+                text=24, topk=row["topk"], batch=16,
+            ),
+            milliseconds=row["step_s"] * 1e3,
+            gib=row["mem"],
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    for comparison in comparisons():
+        print(comparison.row())

@@ -1,0 +1,37 @@
+"""What a run will take, said before it takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from vsa.training.display import never_fatal
+from vsa.training.estimate.gpus import gpu_here
+from vsa.training.estimate.run import estimate_of, short_lines
+from vsa.training.modules.base import DiffusionModule
+
+
+class Announcement(L.Callback):
+    """Prints the estimate of `vsa plan` in one line, with a warning when it does not fit, on known kinds of GPU.
+
+    An estimate may be wrong where a run would fit all the same, so that none is stopped by it.
+
+    Args:
+        cfg: of the run.
+    """
+
+    def __init__(self, cfg: Any):
+        self._cfg = cfg
+
+    def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
+        # the data are known, and no network has been made yet
+        gpu = gpu_here(trainer.strategy.root_device)
+        if gpu is None:
+            return
+        with never_fatal("the estimate of memory and time"):
+            datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+            estimate = estimate_of(self._cfg, pl_module, datamodule, gpu, ranks=trainer.world_size)
+            for line in short_lines(estimate):
+                rank_zero_info(line)

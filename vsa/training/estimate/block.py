@@ -1,0 +1,166 @@
+"""Bytes that a transformer block keeps for its backward, and bytes that its elementwise work reads and writes.
+
+n tokens of a micro-batch, C model width, F width of the feed-forward layer, H heads. Activations are bf16, norms and
+modulation fp32, as `vsa.models.blocks` computes them on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vsa.models.recompute import Level
+
+LEVELS: tuple[Level, ...] = ("none", "attention", "attention_mlp", "full")
+"""From the one that computes least again to the one that keeps least."""
+
+HALF, SINGLE = 2, 4
+"""Bytes of a number in bf16 and in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """A block and what it is given.
+
+    Args:
+        tokens: n, of all samples.
+        text: text tokens of all samples.
+        dim: C.
+        ffn_dim: F.
+        heads: H.
+        gates: linear layers of the attention method, each as wide as the model.
+        tiles: of all samples, where the method runs the coarse-fine operator; 0: another attention.
+        capacity: of the operator's lists.
+        compiled: whether the block is compiled, which fuses norms, modulation and casts.
+        fused_norms: whether torch has RMSNorm as one kernel, which keeps its input; others keep two fp32 tensors.
+    """
+
+    tokens: int
+    text: int
+    dim: int
+    ffn_dim: int
+    heads: int
+    gates: int = 0
+    tiles: int = 0
+    capacity: int = 0
+    compiled: bool = False
+    fused_norms: bool = True
+
+    @property
+    def wide(self) -> int:
+        """Numbers in the hidden states."""
+        return self.tokens * self.dim
+
+
+def kept_bytes(shape: BlockShape, level: Level) -> float:
+    """What a block keeps from its forward to its backward, without parameters and what all blocks share."""
+    wide = shape.wide
+    states = HALF * wide
+    if level == "full":
+        return states
+    outputs = _attention_outputs(shape)
+    if level == "attention_mlp":
+        return states + outputs
+    if level == "attention":
+        return states + outputs + _feed_forward(shape)
+    # inputs of the two attentions' products, their queries, keys, values and outputs
+    if shape.compiled:
+        # the block's input and, of each attention, what enters and leaves its products; no fp32 copy
+        inner = states + HALF * wide * 11
+    else:
+        norms = SINGLE * wide * 3 + HALF * wide * 3
+        inner = norms + 3 * _rms_norm(shape, wide) + HALF * wide * 4
+    text = shape.text * shape.dim
+    keys = _rms_norm(shape, text) + 2 * HALF * text
+    statistics = SINGLE * shape.tokens * 7
+    return inner + outputs + HALF * wide * shape.gates + keys + statistics + _feed_forward(shape)
+
+
+def turn_bytes(shape: BlockShape, level: Level) -> float:
+    """What a block needs on top of `kept_bytes` while its backward runs: what is computed again, and gradients."""
+    width = HALF * shape.tokens
+    if shape.compiled:
+        gradients = width * (shape.ffn_dim + shape.dim)
+    else:
+        # of the hidden layer, or fp32 ones of modulation and residual
+        gradients = max(width * (shape.ffn_dim + 3 * shape.dim), width * 7 * shape.dim)
+    whole, kept = kept_bytes(shape, "none"), kept_bytes(shape, level)
+    if level == "attention":
+        # the feed-forward layer is done when the attentions are computed again
+        return max(kept, whole - _feed_forward(shape)) - kept + gradients
+    return max(0.0, whole - kept) + gradients
+
+
+def _attention_outputs(shape: BlockShape) -> float:
+    """What both attentions give: their outputs and logsumexp, of the operator also the fine output and small tables."""
+    numbers = 2 * shape.wide
+    single = 2 * shape.heads * shape.tokens
+    if shape.tiles:
+        numbers += shape.wide
+        # coarse output and three means a tile, lists and two rows of sums
+        single += shape.tiles * (4 * shape.dim + shape.heads * (shape.capacity + 2))
+    return HALF * numbers + SINGLE * single
+
+
+def _rms_norm(shape: BlockShape, numbers: int) -> float:
+    return numbers * (HALF if shape.fused_norms or shape.compiled else 2 * SINGLE)
+
+
+def _feed_forward(shape: BlockShape) -> float:
+    hidden = 2 * HALF * shape.tokens * shape.ffn_dim
+    # its input, its output, and without compilation the norm's fp32 input and output
+    return hidden + shape.wide * (2 * HALF if shape.compiled else 2 * HALF + 2 * SINGLE)
+
+
+class Traffic(NamedTuple):
+    """Bytes that elementwise kernels read and write, by what they do."""
+
+    forward: float
+    backward: float
+
+
+# bytes a number of the hidden states (C), a number of the hidden layer (F): forward, backward. Eager: every operation
+# reads its arguments and writes its result, casts to fp32 and back included. Compiled: one kernel between two products.
+_EAGER = {
+    "norm1, modulation": (36, 58),
+    "RMSNorm of q and k": (8, 20),
+    "RoPE of q and k": (84, 88),
+    "gate, residual": (22, 40),
+    "norm2": (20, 38),
+    "RMSNorm of the second q, residual": (10, 10),
+    "norm3, modulation": (36, 58),
+    "gate, residual of the feed-forward layer": (22, 40),
+    "biases, sum of the gradients of q, k, v": (0, 24),
+}
+_COMPILED = {
+    "norm1, modulation": (4, 10),
+    "RMSNorm, RoPE of q and k": (8, 20),
+    "gate, residual, norm2": (8, 18),
+    "RMSNorm of the second q": (4, 10),
+    "residual, norm3, modulation": (8, 12),
+    "gate, residual of the feed-forward layer": (6, 6),
+    "biases, sum of the gradients of q, k, v": (0, 28),
+}
+_GELU = (4, 8)
+_GATE = (0, 8)
+
+
+def block_traffic(shape: BlockShape) -> Traffic:
+    """Of one block."""
+    table = _COMPILED if shape.compiled else _EAGER
+    forward, backward = (
+        shape.wide * (sum(row[i] for row in table.values()) + shape.gates * _GATE[i])
+        + shape.tokens * shape.ffn_dim * _GELU[i]
+        for i in range(2)
+    )
+    return Traffic(forward, backward)
+
+
+def head_bytes(shape: BlockShape) -> float:
+    """What the last norm and modulation keep, never compiled: the norm's fp32 input and output, the result."""
+    return shape.wide * (2 * SINGLE + HALF)
+
+
+def head_traffic(shape: BlockShape) -> Traffic:
+    """Of the last norm and modulation."""
+    return Traffic(*(shape.wide * bytes_ for bytes_ in _EAGER["norm1, modulation"]))

@@ -1,0 +1,143 @@
+"""What kinds of GPU are known to do, by measurement: the only numbers that times are estimated with.
+
+D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+GIB = 2**30
+
+MEASURED_BY = {
+    "matrix_flops": "python -m scripts.bench step --device cuda --shapes wan1.3b-480p (matrix products)",
+    "copy_bytes": "vsa train experiment=ablation debug=profile (the line under its table)",
+    "dense_flops": "python -m scripts.bench fine --device cuda --against dense",
+    "operator_flops": "python -m scripts.bench vsa --device cuda",
+    "cross_flops": "python -m scripts.bench step --device cuda --shapes wan1.3b-480p (attention of `free`)",
+    "sharding_bytes": "python -m scripts.bench step --device cuda --shapes wan1.3b-480p (copies of `free`)",
+    "optimizer_parameters": "python -m scripts.bench step --device cuda --shapes wan1.3b-480p (optimizer)",
+    "link_bytes": "all_reduce_perf of nccl-tests on the GPUs of one host",
+}
+"""The command that measures each rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRate:
+    """FLOPs per second of an attention kernel, a multiply-add counted as two, 4 D a pair forward and 10 D backward.
+
+    Args:
+        forward: of the forward.
+        both: of forward and backward together, 14 D a pair.
+    """
+
+    forward: float
+    both: float
+
+    def seconds(self, forward_flops: float, *, forwards: int, backward: bool) -> float:
+        """The time of `forwards` forwards and of a backward where there is one."""
+        alone = forward_flops / self.forward
+        # the backward is what the two together take longer
+        return alone * (forwards - backward) + (3.5 * forward_flops / self.both if backward else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A kind of GPU. Rates that nobody has measured are None: no time is estimated with a guess.
+
+    Args:
+        name: part of the device's name.
+        memory: bytes that a program can have.
+        matrix_flops: of a network's linear layers, FLOPs per second.
+        copy_bytes: read and written by elementwise kernels, bytes per second.
+        dense_flops: of dense attention, by head dim.
+        operator_flops: of VSA's whole operator, by head dim, counted over the tokens that whole tiles would have.
+        cross_flops: of attention to text, forward and backward, FLOPs per second.
+        sharding_bytes: read and written by FSDP2 around its collectives, bytes per second.
+        optimizer_parameters: that AdamW updates a second.
+        link_bytes: that a GPU sends to others of its host while it receives as much, bytes per second.
+        sources: where each rate comes from, a file of `benchmarks/`.
+    """
+
+    name: str
+    memory: float
+    matrix_flops: float | None = None
+    copy_bytes: float | None = None
+    dense_flops: Mapping[int, AttentionRate] | None = None
+    operator_flops: Mapping[int, AttentionRate] | None = None
+    cross_flops: float | None = None
+    sharding_bytes: float | None = None
+    optimizer_parameters: float | None = None
+    link_bytes: float | None = None
+    sources: Mapping[str, str]
+
+    @property
+    def lacks(self) -> list[str]:
+        """Rates that are not known and without which no time is estimated; communication alone can be left out."""
+        return [name for name in MEASURED_BY if name != "link_bytes" and getattr(self, name) is None]
+
+
+_STEP, _FINE, _VSA = "h200-2026-11-21-step-wan-1-3b", "h200-2026-11-21-fine", "h200-2026-11-21-vsa"
+
+GPUS = (
+    Gpu(
+        name="H200",
+        memory=139.8 * GIB,
+        # 232.9 TFLOP of the compiled dense step in 325.9 ms
+        matrix_flops=715e12,
+        copy_bytes=4.15e12,
+        dense_flops={
+            64: AttentionRate(forward=464e12, both=452e12),
+            128: AttentionRate(forward=616e12, both=562e12),
+        },
+        operator_flops={
+            64: AttentionRate(forward=326e12, both=336e12),
+            128: AttentionRate(forward=416e12, both=375e12),
+        },
+        # 9.9 TFLOP in 35.4 ms
+        cross_flops=280e12,
+        # two gathers and a reduction of 1.419e9 parameters, 42 bytes each, in 91.0 ms
+        sharding_bytes=655e9,
+        # 1.419e9 in 30.3 ms
+        optimizer_parameters=46.8e9,
+        sources={
+            "matrix_flops": f"{_STEP}, compiled dense",
+            "copy_bytes": "h200-2026-11-23-profile-ablation",
+            "dense_flops": f"{_FINE}, 16k",
+            "operator_flops": f"{_VSA} (D=128) and {_VSA}-ahead (D=64), 16k without fine gate",
+            "cross_flops": f"{_STEP}, compiled, attention free",
+            "sharding_bytes": f"{_STEP}, compiled, attention free",
+            "optimizer_parameters": f"{_STEP}, compiled, attention free",
+        },
+    ),
+    Gpu(
+        name="H100",
+        memory=79.1 * GIB,
+        operator_flops={
+            64: AttentionRate(forward=311e12, both=326e12),
+            128: AttentionRate(forward=365e12, both=378e12),
+        },
+        sources={"operator_flops": "h100-2026-11-22-vsa-before-after"},
+    ),
+    Gpu(name="A100", memory=79.1 * GIB, sources={}),
+    Gpu(name="L40S", memory=44.4 * GIB, sources={}),
+    Gpu(name="RTX 5090", memory=31.4 * GIB, sources={}),
+    Gpu(name="RTX 4090", memory=23.5 * GIB, sources={}),
+)
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """The kind of GPU whose name is part of `name`, whatever its case."""
+    return next((gpu for gpu in GPUS if gpu.name.lower() in name.lower()), None)
+
+
+def gpu_here(device: torch.device) -> Gpu | None:
+    """The kind of a device with the memory that it has; None: no GPU, or nothing is known of its kind."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    gpu = known_gpu(properties.name)
+    return None if gpu is None else replace(gpu, memory=float(properties.total_memory))

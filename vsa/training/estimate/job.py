@@ -1,0 +1,148 @@
+"""What an estimate needs to know of a run: its networks and how often each is passed, sizes, and how it is spread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from vsa.attention.denoising import DenoisingTopk, Row
+from vsa.attention.layout import TileLayout
+from vsa.models.flops import linear_flops
+from vsa.models.recompute import Level
+from vsa.models.video_dit import VideoDiT
+from vsa.training.estimate.block import BlockShape
+
+FORWARD, TRAINING = False, True
+"""Kinds of a pass: alone, and with its backward."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedNetwork:
+    """One network of a run.
+
+    Args:
+        name: its role.
+        model: on the meta device; parameters without gradients are frozen.
+        passes: of a sample in a step, in the mean: forwards alone, and forwards with a backward.
+        updates: of its optimizer a step, in the mean; 0: it has none.
+    """
+
+    name: str
+    model: VideoDiT
+    passes: Mapping[bool, float]
+    updates: float = 0.0
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of them."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @cached_property
+    def trained(self) -> int:
+        """Those that an optimizer moves."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad) if self.updates else 0
+
+    @cached_property
+    def block_parameters(self) -> int:
+        """Of one block."""
+        return sum(p.numel() for p in self.model.blocks[0].parameters())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training run as far as memory and time go.
+
+    Args:
+        networks: the trained one first.
+        latent_shape: `[C, T, H, W]` of a sample.
+        text: tokens of a caption.
+        topk: kv tiles per query tile, of all layers or of each, where a network selects.
+        batch: samples of a micro-batch on one rank.
+        micro_batches: of a step.
+        ranks: GPUs.
+        shards: that parameters, gradients and moments are spread over.
+        sharded: whether FSDP2 holds the parameters, which gathers them in bf16 for every pass.
+        reduce_each: whether gradients are reduced after every micro-batch.
+        averaged: whether there is an average of the first network's weights.
+        level: of activation checkpointing.
+        compiled: blocks.
+        keeps_gradients: whether a step's gradients lie there until the next one's backward (Lightning's own order).
+    """
+
+    networks: Sequence[PlannedNetwork]
+    latent_shape: tuple[int, ...]
+    text: int
+    topk: Row
+    batch: int
+    micro_batches: int = 1
+    ranks: int = 1
+    shards: int = 1
+    sharded: bool = True
+    reduce_each: bool = False
+    averaged: bool = True
+    level: Level = "none"
+    compiled: bool = False
+    keeps_gradients: bool = True
+
+    @property
+    def samples(self) -> int:
+        """Of a step on all ranks."""
+        return self.batch * self.micro_batches * self.ranks
+
+    def tokens(self, network: PlannedNetwork) -> int:
+        """Of a sample."""
+        return layout_of(network, self.latent_shape).num_tokens
+
+    def block(self, network: PlannedNetwork) -> BlockShape:
+        """A block of a network in a micro-batch."""
+        block: Any = network.model.blocks[0]
+        layout = layout_of(network, self.latent_shape)
+        tiles = layout.num_video_tiles if runs_operator(network, layout.num_video_tiles, self.topk) else 0
+        topk = self.topk if isinstance(self.topk, int) else max(self.topk)
+        return BlockShape(
+            tokens=self.batch * layout.num_tokens,
+            text=self.batch * self.text,
+            dim=network.model.dim,
+            ffn_dim=block.ffn.net[0].proj.out_features,
+            heads=network.model.num_heads,
+            gates=len(block.method.extra_modules()),
+            tiles=self.batch * tiles,
+            # lists are padded to whole multiples
+            capacity=-(-topk // 32) * 32,
+            compiled=self.compiled,
+        )
+
+    def linear(self, network: PlannedNetwork, part: str = "") -> float:
+        """FLOPs of the linear layers in the forward of a sample."""
+        return _linear(network, self.tokens(network), self.text, part)
+
+
+@lru_cache(maxsize=64)
+def layout_of(network: PlannedNetwork, latent_shape: tuple[int, ...]) -> TileLayout:
+    """The tiles of a network's latents."""
+    return network.model.layout_for(latent_shape)
+
+
+@lru_cache(maxsize=64)
+def _linear(network: PlannedNetwork, tokens: int, text: int, part: str) -> float:
+    return linear_flops(network.model, num_tokens=tokens, text_len=text, part=part)
+
+
+def runs_operator(network: PlannedNetwork, tiles: int, topk: Row) -> bool:
+    """Whether a network selects tiles, and not all of them."""
+    return network.model.selects and min([topk] if isinstance(topk, int) else topk) < tiles
+
+
+def row_of(topk: int | Sequence[int] | DenoisingTopk, layers: int) -> Row:
+    """A top-k of all layers or of each; one that changes during a denoising counts with the most it is."""
+    if isinstance(topk, DenoisingTopk):
+        return topk.largest(layers)
+    return topk if isinstance(topk, int) else tuple(topk)
+
+
+def copies_of(strategy: Any, ranks: int) -> int:
+    """Copies of the model that a strategy of the settings keeps."""
+    replicate = strategy.get("replicate", 1) if isinstance(strategy, Mapping) else 1
+    return ranks if replicate == "all" else int(replicate)

@@ -1,0 +1,211 @@
+"""Memory and time of a step, from shapes and measured rates.
+
+N parameters; a rank holds N / shards of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from vsa.models.recompute import Level
+from vsa.training.estimate.block import (
+    HALF,
+    LEVELS,
+    SINGLE,
+    block_traffic,
+    head_bytes,
+    head_traffic,
+    kept_bytes,
+    turn_bytes,
+)
+from vsa.training.estimate.gpus import GIB, Gpu
+from vsa.training.estimate.job import FORWARD, TRAINING, Job, PlannedNetwork, layout_of, runs_operator
+
+CONTEXT = 0.8 * GIB
+"""Assumed, not measured: the CUDA context, libraries and buffers of collectives."""
+
+SLACK = 0.04
+"""Assumed, not measured: what the allocator holds in pieces that do not fit, as a share of what is used."""
+
+_GATHER, _REDUCE = 14, 14
+"""Bytes a parameter that FSDP2 reads and writes for a gather (cast, collective, split) and for a reduction."""
+
+_KEYS = 128
+"""Of a tile in kernels of dense attention."""
+
+Parts = Mapping[str, float]
+
+
+def memory(job: Job) -> Parts:
+    """Bytes by part on one rank at the moment of a step at which their sum is largest, slack of the allocator apart."""
+    resident = {
+        "parameters": _held(sum(n.parameters for n in job.networks), job),
+        "optimizer moments": 2 * _held(sum(n.trained for n in job.networks), job),
+        "averaged weights": _held(job.networks[0].parameters, job) if job.averaged else 0.0,
+    }
+    moments = [moment for n in job.networks if n.trained for moment in _moments(job, n)]
+    return {**resident, **max(moments, key=lambda parts: sum(parts.values()))}
+
+
+def total_memory(job: Job) -> float:
+    """Bytes that a rank needs of its GPU."""
+    return sum(memory(job).values()) * (1 + SLACK) + CONTEXT
+
+
+def _held(parameters: float, job: Job) -> float:
+    """Bytes in fp32 of this rank's part."""
+    return SINGLE * parameters / job.shards
+
+
+def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
+    """Bytes at the moments of a step that can be its peak: what the network's update takes."""
+    shape, layers = job.block(network), len(network.model.blocks)
+    gradients = _held(network.trained, job)
+    if job.micro_batches > 1 and job.sharded and not job.reduce_each:
+        # summed whole until the last micro-batch
+        gradients = SINGLE * float(network.trained)
+    gathered = 0.0
+    if job.sharded:
+        largest = max(job.networks, key=lambda n: n.parameters)
+        outside = largest.parameters - layers * largest.block_parameters
+        # the outermost layers, a block in use and the one that is fetched meanwhile
+        gathered = HALF * (outside + 2.0 * largest.block_parameters)
+    kept, turn = kept_bytes(shape, job.level), turn_bytes(shape, job.level)
+    head = head_bytes(shape)
+    begun = gradients if job.micro_batches > 1 else 0.0
+    before = gradients if job.keeps_gradients else begun
+    work = {"gathered parameters (bf16)": gathered}
+    return [
+        {**work, "gradients": before, "activations": layers * kept, "last layers": head},
+        {**work, "gradients": begun, "activations": layers * kept, "a block in its backward": turn},
+        {**work, "gradients": gradients, "activations": kept, "a block in its backward": turn},
+        {"gradients": gradients, "AdamW's temporaries": _held(network.trained, job)},
+    ]
+
+
+def fitting(job: Job, available: float) -> dict[Level, int]:
+    """The largest micro-batch of every level that fits into `available` bytes; 0: not even one sample does."""
+    result: dict[Level, int] = {}
+    for level in LEVELS:
+        own = replace(job, level=level)
+
+        def fits(batch: int, own: Job = own) -> bool:
+            return total_memory(replace(own, batch=batch)) <= available
+
+        most = 1
+        while most < 4096 and fits(most):
+            most *= 2
+        least = most // 2
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if fits(middle) else (least, middle)
+        result[level] = least
+    return result
+
+
+def step_seconds(job: Job, gpu: Gpu) -> Parts:
+    """Seconds of an optimizer step on one rank by part; without communication where the link's rate is not known.
+
+    Raises:
+        ValueError: rates of this kind of GPU that are not known.
+    """
+    if gpu.lacks:
+        raise ValueError(f"{gpu.name} has no measured {', '.join(gpu.lacks)}")
+    assert gpu.matrix_flops
+    assert gpu.copy_bytes
+    assert gpu.cross_flops
+    assert gpu.sharding_bytes
+    assert gpu.optimizer_parameters
+    samples = job.batch * job.micro_batches
+    parts: dict[str, float] = dict.fromkeys(
+        (
+            "linear layers",
+            "attention",
+            "attention to text",
+            "elementwise and norms",
+            "copies of sharding",
+            "communication, exposed",
+            "gradient norms",
+            "optimizer",
+            "averaged weights",
+        ),
+        0.0,
+    )
+    for network in job.networks:
+        shape, layers = job.block(network), len(network.model.blocks)
+        traffic, head = block_traffic(shape), head_traffic(shape)
+        linear, again = job.linear(network), _again(job, network)
+        for kind, times in network.passes.items():
+            training = kind == TRAINING
+            twice = training and job.level == "full"
+            fraction = again / linear if training else 0.0
+            parts["linear layers"] += samples * times * linear * (3 if training else 1) / gpu.matrix_flops
+            parts["linear layers"] += samples * times * again * training / gpu.matrix_flops
+            parts["attention"] += samples * times * _attention(job, network, gpu, training=training, twice=twice)
+            # a kernel works on whole tiles of keys
+            keys = -(-job.text // _KEYS) * _KEYS
+            cross = 4 * network.model.dim * job.tokens(network) * keys * layers * ((3.5 if training else 1) + twice)
+            parts["attention to text"] += samples * times * cross / gpu.cross_flops
+            # what is computed again is elementwise work as well, in proportion to its products
+            moved = traffic.forward * (1 + min(1.0, fraction)) + traffic.backward * training
+            outside = head.forward + head.backward * training
+            parts["elementwise and norms"] += job.micro_batches * times * (layers * moved + outside) / gpu.copy_bytes
+            if job.sharded:
+                copied = _GATHER * (2 if training else 1) * network.parameters * job.micro_batches * times
+                parts["copies of sharding"] += copied / gpu.sharding_bytes
+        own = network.trained / job.shards
+        if job.sharded:
+            reductions = job.micro_batches if job.reduce_each else 1
+            parts["copies of sharding"] += _REDUCE * network.trained * network.updates * reductions / gpu.sharding_bytes
+        parts["optimizer"] += own * network.updates / gpu.optimizer_parameters
+        # read for the norm, read and written where they are clipped
+        parts["gradient norms"] += 12 * own * network.updates / gpu.copy_bytes
+    if job.averaged:
+        parts["averaged weights"] = (
+            12 * job.networks[0].parameters / job.shards * job.networks[0].updates / gpu.copy_bytes
+        )
+    if job.ranks > 1 and gpu.link_bytes:
+        parts["communication, exposed"] = _exposed(job, gpu, sum(parts.values()))
+    return parts
+
+
+def _again(job: Job, network: PlannedNetwork) -> float:
+    """FLOPs of the linear layers that the backward of a sample computes again."""
+    if job.level == "none":
+        return 0.0
+    blocks = job.linear(network, "blocks.")
+    return blocks - job.linear(network, ".ffn.") if job.level == "attention" else blocks
+
+
+def _attention(job: Job, network: PlannedNetwork, gpu: Gpu, *, training: bool, twice: bool) -> float:
+    """Seconds of self-attention for a sample."""
+    model = network.model
+    layout = layout_of(network, job.latent_shape)
+    tiles, layers = layout.num_video_tiles, len(model.blocks)
+    operator = runs_operator(network, tiles, job.topk)
+    rates = gpu.operator_flops if operator else gpu.dense_flops
+    assert rates is not None
+    rate = rates[min(rates, key=lambda dim: abs(dim - model.head_dim))]
+    topks = (job.topk,) * layers if isinstance(job.topk, int) else job.topk
+    blocks = zip(model.blocks, topks, strict=True)
+    pairs = sum(block.method.pairs(layout, k if operator else tiles) for block, k in blocks)  # type: ignore[operator]
+    if operator:
+        # a short tile costs as much as a whole one
+        pairs *= (tiles * layout.video_blocks.max_size / layout.num_tokens) ** 2
+    return rate.seconds(4 * model.dim * pairs, forwards=2 if twice else 1, backward=training)
+
+
+def _exposed(job: Job, gpu: Gpu, computing: float) -> float:
+    """Seconds of collectives that computation does not hide: the first gather and the last reduction, and what is more
+    than the computation."""
+    assert gpu.link_bytes
+    share = (job.shards - 1) / job.shards
+    total = edges = 0.0
+    for network in job.networks:
+        passes = network.passes.get(FORWARD, 0.0) + 2 * network.passes.get(TRAINING, 0.0)
+        gathers = HALF * network.parameters * passes * job.micro_batches
+        reductions = SINGLE * network.trained * network.updates * (job.micro_batches if job.reduce_each else 1)
+        total += share * (gathers + reductions) / gpu.link_bytes
+        edges += share * (HALF * passes + SINGLE * network.updates) * network.block_parameters / gpu.link_bytes
+    return max(edges, total - computing)

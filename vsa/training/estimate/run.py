@@ -1,0 +1,289 @@
+"""A run's estimate from its settings: what it takes of each GPU, what would fit, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from vsa.attention.full import FullAttention
+from vsa.models.init import without_memory
+from vsa.models.recompute import Level
+from vsa.training.budgets import budget_of
+from vsa.training.estimate.block import LEVELS
+from vsa.training.estimate.gpus import GIB, MEASURED_BY, Gpu
+from vsa.training.estimate.job import Job, copies_of, layout_of, row_of
+from vsa.training.estimate.predict import fitting, memory, step_seconds, total_memory
+
+POINTS = 16
+"""Of a run, at which the time of a step is taken where its sparsity changes."""
+
+Shape = tuple[int, ...]
+
+
+def jobs_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ranks: int) -> Callable[[int], list[Any]]:
+    """The micro-batches of an optimizer step: `jobs_of(...)(step)` gives the share of each latent shape and its `Job`.
+
+    Args:
+        cfg: of the run.
+        module: its training module.
+        shapes: samples by latent shape `[C, T, H, W]`.
+        text: tokens of a caption.
+        ranks: GPUs.
+
+    Raises:
+        ValueError: a batch that cannot be divided.
+    """
+    micro_batches, batch_size = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
+    parts = micro_batches * ranks
+    if batch_size % parts:
+        raise ValueError(
+            f"data.batch_size={batch_size} is not divisible by the {parts} micro-batches of a step "
+            f"(trainer.accumulate_grad_batches={micro_batches} times {ranks} ranks)"
+        )
+    strategy = cfg.trainer.strategy
+    targets = [str(node.get("_target_")) for node in cfg.callbacks.values() if node is not None]
+    networks = module.planned_networks()
+    first = networks[0].model
+    common: dict[str, Any] = {
+        "networks": networks,
+        "text": text,
+        "batch": batch_size // parts,
+        "micro_batches": micro_batches,
+        "ranks": ranks,
+        "shards": ranks // copies_of(strategy, ranks),
+        "reduce_each": not isinstance(strategy, str) and bool(strategy.get("reduce_each")),
+        "averaged": any(target.endswith(".EMA") for target in targets),
+        "level": cfg.task.parallel.get("activation_checkpointing", "none"),
+        "compiled": bool(cfg.task.parallel.get("compile", False)),
+    }
+    total = sum(shapes.values())
+
+    def at(step: int) -> list[tuple[float, Job]]:
+        jobs = []
+        for shape, count in shapes.items():
+            tiles, layers = layout_of(networks[0], shape).num_video_tiles, len(first.blocks)
+            topk = module.sparsity.topk_per_layer(step, tiles, layers) if first.selects else tiles
+            jobs.append((count / total, Job(latent_shape=shape, topk=row_of(topk, layers), **common)))
+        return jobs
+
+    return at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a run takes on a kind of GPU.
+
+    Args:
+        gpu: the kind.
+        jobs: share and job of every latent shape, by optimizer step.
+        steps: of the run; negative: no end is known.
+    """
+
+    gpu: Gpu
+    jobs: Callable[[int], list[tuple[float, Job]]]
+    steps: int
+
+    @property
+    def last(self) -> list[tuple[float, Job]]:
+        """At the end of the run, where it is sparsest."""
+        return self.jobs(max(0, self.steps - 1))
+
+    @property
+    def largest(self) -> Job:
+        """The micro-batch with most tokens of those that the run begins and ends with."""
+        jobs = [job for _, job in (*self.last, *self.jobs(0))]
+        return max(jobs, key=total_memory)
+
+    @property
+    def needed(self) -> float:
+        """Bytes of a GPU."""
+        return total_memory(self.largest)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits."""
+        return self.needed <= self.gpu.memory
+
+    def seconds(self, step: int | None = None, change: Callable[[Job], Job] = lambda job: job) -> dict[str, float]:
+        """Seconds of a step by part, in the mean over latent shapes.
+
+        Args:
+            step: which one; None: the last.
+            change: makes another job of each.
+        """
+        result: dict[str, float] = {}
+        for share, job in self.last if step is None else self.jobs(step):
+            for name, value in step_seconds(change(job), self.gpu).items():
+                result[name] = result.get(name, 0.0) + share * value
+        return result
+
+    def run_seconds(self) -> float:
+        """Of all steps of the run."""
+        points = [round((i + 0.5) * self.steps / POINTS) for i in range(POINTS)]
+        return self.steps * sum(sum(self.seconds(point).values()) for point in points) / POINTS
+
+    def refusal(self) -> str | None:
+        """One line about a run that does not fit: the sum by part, and settings that would fit."""
+        if self.fits:
+            return None
+        job = self.largest
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in memory(job).items() if value >= 0.05 * GIB)
+        line = f"it needs {gib(self.needed)} GiB of the {gib(self.gpu.memory)} of one {self.gpu.name} ({parts})"
+        return f"{line}: {self.advice()}"
+
+    def advice(self) -> str:
+        """Settings with which the run fits: the least recomputation at the largest micro-batch, of those as large as
+        they are now if there are any."""
+        job = self.largest
+        most = fitting(job, self.gpu.memory)
+        rank_batch = job.batch * job.micro_batches
+        for level in LEVELS:
+            if most[level] >= job.batch:
+                return f"task.parallel.activation_checkpointing={level} fits"
+        for level in reversed(LEVELS):
+            # more micro-batches cost the sum of gradients, which is counted
+            divided = replace(job, micro_batches=max(2, job.micro_batches))
+            size = fitting(divided, self.gpu.memory)[level]
+            batch = next((n for n in range(min(size, rank_batch), 0, -1) if rank_batch % n == 0), 0)
+            if batch:
+                return (
+                    f"trainer.accumulate_grad_batches={rank_batch // batch} with "
+                    f"task.parallel.activation_checkpointing={level} fits"
+                )
+        for ranks in (2**i for i in range(1, 11)):
+            count = job.ranks * ranks
+            spread = replace(job, ranks=count, shards=count, batch=1, micro_batches=1, level="full")
+            if total_memory(spread) <= self.gpu.memory:
+                return f"trainer=fsdp trainer.devices={count} with task.parallel.activation_checkpointing=full fits"
+        return "no setting of this model fits"
+
+
+def gib(value: float) -> str:
+    """Bytes as GiB."""
+    return f"{value / GIB:.1f}"
+
+
+def short_lines(estimate: Estimate) -> list[str]:
+    """What a run says before its first step."""
+    job = estimate.largest
+    line = (
+        f"estimate: {gib(estimate.needed)} of {gib(estimate.gpu.memory)} GiB of each {estimate.gpu.name} "
+        f"(activation_checkpointing={job.level}, {job.batch} samples a micro-batch)"
+    )
+    if not estimate.gpu.lacks:
+        line += f", {sum(estimate.seconds().values()):.3g} s a step"
+        if estimate.steps > 0:
+            line += f", {estimate.run_seconds() / 3600 * job.ranks:.3g} GPU-hours for {estimate.steps} steps"
+    refusal = estimate.refusal()
+    return [line] if refusal is None else [line, f"warning: by the estimate {refusal}"]
+
+
+def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None) -> list[str]:
+    """The whole estimate.
+
+    Args:
+        name: of the run.
+        estimate: its estimate.
+        dense: makes a job one with dense attention; None: it is.
+    """
+    job, gpu = estimate.largest, estimate.gpu
+    network = job.networks[0]
+    layout = layout_of(network, job.latent_shape)
+    topk = job.topk if isinstance(job.topk, int) else max(job.topk)
+    tiles = f", top {topk} of {layout.num_video_tiles} tiles" if network.model.selects else ""
+    lines = [
+        f"{name} on {job.ranks} x {gpu.name}, parameters in {job.shards} shard{'s' * (job.shards > 1)}",
+        f"  each GPU: {job.batch} samples a micro-batch, {job.micro_batches} a step, of "
+        f"{layout.num_tokens} tokens{tiles} and {job.text} of text; blocks {'compiled' if job.compiled else 'eager'}, "
+        f"activation_checkpointing={job.level}",
+        "",
+        f"{'memory of a GPU':34} GiB",
+        *_rows(memory(job), GIB),
+        f"  {'context, allocator (assumed)':30} {gib(estimate.needed - sum(memory(job).values())):>7}",
+        f"  {'sum':30} {gib(estimate.needed):>7}  of {gib(gpu.memory)}",
+        "",
+    ]
+    if estimate.gpu.lacks:
+        lines.append(f"time: {gpu.name} lacks measured rates; a row of vsa/training/estimate/gpus.py holds them")
+        lines += [f"  {name:22} {MEASURED_BY[name]}" for name in gpu.lacks]
+    else:
+        parts = estimate.seconds()
+        total = sum(parts.values())
+        lines += [f"{'time of a step':34}  ms", *_rows(parts, 1e-3), f"  {'sum':30} {total * 1e3:7.1f}"]
+        if dense is not None:
+            other = sum(estimate.seconds(change=dense).values())
+            lines.append(f"  {'the same with dense attention':30} {other * 1e3:7.1f}  {other / total:.2f}x")
+        if job.ranks > 1 and gpu.link_bytes is None:
+            lines.append(f"communication is not counted: {gpu.name} lacks link_bytes ({MEASURED_BY['link_bytes']})")
+    lines += ["", *_levels(estimate)]
+    if not estimate.gpu.lacks and estimate.steps > 0:
+        hours = estimate.run_seconds() / 3600
+        lines += ["", f"the run: {estimate.steps} steps, {hours:.3g} hours, {hours * job.ranks:.3g} GPU-hours"]
+    return lines
+
+
+def _rows(parts: Mapping[str, float], unit: float) -> list[str]:
+    return [f"  {name:30} {value / unit:7.1f}" for name, value in parts.items() if value / unit >= 0.05]
+
+
+def _levels(estimate: Estimate) -> list[str]:
+    job, gpu = estimate.largest, estimate.gpu
+    most = fitting(job, gpu.memory)
+    timed = not estimate.gpu.lacks
+    lines = [f"{'activation_checkpointing':26} largest micro-batch  GiB here" + ("  step here, ms" if timed else "")]
+    for level in LEVELS:
+        line = f"  {level:24} {most[level]:19d}  {gib(total_memory(replace(job, level=level))):>8}"
+        if timed:
+            line += f"  {sum(estimate.seconds(change=partial(_at_level, level)).values()) * 1e3:13.1f}"
+        lines.append(line)
+    best = next((level for level in LEVELS if most[level] >= job.batch), None)
+    return lines + ([f"take activation_checkpointing={best}: the least recomputation that fits"] if best else [])
+
+
+def _at_level(level: Level, job: Job) -> Job:
+    return replace(job, level=level)
+
+
+def with_dense_attention(module: Any) -> Callable[[Job], Job] | None:
+    """Makes a job one whose first network attends densely; None where it does."""
+    (first, *others) = module.planned_networks()
+    if isinstance(first.model.blocks[0].method, FullAttention):
+        return None
+    with without_memory():
+        model = first.model.with_attention(FullAttention)
+    dense = replace(first, model=model)
+    return lambda job: replace(job, networks=(dense, *others))
+
+
+def steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> int:
+    """Optimizer steps of a run; those of a budget of tokens or FLOPs by what its last step takes, negative: unknown."""
+    budget = budget_of(cfg)
+    if budget is None:
+        return cfg.trainer.max_steps
+    if budget == "second_budget":
+        return -1
+    each = 0.0
+    for share, job in jobs(max(0, cfg.trainer.max_steps - 1)):
+        network = job.networks[0]
+        one = job.tokens(network)
+        if budget == "flop_budget":
+            one = network.model.flops(job.latent_shape, job.topk, job.text).executed
+        each += share * job.samples * one
+    return max(1, math.floor(cfg[budget] / each))
+
+
+def estimate_of(cfg: Any, module: Any, datamodule: Any, gpu: Gpu, *, ranks: int) -> Estimate:
+    """The estimate of a run whose data are set up.
+
+    Args:
+        cfg: of the run.
+        module: its training module.
+        datamodule: its data.
+        gpu: kind of GPU.
+        ranks: GPUs.
+    """
+    jobs = jobs_of(cfg, module, datamodule.buckets, datamodule.text_encoder.max_tokens, ranks=ranks)
+    return Estimate(gpu=gpu, jobs=jobs, steps=steps_of(cfg, jobs))

@@ -1,0 +1,85 @@
+"""`vsa plan`: memory, time and cost of a run on GPUs that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from vsa.config import build, build_task, check_settings, check_targets, resolved
+from vsa.training.estimate.gpus import GIB, GPUS, Gpu, known_gpu
+from vsa.training.estimate.run import Estimate, full_lines, jobs_of, steps_of, with_dense_attention
+
+Grid = tuple[int, int, int]
+
+
+def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
+    """Print what a run takes on a kind of GPU.
+
+    Args:
+        cfg: of the run.
+        gpu: kind of GPU.
+        gib: memory of one, where it is not the kind's.
+        grid: tokens of a sample along time, height and width; None: those of the data.
+
+    Raises:
+        ValueError: an impossible setting, a kind of GPU nothing is known of, or a run that does not fit.
+    """
+    if cfg.get("sweep"):
+        raise ValueError("a plan is of one run: leave sweep= out")
+    check_targets(cfg)
+    check_settings(cfg)
+    kind = gpu_of(gpu, gib)
+    module = build_task(cfg)
+    shapes = _shapes(cfg, module, grid)
+    text = resolved(cfg.data.text_encoder)["max_tokens"]
+    jobs = jobs_of(cfg, module, shapes, text, ranks=_ranks(cfg.trainer))
+    estimate = Estimate(gpu=kind, jobs=jobs, steps=steps_of(cfg, jobs))
+    print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
+    if (refusal := estimate.refusal()) is not None:
+        raise ValueError(refusal)
+
+
+def gpu_of(name: str, gib: float | None = None) -> Gpu:
+    """A kind of GPU, with another memory where one is given.
+
+    Raises:
+        ValueError: an unknown kind whose memory is not given, or a memory that is none.
+    """
+    if gib is not None and not gib > 0:
+        raise ValueError(f"--memory {gib:g}: expected GiB above 0")
+    gpu = known_gpu(name)
+    if gpu is None and gib is None:
+        known = ", ".join(kind.name for kind in GPUS)
+        raise ValueError(f"--gpu {name}: nothing is known of it, give its memory (--memory GIB); known are {known}")
+    gpu = gpu or Gpu(name=name, memory=0.0, sources={})
+    return gpu if gib is None else replace(gpu, memory=gib * GIB)
+
+
+def _ranks(trainer: Any) -> int:
+    devices = trainer.devices
+    if (isinstance(devices, str) and not devices.isdecimal()) or devices == -1:
+        raise ValueError(f"trainer.devices={devices}: a plan needs a number of GPUs, as in trainer.devices=8")
+    count = int(devices) if isinstance(devices, int | str) else len(devices)
+    return count * trainer.get("num_nodes", 1)
+
+
+def _shapes(cfg: Any, module: Any, grid: Sequence[int] | None) -> dict[tuple[int, ...], int]:
+    """Samples by latent shape."""
+    if grid is not None:
+        if min(grid) < 1:
+            raise ValueError(f"--grid {' '.join(map(str, grid))}: expected token counts above 0")
+        model = module.planned_networks()[0].model
+        return {(model.in_channels, *(n * p for n, p in zip(grid, model.patch_size, strict=True))): 1}
+    try:
+        datamodule = build(cfg.data)
+        datamodule.setup("fit")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{error}; without data give the tokens of a sample: --grid T H W") from error
+    return datamodule.buckets
+
+
+def planning(gpu: str, gib: float | None, grid: Grid | None) -> Any:
+    """The Hydra job of a plan."""
+    return partial(plan, gpu=gpu, gib=gib, grid=grid)
