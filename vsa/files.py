@@ -115,7 +115,7 @@ def atomic_folder(path: Path, *, needed: int | None = None, replace: bool = Fals
     Raises:
         DiskFullError: names `path`, what was written of it and what is free.
     """
-    temporary = path.with_name(f".writing-{path.name}")
+    temporary = temporary_folder(path)
     try:
         with writing(path, temporary, needed=needed):
             # litter of a write that was killed
@@ -132,6 +132,11 @@ def atomic_folder(path: Path, *, needed: int | None = None, replace: bool = Fals
         # a full disk needs the room
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def temporary_folder(path: Path) -> Path:
+    """Where `atomic_folder` writes what gets the name `path`."""
+    return path.with_name(f".writing-{path.name}")
 
 
 def remove_folder(path: Path) -> None:

@@ -12,7 +12,8 @@ import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.training.callbacks.checkpoint as callback_module
 from tests.states import state_of
 from tests.training.ranks import run_ranks
-from vsa.training.background_save import BackgroundSave, copied
+from vsa.checkpoints.tensor_parts import own_parts
+from vsa.training.background_save import Save, copied
 
 ASYNC = "callbacks.checkpoint.asynchronous=true"
 RUN = ("trainer.max_steps=5", "callbacks.checkpoint.keep=3")
@@ -25,11 +26,11 @@ class Gate(L.Callback):
         self.moved, self.step, self.waited = threading.Condition(), 0, 0
         save_file = checkpointing.save_file
 
-        def slow(path, group, wholes):
+        def slow(path, parts):
             saved = int(path.parent.name.rpartition("-")[2])
             with self.moved:
                 self.waited += self.moved.wait_for(lambda: self.step > min(saved, 4), timeout=60)
-            return save_file(path, group, wholes)
+            return save_file(path, parts)
 
         patch.setattr(checkpointing, "save_file", slow)
 
@@ -60,7 +61,7 @@ def test_the_same_checkpoints_are_written_while_weights_change(training, monkeyp
     # control: without a copy they are of the step after
     with monkeypatch.context() as patch:
         gate = Gate(patch)
-        patch.setattr(callback_module, "copied", lambda tensors, keep: tensors)
+        patch.setattr(callback_module, "copied", lambda parts: parts)
         training(*RUN, ASYNC, "run=torn", callbacks=(gate,))
     assert not same_checkpoints(training, "sync", "torn")
     training("trainer.max_steps=6", "run=async", "ckpt_path=last", ASYNC)
@@ -70,7 +71,7 @@ def test_the_same_checkpoints_are_written_while_weights_change(training, monkeyp
 
 
 def test_a_failure_ends_the_run_at_the_next_step(training, monkeypatch):
-    def full(path, group, wholes):
+    def full(path, parts):
         raise OSError(28, "No space left on device")
 
     class Watch(L.Callback):
@@ -109,15 +110,14 @@ def test_ranks_agree_on_a_save_in_the_background(training):
 
 def test_a_copy_is_another_tensor_and_one_failure_is_raised():
     weight = torch.ones(3)
-    kept = copied({"model": {"w": weight}}, keep=True)["model"]["w"]
+    kept = copied(own_parts({"model": {"w": weight}}))["model"]["w"]
     weight.zero_()
-    assert torch.equal(kept, torch.ones(3))
-    assert copied({"model": {"w": weight}}, keep=False) == {"model": {}}
+    assert torch.equal(kept.rows, torch.ones(3))
 
     def fail():
         raise OSError("full")
 
-    save = BackgroundSave(fail)
+    save = Save(fail, background=True)
     with pytest.raises(OSError, match="full"):
         save.result()
     assert not save.is_running

@@ -1,41 +1,41 @@
 """Checkpoint folders: safetensors keyed by parameter name plus `state.json`, no pickle.
 
-A checkpoint is complete when its folder stands under its final name (`vsa.files.atomic_folder`); `state.json`, which
-has the SHA-256 of the others and its own (`vsa.checkpoints.state_file`), is written last.
+One process writes a file for each group of tensors. Of several ranks each writes one with what it holds, all at the
+same time; what is read does not depend on how many have written. A checkpoint is complete when its folder stands under
+its final name (`vsa.files.atomic_folder`); `state.json`, which has the SHA-256 of the others and its own
+(`vsa.checkpoints.state_file`), is written last.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vsa.checkpoints.state_file import one_line, read_state, write_state
-from vsa.checkpoints.weight_files import exhaust, refuse_key_difference, refuse_other_tensors
-from vsa.files import atomic_folder, file_digest
-from vsa.models.sharding import local, place, whole
+from vsa.checkpoints.save_meeting import SaveMeeting, raise_described
+from vsa.checkpoints.state_file import file_names, files_by_group, one_line, read_state, write_state
+from vsa.checkpoints.tensor_parts import Parts, own_parts, save_file, size_of
+from vsa.checkpoints.weight_files import TensorFiles, refuse_key_difference, refuse_other_tensors
+from vsa.files import atomic_folder, file_digest, temporary_folder, writing
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+SEEN_WITHIN = 10.0
+"""Seconds in which a rank must see the folder that rank 0 has made; a shared file system may take a moment."""
+
 # of AdamW
 _OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
 _NAME = re.compile(r"step-(\d{8,})$")
@@ -61,17 +61,27 @@ class Checkpoint:
     def schema(self) -> int:
         return self.state["schema"]
 
+    @cached_property
+    def groups(self) -> Mapping[str, list[str]]:
+        """Groups of tensors with the names of their files, one or one of each rank that wrote it."""
+        return files_by_group(self.state["files"])
+
+    def open(self, name: str) -> TensorFiles:
+        """The files of a group ("model", "ema", "optimizer"), from which tensors are read one at a time or in part."""
+        return TensorFiles(self.path, self.groups[name])
+
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """CPU tensors of `name` ("model", "ema" or "optimizer"), read from the file where they are used."""
-        path = self.path / f"{name}.safetensors"
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read ({one_line(error)})") from None
+        """All CPU tensors of a group, whole."""
+        files = self.open(name)
+        return {key: files.read(key) for key in files.keys}
+
+    def digest(self, name: str) -> str:
+        """SHA-256 of a group's file, or of what those of its files are."""
+        digests = [self.state["files"][file] for file in self.groups[name]]
+        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def has(self, name: str) -> bool:
-        return f"{name}.safetensors" in self.state["files"]
+        return name in self.groups
 
     def choose_weights(self, weights: Literal["ema", "model"] | None = None) -> Literal["ema", "model"]:
         """The weights that are asked for, or the averaged ones where there are any.
@@ -93,76 +103,122 @@ def checkpoint_name(step: int) -> str:
 
 
 def write_checkpoint(
-    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, writes: bool = True
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, together: bool = False
 ) -> Path:
     """Write `folder/step-N` from groups of tensors ("model", "ema", "optimizer") and the state.
 
-    Sharded tensors are gathered one by one on their way to the file, so the whole model is in no process's memory.
-
     Args:
         folder: of all checkpoints.
-        tensors: by group and name; with sharded ones this is a collective: every rank calls it with its shards.
+        tensors: by group and name.
         state: becomes `state.json`.
-        writes: whether this process writes; one does.
+        together: all ranks call it, and each writes what it holds.
 
     Raises:
         DiskFullError: names the checkpoint and the bytes; the checkpoints before it stay.
     """
-    final = folder / checkpoint_name(state["step"])
-    # the order of the files
-    wholes = (whole(group[name]) for group in tensors.values() for name in _file_order(group))
-    try:
-        if writes:
-            # litter of a save that was killed
-            for left in folder.glob(".*-step-*"):
-                shutil.rmtree(left)
-            needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
-            with atomic_folder(final, needed=needed, replace=True) as temporary:
-                digests = {
-                    f"{name}.safetensors": save_file(temporary / f"{name}.safetensors", group, wholes)
-                    for name, group in tensors.items()
-                }
-                write_state(temporary, {**state, "files": digests})
-    except OSError:
-        exhaust(wholes)
-        raise
-    exhaust(wholes)
+    ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    return write_parts(folder, own_parts(tensors, *ranks), state, together=together)
+
+
+def write_parts(folder: Path, parts: Parts, state: Mapping[str, Any], *, together: bool = False) -> Path:
+    """Write `folder/step-N` from what this process holds; any thread may, no collective is made.
+
+    Args:
+        folder: of all checkpoints; with several ranks all of them must see it.
+        parts: see `own_parts`.
+        state: becomes `state.json`, of rank 0.
+        together: see `write_checkpoint`. Rank 0 makes the folder, and gives it its name once all have written; the
+            others are done before that, and the ranks have to agree on whether it was.
+
+    Raises:
+        OSError: this process could not write, or in rank 0 any; a full disk is a `DiskFullError`.
+    """
+    final, needed = folder / checkpoint_name(state["step"]), size_of(parts)
+    if not together:
+        with _new_folder(final, needed) as temporary:
+            write_state(temporary, {**state, "files": _digests(_write_files(temporary, parts, 0, 1))})
+        return final
+    meeting = SaveMeeting()
+    if meeting.rank == 0:
+        _lead(meeting, final, parts, state, needed)
+    else:
+        _follow(meeting, final, parts, needed)
     return final
 
 
-def _file_order(group: Mapping[str, Tensor]) -> list[str]:
-    # large elements first: every tensor then starts at a multiple of its element size
-    return sorted(group, key=lambda name: (-group[name].element_size(), name))
+@contextmanager
+def _new_folder(final: Path, needed: int) -> Iterator[Path]:
+    # litter of a save that was killed
+    for left in final.parent.glob(".*-step-*"):
+        shutil.rmtree(left)
+    with atomic_folder(final, needed=needed, replace=True) as temporary:
+        yield temporary
 
 
-def save_file(path: Path, group: Mapping[str, Tensor], wholes: Iterator[Tensor]) -> str:
-    """Write a safetensors file as its tensors come, and return its SHA-256 (the library wants all of them at once).
+def _write_files(folder: Path, parts: Parts, rank: int, world: int) -> dict[str, tuple[str, int]]:
+    """Write a file for each group; digest and size of each by name."""
+    written: dict[str, tuple[str, int]] = {}
+    for group, own in parts.items():
+        path = folder / file_names(group, world)[rank]
+        written[path.name] = save_file(path, own), path.stat().st_size
+    return written
 
-    Args:
-        path: the file.
-        group: tensors by name, for their dtypes and shapes.
-        wholes: their values on the CPU in file order; no more are taken than the group has.
-    """
-    header: dict[str, Any] = {}
-    end = 0
-    for name in _file_order(group):
-        tensor = group[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
 
-        def write(data: Any) -> None:
-            file.write(data)
-            digest.update(data)
+def _digests(written: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    return {name: digest for name, (digest, _) in written.items()}
 
-        write(len(text).to_bytes(8, "little"))
-        write(text)
-        for value in islice(wholes, len(group)):
-            write(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+
+def _lead(meeting: SaveMeeting, final: Path, parts: Parts, state: Mapping[str, Any], needed: int) -> None:
+    """Rank 0: make the folder, write, hear what the others have written, and give the folder its name."""
+    opened = False
+    try:
+        with _new_folder(final, needed) as temporary:
+            meeting.open()
+            opened, written, failure = True, {}, None
+            try:
+                written = _write_files(temporary, parts, 0, meeting.world)
+            except Exception as error:
+                failure = error
+            # the folder is theirs too until they are done
+            reports = meeting.reports()
+            if failure is not None:
+                raise failure
+            for rank, report in enumerate(reports, 1):
+                raise_described(report, f"rank {rank}")
+                for name, (_, size) in report["files"].items():
+                    path = temporary / name
+                    if not path.is_file() or path.stat().st_size != size:
+                        raise OSError(
+                            f"rank {rank} has written {name} of {final}, and rank 0 does not see it: the ranks of a "
+                            "run need one folder for checkpoints that all of them see"
+                        )
+                written |= report["files"]
+            write_state(temporary, {**state, "files": _digests(written)})
+    except BaseException as error:
+        if not opened:
+            meeting.open(error)
+        raise
+
+
+def _follow(meeting: SaveMeeting, final: Path, parts: Parts, needed: int) -> None:
+    """Another rank: write into the folder of rank 0 and tell it."""
+    meeting.wait_for_folder()
+    temporary = temporary_folder(final)
+    try:
+        end = time.monotonic() + SEEN_WITHIN
+        while not temporary.is_dir():
+            if time.monotonic() > end:
+                raise OSError(
+                    f"rank {meeting.rank} does not see {temporary}, which rank 0 has made: the ranks of a run need one "
+                    "folder for checkpoints that all of them see"
+                )
+            time.sleep(0.1)
+        with writing(final, temporary, needed=needed):
+            written = _write_files(temporary, parts, meeting.rank, meeting.world)
+    except BaseException as error:
+        meeting.report({}, error)
+        raise
+    meeting.report(written)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -188,8 +244,13 @@ def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:
     path = Path(path)
     try:
         state = read_state(path)
-        for name, digest in state["files"].items():
-            _check_tensors(path, name, digest if verify else None)
+        names, digests = list(state["files"]), list(state["files"].values())
+        # hashing leaves the interpreter to others
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            list(threads.map(partial(_check_tensors, path), names, digests if verify else [None] * len(names)))
+        for group in files_by_group(names).values():
+            if len(group) > 1:
+                TensorFiles(path, group)
     except ValueError:
         raise
     except Exception as error:
@@ -242,17 +303,16 @@ def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None, *, verify:
 
 
 @torch.no_grad()
-def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Copy `tensors` into the parameters of `model`; every key must fit.
+def load_model_tensors(model: nn.Module, tensors: TensorFiles, what: str) -> None:
+    """Copy `tensors` into the parameters of `model`, each rank what it holds; every key must fit.
 
     Raises:
         ValueError: a key is missing or left over, or a shape differs; the text names it and `what`.
     """
     parameters = dict(model.named_parameters())
-    expected, actual = ({name: tuple(t.shape) for name, t in group.items()} for group in (parameters, tensors))
-    refuse_other_tensors(expected, actual, what)
+    refuse_other_tensors({name: tuple(p.shape) for name, p in parameters.items()}, tensors.shapes, what)
     for name, parameter in parameters.items():
-        local(parameter).copy_(local(place(tensors[name], parameter)))
+        tensors.fill(parameter, name)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -273,7 +333,7 @@ def without_state(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
+    tensors: TensorFiles,
     what: str,
     *,
     without: Collection[str] | None = None,
@@ -297,18 +357,26 @@ def load_optimizer_tensors(
         for name, parameter in zip(group["names"], group["params"], strict=True)
     }
     if without is None:
-        without = set(parameters) - {key.rpartition("/")[0] for key in tensors}
+        without = set(parameters) - {key.rpartition("/")[0] for key in tensors.keys}
     expected = {f"{name}/{field}" for name in set(parameters) - set(without) for field in _OPTIMIZER_FIELDS}
-    refuse_key_difference(expected, set(tensors), what)
-    for key, value in tensors.items():
+    refuse_key_difference(expected, tensors.keys, what)
+    for key, found in tensors.shapes.items():
         name, _, field = key.rpartition("/")
         shape = () if field == "step" else tuple(parameters[name].shape)
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, the optimizer needs {shape}")
-        if field == "step" and not 0 < float(value) <= most_updates:
-            raise ValueError(f"{what}: {key} counts {float(value):g} updates in {most_updates:g} steps")
+        if found != shape:
+            raise ValueError(f"{what}: {key} has shape {found}, the optimizer needs {shape}")
+        if field == "step" and not 0 < (updates := float(tensors.read(key))) <= most_updates:
+            raise ValueError(f"{what}: {key} counts {updates:g} updates in {most_updates:g} steps")
     for name, parameter in parameters.items():
         if name not in without:
-            saved = {field: tensors[f"{name}/{field}"] for field in _OPTIMIZER_FIELDS}
-            fields = {field: place(value, parameter) if value.ndim else value.clone() for field, value in saved.items()}
-            optimizer.state[parameter] = fields
+            optimizer.state[parameter] = {
+                field: _restored(tensors, f"{name}/{field}", parameter) for field in _OPTIMIZER_FIELDS
+            }
+
+
+def _restored(tensors: TensorFiles, key: str, like: Tensor) -> Tensor:
+    if not tensors.shape(key):
+        return tensors.read(key).clone()
+    value = torch.empty_like(like, dtype=tensors.dtype(key), requires_grad=False)
+    tensors.fill(value, key)
+    return value

@@ -21,9 +21,8 @@ from vsa.checkpoints.run_checkpoint import (
     without_state,
 )
 from vsa.checkpoints.state_file import one_line
-from vsa.checkpoints.weight_files import refuse_key_difference
+from vsa.checkpoints.weight_files import refuse_other_tensors
 from vsa.checkpoints.weight_source import WeightSource
-from vsa.models.sharding import local, place
 from vsa.training.deadline import Deadline
 
 Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
@@ -235,13 +234,13 @@ def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
     groups = _groups(parts)
     if REPLAY in checkpoint.state:
         groups = {group: owner for group, owner in groups.items() if isinstance(owner, nn.Module)}
-    saved = {name.removesuffix(".safetensors") for name in checkpoint.state["files"]}
+    saved = set(checkpoint.groups)
     # an average may be left behind
     for group in sorted((set(groups) ^ saved) - ({"ema"} - set(groups))):
         word = "without" if group in groups else "with"
         raise ValueError(f"{checkpoint.path} was trained {word} {SETTINGS.get(group, group)}")
     for group, owner in groups.items():
-        tensors = checkpoint.tensors(group)
+        tensors = checkpoint.open(group)
         what = str(checkpoint.path) if group in ("model", "optimizer") else f"{group} of {checkpoint.path}"
         if isinstance(owner, nn.Module):
             load_model_tensors(owner, tensors, what)
@@ -249,6 +248,6 @@ def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
             without = None if checkpoint.schema == 1 else checkpoint.state[WITHOUT_GRADIENT].get(group, ())
             load_optimizer_tensors(owner, tensors, what, without=without, most_updates=checkpoint.step)
         else:
-            refuse_key_difference(set(owner), set(tensors), what)
+            refuse_other_tensors({name: tuple(value.shape) for name, value in owner.items()}, tensors.shapes, what)
             for name, value in owner.items():
-                local(value).copy_(local(place(tensors[name], value)))
+                tensors.fill(value, name)
