@@ -13,6 +13,7 @@ import vsa.training.callbacks.checkpoint as callback_module
 from tests.states import state_of
 from tests.training.ranks import run_ranks
 from vsa.checkpoints.tensor_parts import own_parts
+from vsa.files import DiskFullError
 from vsa.training.background_save import Save, copied
 
 ASYNC = "callbacks.checkpoint.asynchronous=true"
@@ -121,3 +122,44 @@ def test_a_copy_is_another_tensor_and_one_failure_is_raised():
     with pytest.raises(OSError, match="full"):
         save.result()
     assert not save.is_running
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_without_room_is_tried_again_and_may_be_missed(training, monkeypatch, asynchronous):
+    save_file, attempts = checkpointing.save_file, []
+
+    def full(path, parts):
+        step = int(path.parent.name.rpartition("-")[2])
+        if path.name.startswith("model"):
+            there = [p.name[-1] for p in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
+            attempts.append((step, "".join(there)))
+        # the first save of step 2, and both of step 4
+        if step == 4 or [number for number, _ in attempts] == [1, 2]:
+            raise OSError(28, "No space left on device")
+        return save_file(path, parts)
+
+    monkeypatch.setattr(checkpointing, "save_file", full)
+    settings = (
+        f"callbacks.checkpoint.asynchronous={str(asynchronous).lower()}",
+        "callbacks.checkpoint.every_n_steps=1",
+    )
+    settings += ("trainer.max_steps=5", "callbacks.checkpoint.keep=3", "callbacks.checkpoint.max_missed=1")
+    said = []
+    monkeypatch.setattr(callback_module, "rank_zero_info", said.append)
+    training(*settings)
+    # before the second try of step 4 the oldest makes room, which has two good ones after it
+    assert attempts == [(1, ""), (2, "1"), (2, "1"), (3, "12"), (4, "123"), (4, "23"), (5, "23")]
+    kept = [path.name[-1] for path in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
+    assert kept == ["2", "3", "5"]
+    assert all(line.startswith(f"cannot write {training.folder()}/checkpoints/step-0000000") for line in said)
+    ends = [line.rpartition(": ")[2] for line in said]
+    again, missed = "trying once more", "training goes on without it (1 in a row, callbacks.checkpoint.max_missed=1)"
+    assert ends == [again, again, missed]
+    assert len(training.losses()) == 5
+    # one miss too many, and one at the end
+    for steps, allowed in ((9, 0), (4, 5)):
+        monkeypatch.setattr(callback_module, "rank_zero_info", lambda line: None)
+        ends = (f"trainer.max_steps={steps}", f"callbacks.checkpoint.max_missed={allowed}", f"run=ends{steps}")
+        with pytest.raises(DiskFullError, match=r"cannot write .*step-00000004: No space left"):
+            training(*settings, *ends)
+        assert training.last(f"ends{steps}").step == 3
