@@ -86,9 +86,9 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         with writing(path, temporary):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
-            _fsync(temporary)
+            flush_to_disk(temporary)
             os.replace(temporary, path)
-            _fsync(path.parent)
+            flush_to_disk(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -123,11 +123,11 @@ def atomic_folder(path: Path, *, needed: int | None = None, replace: bool = Fals
             temporary.mkdir(parents=True)
             yield temporary
             for inside in (*sorted(temporary.rglob("*")), temporary):
-                _fsync(inside)
+                flush_to_disk(inside)
             if replace and path.exists():
                 remove_folder(path)
             os.replace(temporary, path)
-            _fsync(path.parent)
+            flush_to_disk(path.parent)
     except BaseException:
         # a full disk needs the room
         shutil.rmtree(temporary, ignore_errors=True)
@@ -152,7 +152,8 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Return when a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -16,9 +16,10 @@ from tests.commands import run_command
 from tests.states import rewrite_state
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.checkpoints.run_checkpoint import load_model_tensors, resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
 from vsa.checkpoints.run_folder import check_folder
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.tensor_state import load_model_tensors
 from vsa.checkpoints.verify import verify_export
 from vsa.checkpoints.wan import export_pretrained, sparse_settings
 from vsa.checkpoints.wan_config import transformer_config

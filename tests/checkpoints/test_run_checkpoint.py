@@ -10,6 +10,7 @@ from torch import nn
 from tests.disks import small_files
 from tests.states import files_of
 from vsa.checkpoints import run_checkpoint as ck
+from vsa.checkpoints.tensor_state import load_model_tensors, load_optimizer_tensors, optimizer_state, without_state
 from vsa.files import DiskFullError
 from vsa.training.optimizer import AdamW, Constant
 
@@ -145,7 +146,7 @@ def test_weights_must_fit_name_by_name(tmp_path):
     good = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
 
     def load(tensors):
-        ck.load_model_tensors(model, files_of(tmp_path, tensors), "here")
+        load_model_tensors(model, files_of(tmp_path, tensors), "here")
 
     load(good)
     assert torch.equal(model.weight, torch.ones(2, 3))
@@ -173,13 +174,13 @@ def test_optimizer_state_round_trip_continues_bit_for_bit(tmp_path):
     for i in range(6):
         if i == 3:
             weights = {name: p.detach().clone() for name, p in straight.named_parameters()}
-            moments = {name: value.clone() for name, value in ck.optimizer_state(optimizer).items()}
+            moments = {name: value.clone() for name, value in optimizer_state(optimizer).items()}
         step(straight, optimizer, i)
 
     def resumed(moments):
         model, optimizer = fresh()
-        ck.load_model_tensors(model, files_of(tmp_path, weights), "x")
-        ck.load_optimizer_tensors(optimizer, files_of(tmp_path, moments), "x")
+        load_model_tensors(model, files_of(tmp_path, weights), "x")
+        load_optimizer_tensors(optimizer, files_of(tmp_path, moments), "x")
         for i in range(3, 6):
             step(model, optimizer, i)
         return model
@@ -193,7 +194,7 @@ def test_optimizer_state_round_trip_continues_bit_for_bit(tmp_path):
             torch.equal(a, b) for a, b in zip(straight.parameters(), resumed(damaged).parameters(), strict=True)
         ), key
     with pytest.raises(ValueError, match="x has 1 tensors the model has no place for: other"):
-        ck.load_optimizer_tensors(optimizer, files_of(tmp_path, {"other/exp_avg": torch.ones(1)}), "x")
+        load_optimizer_tensors(optimizer, files_of(tmp_path, {"other/exp_avg": torch.ones(1)}), "x")
 
 
 def test_optimizer_state_that_should_be_there_is_missed(tmp_path):
@@ -204,12 +205,12 @@ def test_optimizer_state_that_should_be_there_is_missed(tmp_path):
     (model["a"](torch.ones(2)) + model["b"](torch.ones(2))).sum().backward()
     optimizer.step()
     # nothing was computed with the third
-    assert ck.without_state(optimizer) == ["c.weight"]
-    saved = {name: value.clone() for name, value in ck.optimizer_state(optimizer).items()}
+    assert without_state(optimizer) == ["c.weight"]
+    saved = {name: value.clone() for name, value in optimizer_state(optimizer).items()}
 
     def load(tensors, without=("c.weight",), most=1):
         files = files_of(tmp_path, tensors)
-        ck.load_optimizer_tensors(optimizer, files, "x", without=without, most_updates=most)
+        load_optimizer_tensors(optimizer, files, "x", without=without, most_updates=most)
 
     load(saved)
     for key in saved:

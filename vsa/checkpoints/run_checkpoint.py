@@ -9,49 +9,47 @@ its final name (`vsa.files.atomic_folder`); `state.json`, which has the SHA-256 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from vsa.checkpoints.save_meeting import SaveMeeting, raise_described
 from vsa.checkpoints.state_file import file_names, files_by_group, one_line, read_state, write_state
 from vsa.checkpoints.tensor_parts import Parts, own_parts, save_file, size_of
-from vsa.checkpoints.weight_files import TensorFiles, refuse_key_difference, refuse_other_tensors
-from vsa.files import atomic_folder, file_digest, temporary_folder, writing
+from vsa.checkpoints.weight_files import TensorFiles
+from vsa.files import atomic_folder, file_digest, flush_to_disk, temporary_folder, writing
 
 SEEN_WITHIN = 10.0
 """Seconds in which a rank must see the folder that rank 0 has made; a shared file system may take a moment."""
 
-# of AdamW
-_OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
 _NAME = re.compile(r"step-(\d{8,})$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A verified checkpoint folder.
+    """A checkpoint folder that was looked at.
 
     Args:
         path: the folder.
         state: content of `state.json`: step, plan hash, latent statistics, encoder ids, digests.
+        verified: whether every byte was read.
     """
 
     path: Path
     state: Mapping[str, Any]
+    verified: bool = True
 
     @property
     def step(self) -> int:
@@ -215,6 +213,9 @@ def _follow(meeting: SaveMeeting, final: Path, parts: Parts, needed: int) -> Non
             time.sleep(0.1)
         with writing(final, temporary, needed=needed):
             written = _write_files(temporary, parts, meeting.rank, meeting.world)
+            # on a shared file system no other process can
+            for name in written:
+                flush_to_disk(temporary / name)
     except BaseException as error:
         meeting.report({}, error)
         raise
@@ -231,12 +232,14 @@ def step_of(path: Path) -> int:
     return int(_NAME.match(path.name)[1])  # type: ignore[index]
 
 
-def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:
+def read_checkpoint(path: str | Path, *, verify: bool = True, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """Open a checkpoint folder after checking its files.
 
     Args:
         path: the folder.
         verify: compare every digest, which reads every byte; False: only that the files are there in full length.
+        share: rank and number of ranks that compare digests, each of some files: with as many as have written, of
+            those that it will read.
 
     Raises:
         ValueError: the folder is no checkpoint, is damaged, or has another schema.
@@ -244,18 +247,23 @@ def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:
     path = Path(path)
     try:
         state = read_state(path)
-        names, digests = list(state["files"]), list(state["files"].values())
+        groups = files_by_group(state["files"])
+        numbered = [(number, name) for names in groups.values() for number, name in enumerate(names)]
+        if len(numbered) == len(groups):
+            # of one file each, the groups are shared out
+            numbered = list(enumerate(groups[group][0] for group in groups))
+        digests = {name: state["files"][name] for number, name in numbered if verify and number % share[1] == share[0]}
         # hashing leaves the interpreter to others
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            list(threads.map(partial(_check_tensors, path), names, digests if verify else [None] * len(names)))
-        for group in files_by_group(names).values():
-            if len(group) > 1:
-                TensorFiles(path, group)
+            list(threads.map(lambda name: _check_tensors(path, name, digests.get(name)), state["files"]))
+        for names in groups.values():
+            if len(names) > 1:
+                TensorFiles(path, names)
     except ValueError:
         raise
     except Exception as error:
         raise ValueError(f"checkpoint {path} is damaged: {one_line(error)}") from None
-    return Checkpoint(path=path, state=state)
+    return Checkpoint(path=path, state=state, verified=verify)
 
 
 def _check_tensors(path: Path, name: str, digest: str | None) -> None:
@@ -269,6 +277,28 @@ def _check_tensors(path: Path, name: str, digest: str | None) -> None:
         raise ValueError(f"checkpoint {path} is damaged: {name} is missing") from None
     except SafetensorError as error:
         raise ValueError(f"checkpoint {path} is damaged: {name} cannot be read ({one_line(error)})") from None
+
+
+def read_together(path: str | Path) -> Checkpoint:
+    """`read_checkpoint` by all ranks, each of which reads a share of the bytes; a collective.
+
+    Raises:
+        ValueError: a rank found it damaged; all ranks raise the same.
+    """
+    if not dist.is_initialized():
+        return read_checkpoint(path)
+    checkpoint, failure = None, None
+    try:
+        checkpoint = read_checkpoint(path, share=(dist.get_rank(), dist.get_world_size()))
+    except (ValueError, OSError) as error:
+        failure = str(error)
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for failure in failures:
+        if failure is not None:
+            raise ValueError(failure)
+    assert checkpoint is not None
+    return checkpoint
 
 
 def latest_checkpoint(folder: Path, on_damaged=print, *, verify: bool = True) -> Checkpoint:
@@ -300,83 +330,3 @@ def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None, *, verify:
     if (path / "checkpoints").is_dir():
         return latest_checkpoint(path / "checkpoints", verify=verify)
     return read_checkpoint(path, verify=verify)
-
-
-@torch.no_grad()
-def load_model_tensors(model: nn.Module, tensors: TensorFiles, what: str) -> None:
-    """Copy `tensors` into the parameters of `model`, each rank what it holds; every key must fit.
-
-    Raises:
-        ValueError: a key is missing or left over, or a shape differs; the text names it and `what`.
-    """
-    parameters = dict(model.named_parameters())
-    refuse_other_tensors({name: tuple(p.shape) for name, p in parameters.items()}, tensors.shapes, what)
-    for name, parameter in parameters.items():
-        tensors.fill(parameter, name)
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State of an optimizer built by `vsa.training.optimizer`, as `NAME/exp_avg` and so on (the tensors themselves)."""
-    found = {}
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["names"], group["params"], strict=True):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{name}/{key}"] = value
-    return found
-
-
-def without_state(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Parameters that have no state, because none of them ever had a gradient."""
-    groups = [zip(group["names"], group["params"], strict=True) for group in optimizer.param_groups]
-    return [name for group in groups for name, parameter in group if not optimizer.state.get(parameter)]
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
-    tensors: TensorFiles,
-    what: str,
-    *,
-    without: Collection[str] | None = None,
-    most_updates: float = math.inf,
-) -> None:
-    """Put the state that `optimizer_state` gave back.
-
-    Args:
-        optimizer: built by `vsa.training.optimizer`.
-        tensors: see `optimizer_state`.
-        what: where they were found, for a message.
-        without: see `without_state`; None: a checkpoint of the first schema does not say, what is missing has none.
-        most_updates: of a parameter.
-
-    Raises:
-        ValueError: names state that is missing, is of other parameters or shapes, or is of more updates.
-    """
-    parameters = {
-        name: parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["names"], group["params"], strict=True)
-    }
-    if without is None:
-        without = set(parameters) - {key.rpartition("/")[0] for key in tensors.keys}
-    expected = {f"{name}/{field}" for name in set(parameters) - set(without) for field in _OPTIMIZER_FIELDS}
-    refuse_key_difference(expected, tensors.keys, what)
-    for key, found in tensors.shapes.items():
-        name, _, field = key.rpartition("/")
-        shape = () if field == "step" else tuple(parameters[name].shape)
-        if found != shape:
-            raise ValueError(f"{what}: {key} has shape {found}, the optimizer needs {shape}")
-        if field == "step" and not 0 < (updates := float(tensors.read(key))) <= most_updates:
-            raise ValueError(f"{what}: {key} counts {updates:g} updates in {most_updates:g} steps")
-    for name, parameter in parameters.items():
-        if name not in without:
-            optimizer.state[parameter] = {
-                field: _restored(tensors, f"{name}/{field}", parameter) for field in _OPTIMIZER_FIELDS
-            }
-
-
-def _restored(tensors: TensorFiles, key: str, like: Tensor) -> Tensor:
-    if not tensors.shape(key):
-        return tensors.read(key).clone()
-    value = torch.empty_like(like, dtype=tensors.dtype(key), requires_grad=False)
-    tensors.fill(value, key)
-    return value

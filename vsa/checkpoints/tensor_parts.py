@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,7 +96,7 @@ def size_of(parts: Parts) -> int:
 
 
 def save_file(path: Path, parts: Mapping[str, Part]) -> str:
-    """Write one rank's parts of a group of tensors as a safetensors file, to the disk; returns its SHA-256.
+    """Write one rank's parts of a group of tensors as a safetensors file; returns its SHA-256.
 
     Tensors go to the CPU one at a time (the library's own writer wants all of them at once). Rows of a tensor are a
     tensor under its name; the metadata say which rows, and of how many.
@@ -130,7 +129,4 @@ def save_file(path: Path, parts: Mapping[str, Part]) -> str:
         for name in names:
             # under no name, so that it is gone before the next one comes
             write(written[name].rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        file.flush()
-        # by the process that wrote it: on a shared file system the others cannot
-        os.fsync(file.fileno())
     return digest.hexdigest()

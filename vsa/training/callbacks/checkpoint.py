@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.checkpoints.retention import FEWEST, prune_checkpoints
-from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_checkpoint, step_of, write_parts
+from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_together, step_of, write_parts
 from vsa.checkpoints.tensor_parts import Parts, own_parts
 from vsa.errors import NO_ROOM
 from vsa.files import remove_folder
@@ -165,18 +165,14 @@ class Checkpointing(L.Callback):
             self._status.deadline.saved(time.perf_counter() - start)
 
     def last_good(self, trainer: L.Trainer, step: int) -> Checkpoint | None:
-        """The newest whole checkpoint of at most `step` steps, which rank 0 reads for all; a collective."""
+        """The newest whole checkpoint of at most `step` steps; a collective."""
         self.finish(trainer)
-        path = trainer.strategy.broadcast(self._last_good(step) if trainer.is_global_zero else None)
-        return None if path is None else read_checkpoint(path, verify=False)
-
-    def _last_good(self, step: int) -> str | None:
-        for path in reversed(list_checkpoints(self.folder)):
-            if step_of(path) <= step:
-                try:
-                    return str(read_checkpoint(path).path)
-                except (ValueError, OSError) as error:
-                    rank_zero_info(f"skipped a damaged checkpoint: {error}")
+        paths = [str(path) for path in reversed(list_checkpoints(self.folder)) if step_of(path) <= step]
+        for path in trainer.strategy.broadcast(paths):
+            try:
+                return read_together(path)
+            except ValueError as error:
+                rank_zero_info(f"skipped a damaged checkpoint: {error}")
         return None
 
     def go_back(self, trainer: L.Trainer, checkpoint: Checkpoint) -> None:
