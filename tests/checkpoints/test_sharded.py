@@ -264,7 +264,7 @@ def test_a_sharded_run_converts_to_the_files_of_one_process(tmp_path):
 
 
 def test_a_disk_that_is_full_has_status_28_whichever_rank_found_out(tmp_path, monkeypatch):
-    def on_rank(rank: int) -> int:
+    def on_rank(rank: int) -> object:
         def full(path, parts):
             raise OSError(28, "No space left on device")
 
