@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from vsa.checkpoints.state_file import read_state, write_state
+from vsa.checkpoints.weight_files import TensorFiles
 
 
 def rewrite_state(checkpoint: Path, *without: str, **changes: Any) -> None:
@@ -24,3 +28,10 @@ def write_older_state(checkpoint: Path, state: dict[str, Any]) -> None:
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """The values alone."""
     return read_state(checkpoint)
+
+
+def files_of(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorFiles:
+    """Tensors in a file, as a checkpoint has them."""
+    folder.mkdir(exist_ok=True)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "held.safetensors")
+    return TensorFiles(folder, ["held.safetensors"])

@@ -86,9 +86,9 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         with writing(path, temporary):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
-            _fsync(temporary)
+            flush_to_disk(temporary)
             os.replace(temporary, path)
-            _fsync(path.parent)
+            flush_to_disk(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -115,7 +115,7 @@ def atomic_folder(path: Path, *, needed: int | None = None, replace: bool = Fals
     Raises:
         DiskFullError: names `path`, what was written of it and what is free.
     """
-    temporary = path.with_name(f".writing-{path.name}")
+    temporary = temporary_folder(path)
     try:
         with writing(path, temporary, needed=needed):
             # litter of a write that was killed
@@ -123,15 +123,20 @@ def atomic_folder(path: Path, *, needed: int | None = None, replace: bool = Fals
             temporary.mkdir(parents=True)
             yield temporary
             for inside in (*sorted(temporary.rglob("*")), temporary):
-                _fsync(inside)
+                flush_to_disk(inside)
             if replace and path.exists():
                 remove_folder(path)
             os.replace(temporary, path)
-            _fsync(path.parent)
+            flush_to_disk(path.parent)
     except BaseException:
         # a full disk needs the room
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def temporary_folder(path: Path) -> Path:
+    """Where `atomic_folder` writes what gets the name `path`."""
+    return path.with_name(f".writing-{path.name}")
 
 
 def remove_folder(path: Path) -> None:
@@ -147,7 +152,8 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Return when a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

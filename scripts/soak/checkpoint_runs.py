@@ -1,16 +1,17 @@
-"""A tiny run in this process, its checkpoints, and how tries are counted."""
+"""A tiny run in this process, its checkpoints, damage to them, and how tries are counted."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
 from scripts.soak.rows import Outcome
-from vsa.checkpoints.run_checkpoint import read_checkpoint
+from vsa.checkpoints.run_checkpoint import latest_checkpoint, list_checkpoints, read_checkpoint
 from vsa.config import config_folder
 
 TINY = (
@@ -88,3 +89,56 @@ def is_good(checkpoint: Path) -> bool:
     except ValueError:
         return False
     return True
+
+
+def falls_back(checkpoint: Path) -> tuple[bool, str]:
+    """Whether a damaged newest checkpoint is refused in one line, and the one before it taken."""
+    older = list_checkpoints(checkpoint.parent)[-2]
+    try:
+        read_checkpoint(checkpoint)
+    except ValueError as refused:
+        told = str(refused)
+    except Exception as error:
+        return False, f"a traceback of {type(error).__name__}"
+    else:
+        return False, "taken as good"
+    if "\n" in told or checkpoint.name not in told:
+        return False, f"not told in one line with its name: {told[:100]!r}"
+    taken = latest_checkpoint(checkpoint.parent, lambda said: None).path
+    return taken == older, f"{taken.name} was taken, not {older.name}"
+
+
+def damage(
+    names: tuple[str, ...], cuts: bool, make: Callable[[Path], Path] = trained
+) -> Callable[[Path, int, int], Outcome]:
+    """A row that flips bits (and cuts) files of the newest checkpoint at random places.
+
+    Args:
+        names: of the files.
+        cuts: whether every third try cuts.
+        make: writes two checkpoints or more and returns the newest.
+    """
+
+    def run(folder: Path, tries: int, seed: int) -> Outcome:
+        draw, checkpoint = random.Random(seed), make(folder)
+        good = {name: (checkpoint / name).read_bytes() for name in names}
+
+        def attempts() -> Iterator[tuple[bool, str]]:
+            for number in range(tries):
+                name = draw.choice(names)
+                data, place = bytearray(good[name]), draw.randrange(len(good[name]))
+                if cuts and number % 3 == 2:
+                    what, data = f"cut at {place}", data[:place]
+                else:
+                    bit = draw.randrange(8)
+                    what, data[place] = f"bit {bit} of byte {place}", data[place] ^ 1 << bit
+                (checkpoint / name).write_bytes(data)
+                survived, why = falls_back(checkpoint)
+                yield survived, f"{name}, {what}: {why}"
+                (checkpoint / name).write_bytes(good[name])
+
+        outcome = tally(attempts())
+        read_checkpoint(checkpoint)
+        return outcome
+
+    return run

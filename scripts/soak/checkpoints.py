@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.soak.changed_settings import SETTINGS
-from scripts.soak.checkpoint_runs import is_good, tally, train, trained
+from scripts.soak.checkpoint_runs import damage, falls_back, is_good, tally, train, trained
 from scripts.soak.rows import Outcome, Row
+from scripts.soak.sharded_checkpoints import SHARDED
 from vsa.checkpoints import run_checkpoint
 from vsa.checkpoints.retention import prune_checkpoints
 from vsa.checkpoints.run_checkpoint import (
@@ -34,53 +35,7 @@ from vsa.checkpoints.state_file import write_state
 from vsa.errors import DISK_FULL, one_line_errors
 from vsa.files import file_digest
 
-# damage
-
-
-def falls_back(checkpoint: Path) -> tuple[bool, str]:
-    """Whether a damaged newest checkpoint is refused in one line, and the one before it taken."""
-    older = list_checkpoints(checkpoint.parent)[-2]
-    try:
-        read_checkpoint(checkpoint)
-    except ValueError as refused:
-        told = str(refused)
-    except Exception as error:
-        return False, f"a traceback of {type(error).__name__}"
-    else:
-        return False, "taken as good"
-    if "\n" in told or checkpoint.name not in told:
-        return False, f"not told in one line with its name: {told[:100]!r}"
-    taken = latest_checkpoint(checkpoint.parent, lambda said: None).path
-    return taken == older, f"{taken.name} was taken, not {older.name}"
-
-
-def damage(names: tuple[str, ...], cuts: bool) -> Callable[[Path, int, int], Outcome]:
-    """A row that flips bits (and cuts) files of the newest checkpoint at random places."""
-
-    def run(folder: Path, tries: int, seed: int) -> Outcome:
-        draw, checkpoint = random.Random(seed), trained(folder)
-        good = {name: (checkpoint / name).read_bytes() for name in names}
-
-        def attempts() -> Iterator[tuple[bool, str]]:
-            for number in range(tries):
-                name = draw.choice(names)
-                data, place = bytearray(good[name]), draw.randrange(len(good[name]))
-                if cuts and number % 3 == 2:
-                    what, data = f"cut at {place}", data[:place]
-                else:
-                    bit = draw.randrange(8)
-                    what, data[place] = f"bit {bit} of byte {place}", data[place] ^ 1 << bit
-                (checkpoint / name).write_bytes(data)
-                survived, why = falls_back(checkpoint)
-                yield survived, f"{name}, {what}: {why}"
-                (checkpoint / name).write_bytes(good[name])
-
-        outcome = tally(attempts())
-        read_checkpoint(checkpoint)
-        return outcome
-
-    return run
-
+# damage of state.json
 
 HOSTILE: tuple[Any, ...] = (None, True, -1, 1.5, "text", [], {}, [[]], 10**400, float("nan"))
 
@@ -348,9 +303,9 @@ def background(folder: Path, tries: int, seed: int) -> Outcome:
     draw, whole = random.Random(seed), run_checkpoint.save_file
     expected = [read_checkpoint(path).state["files"] for path in list_checkpoints(trained(folder / "sync").parent)]
 
-    def slow(path: Path, group: Any, wholes: Any) -> str:
+    def slow(path: Path, parts: Any) -> str:
         time.sleep(draw.uniform(0, 0.2))
-        return whole(path, group, wholes)
+        return whole(path, parts)
 
     def attempt(number: int) -> tuple[bool, str]:
         place = folder / str(number)
@@ -382,5 +337,6 @@ ROWS: tuple[Row, ...] = (
     Row(name="checkpoint: kill -9 inside a save", tries=60, short_tries=2, run=kills),
     Row(name="checkpoint: disk full at a random byte", tries=50, short_tries=5, run=full_disk),
     Row(name="checkpoint: written in the background", tries=10, short_tries=1, run=background),
+    *SHARDED,
     SETTINGS,
 )

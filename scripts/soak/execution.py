@@ -149,9 +149,10 @@ def hydra_overrides(folder: Path, tries: int, seed: int) -> Outcome:
 def _with_config(run: Path, target: Path, config: Mapping[str, Any]) -> Path:
     """A whole checkpoint with the tensors of a run's newest one and another config."""
     checkpoint = resolve_checkpoint("last", run)
-    groups = [name.removesuffix(".safetensors") for name in checkpoint.state["files"]]
     state = {name: value for name, value in checkpoint.state.items() if name not in ("schema", "files")}
-    return write_checkpoint(target, {name: checkpoint.tensors(name) for name in groups}, {**state, "config": config})
+    return write_checkpoint(
+        target, {name: checkpoint.tensors(name) for name in checkpoint.groups}, {**state, "config": config}
+    )
 
 
 def hydra_checkpoints(folder: Path, tries: int, seed: int) -> Outcome:

@@ -217,7 +217,7 @@ def difference(one: Path, other: Path) -> float:
     """Largest difference of weights, averages, moments of all networks, and relative one of the losses."""
     a, b = resolve_checkpoint("last", one), resolve_checkpoint("last", other)
     largest = 0.0
-    for group in (name.removesuffix(".safetensors") for name in a.state["files"]):
+    for group in a.groups:
         ours, theirs = a.tensors(group), b.tensors(group)
         assert set(ours) == set(theirs)
         for name, value in ours.items():

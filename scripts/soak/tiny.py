@@ -302,7 +302,7 @@ def digest_of_run(run: Path) -> str:
     """SHA-256 of everything that equal runs have in common: weights, averages, moments, step and metrics."""
     checkpoint = resolve_checkpoint("last", run)
     digest = hashlib.sha256(f"step {checkpoint.step}".encode())
-    for group in sorted(name.removesuffix(".safetensors") for name in checkpoint.state["files"]):
+    for group in sorted(checkpoint.groups):
         for key, tensor in sorted(checkpoint.tensors(group).items()):
             digest.update(f"{group}/{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

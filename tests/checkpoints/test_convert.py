@@ -16,9 +16,10 @@ from tests.commands import run_command
 from tests.states import rewrite_state
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.checkpoints.run_checkpoint import load_model_tensors, resolve_checkpoint, write_checkpoint
+from vsa.checkpoints.run_checkpoint import resolve_checkpoint, write_checkpoint
 from vsa.checkpoints.run_folder import check_folder
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG, SparseAttentionConfig, read_sparse_config
+from vsa.checkpoints.tensor_state import load_model_tensors
 from vsa.checkpoints.verify import verify_export
 from vsa.checkpoints.wan import export_pretrained, sparse_settings
 from vsa.checkpoints.wan_config import transformer_config
@@ -361,7 +362,7 @@ def test_run_to_diffusers_and_back(tmp_path):
     assert tensors.keys() == ema.keys()
     assert all(torch.equal(tensors[key], value) for key, value in ema.items())
     # `init_from=` loads it this way
-    load_model_tensors(random_model(SPARSE), tensors, "back")
+    load_model_tensors(random_model(SPARSE), checkpoint.open("model"), "back")
     # and it converts again to the same files, golden tensors included
     convert(tmp_path / "back", tmp_path / "b", "--to", "diffusers")
     for path in (tmp_path / "a").iterdir():

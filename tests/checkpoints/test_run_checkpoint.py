@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from tests.disks import small_files
+from tests.states import files_of
 from vsa.checkpoints import run_checkpoint as ck
+from vsa.checkpoints.tensor_state import load_model_tensors, load_optimizer_tensors, optimizer_state, without_state
 from vsa.files import DiskFullError
 from vsa.training.optimizer import AdamW, Constant
 
@@ -139,20 +141,24 @@ def test_other_schema_is_refused(tmp_path):
         ck.read_checkpoint(path)
 
 
-def test_weights_must_fit_name_by_name():
+def test_weights_must_fit_name_by_name(tmp_path):
     model = nn.Linear(3, 2)
     good = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
-    ck.load_model_tensors(model, good, "here")
+
+    def load(tensors):
+        load_model_tensors(model, files_of(tmp_path, tensors), "here")
+
+    load(good)
     assert torch.equal(model.weight, torch.ones(2, 3))
     with pytest.raises(ValueError, match="here lacks 1 tensors of the model: bias"):
-        ck.load_model_tensors(model, {"weight": good["weight"]}, "here")
+        load({"weight": good["weight"]})
     with pytest.raises(ValueError, match="here has 1 tensors the model has no place for: to_gate"):
-        ck.load_model_tensors(model, {**good, "to_gate": torch.ones(1)}, "here")
+        load({**good, "to_gate": torch.ones(1)})
     with pytest.raises(ValueError, match=r"weight has shape \(3, 2\), the model needs \(2, 3\)"):
-        ck.load_model_tensors(model, {**good, "weight": torch.ones(3, 2)}, "here")
+        load({**good, "weight": torch.ones(3, 2)})
 
 
-def test_optimizer_state_round_trip_continues_bit_for_bit():
+def test_optimizer_state_round_trip_continues_bit_for_bit(tmp_path):
     def fresh():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
@@ -168,13 +174,13 @@ def test_optimizer_state_round_trip_continues_bit_for_bit():
     for i in range(6):
         if i == 3:
             weights = {name: p.detach().clone() for name, p in straight.named_parameters()}
-            moments = {name: value.clone() for name, value in ck.optimizer_state(optimizer).items()}
+            moments = {name: value.clone() for name, value in optimizer_state(optimizer).items()}
         step(straight, optimizer, i)
 
     def resumed(moments):
         model, optimizer = fresh()
-        ck.load_model_tensors(model, weights, "x")
-        ck.load_optimizer_tensors(optimizer, moments, "x")
+        load_model_tensors(model, files_of(tmp_path, weights), "x")
+        load_optimizer_tensors(optimizer, files_of(tmp_path, moments), "x")
         for i in range(3, 6):
             step(model, optimizer, i)
         return model
@@ -188,10 +194,10 @@ def test_optimizer_state_round_trip_continues_bit_for_bit():
             torch.equal(a, b) for a, b in zip(straight.parameters(), resumed(damaged).parameters(), strict=True)
         ), key
     with pytest.raises(ValueError, match="x has 1 tensors the model has no place for: other"):
-        ck.load_optimizer_tensors(optimizer, {"other/exp_avg": torch.ones(1)}, "x")
+        load_optimizer_tensors(optimizer, files_of(tmp_path, {"other/exp_avg": torch.ones(1)}), "x")
 
 
-def test_optimizer_state_that_should_be_there_is_missed():
+def test_optimizer_state_that_should_be_there_is_missed(tmp_path):
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
     optimizer = AdamW(lr=0.01, schedule=Constant()).build(
         model, dict.fromkeys(dict(model.named_parameters()), "matrix")
@@ -199,11 +205,12 @@ def test_optimizer_state_that_should_be_there_is_missed():
     (model["a"](torch.ones(2)) + model["b"](torch.ones(2))).sum().backward()
     optimizer.step()
     # nothing was computed with the third
-    assert ck.without_state(optimizer) == ["c.weight"]
-    saved = {name: value.clone() for name, value in ck.optimizer_state(optimizer).items()}
+    assert without_state(optimizer) == ["c.weight"]
+    saved = {name: value.clone() for name, value in optimizer_state(optimizer).items()}
 
     def load(tensors, without=("c.weight",), most=1):
-        ck.load_optimizer_tensors(optimizer, tensors, "x", without=without, most_updates=most)
+        files = files_of(tmp_path, tensors)
+        load_optimizer_tensors(optimizer, files, "x", without=without, most_updates=most)
 
     load(saved)
     for key in saved:

@@ -35,7 +35,7 @@ TOLD = "task.objective.step_aware=true"
 
 def everything(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint: weights and moments of generator and critic, the average."""
-    groups = [name.removesuffix(".safetensors") for name in checkpoint.state["files"]]
+    groups = checkpoint.groups
     assert {"model", "optimizer", "fake_score", "fake_score_optimizer"} <= set(groups)
     return {f"{group}/{key}": value for group in groups for key, value in checkpoint.tensors(group).items()}
 

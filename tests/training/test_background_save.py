@@ -12,7 +12,9 @@ import vsa.checkpoints.run_checkpoint as checkpointing
 import vsa.training.callbacks.checkpoint as callback_module
 from tests.states import state_of
 from tests.training.ranks import run_ranks
-from vsa.training.background_save import BackgroundSave, copied
+from vsa.checkpoints.tensor_parts import own_parts
+from vsa.files import DiskFullError
+from vsa.training.background_save import Save, copied
 
 ASYNC = "callbacks.checkpoint.asynchronous=true"
 RUN = ("trainer.max_steps=5", "callbacks.checkpoint.keep=3")
@@ -25,11 +27,11 @@ class Gate(L.Callback):
         self.moved, self.step, self.waited = threading.Condition(), 0, 0
         save_file = checkpointing.save_file
 
-        def slow(path, group, wholes):
+        def slow(path, parts):
             saved = int(path.parent.name.rpartition("-")[2])
             with self.moved:
                 self.waited += self.moved.wait_for(lambda: self.step > min(saved, 4), timeout=60)
-            return save_file(path, group, wholes)
+            return save_file(path, parts)
 
         patch.setattr(checkpointing, "save_file", slow)
 
@@ -60,7 +62,7 @@ def test_the_same_checkpoints_are_written_while_weights_change(training, monkeyp
     # control: without a copy they are of the step after
     with monkeypatch.context() as patch:
         gate = Gate(patch)
-        patch.setattr(callback_module, "copied", lambda tensors, keep: tensors)
+        patch.setattr(callback_module, "copied", lambda parts: parts)
         training(*RUN, ASYNC, "run=torn", callbacks=(gate,))
     assert not same_checkpoints(training, "sync", "torn")
     training("trainer.max_steps=6", "run=async", "ckpt_path=last", ASYNC)
@@ -70,7 +72,7 @@ def test_the_same_checkpoints_are_written_while_weights_change(training, monkeyp
 
 
 def test_a_failure_ends_the_run_at_the_next_step(training, monkeypatch):
-    def full(path, group, wholes):
+    def full(path, parts):
         raise OSError(28, "No space left on device")
 
     class Watch(L.Callback):
@@ -109,15 +111,55 @@ def test_ranks_agree_on_a_save_in_the_background(training):
 
 def test_a_copy_is_another_tensor_and_one_failure_is_raised():
     weight = torch.ones(3)
-    kept = copied({"model": {"w": weight}}, keep=True)["model"]["w"]
+    kept = copied(own_parts({"model": {"w": weight}}))["model"]["w"]
     weight.zero_()
-    assert torch.equal(kept, torch.ones(3))
-    assert copied({"model": {"w": weight}}, keep=False) == {"model": {}}
+    assert torch.equal(kept.rows, torch.ones(3))
 
     def fail():
         raise OSError("full")
 
-    save = BackgroundSave(fail)
+    save = Save(fail, background=True)
     with pytest.raises(OSError, match="full"):
         save.result()
     assert not save.is_running
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_without_room_is_tried_again_and_may_be_missed(training, monkeypatch, asynchronous):
+    save_file, attempts = checkpointing.save_file, []
+
+    def full(path, parts):
+        step = int(path.parent.name.rpartition("-")[2])
+        if path.name.startswith("model"):
+            there = [p.name[-1] for p in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
+            attempts.append((step, "".join(there)))
+        # the first save of step 2, and both of step 4
+        if step == 4 or [number for number, _ in attempts] == [1, 2]:
+            raise OSError(28, "No space left on device")
+        return save_file(path, parts)
+
+    monkeypatch.setattr(checkpointing, "save_file", full)
+    settings = (
+        f"callbacks.checkpoint.asynchronous={str(asynchronous).lower()}",
+        "callbacks.checkpoint.every_n_steps=1",
+    )
+    settings += ("trainer.max_steps=5", "callbacks.checkpoint.keep=3", "callbacks.checkpoint.max_missed=1")
+    said = []
+    monkeypatch.setattr(callback_module, "rank_zero_info", said.append)
+    training(*settings)
+    # before the second try of step 4 the oldest makes room, which has two good ones after it
+    assert attempts == [(1, ""), (2, "1"), (2, "1"), (3, "12"), (4, "123"), (4, "23"), (5, "23")]
+    kept = [path.name[-1] for path in checkpointing.list_checkpoints(training.folder() / "checkpoints")]
+    assert kept == ["2", "3", "5"]
+    assert all(line.startswith(f"cannot write {training.folder()}/checkpoints/step-0000000") for line in said)
+    ends = [line.rpartition(": ")[2] for line in said]
+    again, missed = "trying once more", "training goes on without it (1 in a row, callbacks.checkpoint.max_missed=1)"
+    assert ends == [again, again, missed]
+    assert len(training.losses()) == 5
+    # one miss too many, and one at the end
+    for steps, allowed in ((9, 0), (4, 5)):
+        monkeypatch.setattr(callback_module, "rank_zero_info", lambda line: None)
+        ends = (f"trainer.max_steps={steps}", f"callbacks.checkpoint.max_missed={allowed}", f"run=ends{steps}")
+        with pytest.raises(DiskFullError, match=r"cannot write .*step-00000004: No space left"):
+            training(*settings, *ends)
+        assert training.last(f"ends{steps}").step == 3

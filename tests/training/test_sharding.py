@@ -19,6 +19,7 @@ import vsa.checkpoints.run_checkpoint as checkpointing
 from tests.training.ranks import run_ranks
 from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.checkpoints.tensor_parts import own_parts
 from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, build_model
@@ -109,19 +110,22 @@ def test_the_streaming_writer_makes_the_file_of_the_library(tmp_path):
     alive: list[weakref.ref] = []
     largest = 0
 
-    def wholes():
-        nonlocal largest
-        for name in checkpointing._file_order(group):
-            value = group[name].clone()
-            alive.append(weakref.ref(value))
-            yield value
-            del value
-            largest = max(largest, sum(ref() is not None for ref in alive))
+    class OnDevice(torch.Tensor):
+        """Its values are copied when they go to the CPU."""
 
-    digest = checkpointing.save_file(tmp_path / "ours", group, wholes())
+        def cpu(self):
+            nonlocal largest
+            value = self.as_subclass(torch.Tensor).clone()
+            largest = max(largest, 1 + sum(ref() is not None for ref in alive))
+            alive.append(weakref.ref(value))
+            return value
+
+    on_device = {name: value.as_subclass(OnDevice) for name, value in group.items()}
+    digest = checkpointing.save_file(tmp_path / "ours", own_parts({"model": on_device})["model"])
     library_save_file({name: value.contiguous() for name, value in group.items()}, tmp_path / "theirs")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert digest == hashlib.sha256((tmp_path / "theirs").read_bytes()).hexdigest()
     assert all(torch.equal(value, group[name]) for name, value in load_file(tmp_path / "ours").items())
     # the one being written and no other
+    assert len(alive) == len(group)
     assert largest <= 1

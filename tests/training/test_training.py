@@ -15,7 +15,7 @@ import torch
 import vsa.training.callbacks.samples as samples_module
 import vsa.training.callbacks.step_profile as step_profile
 from tests.training.ranks import run_ranks
-from vsa.checkpoints.run_checkpoint import optimizer_state
+from vsa.checkpoints.tensor_state import optimizer_state
 from vsa.data.video_files import read_video
 from vsa.diffusion.flow_matching import sample_sigmas
 from vsa.objectives.flow_matching import VALIDATION_SEED, FlowMatchingLoss

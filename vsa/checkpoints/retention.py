@@ -14,17 +14,18 @@ from vsa.files import remove_folder
 _ABANDONED = "abandoned-after-"
 """Begins the name of a folder of checkpoints that a run went back from; the name of the one it went back to follows."""
 
-_FEWEST = 2
+FEWEST = 2
+"""Good checkpoints that always stay."""
 
 
-def prune_checkpoints(folder: Path, written: Path, keep: int) -> None:
+def prune_checkpoints(folder: Path, written: Path | None, keep: int) -> None:
     """Remove the oldest checkpoints but `keep` good ones, and but those that a line was left at.
 
     The one before `written` is read whole (when it is damaged, the next), of further ones the sizes are looked at.
 
     Args:
         folder: of all checkpoints.
-        written: the one that was written just now.
+        written: the one that was written just now, which is good; None: none was.
         keep: good ones that stay, two or more.
     """
     good = 0
@@ -33,7 +34,7 @@ def prune_checkpoints(folder: Path, written: Path, keep: int) -> None:
         if good >= keep:
             if path.name not in branches:
                 remove_folder(path)
-        elif path == written or is_good(path, whole=good < _FEWEST):
+        elif path == written or is_good(path, whole=good < FEWEST):
             good += 1
 
 

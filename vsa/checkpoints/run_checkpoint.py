@@ -1,57 +1,55 @@
 """Checkpoint folders: safetensors keyed by parameter name plus `state.json`, no pickle.
 
-A checkpoint is complete when its folder stands under its final name (`vsa.files.atomic_folder`); `state.json`, which
-has the SHA-256 of the others and its own (`vsa.checkpoints.state_file`), is written last.
+One process writes a file for each group of tensors. Of several ranks each writes one with what it holds, all at the
+same time; what is read does not depend on how many have written. A checkpoint is complete when its folder stands under
+its final name (`vsa.files.atomic_folder`); `state.json`, which has the SHA-256 of the others and its own
+(`vsa.checkpoints.state_file`), is written last.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from vsa.checkpoints.state_file import one_line, read_state, write_state
-from vsa.checkpoints.weight_files import exhaust, refuse_key_difference, refuse_other_tensors
-from vsa.files import atomic_folder, file_digest
-from vsa.models.sharding import local, place, whole
+from vsa.checkpoints.save_meeting import SaveMeeting, raise_described
+from vsa.checkpoints.state_file import file_names, files_by_group, one_line, read_state, write_state
+from vsa.checkpoints.tensor_parts import Parts, own_parts, save_file, size_of
+from vsa.checkpoints.weight_files import TensorFiles
+from vsa.files import atomic_folder, file_digest, flush_to_disk, temporary_folder, writing
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-# of AdamW
-_OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
+SEEN_WITHIN = 10.0
+"""Seconds in which a rank must see the folder that rank 0 has made; a shared file system may take a moment."""
+
 _NAME = re.compile(r"step-(\d{8,})$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A verified checkpoint folder.
+    """A checkpoint folder that was looked at.
 
     Args:
         path: the folder.
         state: content of `state.json`: step, plan hash, latent statistics, encoder ids, digests.
+        verified: whether every byte was read.
     """
 
     path: Path
     state: Mapping[str, Any]
+    verified: bool = True
 
     @property
     def step(self) -> int:
@@ -61,17 +59,27 @@ class Checkpoint:
     def schema(self) -> int:
         return self.state["schema"]
 
+    @cached_property
+    def groups(self) -> Mapping[str, list[str]]:
+        """Groups of tensors with the names of their files, one or one of each rank that wrote it."""
+        return files_by_group(self.state["files"])
+
+    def open(self, name: str) -> TensorFiles:
+        """The files of a group ("model", "ema", "optimizer"), from which tensors are read one at a time or in part."""
+        return TensorFiles(self.path, self.groups[name])
+
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """CPU tensors of `name` ("model", "ema" or "optimizer"), read from the file where they are used."""
-        path = self.path / f"{name}.safetensors"
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read ({one_line(error)})") from None
+        """All CPU tensors of a group, whole."""
+        files = self.open(name)
+        return {key: files.read(key) for key in files.keys}
+
+    def digest(self, name: str) -> str:
+        """SHA-256 of a group's file, or of what those of its files are."""
+        digests = [self.state["files"][file] for file in self.groups[name]]
+        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def has(self, name: str) -> bool:
-        return f"{name}.safetensors" in self.state["files"]
+        return name in self.groups
 
     def choose_weights(self, weights: Literal["ema", "model"] | None = None) -> Literal["ema", "model"]:
         """The weights that are asked for, or the averaged ones where there are any.
@@ -93,76 +101,125 @@ def checkpoint_name(step: int) -> str:
 
 
 def write_checkpoint(
-    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, writes: bool = True
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, together: bool = False
 ) -> Path:
     """Write `folder/step-N` from groups of tensors ("model", "ema", "optimizer") and the state.
 
-    Sharded tensors are gathered one by one on their way to the file, so the whole model is in no process's memory.
-
     Args:
         folder: of all checkpoints.
-        tensors: by group and name; with sharded ones this is a collective: every rank calls it with its shards.
+        tensors: by group and name.
         state: becomes `state.json`.
-        writes: whether this process writes; one does.
+        together: all ranks call it, and each writes what it holds.
 
     Raises:
         DiskFullError: names the checkpoint and the bytes; the checkpoints before it stay.
     """
-    final = folder / checkpoint_name(state["step"])
-    # the order of the files
-    wholes = (whole(group[name]) for group in tensors.values() for name in _file_order(group))
-    try:
-        if writes:
-            # litter of a save that was killed
-            for left in folder.glob(".*-step-*"):
-                shutil.rmtree(left)
-            needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
-            with atomic_folder(final, needed=needed, replace=True) as temporary:
-                digests = {
-                    f"{name}.safetensors": save_file(temporary / f"{name}.safetensors", group, wholes)
-                    for name, group in tensors.items()
-                }
-                write_state(temporary, {**state, "files": digests})
-    except OSError:
-        exhaust(wholes)
-        raise
-    exhaust(wholes)
+    ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    return write_parts(folder, own_parts(tensors, *ranks), state, together=together)
+
+
+def write_parts(folder: Path, parts: Parts, state: Mapping[str, Any], *, together: bool = False) -> Path:
+    """Write `folder/step-N` from what this process holds; any thread may, no collective is made.
+
+    Args:
+        folder: of all checkpoints; with several ranks all of them must see it.
+        parts: see `own_parts`.
+        state: becomes `state.json`, of rank 0.
+        together: see `write_checkpoint`. Rank 0 makes the folder, and gives it its name once all have written; the
+            others are done before that, and the ranks have to agree on whether it was.
+
+    Raises:
+        OSError: this process could not write, or in rank 0 any; a full disk is a `DiskFullError`.
+    """
+    final, needed = folder / checkpoint_name(state["step"]), size_of(parts)
+    if not together:
+        with _new_folder(final, needed) as temporary:
+            write_state(temporary, {**state, "files": _digests(_write_files(temporary, parts, 0, 1))})
+        return final
+    meeting = SaveMeeting()
+    if meeting.rank == 0:
+        _lead(meeting, final, parts, state, needed)
+    else:
+        _follow(meeting, final, parts, needed)
     return final
 
 
-def _file_order(group: Mapping[str, Tensor]) -> list[str]:
-    # large elements first: every tensor then starts at a multiple of its element size
-    return sorted(group, key=lambda name: (-group[name].element_size(), name))
+@contextmanager
+def _new_folder(final: Path, needed: int) -> Iterator[Path]:
+    # litter of a save that was killed
+    for left in final.parent.glob(".*-step-*"):
+        shutil.rmtree(left)
+    with atomic_folder(final, needed=needed, replace=True) as temporary:
+        yield temporary
 
 
-def save_file(path: Path, group: Mapping[str, Tensor], wholes: Iterator[Tensor]) -> str:
-    """Write a safetensors file as its tensors come, and return its SHA-256 (the library wants all of them at once).
+def _write_files(folder: Path, parts: Parts, rank: int, world: int) -> dict[str, tuple[str, int]]:
+    """Write a file for each group; digest and size of each by name."""
+    written: dict[str, tuple[str, int]] = {}
+    for group, own in parts.items():
+        path = folder / file_names(group, world)[rank]
+        written[path.name] = save_file(path, own), path.stat().st_size
+    return written
 
-    Args:
-        path: the file.
-        group: tensors by name, for their dtypes and shapes.
-        wholes: their values on the CPU in file order; no more are taken than the group has.
-    """
-    header: dict[str, Any] = {}
-    end = 0
-    for name in _file_order(group):
-        tensor = group[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
 
-        def write(data: Any) -> None:
-            file.write(data)
-            digest.update(data)
+def _digests(written: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    return {name: digest for name, (digest, _) in written.items()}
 
-        write(len(text).to_bytes(8, "little"))
-        write(text)
-        for value in islice(wholes, len(group)):
-            write(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+
+def _lead(meeting: SaveMeeting, final: Path, parts: Parts, state: Mapping[str, Any], needed: int) -> None:
+    """Rank 0: make the folder, write, hear what the others have written, and give the folder its name."""
+    opened = False
+    try:
+        with _new_folder(final, needed) as temporary:
+            meeting.open()
+            opened, written, failure = True, {}, None
+            try:
+                written = _write_files(temporary, parts, 0, meeting.world)
+            except Exception as error:
+                failure = error
+            # the folder is theirs too until they are done
+            reports = meeting.reports()
+            if failure is not None:
+                raise failure
+            for rank, report in enumerate(reports, 1):
+                raise_described(report, f"rank {rank}")
+                for name, (_, size) in report["files"].items():
+                    path = temporary / name
+                    if not path.is_file() or path.stat().st_size != size:
+                        raise OSError(
+                            f"rank {rank} has written {name} of {final}, and rank 0 does not see it: the ranks of a "
+                            "run need one folder for checkpoints that all of them see"
+                        )
+                written |= report["files"]
+            write_state(temporary, {**state, "files": _digests(written)})
+    except BaseException as error:
+        if not opened:
+            meeting.open(error)
+        raise
+
+
+def _follow(meeting: SaveMeeting, final: Path, parts: Parts, needed: int) -> None:
+    """Another rank: write into the folder of rank 0 and tell it."""
+    meeting.wait_for_folder()
+    temporary = temporary_folder(final)
+    try:
+        end = time.monotonic() + SEEN_WITHIN
+        while not temporary.is_dir():
+            if time.monotonic() > end:
+                raise OSError(
+                    f"rank {meeting.rank} does not see {temporary}, which rank 0 has made: the ranks of a run need one "
+                    "folder for checkpoints that all of them see"
+                )
+            time.sleep(0.1)
+        with writing(final, temporary, needed=needed):
+            written = _write_files(temporary, parts, meeting.rank, meeting.world)
+            # on a shared file system no other process can
+            for name in written:
+                flush_to_disk(temporary / name)
+    except BaseException as error:
+        meeting.report({}, error)
+        raise
+    meeting.report(written)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -175,12 +232,14 @@ def step_of(path: Path) -> int:
     return int(_NAME.match(path.name)[1])  # type: ignore[index]
 
 
-def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:
+def read_checkpoint(path: str | Path, *, verify: bool = True, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """Open a checkpoint folder after checking its files.
 
     Args:
         path: the folder.
         verify: compare every digest, which reads every byte; False: only that the files are there in full length.
+        share: rank and number of ranks that compare digests, each of some files: with as many as have written, of
+            those that it will read.
 
     Raises:
         ValueError: the folder is no checkpoint, is damaged, or has another schema.
@@ -188,13 +247,23 @@ def read_checkpoint(path: str | Path, *, verify: bool = True) -> Checkpoint:
     path = Path(path)
     try:
         state = read_state(path)
-        for name, digest in state["files"].items():
-            _check_tensors(path, name, digest if verify else None)
+        groups = files_by_group(state["files"])
+        numbered = [(number, name) for names in groups.values() for number, name in enumerate(names)]
+        if len(numbered) == len(groups):
+            # of one file each, the groups are shared out
+            numbered = list(enumerate(groups[group][0] for group in groups))
+        digests = {name: state["files"][name] for number, name in numbered if verify and number % share[1] == share[0]}
+        # hashing leaves the interpreter to others
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            list(threads.map(lambda name: _check_tensors(path, name, digests.get(name)), state["files"]))
+        for names in groups.values():
+            if len(names) > 1:
+                TensorFiles(path, names)
     except ValueError:
         raise
     except Exception as error:
         raise ValueError(f"checkpoint {path} is damaged: {one_line(error)}") from None
-    return Checkpoint(path=path, state=state)
+    return Checkpoint(path=path, state=state, verified=verify)
 
 
 def _check_tensors(path: Path, name: str, digest: str | None) -> None:
@@ -208,6 +277,28 @@ def _check_tensors(path: Path, name: str, digest: str | None) -> None:
         raise ValueError(f"checkpoint {path} is damaged: {name} is missing") from None
     except SafetensorError as error:
         raise ValueError(f"checkpoint {path} is damaged: {name} cannot be read ({one_line(error)})") from None
+
+
+def read_together(path: str | Path) -> Checkpoint:
+    """`read_checkpoint` by all ranks, each of which reads a share of the bytes; a collective.
+
+    Raises:
+        ValueError: a rank found it damaged; all ranks raise the same.
+    """
+    if not dist.is_initialized():
+        return read_checkpoint(path)
+    checkpoint, failure = None, None
+    try:
+        checkpoint = read_checkpoint(path, share=(dist.get_rank(), dist.get_world_size()))
+    except (ValueError, OSError) as error:
+        failure = str(error)
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for failure in failures:
+        if failure is not None:
+            raise ValueError(failure)
+    assert checkpoint is not None
+    return checkpoint
 
 
 def latest_checkpoint(folder: Path, on_damaged=print, *, verify: bool = True) -> Checkpoint:
@@ -239,76 +330,3 @@ def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None, *, verify:
     if (path / "checkpoints").is_dir():
         return latest_checkpoint(path / "checkpoints", verify=verify)
     return read_checkpoint(path, verify=verify)
-
-
-@torch.no_grad()
-def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Copy `tensors` into the parameters of `model`; every key must fit.
-
-    Raises:
-        ValueError: a key is missing or left over, or a shape differs; the text names it and `what`.
-    """
-    parameters = dict(model.named_parameters())
-    expected, actual = ({name: tuple(t.shape) for name, t in group.items()} for group in (parameters, tensors))
-    refuse_other_tensors(expected, actual, what)
-    for name, parameter in parameters.items():
-        local(parameter).copy_(local(place(tensors[name], parameter)))
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State of an optimizer built by `vsa.training.optimizer`, as `NAME/exp_avg` and so on (the tensors themselves)."""
-    found = {}
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["names"], group["params"], strict=True):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{name}/{key}"] = value
-    return found
-
-
-def without_state(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Parameters that have no state, because none of them ever had a gradient."""
-    groups = [zip(group["names"], group["params"], strict=True) for group in optimizer.param_groups]
-    return [name for group in groups for name, parameter in group if not optimizer.state.get(parameter)]
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
-    what: str,
-    *,
-    without: Collection[str] | None = None,
-    most_updates: float = math.inf,
-) -> None:
-    """Put the state that `optimizer_state` gave back.
-
-    Args:
-        optimizer: built by `vsa.training.optimizer`.
-        tensors: see `optimizer_state`.
-        what: where they were found, for a message.
-        without: see `without_state`; None: a checkpoint of the first schema does not say, what is missing has none.
-        most_updates: of a parameter.
-
-    Raises:
-        ValueError: names state that is missing, is of other parameters or shapes, or is of more updates.
-    """
-    parameters = {
-        name: parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["names"], group["params"], strict=True)
-    }
-    if without is None:
-        without = set(parameters) - {key.rpartition("/")[0] for key in tensors}
-    expected = {f"{name}/{field}" for name in set(parameters) - set(without) for field in _OPTIMIZER_FIELDS}
-    refuse_key_difference(expected, set(tensors), what)
-    for key, value in tensors.items():
-        name, _, field = key.rpartition("/")
-        shape = () if field == "step" else tuple(parameters[name].shape)
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, the optimizer needs {shape}")
-        if field == "step" and not 0 < float(value) <= most_updates:
-            raise ValueError(f"{what}: {key} counts {float(value):g} updates in {most_updates:g} steps")
-    for name, parameter in parameters.items():
-        if name not in without:
-            saved = {field: tensors[f"{name}/{field}"] for field in _OPTIMIZER_FIELDS}
-            fields = {field: place(value, parameter) if value.ndim else value.clone() for field, value in saved.items()}
-            optimizer.state[parameter] = fields

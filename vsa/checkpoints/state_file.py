@@ -6,28 +6,45 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vsa.moved import moved_targets
 
-SCHEMA = 2
-"""Of what is written. 1, which is read too, has no digest of `state.json` and does not tell which parameters never had
-a gradient."""
+SCHEMA, SHARDED_SCHEMA = 2, 3
+"""Of what is written: a file for each group of tensors, or several. 1, which is read too, has no digest of `state.json`
+and does not tell which parameters never had a gradient."""
 
-_READABLE = (1, 2)
+_READABLE = (1, 2, 3)
 _FILE = "state.json"
 _SEALED = re.compile(rb'(.*),\n "digest": "([0-9a-f]{64})"\n}', re.DOTALL)
 _FOLDER = re.compile(r"step-(\d{8,})")
-_TENSORS = re.compile(r"\w+\.safetensors")
+_TENSORS = re.compile(r"(\w+)(?:-\d{5}-of-(\d{5}))?\.safetensors")
 _GROUPS = ("task", "model", "attention", "sparsity", "data", "optim", "trainer")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
+def file_names(group: str, count: int) -> list[str]:
+    """Names of the files that `count` ranks write for a group of tensors, by rank."""
+    if count == 1:
+        return [f"{group}.safetensors"]
+    return [f"{group}-{rank + 1:05d}-of-{count:05d}.safetensors" for rank in range(count)]
+
+
+def files_by_group(names: Iterable[str]) -> dict[str, list[str]]:
+    """Groups of tensors with the names of their files, in the order of the ranks."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        groups.setdefault(_TENSORS.fullmatch(name)[1], []).append(name)  # type: ignore[index]
+    return groups
+
+
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write `folder/state.json`; nothing else may be added to it later."""
-    body = json.dumps({**state, "schema": SCHEMA}, indent=1).removesuffix("\n}")
+    matches = [_TENSORS.fullmatch(name) for name in state.get("files", ())]
+    schema = SHARDED_SCHEMA if any(match and match[2] for match in matches) else SCHEMA
+    body = json.dumps({**state, "schema": schema}, indent=1).removesuffix("\n}")
     digest = hashlib.sha256(body.encode()).hexdigest()
     (folder / _FILE).write_text(f'{body},\n "digest": "{digest}"\n}}')
 
@@ -51,7 +68,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint {folder} is damaged: {_FILE} does not parse ({one_line(error)})") from None
     schema = state.get("schema") if isinstance(state, dict) else type(state).__name__
     if schema not in _READABLE or isinstance(schema, bool):
-        readable = " and ".join(map(str, _READABLE))
+        readable = ", ".join(map(str, _READABLE))
         raise ValueError(f"checkpoint {folder} has schema {one_line(schema)}, this version reads {readable}")
     if schema > 1 and not sealed:
         raise ValueError(f"checkpoint {folder} is damaged: {_FILE} has lost its digest")
@@ -122,7 +139,12 @@ def _are_names(groups: Any) -> bool:
 
 
 def _are_files(files: Any) -> bool:
-    return isinstance(files, dict) and all(
-        _TENSORS.fullmatch(name) and isinstance(digest, str) and _DIGEST.fullmatch(digest)
-        for name, digest in files.items()
+    return (
+        isinstance(files, dict)
+        and all(
+            _TENSORS.fullmatch(name) and isinstance(digest, str) and _DIGEST.fullmatch(digest)
+            for name, digest in files.items()
+        )
+        # of a group in several files none is missing
+        and all(names == file_names(group, len(names)) for group, names in files_by_group(files).items())
     )

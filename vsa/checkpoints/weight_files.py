@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vsa.checkpoints.sparse_config import SPARSE_CONFIG
+from vsa.models.sharding import fill
 
 WEIGHTS = "diffusion_pytorch_model"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+ROWS = "vsa.rows"
+"""In a file's metadata: `{NAME: [first row, number of rows of the whole tensor]}` of the tensors it has a part of."""
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*$")
 
@@ -75,8 +91,106 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-class WeightFiles:
-    """The tensors of a weights folder, read one at a time; opening reads the headers only.
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a tensor in one file, from `first` to before `stop`."""
+
+    first: int
+    stop: int
+    name: str
+    file: Any
+
+
+class TensorFiles:
+    """The tensors of several files, each whole in one or in rows spread over them, read one at a time.
+
+    Opening reads the headers only; a rank that asks for rows reads no others.
+
+    Args:
+        folder: where the files are.
+        names: of the files.
+
+    Raises:
+        ValueError: a file is missing or damaged, a tensor is in two, or rows of it are in none.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str]):
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._pieces: dict[str, list[_Piece]] = {}
+        for name in names:
+            self._open(name)
+        for key, pieces in self._pieces.items():
+            pieces.sort(key=lambda piece: piece.first)
+            end = 0
+            for piece in pieces:
+                if piece.first != end:
+                    what = "in two files" if piece.first < end else "missing"
+                    raise ValueError(f"{folder}: rows {min(piece.first, end)} and on of {key} are {what}")
+                end = piece.stop
+            if end != (self.shapes[key] or (1,))[0]:
+                raise ValueError(f"{folder}: rows {end} and on of {key} are missing")
+
+    def _open(self, name: str) -> None:
+        path = self.folder / name
+        try:
+            file = safe_open(path, framework="pt", device="cpu")
+            parts = json.loads((file.metadata() or {}).get(ROWS, "{}"))
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing") from None
+        except (SafetensorError, OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+        for key in file.keys():  # noqa: SIM118 (not a mapping)
+            shape = tuple(file.get_slice(key).get_shape())
+            count = shape[0] if shape else 1
+            first, whole = parts.get(key, (0, count))
+            if key in self._pieces and key not in parts:
+                other = self._pieces[key][0].name
+                raise ValueError(f"{self.folder}: {key} is in two files, {other} and {name}")
+            shape = (whole, *shape[1:]) if shape else shape
+            if self.shapes.setdefault(key, shape) != shape:
+                raise ValueError(f"{self.folder}: {key} has shape {shape} in {name}, {self.shapes[key]} elsewhere")
+            self._pieces.setdefault(key, []).append(_Piece(first, first + count, name, file))
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._pieces)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self.shapes[key]
+
+    def dtype(self, key: str) -> torch.dtype:
+        return DTYPES[self._stored_dtype(key)]
+
+    def _stored_dtype(self, key: str) -> str:
+        return self._pieces[key][0].file.get_slice(key).get_dtype()
+
+    def read(self, key: str) -> Tensor:
+        """The whole tensor on the CPU."""
+        return self._joined(key, [piece.file.get_tensor(key) for piece in self._pieces[key]])
+
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        """Part of the first dimension, on the CPU."""
+        found = [
+            piece.file.get_slice(key)[max(start, piece.first) - piece.first : min(stop, piece.stop) - piece.first]
+            for piece in self._pieces[key]
+            if (piece.first < stop and start < piece.stop) or len(self._pieces[key]) == 1
+        ]
+        return self._joined(key, found)
+
+    def _joined(self, key: str, pieces: list[Tensor]) -> Tensor:
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def fill(self, tensor: Tensor, key: str) -> None:
+        """Copy the values into a tensor, sharded or not; each rank reads its own rows."""
+        if tensor.ndim:
+            fill(tensor, partial(self.rows, key))
+        else:
+            tensor.copy_(self.read(key))
+
+
+class WeightFiles(TensorFiles):
+    """The tensors of a weights folder.
 
     Args:
         folder: holds `NAME.safetensors`, or shards with an index.
@@ -88,59 +202,30 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path, name: str = WEIGHTS):
-        self.folder = folder
-        self._files: dict[str, Any] = {}
-        self._names: dict[str, str] = {}
         index = folder / f"{name}.safetensors.index.json"
+        weight_map: dict[str, str] | None = None
         if index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
+            found = read_json(index).get("weight_map")
+            if not isinstance(found, dict):
                 raise ValueError(f"{index} has no weight_map")
-            for file in sorted(set(weight_map.values())):
-                self._open(folder / file)
-            if set(weight_map) != set(self._files):
-                odd = sorted(set(weight_map) ^ set(self._files))
-                raise ValueError(f"{index} and its files do not hold the same tensors: {', '.join(odd[:3])}")
-            for key, file in weight_map.items():
-                if self._names[key] != file:
-                    raise ValueError(f"{index} has {key} in {file}, but it is in {self._names[key]}")
+            weight_map = found
+            super().__init__(folder, sorted(set(found.values())))
         elif (folder / f"{name}.safetensors").is_file():
-            self._open(folder / f"{name}.safetensors")
+            super().__init__(folder, [f"{name}.safetensors"])
         else:
             raise ValueError(f"{folder} has no {name}.safetensors and no index of shards")
-
-    def _open(self, path: Path) -> None:
-        try:
-            file = safe_open(path, framework="pt", device="cpu")
-        except FileNotFoundError:
-            raise ValueError(f"{path} is missing") from None
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
-        for key in file.keys():  # noqa: SIM118 (not a mapping)
-            dtype = file.get_slice(key).get_dtype()
-            if dtype not in DTYPES:
-                raise ValueError(f"{path}: {key} has dtype {dtype}, only {', '.join(DTYPES)} can be read")
-            if key in self._files:
-                raise ValueError(f"{self.folder}: {key} is in two files, {self._names[key]} and {path.name}")
-            self._files[key], self._names[key] = file, path.name
-
-    @property
-    def keys(self) -> list[str]:
-        return list(self._files)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._files[key].get_slice(key).get_shape())
-
-    def dtype(self, key: str) -> torch.dtype:
-        return DTYPES[self._files[key].get_slice(key).get_dtype()]
-
-    def read(self, key: str) -> Tensor:
-        """The whole tensor on the CPU."""
-        return self._files[key].get_tensor(key)
-
-    def rows(self, key: str, start: int, stop: int) -> Tensor:
-        """Part of the first dimension, on the CPU."""
-        return self._files[key].get_slice(key)[start:stop]
+        for key, pieces in self._pieces.items():
+            if (dtype := self._stored_dtype(key)) not in _FLOATS:
+                path = folder / pieces[0].name
+                raise ValueError(f"{path}: {key} has dtype {dtype}, only {', '.join(_FLOATS)} can be read")
+        if weight_map is None:
+            return
+        if set(weight_map) != set(self._pieces):
+            odd = sorted(set(weight_map) ^ set(self._pieces))
+            raise ValueError(f"{index} and its files do not hold the same tensors: {', '.join(odd[:3])}")
+        for key, file in weight_map.items():
+            if self._pieces[key][0].name != file:
+                raise ValueError(f"{index} has {key} in {file}, but it is in {self._pieces[key][0].name}")
 
 
 def refuse_key_difference(expected: Collection[str], actual: Collection[str], what: str) -> None:

@@ -66,7 +66,7 @@ class RunWeights(WeightSource):
     def __init__(self, checkpoint: Checkpoint, group: Group | None = None):
         self.checkpoint = checkpoint
         self.group = checkpoint.choose_weights(group)
-        files = WeightFiles(checkpoint.path, self.group)
+        files = checkpoint.open(self.group)
         super().__init__(str(checkpoint.path), files, plain_names(files.keys), checkpoint.state)
         node = (self.run_config.get("task") or {}).get("lora") or {}
         self._lora = LoRA(**{key: value for key, value in node.items() if key != "_target_"}) if node else None
@@ -83,7 +83,7 @@ class RunWeights(WeightSource):
 
     @property
     def digest(self) -> str:
-        return self.state["files"][f"{self.group}.safetensors"]
+        return self.checkpoint.digest(self.group)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from vsa.checkpoints.sampling_settings import sampling_part
 from vsa.checkpoints.sparse_config import SparseAttentionConfig
 from vsa.checkpoints.wan import Gates, gate_names, refuse_other_gates, refuse_random_gates
 from vsa.checkpoints.wan_names import is_gate
-from vsa.checkpoints.weight_files import WeightFiles, refuse_other_tensors
+from vsa.checkpoints.weight_files import TensorFiles, refuse_other_tensors
 from vsa.diffusion.sampler import step_list
 from vsa.models.sharding import fill
 from vsa.models.video_dit import VideoDiT
@@ -36,7 +36,7 @@ class WeightSource(Mapping[str, Tensor], ABC):
         state: what is known beside the weights, under the keys of a run's `state.json`.
     """
 
-    def __init__(self, source: str, files: WeightFiles, keys: Mapping[str, str], state: Mapping[str, Any]):
+    def __init__(self, source: str, files: TensorFiles, keys: Mapping[str, str], state: Mapping[str, Any]):
         self.source, self.files, self.keys_in_files, self.state = source, files, keys, state
 
     def __getitem__(self, name: str) -> Tensor:

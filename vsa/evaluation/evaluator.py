@@ -226,10 +226,10 @@ class Evaluator:
 
 
 def weights_digest(checkpoint: Checkpoint, weights: str) -> str:
-    """SHA-256 of the file of the weights."""
+    """Tells the weights of a checkpoint from others: the SHA-256 of their file or files."""
     if not checkpoint.has(weights):
         raise ValueError(f"checkpoint {checkpoint.path} has no {weights} weights")
-    return checkpoint.state["files"][f"{weights}.safetensors"]
+    return checkpoint.digest(weights)
 
 
 @torch.no_grad()

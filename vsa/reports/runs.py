@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +17,8 @@ from typing import Any
 
 import numpy as np
 import yaml
-from safetensors import safe_open
 
-from vsa.checkpoints.run_checkpoint import list_checkpoints
+from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint
 from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use
 
 METRICS, SWEEP = "metrics.csv", "sweep.json"
@@ -357,8 +357,9 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _parameters(folder: Path) -> int | None:
     for checkpoint in reversed(list_checkpoints(folder / "checkpoints")):
         # one that is being written, or of another format
-        with suppress(Exception), safe_open(checkpoint / "model.safetensors", framework="numpy") as file:
-            return sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
+        with suppress(Exception):
+            shapes = read_checkpoint(checkpoint, verify=False).open("model").shapes
+            return sum(map(math.prod, shapes.values()))
     return None
 
 

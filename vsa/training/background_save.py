@@ -1,53 +1,40 @@
-"""A checkpoint that is written in a thread while training goes on, from a copy of what it holds."""
+"""One save, while training waits for it or in a thread, from a copy of what it holds."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
-
-from vsa.models.sharding import local, whole
+from vsa.checkpoints.tensor_parts import Parts
 
 
-def copied(tensors: Mapping[str, Mapping[str, Tensor]], *, keep: bool) -> dict[str, dict[str, Tensor]]:
-    """A copy on the CPU of groups of tensors, gathered where they are sharded.
-
-    Args:
-        tensors: by group and name; with sharded ones this is a collective.
-        keep: whether this process keeps the copy; the others have empty groups.
-    """
-    kept: dict[str, dict[str, Tensor]] = {}
-    for group, members in tensors.items():
-        kept[group] = {}
-        for name, tensor in members.items():
-            value = whole(tensor)
-            if keep:
-                # on the CPU it may be the tensor itself
-                kept[group][name] = value.clone() if local(tensor).device.type == "cpu" else value
-    return kept
+def copied(parts: Parts) -> Parts:
+    """A copy on the CPU of what this rank writes."""
+    return {group: {name: part.copied() for name, part in own.items()} for group, own in parts.items()}
 
 
-class BackgroundSave:
-    """One save in a thread.
+class Save:
+    """One save of this rank.
 
     Args:
-        write: writes the checkpoint and returns its folder.
+        write: writes the checkpoint and returns its folder; called again when it is tried again.
+        background: begin at once in a thread; else it is written when the result is asked for.
 
     Attributes:
         seconds: that it took, when it is done.
     """
 
-    def __init__(self, write: Callable[[], Path]):
+    def __init__(self, write: Callable[[], Path], *, background: bool):
         self._write = write
         self._path: Path | None = None
         self._failure: BaseException | None = None
         self.seconds = 0.0
         # not a daemon: when the interpreter ends, a save is finished first
-        self._thread = threading.Thread(target=self._run, name="checkpoint")
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="checkpoint") if background else None
+        if self._thread is not None:
+            self._thread.start()
 
     def _run(self) -> None:
         start = time.perf_counter()
@@ -59,10 +46,21 @@ class BackgroundSave:
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
+
+    def again(self) -> Save:
+        """The same save tried once more."""
+        return Save(self._write, background=self._thread is not None)
+
+    def join(self) -> None:
+        """Wait for the thread, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
 
     def result(self) -> Path:
         """Wait until it is done; the folder of the checkpoint, or what went wrong is raised."""
+        if self._thread is None:
+            return self._write()
         self._thread.join()
         if self._failure is not None:
             raise self._failure

@@ -11,19 +11,14 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from vsa.checkpoints.run_checkpoint import (
-    Checkpoint,
-    load_model_tensors,
-    load_optimizer_tensors,
-    optimizer_state,
-    without_state,
-)
+from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_together, step_of
 from vsa.checkpoints.state_file import one_line
-from vsa.checkpoints.weight_files import refuse_key_difference
+from vsa.checkpoints.tensor_state import load_model_tensors, load_optimizer_tensors, optimizer_state, without_state
+from vsa.checkpoints.weight_files import refuse_other_tensors
 from vsa.checkpoints.weight_source import WeightSource
-from vsa.models.sharding import local, place
 from vsa.training.deadline import Deadline
 
 Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
@@ -91,6 +86,8 @@ class RunStart:
         config: the resolved settings, which build the model again for sampling.
         micro_batches: of an optimizer step, for a module that steps its own optimizers.
         changes: settings of the run that were allowed to change when it was resumed, for the record.
+        newest: `resume` is the newest one of its folder, and one before it takes its place when it is damaged.
+        changes_since: gives the changes since that one.
     """
 
     # no dataclass: hydra would take one for settings
@@ -102,11 +99,14 @@ class RunStart:
         config: Mapping[str, Any] | None = None,
         micro_batches: int = 1,
         changes: Sequence[Mapping[str, Any]] = (),
+        newest: bool = False,
+        changes_since: Callable[[Checkpoint], Sequence[Mapping[str, Any]]] = lambda checkpoint: (),
     ):
         self.resume, self.weights = resume, weights
         self.config = config or {}
         self.micro_batches = micro_batches
-        self.changes = changes
+        self.changes, self.changes_since = changes, changes_since
+        self.newest = newest
 
 
 NEW_RUN = RunStart()
@@ -192,6 +192,32 @@ def _tensors(owner: Owner) -> dict[str, Tensor]:
     return optimizer_state(owner) if isinstance(owner, torch.optim.Optimizer) else dict(owner)
 
 
+def read_by_all(trainer: L.Trainer, checkpoint: Checkpoint, *, newest: bool) -> Checkpoint:
+    """A checkpoint to resume of which every byte was read, by all ranks together where that was left to them.
+
+    Args:
+        trainer: of the run; a collective.
+        checkpoint: what rank 0 chose.
+        newest: one before it takes its place when it is damaged.
+
+    Raises:
+        ValueError: it is damaged, or all are.
+    """
+    if checkpoint.verified:
+        return checkpoint
+    own = checkpoint.path
+    older = [path for path in list_checkpoints(own.parent) if step_of(path) < checkpoint.step] if newest else []
+    # what rank 0 sees counts
+    for path in trainer.strategy.broadcast([str(path) for path in (own, *reversed(older))]):
+        try:
+            return read_together(path)
+        except ValueError as error:
+            if not newest:
+                raise
+            rank_zero_info(f"skipped a damaged checkpoint: {error}")
+    raise ValueError(f"no valid checkpoint in {own.parent}")
+
+
 def refuse_missing(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """Raise ValueError that names the values a checkpoint lacks."""
     missing = [name for name in names if name not in checkpoint.state]
@@ -235,13 +261,13 @@ def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
     groups = _groups(parts)
     if REPLAY in checkpoint.state:
         groups = {group: owner for group, owner in groups.items() if isinstance(owner, nn.Module)}
-    saved = {name.removesuffix(".safetensors") for name in checkpoint.state["files"]}
+    saved = set(checkpoint.groups)
     # an average may be left behind
     for group in sorted((set(groups) ^ saved) - ({"ema"} - set(groups))):
         word = "without" if group in groups else "with"
         raise ValueError(f"{checkpoint.path} was trained {word} {SETTINGS.get(group, group)}")
     for group, owner in groups.items():
-        tensors = checkpoint.tensors(group)
+        tensors = checkpoint.open(group)
         what = str(checkpoint.path) if group in ("model", "optimizer") else f"{group} of {checkpoint.path}"
         if isinstance(owner, nn.Module):
             load_model_tensors(owner, tensors, what)
@@ -249,6 +275,6 @@ def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
             without = None if checkpoint.schema == 1 else checkpoint.state[WITHOUT_GRADIENT].get(group, ())
             load_optimizer_tensors(owner, tensors, what, without=without, most_updates=checkpoint.step)
         else:
-            refuse_key_difference(set(owner), set(tensors), what)
+            refuse_other_tensors({name: tuple(value.shape) for name, value in owner.items()}, tensors.shapes, what)
             for name, value in owner.items():
-                local(value).copy_(local(place(tensors[name], value)))
+                tensors.fill(value, name)

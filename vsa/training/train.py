@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +223,9 @@ def _overwrites(cfg: DictConfig) -> bool:
 def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
     check_folder(run_dir, overwrite=_overwrites(cfg))
     if cfg.ckpt_path is not None:
-        # one process reads every byte, the others take its choice when they meet it (DiffusionModule.setup)
-        checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir, verify=_is_first_process(cfg))
-        if not _is_first_process(cfg) and 0 <= cfg.trainer.max_steps <= checkpoint.step:
+        # one process reads every byte now, several share it out when they have met (DiffusionModule.setup)
+        checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir, verify=not _may_be_several(cfg.trainer))
+        if not checkpoint.verified and 0 <= cfg.trainer.max_steps <= checkpoint.step:
             # they never meet where nothing is left to do, which each decides by itself
             checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir)
         if REPLAY in checkpoint.state:
@@ -285,7 +286,7 @@ def _max_steps(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None) -> i
 
 def _step_seconds(cfg: DictConfig, step: int) -> float:
     """The time of a training step at the sparsity of optimizer step `step`, from a run that leaves nothing."""
-    if _processes(cfg.trainer) > 1 or cfg.trainer.devices == "auto" or TorchElasticEnvironment.detect():
+    if _may_be_several(cfg.trainer):
         raise ValueError(f"second_budget={cfg.second_budget} is measured on one device: expected trainer.devices=1")
     trial, timer = cfg.copy(), StepTimer()
     own = {"max_steps": WARM_UP_STEPS + MEASURED_STEPS, "enable_progress_bar": False, "limit_val_batches": 0}
@@ -304,6 +305,8 @@ def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
     return RunStart(
         resume=resume,
         changes=() if resume is None else _allowed_changes(cfg, resume),
+        newest=resume is not None and resume.path != Path(cfg.ckpt_path),
+        changes_since=partial(_allowed_changes, cfg),
         weights=open_weights(cfg.init_from) if cfg.init_from is not None and resume is None else None,
         config=resolved(cfg),
         micro_batches=cfg.trainer.accumulate_grad_batches,
@@ -352,6 +355,10 @@ def _processes(trainer: Mapping[str, Any]) -> int:
         # none: the trainer says so
         local = len(CUDAAccelerator.parse_devices(devices) or (0,))
     return local * trainer.get("num_nodes", 1)
+
+
+def _may_be_several(trainer: Mapping[str, Any]) -> bool:
+    return _processes(trainer) > 1 or trainer["devices"] == "auto" or TorchElasticEnvironment.detect()
 
 
 def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:

@@ -15,18 +15,21 @@ from typing import Annotated, Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 
-from vsa.checkpoints.retention import prune_checkpoints
-from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_checkpoint, step_of, write_checkpoint
+from vsa.checkpoints.retention import FEWEST, prune_checkpoints
+from vsa.checkpoints.run_checkpoint import Checkpoint, list_checkpoints, read_together, step_of, write_parts
+from vsa.checkpoints.tensor_parts import Parts, own_parts
+from vsa.errors import NO_ROOM
 from vsa.files import remove_folder
-from vsa.settings import AtLeastOne, Bound, checked
+from vsa.settings import AtLeastOne, Bound, Count, checked
 from vsa.signals import Handler, Stopped, current_handlers, is_foreign, set_handlers
-from vsa.training.background_save import BackgroundSave, copied
+from vsa.training.background_save import Save, copied
 from vsa.training.deadline import DEADLINE
 from vsa.training.lightning_compat import end_validation, stop_without_validation
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.run_state import RunStatus, parts_of, tensors_of, values_of
+
+_WRITTEN, _NO_ROOM, _FAILED = range(3)
 
 
 @checked
@@ -43,8 +46,10 @@ class Checkpointing(L.Callback):
         every_n_steps: optimizer steps between checkpoints.
         keep: newest good checkpoints kept; at least 2, since the last one may be the one being replaced.
         requeue: SIGUSR1 gives a job of SLURM back to the queue, once all is saved.
-        asynchronous: write in a thread while training goes on, from a copy in the memory of rank 0; the next save and
-            the end of the run wait for it, and what went wrong ends the run at the next step.
+        asynchronous: write in a thread while training goes on, from a copy in the memory of each rank; the next save
+            and the end of the run wait for it, and what went wrong ends the run at the next step.
+        max_missed: saves in a row that may find no room on the disk, also when they are tried again; the next one ends
+            the run, and so does the last of the run.
     """
 
     # after those that change what it saves
@@ -54,16 +59,19 @@ class Checkpointing(L.Callback):
         self,
         run_dir: str,
         every_n_steps: AtLeastOne = 1000,
-        keep: Annotated[int, Bound(">=", 2)] = 2,
+        keep: Annotated[int, Bound(">=", FEWEST)] = FEWEST,
         requeue: bool = True,
         asynchronous: bool = False,
+        max_missed: Count = 0,
     ):
         self.folder = Path(run_dir) / "checkpoints"
         self.every_n_steps, self.keep = every_n_steps, keep
         self.requeue, self.asynchronous = requeue, asynchronous
-        # the save of rank 0, and whether there is one, which every rank knows
-        self._background: BackgroundSave | None = None
-        self._in_flight = False
+        self.max_missed = max_missed
+        # of this rank; every rank has one or none has
+        self._save: Save | None = None
+        self._tried_again = False
+        self._missed = 0
         self._status = RunStatus()
         # what this rank got first and the others may not know of
         self._pending: int | None = None
@@ -130,7 +138,7 @@ class Checkpointing(L.Callback):
         if stop:
             # who asked to stop may not wait for a validation
             stop_without_validation(trainer)
-            self.save(trainer, pl_module)
+            self.save(trainer, pl_module, last=True)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: DiffusionModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -140,36 +148,31 @@ class Checkpointing(L.Callback):
             end_validation()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        self.save(trainer, pl_module)
-        self.finish(trainer)
+        self.save(trainer, pl_module, last=True)
+        self.finish(trainer, last=True)
         # before the ranks agree: a signal that comes later counts by itself
         self._complete = True
         self._agree(trainer)
 
-    def save(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        """Write the checkpoint of the current step unless it stands already."""
+    def save(self, trainer: L.Trainer, pl_module: DiffusionModule, *, last: bool = False) -> None:
+        """Write the checkpoint of the current step unless it stands already; the last one of a run may not miss."""
         if trainer.global_step == self._saved_step:
             return
-        self._saved_step = trainer.global_step
         start = time.perf_counter()
         with self._status.paused():
-            self._write(trainer, pl_module)
+            self._write(trainer, pl_module, last=last)
         if self._status.deadline is not None:
             self._status.deadline.saved(time.perf_counter() - start)
 
     def last_good(self, trainer: L.Trainer, step: int) -> Checkpoint | None:
-        """The newest whole checkpoint of at most `step` steps, which rank 0 reads for all; a collective."""
+        """The newest whole checkpoint of at most `step` steps; a collective."""
         self.finish(trainer)
-        path = trainer.strategy.broadcast(self._last_good(step) if trainer.is_global_zero else None)
-        return None if path is None else read_checkpoint(path, verify=False)
-
-    def _last_good(self, step: int) -> str | None:
-        for path in reversed(list_checkpoints(self.folder)):
-            if step_of(path) <= step:
-                try:
-                    return str(read_checkpoint(path).path)
-                except (ValueError, OSError) as error:
-                    rank_zero_info(f"skipped a damaged checkpoint: {error}")
+        paths = [str(path) for path in reversed(list_checkpoints(self.folder)) if step_of(path) <= step]
+        for path in trainer.strategy.broadcast(paths):
+            try:
+                return read_together(path)
+            except ValueError as error:
+                rank_zero_info(f"skipped a damaged checkpoint: {error}")
         return None
 
     def go_back(self, trainer: L.Trainer, checkpoint: Checkpoint) -> None:
@@ -180,73 +183,83 @@ class Checkpointing(L.Callback):
                 if step_of(abandoned) > checkpoint.step:
                     remove_folder(abandoned)
 
-    def _write(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        parts = parts_of(trainer)
-        # collectives, this one and the writing: every rank makes them, whatever the disk says
+    def _write(self, trainer: L.Trainer, pl_module: DiffusionModule, *, last: bool) -> None:
+        parts, together = parts_of(trainer), trainer.world_size > 1
+        # collectives: every rank makes them, whatever its disk says
         state = {**pl_module.record(), **values_of(parts)}
         if trainer.is_global_zero:
             # their rows go before the checkpoint; what they cannot write they lose
             for logger in trainer.loggers:
                 logger.save()
+        # one copy at a time
+        self.finish(trainer)
+        tensors = own_parts(tensors_of(parts), trainer.global_rank, trainer.world_size)
         if self.asynchronous:
-            # one copy at a time
-            self.finish(trainer)
-            copy = copied(tensors_of(parts), keep=trainer.is_global_zero)
-            write = partial(self._write_and_prune, copy, deepcopy(state))
-            self._background = BackgroundSave(write) if trainer.is_global_zero else None
-            self._in_flight = True
-            return
-        failure = None
-        try:
-            if trainer.is_global_zero:
-                self._status.saved = self._write_and_prune(tensors_of(parts), state)
-            else:
-                self._status.saved = write_checkpoint(self.folder, tensors_of(parts), state, writes=False)
-        except OSError as error:
-            failure = error
-        self._agree_on(trainer, failure)
+            tensors, state = copied(tensors), deepcopy(state)
+        self._saved_step, self._tried_again = state["step"], False
+        write = partial(self._write_and_prune, tensors, state, together=together, prunes=trainer.is_global_zero)
+        self._save = Save(write, background=self.asynchronous)
+        if not self.asynchronous:
+            self.finish(trainer, last=last)
 
-    def _write_and_prune(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
-        path = write_checkpoint(self.folder, tensors, state)
-        prune_checkpoints(self.folder, path, self.keep)
+    def _write_and_prune(self, tensors: Parts, state: Mapping[str, Any], *, together: bool, prunes: bool) -> Path:
+        path = write_parts(self.folder, tensors, state, together=together)
+        if prunes:
+            prune_checkpoints(self.folder, path, self.keep)
         return path
 
-    def finish(self, trainer: L.Trainer, *, wait: bool = True) -> None:
-        """Take the result of the save in the background, if there is one.
+    def finish(self, trainer: L.Trainer, *, wait: bool = True, last: bool = False) -> None:
+        """Take the result of the save at hand, if there is one; one without room on the disk is tried once more.
 
         Args:
             trainer: of the run.
             wait: until it is done; False: leave one that is not.
+            last: no other save follows.
         """
-        if not self._in_flight:
-            return
-        running = self._background is not None and self._background.is_running
-        if not wait and trainer.strategy.reduce_boolean_decision(running, all=False):
-            return
-        self._in_flight, failure = False, None
-        try:
-            if self._background is not None:
-                self._status.saved = self._background.result()
-                if self._status.deadline is not None:
-                    self._status.deadline.save_takes(self._background.seconds)
-        except OSError as error:
-            failure = error
-        self._background = None
-        self._agree_on(trainer, failure)
+        while (save := self._save) is not None:
+            if not wait and trainer.strategy.reduce_boolean_decision(save.is_running, all=False):
+                return
+            self._save, failure = None, None
+            try:
+                path = save.result()
+            except Exception as error:
+                failure = error
+            outcome = self._agree_on(trainer, failure)
+            if outcome == _WRITTEN:
+                self._status.saved, self._missed = path, 0
+                if self.asynchronous and self._status.deadline is not None:
+                    self._status.deadline.save_takes(save.seconds)
+            elif outcome == _FAILED or (self._tried_again and (last or self._missed >= self.max_missed)):
+                raise failure or OSError("another rank could not write the checkpoint")
+            elif self._tried_again:
+                self._missed, self._saved_step = self._missed + 1, -1
+                allowed = f"callbacks.checkpoint.max_missed={self.max_missed}"
+                rank_zero_info(f"{failure}: training goes on without it ({self._missed} in a row, {allowed})")
+            else:
+                rank_zero_info(f"{failure}: trying once more")
+                if trainer.is_global_zero:
+                    self._make_room()
+                self._save, self._tried_again = save.again(), True
 
-    def _agree_on(self, trainer: L.Trainer, failure: OSError | None) -> None:
-        # a full disk of rank 0 must end the other ranks too, not leave them waiting
-        failed = trainer.strategy.reduce_boolean_decision(failure is not None, all=False)
+    def _make_room(self) -> None:
+        """Remove what may go before a new checkpoint stands."""
+        with suppress(OSError):
+            prune_checkpoints(self.folder, None, max(FEWEST, self.keep - 1))
+
+    def _agree_on(self, trainer: L.Trainer, failure: Exception | None) -> int:
+        """What became of a save, over all ranks; the worst counts."""
+        own = _WRITTEN
         if failure is not None:
-            raise failure
-        if failed:
-            raise OSError("another rank could not write the checkpoint")
+            own = _NO_ROOM if isinstance(failure, OSError) and failure.errno in NO_ROOM else _FAILED
+        if trainer.world_size == 1:
+            return own
+        table = torch.tensor(own, device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(table, reduce_op="max"))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # the run folder is this process's until it is written; the failure at hand is told, not one of it
-        if self._background is not None:
-            with suppress(BaseException):
-                self._background.result()
+        if self._save is not None:
+            self._save.join()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # one that came with the clips

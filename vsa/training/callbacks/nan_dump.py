@@ -84,11 +84,14 @@ class NanDump(L.Callback):
                 )
             except OSError as error:
                 failure = error
-            writes = trainer.is_global_zero and failure is None
-            try:
-                write_checkpoint(path / NETWORKS, tensors, state, writes=writes)
-            except OSError as error:
-                failure = error
+            if trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
+                # without the batches of every rank there is nothing to replay
+                failure = failure or OSError("another rank could not write its batches")
+            else:
+                try:
+                    write_checkpoint(path / NETWORKS, tensors, state, together=trainer.world_size > 1)
+                except OSError as error:
+                    failure = error
         line = f"step {step}: gradients of {network} are not finite, the update is dropped"
         if failure is None:
             rank_zero_info(f"{line}: vsa replay {path} runs it again ({size / 1e6:,.1f} MB)")

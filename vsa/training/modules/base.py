@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from vsa.attention.denoising import DenoisingTopk, Topk
 from vsa.attention.sparsity import SparsityPoint, SparsitySchedule, expected_topk
-from vsa.checkpoints.run_checkpoint import Checkpoint, read_checkpoint
+from vsa.checkpoints.run_checkpoint import Checkpoint
 from vsa.checkpoints.state_file import one_line
 from vsa.checkpoints.wan import Gates, gate_names
 from vsa.checkpoints.wan_names import is_gate
@@ -41,6 +42,7 @@ from vsa.training.run_state import (
     load_tensors,
     load_values,
     parts_of,
+    read_by_all,
     refuse_missing,
 )
 
@@ -121,7 +123,7 @@ class DiffusionModule(L.LightningModule):
         self.seed = seed
         self.validation_seed = seed if validation_seed is None else validation_seed
         self.clipper = GradientClipper(clip=grad_clip, max_skipped=max_skipped)
-        self.resume, self.init_from = start.resume, start.weights
+        self._start, self.resume, self.init_from = start, start.resume, start.weights
         self.status = RunStatus()
         # of this rank and the step in hand, a scalar a micro-batch and network
         self.step_losses: list[Tensor] = []
@@ -146,13 +148,15 @@ class DiffusionModule(L.LightningModule):
             self._refuse_other_data(self.resume)
 
     def _agree_on_resume(self) -> None:
-        """Resume what rank 0 chose: it alone has read every byte, and may have found the newest one damaged."""
+        """Resume the newest checkpoint that is good on all ranks."""
         if self.resume is None:
             return
-        path = self.trainer.strategy.broadcast(str(self.resume.path))
-        if path != str(self.resume.path):
+        chosen = self.resume.path
+        self.resume = read_by_all(self.trainer, self.resume, newest=self._start.newest)
+        if self.resume.path != chosen:
+            rank_zero_info(f"resuming from {self.resume.path}")
+            self._changes = list(self._start.changes_since(self.resume))
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            self.resume = read_checkpoint(path, verify=False)
             # whatever was taken from the other one is found again
             self.check_weights(data)
 
