@@ -63,7 +63,8 @@ def shape_overlaps(video: Tensor) -> dict[str, float]:
     pixels = video.detach().cpu().numpy().astype(np.float32)
     # medians of a grid of about 64 x 64 points are as good and much faster
     step = max(min(pixels.shape[1:3]) // 64, 1)
-    distance = np.linalg.norm(pixels - np.median(pixels[:, ::step, ::step].reshape(-1, 3), axis=0), axis=-1)
+    difference = pixels - np.median(pixels[:, ::step, ::step].reshape(-1, 3), axis=0)
+    distance = np.sqrt(np.einsum("thwc,thwc->thw", difference, difference))
     peak = float(np.percentile(distance[:, ::step, ::step], 99))
     masks = [mask for mask in distance > 0.5 * peak if mask.any()]
     if peak < _LEAST_CONTRAST or not masks:
@@ -86,8 +87,7 @@ def measure_shape(video: Tensor) -> str | None:
 def _overlaps(mask: np.ndarray) -> dict[str, float]:
     """Overlap of a mask `[H, W]` with each figure of its area, centred on it."""
     rows, columns = np.nonzero(mask)
-    unit = math.sqrt(len(rows))
-    x = (np.arange(mask.shape[1])[None, :] - columns.mean()) / unit
-    y = (np.arange(mask.shape[0])[:, None] - rows.mean()) / unit
-    found = {name: inside(x, y) for name, inside in FIGURES.items()}
-    return {name: float((mask & figure).sum() / (mask | figure).sum()) for name, figure in found.items()}
+    area = len(rows)
+    x, y = (columns - columns.mean()) / math.sqrt(area), (rows - rows.mean()) / math.sqrt(area)
+    common = {name: int(inside(x, y).sum()) for name, inside in FIGURES.items()}
+    return {name: pixels / (2 * area - pixels) for name, pixels in common.items()}
