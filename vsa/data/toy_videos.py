@@ -1,4 +1,4 @@
-"""Toy data: captioned clips of one moving shape, and a scorer that measures colour, direction and shape from the pixels.
+"""Toy data: captioned clips of one moving shape, and a scorer that measures colour, direction and shape from pixels.
 
 T H W frames and pixels.
 """
