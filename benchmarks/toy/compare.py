@@ -70,6 +70,7 @@ def main() -> None:
         "val loss": "{val_loss:.4f}",
         "colour": "{colour:.1%}",
         "direction": "{direction:.1%}",
+        "shape": "{shape:.1%}",
     }
     table = Table(*columns, title="sparse against dense attention at equal training FLOPs")
     for found in rows:

@@ -94,5 +94,5 @@ def show(found: Mapping[str, Any]) -> None:
             unit, digits, rough = (1, ".3g", ".2g") if measure == "distance" else (100, ".1f", ".1f")
             cells.append(f"{unit * mean:{digits}}" + ("" if spread is None else f" ± {unit * spread:{rough}}"))
         table.add_row(name, *cells)
-    table.add_row("chance", "", *(f"{100 * value:.1f}" for value in CHANCE.values()), "")
+    table.add_row("chance", "", *(f"{100 * CHANCE[name]:.1f}" for name in MEASURES if name in CHANCE), "")
     Console().print(table)

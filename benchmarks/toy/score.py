@@ -1,4 +1,4 @@
-"""Score a run on toy prompts: does a sampled clip show the colour and the direction its prompt names?
+"""Score a run on toy prompts: does a sampled clip show the colour, the direction and the shape its prompt names?
 
 Clips are scored on their pixels, beside what chance gives and what the codec's own reconstructions of rendered clips
 reach, which is the most a model behind that codec can get.
@@ -20,12 +20,12 @@ from torch import Tensor
 from benchmarks.toy.study import write_json
 from vsa.checkpoints.run_checkpoint import Checkpoint, resolve_checkpoint
 from vsa.data.codecs import Codec
-from vsa.data.toy_videos import COLOURS, DIRECTIONS, evaluation_prompts, render_clip, score_clip
+from vsa.data.toy_videos import COLOURS, DIRECTIONS, SHAPES, evaluation_prompts, render_clip, score_clip
 from vsa.errors import one_line_errors
 from vsa.progress import progress_bar
 from vsa.sampling.pipeline import generate, load_run, settings_dict
 
-CHANCE = {"colour": 1 / len(COLOURS), "direction": 1 / len(DIRECTIONS)}
+CHANCE = {"colour": 1 / len(COLOURS), "direction": 1 / len(DIRECTIONS), "shape": 1 / len(SHAPES)}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,6 +45,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--any-data", action="store_true", help="score a run whose settings do not name toy clips, too")
     parser.add_argument("--min-colour", type=float, default=0.0, help="fail below this share of right colours")
     parser.add_argument("--min-direction", type=float, default=0.0, help="fail below this share of right directions")
+    parser.add_argument("--min-shape", type=float, default=0.0, help="fail below this share of right shapes")
     return parser.parse_args(argv)
 
 
@@ -59,11 +60,11 @@ def refuse_other_data(checkpoint: Checkpoint) -> None:
 
 
 def score(videos: Tensor | Sequence[Tensor], prompts: Sequence[str]) -> dict[str, float]:
-    """Share of clips with the right colour and with the right direction.
+    """Share of clips with the right colour, with the right direction and with the right shape.
 
     Args:
         videos: N uint8 clips `[T, H, W, 3]`.
-        prompts: their N captions.
+        prompts: their N captions, which name a shape.
     """
     rows = [score_clip(video, prompt) for video, prompt in zip(videos, prompts, strict=True)]
     return {name: sum(row[name] for row in rows) / len(rows) for name in CHANCE}
@@ -131,7 +132,8 @@ def main(argv: list[str] | None = None) -> None:
     }
     write_json(out, record)
     print(f"score in {out}")
-    for name, least in (("colour", args.min_colour), ("direction", args.min_direction)):
+    required = {"colour": args.min_colour, "direction": args.min_direction, "shape": args.min_shape}
+    for name, least in required.items():
         if model[name] < least:
             raise ValueError(f"{name} is right in {model[name]:.1%} of the clips, below the required {least:.1%}")
 

@@ -26,15 +26,19 @@ def test_score_writes_scores_beside_chance_and_codec(tiny_run_dir: Path, tmp_pat
     ]
     score.main(common)
     scores = json.loads((tmp_path / "score.json").read_text())
-    assert scores["chance"] == {"colour": 1 / 6, "direction": 1 / 4}
-    assert scores["codec_reconstructions"] == {"colour": 1.0, "direction": 1.0}
+    assert scores["chance"] == {"colour": 1 / 6, "direction": 1 / 4, "shape": 1 / 4}
+    codec = scores["codec_reconstructions"]
+    assert (codec["colour"], codec["direction"]) == (1, 1)
+    # clips of this size have too few pixels for shapes
+    assert 0 <= codec["shape"] <= 1
     assert 0 <= scores["model"]["colour"] <= 1
     assert scores["settings"]["steps"] == 1
     printed = capsys.readouterr().out
     assert "16.7%" in printed
     assert "25.0%" in printed
-    with pytest.raises(ValueError, match=r"direction is right in .* below the required 101\.0%"):
-        score.main([*common, "--min-direction", "1.01"])
+    for name in scores["chance"]:
+        with pytest.raises(ValueError, match=rf"{name} is right in .* below the required 101\.0%"):
+            score.main([*common, f"--min-{name}", "1.01"])
 
 
 def test_score_samples_each_run_in_its_way(write_tiny_run, tiny_config, tmp_path: Path, monkeypatch):
@@ -71,12 +75,16 @@ def test_score_refuses_a_run_of_other_videos(write_tiny_run, tiny_config, tmp_pa
 
 
 def test_score_tells_right_clips_from_wrong_ones():
-    videos, captions = score.reconstructions(HaarCodec(), 12, 0, (16, 64, 64))
-    assert score.score(videos, captions) == {"colour": 1.0, "direction": 1.0}
+    videos, captions = score.reconstructions(HaarCodec(), 12, 0, (16, 128, 128))
+    assert score.score(videos, captions) == {"colour": 1.0, "direction": 1.0, "shape": 1.0}
     reverse = [video.flip(0) for video in videos]
-    assert score.score(reverse, captions) == {"colour": 1.0, "direction": 0.0}
+    assert score.score(reverse, captions) == {"colour": 1.0, "direction": 0.0, "shape": 1.0}
+    turned = [video.flip(1) for video in videos]
+    triangles = sum("triangle" in caption for caption in captions)
+    # a triangle on its tip is none of the shapes; the others look the same upside down
+    assert score.score(turned, captions)["shape"] == 1 - triangles / len(captions)
     grey = [torch.full_like(video, 30) for video in videos]
-    assert score.score(grey, captions) == {"colour": 0.0, "direction": 0.0}
+    assert score.score(grey, captions) == {"colour": 0.0, "direction": 0.0, "shape": 0.0}
 
 
 @pytest.mark.parametrize(

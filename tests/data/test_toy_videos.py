@@ -10,6 +10,7 @@ import torch
 
 from vsa.data import toy_videos
 from vsa.data.codecs import HaarCodec
+from vsa.data.toy_shapes import measure_shape
 from vsa.data.toy_videos import (
     COLOURS,
     DIRECTIONS,
@@ -49,15 +50,18 @@ def test_scorer_is_right_on_clips_and_on_their_reconstructions() -> None:
     for scores in (plain, rebuilt):
         assert rate(scores, "colour") >= 0.98
         assert rate(scores, "direction") >= 0.98
+        assert rate(scores, "shape") >= 0.98
 
 
 def test_scorer_is_near_chance_on_other_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     # each clip is measured once for its four prompts
     monkeypatch.setattr(toy_videos, "measure_clip", cache(measure_clip))
+    monkeypatch.setattr(toy_videos, "measure_shape", cache(measure_shape))
     prompts = evaluation_prompts(240)
     scores = [score_clip(CLIPS[i % 60][0], prompt) for i, prompt in enumerate(prompts)]
     assert 0.05 < rate(scores, "colour") < 0.3
     assert 0.12 < rate(scores, "direction") < 0.4
+    assert 0.12 < rate(scores, "shape") < 0.4
 
 
 def test_scorer_sees_motion_and_colour_not_the_file() -> None:
@@ -81,7 +85,9 @@ def test_scorer_survives_noise_and_fading() -> None:
 def test_empty_pictures_score_nothing() -> None:
     flat = torch.full((8, 32, 32, 3), 20, dtype=torch.uint8)
     assert measure_clip(flat) == (None, None)
-    assert score_clip(flat, "a red circle moving left slowly") == {"colour": False, "direction": False}
+    wrong = {"colour": False, "direction": False}
+    assert score_clip(flat, "a red circle moving left slowly") == {**wrong, "shape": False}
+    assert score_clip(flat, "something red moving left") == wrong
 
 
 @pytest.mark.parametrize("size", [(4, 48, 80), (9, 64, 40), (1, 40, 40)])

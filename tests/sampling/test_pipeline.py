@@ -213,7 +213,7 @@ def test_a_perfect_model_gives_the_clip_of_its_prompt(run: LoadedRun):
     for prompt, video in zip(prompts, videos, strict=True):
         original = next(v for v, c, _ in rendered if c == prompt)
         assert (video.int() - run.codec.decode(run.codec.encode(original)).int()).abs().max() <= 1
-        assert score_clip(video, prompt) == {"colour": True, "direction": True}
+        assert score_clip(video, prompt) == {"colour": True, "direction": True, "shape": True}
 
 
 def test_decode_undoes_the_normalisation(run: LoadedRun):

@@ -1,4 +1,4 @@
-"""Toy data: captioned clips of one moving shape, and a scorer that measures colour and direction from the pixels.
+"""Toy data: captioned clips of one moving shape, and a scorer that measures colour, direction and shape from pixels.
 
 T H W frames and pixels.
 """
@@ -19,6 +19,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from vsa.data.toy_shapes import measure_shape
 from vsa.data.video_files import write_video
 from vsa.files import write_whole
 from vsa.settings import AtLeastOne, Count, checked
@@ -267,18 +268,20 @@ def measure_clip(video: Tensor) -> tuple[str | None, str | None]:
 
 
 def score_clip(video: Tensor, caption: str) -> dict[str, bool]:
-    """Whether a clip shows the colour and the direction of motion that its caption names.
+    """Whether a clip shows the colour, the direction of motion and, where it names one, the shape of its caption.
 
     Args:
         video: uint8 `[T, H, W, 3]`.
         caption: a prompt that names one colour and one direction.
 
     Returns:
-        {"colour": bool, "direction": bool}; a random clip scores 1 in 6 and 1 in 4.
+        {"colour": bool, "direction": bool, "shape": bool}, without the shape when the caption leaves it open; a random
+        clip scores 1 in 6, 1 in 4 and 1 in 4.
     """
     wanted = parse_prompt(caption)
     colour, direction = measure_clip(video)
-    return {"colour": colour == wanted.colour, "direction": direction == wanted.direction}
+    scores = {"colour": colour == wanted.colour, "direction": direction == wanted.direction}
+    return scores if wanted.shape is None else {**scores, "shape": measure_shape(video) == wanted.shape}
 
 
 def _stream(seed: int, index: int) -> Callable[[], float]:
