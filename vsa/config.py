@@ -57,11 +57,9 @@ class Run:
         init_from: initial weights, with a new optimizer: a checkpoint or run folder, or a folder or hub id of
             pretrained weights.
         overwrite: start again in a run folder that already contains checkpoints.
-        flop_budget: stop after this number of executed training FLOPs (without a teacher's) instead of
-        overwrite: start anew in a run folder that already holds checkpoints.
         dry_run: check everything, print what the run takes on the GPUs that are here, and stop before the run folder is
             touched.
-        flop_budget: stop after this many executed training FLOPs (a teacher's not counted) instead of
+        flop_budget: stop after this number of executed training FLOPs (without a teacher's) instead of
             trainer.max_steps.
         sample_token_budget: stop after training on this number of video tokens instead of trainer.max_steps.
         second_budget: train for this number of seconds, not counting validation, clips and checkpoints, instead of
