@@ -226,7 +226,7 @@ def test_when_every_shard_is_gone_the_stream_ends(folder):
     with serve(folder) as server:
         module = module_of(urls_of(server.url), num_workers=1)
         server.status = {f"{VIDEOS}-0000{i}.tar": 404 for i in range(SHARDS)}
-        with pytest.raises(ValueError, match=r"did not arrive; all 100 samples drawn before it are bad too"):
+        with pytest.raises(ValueError, match=r"did not arrive; all of the 100 samples drawn before it are bad too"):
             next(iter(stream_of(module, 1)))
 
 

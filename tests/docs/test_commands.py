@@ -108,13 +108,14 @@ def test_our_commands_parse(command):
     name, *arguments = command.words[1:]
     group = typer.main.get_command(app)
     parser = group.get_command(group.make_context("vsa", ["x"]), name)
-    parser.make_context(name, [word for word in arguments if word != "--help"])
-    # control
-    with pytest.raises(Exception, match="--no-such-option"):
-        parser.make_context(name, [*arguments, "--no-such-option"])
-    if "settings" in (parameter.name for parameter in parser.params):
-        # those of a training
-        composed(*settings_of([word for word in arguments if re.match(r"[a-z][\w.@/]*=", word)]))
+    context = parser.make_context(name, [word for word in arguments if word != "--help"])
+    if "settings" in context.params:
+        # those of a training, and flags of Hydra
+        composed(*settings_of(context.params["settings"] or []))
+    # control: refused by its name, or by Hydra with status 2
+    with pytest.raises(BaseException, match=r"--no-such-option|^2$"):
+        wrong = parser.make_context(name, [*arguments, "--no-such-option"])
+        settings_of(wrong.params["settings"])
 
 
 @pytest.mark.parametrize("command", TRAININGS, ids=str)

@@ -485,7 +485,8 @@ def test_following_ends_when_nothing_comes_and_ctrl_c_is_one_line(
     [
         (
             ["--no-val-loss"],
-            "missing prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or",
+            "missing prompts: the run has no sample prompts and no held-out captions, set --prompt TEXT or "
+            "--prompts FILE",
         ),
         ([*QUICK, "--reference", "nowhere"], "no such checkpoint or run folder: nowhere"),
         ([*QUICK, "--reference", "none", "--min-psnr", "20"], "--min-psnr 20 needs a reference, got --reference none"),

@@ -202,7 +202,7 @@ def test_the_trunk_of_lpips_is_read_by_layer_number(tmp_path: Path):
         _load_trunk(trunk, tmp_path / "alexnet-x.pth")
     del saved["features.3.bias"]
     torch.save(saved, tmp_path / "alexnet-x.pth")
-    with pytest.raises(ValueError, match=r"features\.3\.bias has shape None"):
+    with pytest.raises(ValueError, match=r"expected features\.3\.bias of shape \(5,\), got None"):
         _load_trunk(trunk, tmp_path / "alexnet-x.pth")
 
 

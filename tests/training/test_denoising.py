@@ -74,7 +74,7 @@ def test_every_sample_trains_at_the_topk_of_its_range(training, monkeypatch):
         assert float(row["sparsity/density"]) == pytest.approx(mean / 8, rel=1e-3)
 
     # the clip follows the plan: a dense step, then the ranges
-    (record,) = [json.loads(p.read_text()) for p in training.folder().rglob("samples.json")]
+    (record,) = [json.loads(p.read_text()) for p in (training.folder() / "samples").rglob("step-*/samples.json")]
     assert record["topk_by_step"] == [8, 8, 2, 1]
     assert record["denoising"]["refresh"] == 2
 

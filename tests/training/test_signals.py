@@ -108,8 +108,8 @@ def test_a_signal_leaves_a_validation_and_what_is_half_validated_is_not_logged(t
 def test_a_signal_in_a_save_waits_for_no_other_step(training, monkeypatch):
     write = Checkpointing._write
 
-    def signalled(callback, trainer, module):
-        write(callback, trainer, module)
+    def signalled(callback, trainer, module, **options):
+        write(callback, trainer, module, **options)
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Checkpointing, "_write", signalled)

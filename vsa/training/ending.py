@@ -96,7 +96,8 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
 
     def close(how: str, reason: str = "") -> None:
         step = trainer.global_step
-        if step == datamodule.start_step or not trainer.is_global_zero:
+        # one that was refused has no step of the run it would go on with
+        if step <= datamodule.start_step or not trainer.is_global_zero:
             return
         with never_fatal(f"the end of the run in {run_dir / MANIFEST}"):
             note_end(run_dir, how=how, reason=reason, step=step)
