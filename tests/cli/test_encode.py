@@ -42,7 +42,8 @@ def test_lists_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 21
     assert lines[0].startswith("captions.jsonl, line 1: ")
-    assert lines[19].startswith("zz11.png: video ") and " has no caption: expected" in lines[19]
+    assert lines[19].startswith("zz11.png: video ")
+    assert " has no caption: expected" in lines[19]
     assert lines[20] == "and 8 more"
     vsa_command("encode", str(spoilt), str(tmp_path / "out"), "--skip-bad", "--channels", "24", "--text-dim", "8")
     printed = capsys.readouterr().out.splitlines()

@@ -114,8 +114,7 @@ def test_our_commands_parse(command):
         composed(*settings_of(context.params["settings"] or []))
     # control: refused by its name, or by Hydra with status 2
     with pytest.raises(BaseException, match=r"--no-such-option|^2$"):
-        wrong = parser.make_context(name, [*arguments, "--no-such-option"])
-        settings_of(wrong.params["settings"])
+        settings_of(parser.make_context(name, [*arguments, "--no-such-option"]).params["settings"])
 
 
 @pytest.mark.parametrize("command", TRAININGS, ids=str)
