@@ -23,8 +23,8 @@ from vsa.data.video_files import write_video
 
 _GOOD = 10
 _SIZE = (8, 32, 32)
-# a good file takes a few hundredths, on a busy machine a few seconds
-_SECONDS = 20
+# a good file takes a few hundredths of a second, on a busy machine a few seconds
+_SECONDS = 12
 # runs first in the decoder's process: names stand for what real files did to libraries
 _DECODER = """
 import os, time

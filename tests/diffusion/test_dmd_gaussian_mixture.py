@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -217,6 +218,7 @@ def test_two_step_generator_finds_modes_and_weights_and_swapped_scores_do_not():
     assert misses(recipe(updates=100, swap=True))
 
 
+@pytest.mark.slow
 def test_normalizer_makes_one_learning_rate_fit_another_scale_of_the_data():
     # The raw gradient is a difference of predicted data, so its size is the data's: latents in units 32 times as
     # large make SGD steps 32 times as large, and they overshoot. Adam divides by the size of the gradient itself,

@@ -84,15 +84,13 @@ def test_prompts_that_hold_a_secret_are_masked_in_files_and_their_names(training
     assert places_of(CANARY, training.output)
 
 
-def test_a_traceback_of_a_command_has_no_secret():
-    code = "import vsa.cli\nvsa.cli.COMMANDS['info'] = 'tests.training.test_secrets:fail'\nvsa.cli.main(['info'])"
-    path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+def test_a_traceback_of_a_command_has_no_secret(tmp_path):
+    (tmp_path / "defect.py").write_text(
+        "import os\n\ndef fail():\n    raise RuntimeError(f\"a defect with {os.environ['MY_API_KEY']}\")\n"
+    )
+    code = "import vsa.cli\nvsa.cli.COMMANDS['info'] = 'defect:fail'\nvsa.cli.main(['info'])"
+    path = os.pathsep.join((str(tmp_path), str(ROOT), str(ROOT / "kernels")))
     env = {**os.environ, "MY_API_KEY": CANARY, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT, check=False)
     assert (done.returncode, CANARY in done.stdout + done.stderr) == (1, False)
     assert "RuntimeError: a defect with <secret>" in done.stderr
-
-
-def fail() -> None:
-    """A command with a defect."""
-    raise RuntimeError(f"a defect with {os.environ['MY_API_KEY']}")
