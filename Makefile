@@ -31,6 +31,7 @@ demo: $(STAMP)
 	test -f data/toy/shards/index.json || $(BIN)/vsa encode data/toy/videos data/toy/shards
 	$(BIN)/vsa train experiment=quickstart overwrite=true
 	$(BIN)/python -m benchmarks.toy.score $(RUN) $(SCORE) --min-colour 0.9 --min-direction 0.5
+	$(BIN)/vsa report $(RUN)
 
 # dense attention at the same training FLOPs, beside the sparse run of `make demo`
 compare: $(STAMP)

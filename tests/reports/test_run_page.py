@@ -181,6 +181,23 @@ def test_a_run_that_goes_on_and_one_without_metrics_have_pages(tmp_path: Path):
     assert "Clips: none have been sampled" in text
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('{"clips": 48, "model": {"colour": 1.0, "shape": 0.625}}', "right in 48 samples: colour 100.0%, shape 62.5%"),
+        ('{"clips": 48}', ""),
+        ('["model"]', ""),
+        ('{"clips": 4', ""),
+    ],
+)
+def test_the_score_of_toy_clips_is_a_fact(tmp_path: Path, written: str, shown: str):
+    run = write_run(tmp_path / "run")
+    (run / "score.json").write_text(written)
+    text = write_run_page(read_run(run)).read_text()
+    assert ("Toy clips" in text) == bool(shown)
+    assert shown in text
+
+
 def test_clips_stand_beside_real_ones_of_the_same_caption(tmp_path: Path):
     run = write_run(tmp_path / "run", prompts=("a red circle", "a blue square"))
     made = run / "samples" / "step-00000040" / "0.gif"

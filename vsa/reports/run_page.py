@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from vsa.reports.tables import count, number
 from vsa.reports.variants import shown
 
 PAGE = "report.html"
+SCORE = "score.json"
 MEGABYTE = 1_000_000
 CLIPS_MB = 20.0
 """Most megabytes of clips in a page."""
@@ -103,9 +105,20 @@ def _facts(run: Run) -> dict[str, str]:
         "Data": " ".join(str(part) for part in (shown(data) if data else "", run.settings.get("data.root")) if part),
         "Training": ", ".join(part for part in (duration(float(spent[0])) if spent is not None else "", where) if part),
         "Begun": str(run.manifest.get("created", ""))[:19],
+        "Toy clips": _score(run),
         "Folder": shown_path(run.folder),
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def _score(run: Run) -> str:
+    """What `benchmarks.toy.score` has found, if it has scored the run."""
+    try:
+        record = json.loads((run.folder / SCORE).read_text(encoding="utf-8"))
+        shares = ", ".join(f"{name} {float(share):.1%}" for name, share in record["model"].items())
+        return f"right in {int(record['clips'])} samples: {shares}"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return ""
 
 
 def _first_and_last(run: Run) -> str:
