@@ -233,7 +233,7 @@ def test_time_follows_the_work():
     one, two = (step_seconds(replace(job, batch=n), H200) for n in (1, 2))
     for name in ("linear layers", "attention", "attention to text", "elementwise and norms"):
         assert two[name] == pytest.approx(2 * one[name])
-    for name in ("optimizer", "copies of sharding"):
+    for name in ("optimizer", "copies of parameters"):
         assert two[name] == one[name]
     # FLOPs of the fine and coarse stage at the operator's rate, twice forward
     count = job.networks[0].model.flops(job.latent_shape, 32, 512)
@@ -249,7 +249,9 @@ def test_time_follows_the_work():
     eager = step_seconds(replace(job, compiled=False), H200)
     assert eager["elementwise and norms"] > 2 * one["elementwise and norms"]
     unsharded = step_seconds(replace(job, sharded=False), H200)
-    assert unsharded["copies of sharding"] == 0
+    # rounded twice forward, gradients once back: 6 bytes each
+    assert unsharded["copies of parameters"] == pytest.approx(18 * job.networks[0].parameters / H200.copy_bytes)
+    assert unsharded["copies of parameters"] < one["copies of parameters"]
 
 
 def test_a_rate_is_needed_for_a_time():

@@ -65,17 +65,18 @@ def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
     if job.micro_batches > 1 and job.sharded and not job.reduce_each:
         # summed whole until the last micro-batch
         gradients = SINGLE * float(network.trained)
-    gathered = 0.0
-    if job.sharded:
-        largest = max(job.networks, key=lambda n: n.parameters)
-        outside = largest.parameters - layers * largest.block_parameters
-        # the outermost layers, a block in use and the one that is fetched meanwhile
-        gathered = HALF * (outside + 2.0 * largest.block_parameters)
+    # the outermost layers, a block in use and, in shards, the one that is fetched meanwhile
+    largest = max(job.networks, key=lambda n: n.parameters) if job.sharded else network
+    outside = largest.parameters - layers * largest.block_parameters
+    rounded = HALF * (outside + (1.0 + job.sharded) * largest.block_parameters)
+    if not job.sharded and job.level != "full":
+        # layers round their parameters where they use them; what is not computed again keeps the result
+        rounded = HALF * float(network.parameters)
     kept, turn = kept_bytes(shape, job.level), turn_bytes(shape, job.level)
     head = head_bytes(shape)
     begun = gradients if job.micro_batches > 1 else 0.0
     before = gradients if job.keeps_gradients else begun
-    work = {"gathered parameters (bf16)": gathered}
+    work = {"parameters in bf16": rounded}
     return [
         {**work, "gradients": before, "activations": layers * kept, "last layers": head},
         {**work, "gradients": begun, "activations": layers * kept, "a block in its backward": turn},
@@ -124,7 +125,7 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
             "attention",
             "attention to text",
             "elementwise and norms",
-            "copies of sharding",
+            "copies of parameters",
             "communication, exposed",
             "gradient norms",
             "optimizer",
@@ -153,11 +154,16 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
             parts["elementwise and norms"] += job.micro_batches * times * (layers * moved + outside) / gpu.copy_bytes
             if job.sharded:
                 copied = _GATHER * (2 if training else 1) * network.parameters * job.micro_batches * times
-                parts["copies of sharding"] += copied / gpu.sharding_bytes
+                parts["copies of parameters"] += copied / gpu.sharding_bytes
+            else:
+                # rounded for every pass, and gradients brought back to fp32
+                copied = (SINGLE + HALF) * (1 + training + twice) * network.parameters * job.micro_batches * times
+                parts["copies of parameters"] += copied / gpu.copy_bytes
         own = network.trained / job.shards
         if job.sharded:
             reductions = job.micro_batches if job.reduce_each else 1
-            parts["copies of sharding"] += _REDUCE * network.trained * network.updates * reductions / gpu.sharding_bytes
+            copied = _REDUCE * network.trained * network.updates * reductions
+            parts["copies of parameters"] += copied / gpu.sharding_bytes
         parts["optimizer"] += own * network.updates / gpu.optimizer_parameters
         # read for the norm, read and written where they are clipped
         parts["gradient norms"] += 12 * own * network.updates / gpu.copy_bytes

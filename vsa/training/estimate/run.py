@@ -54,6 +54,8 @@ def jobs_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ra
         "micro_batches": micro_batches,
         "ranks": ranks,
         "shards": ranks // copies_of(strategy, ranks),
+        # as in `choose_strategy`
+        "sharded": ranks > 1 or strategy != "auto",
         "reduce_each": not isinstance(strategy, str) and bool(strategy.get("reduce_each")),
         "averaged": any(target.endswith(".EMA") for target in targets),
         "level": cfg.task.parallel.get("activation_checkpointing", "none"),
