@@ -121,7 +121,7 @@ class AdamW:
             raise ValueError("no parameter is trainable")
         for pattern in filter(_is_pattern, self.lr_factors):
             if not any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
-                raise ValueError(f"optim.lr_factors pattern {pattern!r} fits no parameter")
+                raise ValueError(f"optim.lr_factors pattern {pattern!r} matches no parameter")
         groups: dict[tuple[str, float], list[str]] = {}
         for name in trainable:
             groups.setdefault((roles[name], self._lr_factor(name, roles[name])), []).append(name)
