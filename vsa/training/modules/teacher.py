@@ -34,7 +34,7 @@ def refuse_other_network(start: WeightSource, make: Callable[[], VideoDiT], role
     try:
         start.check(network, gates_from_dense(network))
     except ValueError as error:
-        # the settings may not name such a role at all
+        # names the role, since the settings may not name its weights explicitly
         raise ValueError(f"as {role}: {error}") from None
 
 
