@@ -1,4 +1,4 @@
-"""Settings that a resumed run may change: those that do not affect the trained weights."""
+"""Changes of settings in a resumed run: those that are always allowed, and those that need `resume.allow`."""
 
 from __future__ import annotations
 

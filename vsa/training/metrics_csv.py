@@ -1,4 +1,4 @@
-"""`metrics.csv`: one row per logged step, append-only; a resumed run removes the rows after its first step."""
+"""`metrics.csv`: one row per logged step, append-only; a resumed run removes rows after the step of its checkpoint."""
 
 from __future__ import annotations
 
