@@ -190,5 +190,5 @@ def _requeue() -> None:
         reason = done.stderr.strip() or f"exit status {done.returncode}" if done.returncode else None
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(error)
-    said = f"job {job} is queued again" if reason is None else f"warning: scontrol requeue {job} failed: {reason}"
-    rank_zero_info(said)
+    line = f"job {job} is queued again" if reason is None else f"warning: scontrol requeue {job} failed: {reason}"
+    rank_zero_info(line)

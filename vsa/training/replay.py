@@ -49,16 +49,18 @@ class Replayed:
     def lines(self) -> list[str]:
         """The report in lines."""
         same = (
-            "the same bit for bit" if self.losses == self.recorded else f"not those recorded ({_told(self.recorded)})"
+            "the same bit for bit"
+            if self.losses == self.recorded
+            else f"not those recorded ({_formatted(self.recorded)})"
         )
         return [
-            f"step {self.step}, {self.network}: losses {_told(self.losses)}, {same}",
+            f"step {self.step}, {self.network}: losses {_formatted(self.losses)}, {same}",
             f"first not finite: {self.first}" if self.first else "every tensor was finite: the cause lies elsewhere",
             "reproduced" if self.reproduced else "not reproduced",
         ]
 
 
-def _told(losses: Sequence[str]) -> str:
+def _formatted(losses: Sequence[str]) -> str:
     return ", ".join(f"{float.fromhex(loss):.9g}" for loss in losses)
 
 

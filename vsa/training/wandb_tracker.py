@@ -134,13 +134,13 @@ class WandbTracker(WandbLogger):
         if self._experiment is None:
             return
         run, self._experiment, self._ended = self._experiment, None, True
-        folder, left = run.settings.sync_dir, run.settings.mode == "offline"
+        folder, incomplete = run.settings.sync_dir, run.settings.mode == "offline"
         try:
             run.finish(exit_code=0 if status == "success" else 1)
         except Exception as error:
             rank_zero_info(f"wandb: not everything was uploaded: {without_secrets(str(error))}")
-            left = True
-        if left:
+            incomplete = True
+        if incomplete:
             rank_zero_info(f"wandb: to upload this run: wandb sync {shlex.quote(str(folder))}")
 
 

@@ -62,7 +62,7 @@ class StartTimes(L.Callback):
             return
         self._mark("step")
         self._close()
-        rank_zero_info(told(self._parts, self._compiling.seconds))
+        rank_zero_info(start_line(self._parts, self._compiling.seconds))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._close()
@@ -133,7 +133,7 @@ class _CompileTimes:
         self.seconds["Triton kernels"] += times.total / 1e6
 
 
-def told(parts: dict[str, float], compiling: dict[str, float]) -> str:
+def start_line(parts: dict[str, float], compiling: dict[str, float]) -> str:
     """The line that reports the start of a run.
 
     Args:

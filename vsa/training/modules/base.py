@@ -199,10 +199,10 @@ class DiffusionModule(L.LightningModule):
             )
         if model.image_dim is not None:
             raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
-        taken = model.in_channels - model.out_channels
-        if data.cond_channels != taken:
+        expected = model.in_channels - model.out_channels
+        if data.cond_channels != expected:
             raise ValueError(
-                f"the model takes {taken} channels of image condition (model.in_channels - model.out_channels), "
+                f"the model takes {expected} channels of image condition (model.in_channels - model.out_channels), "
                 f"the data have {data.cond_channels}"
             )
         shapes = list(data.buckets)
