@@ -176,7 +176,7 @@ def other_base(source: WeightSource, base: WeightSource) -> str | None:
     teacher = source.state.get("teacher") or {}
     if spec is None or spec == base.source or teacher.get("digest") == base.digest:
         return None
-    # the folder may be the checkpoint of a run folder, or the transformer of a pipeline's
+    # the folder may be the checkpoint of a run folder, or the transformer of a pipeline folder
     place = base.folder.resolve()
     return None if Path(spec).resolve() in (place, *place.parents) else spec
 

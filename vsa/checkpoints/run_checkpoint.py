@@ -209,7 +209,7 @@ def _follow(meeting: SaveMeeting, final: Path, parts: Parts, needed: int) -> Non
             time.sleep(0.1)
         with writing(final, temporary, needed=needed):
             written = _write_files(temporary, parts, meeting.rank, meeting.world)
-            # on a shared file system no other process can do this
+            # on a shared file system only the writing process can flush its files
             for name in written:
                 flush_to_disk(temporary / name)
     except BaseException as error:

@@ -78,7 +78,7 @@ def own_part(tensor: Tensor, rank: int = 0, world: int = 1) -> Part:
         (count, *_), (first, *_) = compute_local_shape_and_global_offset(shape, mesh, rows.placements)
         rows = rows.to_local()
     if not shape or not shape[0]:
-        # a scalar cannot be divided
+        # a scalar or an empty tensor has no rows to divide
         return Part(rows, 0, shape, written=rank == 0)
     start, number = share_of(first, count, holder, holders)
     return Part(rows.narrow(0, start - first, number), start, shape, written=number > 0)
