@@ -26,7 +26,7 @@ LOST_STATUS = 75
 """Exit status of the other ranks when one is lost; it asks for a retry (`EX_TEMPFAIL` of sysexits.h)."""
 
 LAUNCHER = "VSA_RANK_0"
-"""Environment variable with the id of the process that starts ranks, for the ranks."""
+"""Environment variable that gives ranks the id of the process that started them."""
 
 INTERVAL = 1.0
 """Seconds between two heartbeats of a rank; fewer with a short timeout."""
