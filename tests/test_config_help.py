@@ -19,7 +19,7 @@ def test_options_have_type_default_and_meaning():
     found = {option.key: option for option in options("task/pretrain")}
     clip = found["task.grad_clip"]
     assert (clip.type, clip.default) == ("a number of at least 0", "1.0")
-    assert clip.meaning == "largest global gradient norm; 0 clips nothing."
+    assert clip.meaning == "largest global gradient norm; 0 disables clipping."
     # of a node inside, and with what a base class says of it
     assert found["task.objective.shift.kind"].type == "one of constant, sqrt, table"
     assert found["task.latent_scale"].meaning.startswith("divide latents by the standard deviation")

@@ -153,9 +153,9 @@ def test_names_of_published_models_are_those_of_wans_code(name):
     "key", ["blocks.0.attn1.to_q", "blocks.x.norm2.weight", "norm2.weight", "proj_out", "a.b.weight"]
 )
 def test_unknown_names_are_refused(key):
-    with pytest.raises(ValueError, match=f"{key} is no tensor of a diffusers checkpoint"):
+    with pytest.raises(ValueError, match=f"{key} is not a tensor of a diffusers checkpoint"):
         diffusers_to_wan(key)
-    with pytest.raises(ValueError, match="is no tensor of a Wan checkpoint"):
+    with pytest.raises(ValueError, match="is not a tensor of a Wan checkpoint"):
         wan_to_diffusers("blocks.0.attn1.to_q.weight")
 
 
@@ -479,7 +479,7 @@ def test_weights_that_are_asked_for_are_taken_or_refused(tmp_path):
     assert not (tmp_path / "a").exists()
     convert(tmp_path / "run", tmp_path / "a", "--no-golden")
     assert all(torch.equal(WeightFiles(tmp_path / "a").read(key), value + 1) for key, value in ema.items())
-    with pytest.raises(ValueError, match=r"--weights model is for runs, and .* is none"):
+    with pytest.raises(ValueError, match=r"--weights model applies only to training runs; .* is not a run folder"):
         convert(tmp_path / "a", tmp_path / "b", "--weights", "model")
 
 
@@ -556,7 +556,7 @@ def test_sampling_settings_are_written_over(tmp_path):
         (["{tmp}/fv", "{tmp}/out", "--topk", "3"], "grid=None, topk=3 and sparsity=None"),
         (["{tmp}/fv", "{tmp}/out", "--topk", "9", "--grid", "8", "8", "8"], r"topk must be in 1..8, .* got 9..9"),
         (["{tmp}/short", "{tmp}/out"], "lacks 1 tensors of the model: proj_out.bias"),
-        (["{tmp}/strange", "{tmp}/out"], "blocks.0.extra.weight is no tensor of a Wan checkpoint"),
+        (["{tmp}/strange", "{tmp}/out"], "blocks.0.extra.weight is not a tensor of a Wan checkpoint"),
         (["{tmp}/narrow", "{tmp}/out"], "a Wan checkpoint needs num_heads, it is missing"),
     ],
 )

@@ -99,7 +99,7 @@ def test_files_of_version_1_stay_and_those_of_version_2_may_say_less(tmp_path):
     values = config_of(random_sparse(), refresh=2).to_values()
     del values["settings"]
     assert SparseAttentionConfig.from_json(json.dumps(values)) == config_of(random_sparse(), refresh=2)
-    with pytest.raises(ValueError, match=r"keys unknown \[.*'settings'"):
+    with pytest.raises(ValueError, match=r"unexpected keys \[.*'settings'"):
         SparseAttentionConfig.from_json(json.dumps({**windows_of(ours(WINDOWS)).to_values(), "schema_version": 1}))
 
 
@@ -183,8 +183,8 @@ def test_sparse_config_refuses(change, message):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda v: v.pop("grid_topk"), r"keys missing \['grid_topk'\]"),
-        (lambda v: v.update(tiles=3), r"keys unknown \['tiles'\]"),
+        (lambda v: v.pop("grid_topk"), r"missing keys \['grid_topk'\]"),
+        (lambda v: v.update(tiles=3), r"unexpected keys \['tiles'\]"),
         (lambda v: v.update(grid_topk=3), "wrong type"),
         (lambda v: v.update(topk_ranges=[{"start": 0}]), "wrong type"),
         (lambda v: v.update(schema_version=None), "schema_version is None"),

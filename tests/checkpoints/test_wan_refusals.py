@@ -50,7 +50,7 @@ def set_config(folder: Path, **values: Any) -> None:
         (lambda f: set_config(f, qk_norm="rms_norm"), "qk_norm=rms_norm is not supported, only rms_norm_across_heads"),
         (lambda f: set_config(f, vace_layers=[0]), r"vace_layers=\[0\] is unknown"),
         (lambda f: set_config(f, _class_name="WanVACETransformer3DModel"), "got WanVACETransformer3DModel"),
-        (lambda f: set_config(f, _class_name="WanModel"), r"blocks\.0\..* is no tensor of a Wan checkpoint"),
+        (lambda f: set_config(f, _class_name="WanModel"), r"blocks\.0\..* is not a tensor of a Wan checkpoint"),
         (lambda f: (f / "config.json").write_text("{"), "does not parse"),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
         (lambda f: (f / "diffusion_pytorch_model.safetensors").unlink(), "no diffusion_pytorch_model.safetensors"),
@@ -214,7 +214,9 @@ def test_a_name_that_is_no_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"no such folder: \./nowhere/at/all"):
         open_weights("./nowhere/at/all")
-    with pytest.raises(ValueError, match="nobody/nothing is no folder, and the hub does not give it"):
+    with pytest.raises(
+        ValueError, match="nobody/nothing is neither a local folder nor a downloadable Hugging Face repository"
+    ):
         open_weights("nobody/nothing")
 
 

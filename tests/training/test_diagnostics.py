@@ -223,7 +223,7 @@ def test_a_measured_schedule_needs_measurements(training):
         (["data.val_fraction=0"], "needs held-out samples"),
         (["sparsity.dense_layers=[2]"], "dense_layers has layer 2, but the model's layers are 0 to 1"),
         (["flop_budget=1e9", *MEASURED], "flop_budget needs a schedule known in advance, MissedMassSparsity"),
-        (["++task.validate_at=[dense]"], r"must hold current, .* got \['dense'\]"),
+        (["++task.validate_at=[dense]"], r"must contain current, .* got \['dense'\]"),
         (["++callbacks.samples.sparsity=[none]"], r"callbacks.samples.sparsity=\[none\]: expected a list of values"),
     ],
 )

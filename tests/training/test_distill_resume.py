@@ -104,7 +104,7 @@ def test_a_resume_with_another_cycle_or_teacher_is_refused(distill, training, te
         (("task.generator_every=1",), "was trained with task.generator_every=2, the settings have 1"),
         (("task.generator_every=2", "task.fake_score_warmup=4"), "task.fake_score_warmup=0, the settings have 4"),
         (("task.generator_every=2", "task.objective.timesteps=[1000,300]"), r"timesteps=\[1000.0, 757.0, 522.0\], the"),
-        (("task.generator_every=2", "task.teacher=elsewhere"), r"is not to be found \(no such folder: elsewhere"),
+        (("task.generator_every=2", "task.teacher=elsewhere"), r"cannot be opened \(no such folder: elsewhere"),
         (("task.generator_every=2", "task.objective.source=data_latent"), "with task.objective.source=simulate, the"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -171,7 +171,7 @@ def test_the_frozen_teacher_is_outside_of_the_checkpoint_and_pinned(distill, tra
     # moved, and named where it is now
     own.rename(tmp_path / "moved")
     again = ("trainer.max_steps=3", "run=pinned", "ckpt_path=last")
-    with pytest.raises(ValueError, match=r"is not to be found .* say where to with task\.teacher="):
+    with pytest.raises(ValueError, match=r"cannot be opened .* set task\.teacher= to its new place"):
         distill(f"init_from={own}", *again)
     distill(f"init_from={own}", f"task.teacher={tmp_path / 'moved'}", *again)
     assert training.last("pinned").step == 3

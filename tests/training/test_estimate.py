@@ -317,7 +317,7 @@ def test_a_run_says_what_it_takes_and_a_dry_run_stops_there(training, monkeypatc
     assert "time of a step" in table
     assert "the same with dense attention" in table
     assert not training.folder().exists()
-    with pytest.raises(ValueError, match="dry_run=true looks at a new run, got ckpt_path=last"):
+    with pytest.raises(ValueError, match="dry_run=true is for a new run, got ckpt_path=last"):
         training("dry_run=true", "ckpt_path=last")
     _here(monkeypatch, 0.5)
     with pytest.raises(ValueError, match=r"it needs 0\.8 GiB of the 0\.5 of one H200"):
@@ -349,7 +349,7 @@ PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--gr
         (
             ("--gpu", "GT 710"),
             1,
-            "--gpu GT 710: nothing is known of it, give its memory (--memory GIB)",
+            "--gpu GT 710: unknown kind of GPU, give its memory (--memory GIB)",
         ),
         (("--gpu", "GT 710", "--memory", "1.5"), 1, "error: it needs"),
         (("trainer.devices=auto",), 1, "trainer.devices=auto: a plan needs a number of GPUs, as in trainer.devices=8"),

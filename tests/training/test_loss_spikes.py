@@ -196,7 +196,7 @@ def test_without_checkpoints_there_is_nothing_to_watch_for(training):
 
 
 def test_a_window_that_is_never_full_enough_is_refused():
-    with pytest.raises(ValueError, match="least=16 is above window=12"):
+    with pytest.raises(ValueError, match="least must be at most window=12, got 16"):
         LossSpikes(window=12)
 
 

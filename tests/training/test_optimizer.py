@@ -139,5 +139,5 @@ def test_name_patterns_come_before_roles_and_the_last_one_wins():
 
 def test_a_pattern_that_fits_nothing_is_refused():
     model, roles = _model()
-    with pytest.raises(ValueError, match="fits no parameter"):
+    with pytest.raises(ValueError, match="matches no parameter"):
         AdamW(lr=0.1, schedule=Constant(), lr_factors={"*.weigth": 2.0}).build(model, roles)

@@ -114,7 +114,7 @@ def test_a_rank_whose_main_thread_stands_is_named_although_it_answers(training, 
     lines = [line for text in err for line in text.splitlines() if line.startswith("error: ")]
     (line,) = lines
     assert line.startswith("error: rank 2 (pid ")
-    assert ", last in the data of step 4) has not got on for 5 s: " in line
+    assert ", last in the data of step 4) has made no progress for 5 s: " in line
     for rank in range(3):
         assert "_run_stage" in (training.folder() / f"stacks-rank-{rank}.txt").read_text()
 

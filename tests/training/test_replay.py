@@ -68,7 +68,7 @@ def test_the_first_step_is_replayed(training):
 def test_a_run_does_not_go_on_from_a_step_alone(training):
     training("trainer.max_steps=3", callbacks=(Spoil("latents"),))
     (path,) = dumps_of(training.folder())
-    with pytest.raises(ValueError, match="of one step alone and no run can go on from it"):
+    with pytest.raises(ValueError, match="holds one dropped step and cannot be resumed"):
         training("trainer.max_steps=5", "run=other", f"ckpt_path={path}/networks/step-00000002")
     # and it is no run of its own inside the run
     training("trainer.max_steps=2", "overwrite=true")
@@ -166,7 +166,7 @@ def test_dumping_changes_no_loss(training):
 
 @pytest.mark.parametrize("path", ["nowhere", "."])
 def test_other_folders_are_refused(path, tmp_path):
-    with pytest.raises(ValueError, match="is no folder of a dropped step"):
+    with pytest.raises(ValueError, match="is not a folder of a dropped step"):
         replay_step(tmp_path / path)
 
 

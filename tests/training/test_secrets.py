@@ -52,7 +52,7 @@ def test_a_secret_of_a_config_file_is_told_without_its_value(command_line, tmp_p
 def test_no_folder_is_named_after_a_secret(command_line, tmp_path, setting):
     status, out, err = command_line("train.py", f"output_dir={tmp_path}", setting.replace("{tmp}", str(tmp_path)))
     assert (status, CANARY in out + err) == (1, False)
-    assert "run_dir holds a secret" in err
+    assert "run_dir contains a secret" in err
     assert not list(tmp_path.iterdir())
 
 

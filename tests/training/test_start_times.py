@@ -1,4 +1,4 @@
-"""What a run says about its start: the parts add up, and compilation is told apart."""
+"""What a run says about its start: the parts add up, and compilation is listed separately."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from vsa.training.callbacks.progress import TimedProgressBar
-from vsa.training.callbacks.start_times import StartTimes, _CompileTimes, process_start, told
+from vsa.training.callbacks.start_times import StartTimes, _CompileTimes, process_start, start_line
 
 LINE = r"first step done ([\d.]+) s after the process began: (.*)$"
 
 
 def test_the_line_adds_up():
     parts = {"imports": 3.0, "data": 1.0, "weights": 0.5, "first batch": 0.25, "step": 6.0}
-    assert told(parts, {"torch.compile": 4.5, "Triton kernels": 0.0}) == (
+    assert start_line(parts, {"torch.compile": 4.5, "Triton kernels": 0.0}) == (
         "first step done 10.8 s after the process began: imports 3.0 s, data 1.0 s, weights 0.5 s, first batch 0.2 s, "
         "step 6.0 s (of it torch.compile 4.5 s)"
     )
-    assert told(parts, {"torch.compile": 0.0, "Triton kernels": 0.0}).endswith("step 6.0 s")
+    assert start_line(parts, {"torch.compile": 0.0, "Triton kernels": 0.0}).endswith("step 6.0 s")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells when a process began")

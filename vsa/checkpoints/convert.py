@@ -1,9 +1,9 @@
-"""Weights of one layout as another: our runs, diffusers, Wan's original names and FastVideo's VSA checkpoints.
+"""Conversion of weights between layouts: training runs, diffusers, Wan's original names, FastVideo's VSA checkpoints.
 
 Tensors are copied bit for bit unless a dtype is given. A sparse result gets `sparse_attention.json` and golden
-tensors; the timesteps of a distilled generator go into that file, or into the state of a run. What a run needs to be
-sampled (its codec, its text encoder, statistics of the latents) travels along as `sampling.json`, so that a run which
-was converted there and back is a run to sample again.
+tensors; the timesteps of a distilled generator are written to that file, or to the state of a run. Further facts that
+sampling a run needs (codec, text encoder, statistics of the latents) are kept in `sampling.json`, so that a run which
+was converted there and back can be sampled again.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ FASTVIDEO_TILE = (4, 4, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What to write.
+    """Options of a conversion.
 
     Args:
-        to: layout.
-        dtype: of the written tensors; None: that of the source.
-        max_shard_gb: size of one file.
-        golden: write golden tensors beside a sparse result.
-        golden_layers: layers that get some; None: all.
-        topk: kv tiles per query tile, for gates whose use the source does not say (FastVideo).
-        sparsity: share of tiles skipped, instead of `topk`.
-        grid: token grid of the training, for the same.
-        flow_shift: of the sampler, to write down; None: what the source says.
-        dense_steps: the same, first denoising steps that keep all tiles.
-        guidance: the same, recommended scale.
-        guidance_form: the same, see `SparseAttentionConfig`.
-        step_list: the same, timesteps of a distilled generator.
+        to: target layout.
+        dtype: dtype of the written tensors; None: that of the source.
+        max_shard_gb: largest size of a file in GB.
+        golden: write golden tensors for a sparse result.
+        golden_layers: layers with golden tensors; None: all.
+        topk: kv tiles per query tile, for a source whose gates are not described (FastVideo).
+        sparsity: fraction of skipped tiles, instead of `topk`.
+        grid: token grid of the training, for the same case.
+        flow_shift: flow shift of the sampler to record; None: that of the source.
+        dense_steps: number of first denoising steps that keep all tiles; None: that of the source.
+        guidance: recommended guidance scale; None: that of the source.
+        guidance_form: see `SparseAttentionConfig`; None: that of the source.
+        step_list: timesteps of a distilled generator; None: those of the source.
     """
 
     to: Target = "diffusers"
@@ -74,10 +74,10 @@ class Conversion:
 
 
 def sampling_like(source: WeightSource, like: str | None) -> dict[str, Any] | None:
-    """Codec, text encoder and latents of the source, or those of the run `like` where the source has none.
+    """Codec, text encoder and latents of the source, or those of the run `like` if the source has none.
 
     Raises:
-        ValueError: both say them, or the run has none or is of a model of other latents or captions.
+        ValueError: both have them, or the run lacks them or has a model of other latents or captions.
     """
     if like is None:
         return source.sampling
@@ -91,15 +91,15 @@ def sampling_like(source: WeightSource, like: str | None) -> dict[str, Any] | No
         theirs, ours = state["config"].get("model", {}).get(key), source.config.get(key)
         if None not in (theirs, ours) and theirs != ours:
             raise ValueError(f"--like {like} has model.{key}={theirs}, {source.name} has {ours}")
-    # the steps are those of other weights
+    # the step list belongs to the weights of that run
     return {**part, "step_list": None}
 
 
 def sparse_config(source: WeightSource, options: Conversion) -> SparseAttentionConfig | None:
-    """How the result's gates are used: what the source says, or the options where it says nothing.
+    """The description of the result's sparse attention: that of the source, or from the options if the source has none.
 
     Raises:
-        ValueError: gates without any word on their use, words without gates, or a flow shift beside a list of steps.
+        ValueError: gates without a description, options without gates, or a flow shift for a step list.
     """
     gates = [key for key in source if is_gate(key)]
     said = options.topk is not None or options.sparsity is not None or options.grid is not None
@@ -160,10 +160,12 @@ def _sparse_of_options(source: WeightSource, gates: list[str], options: Conversi
 
 
 def refuse_for_fastvideo(sparse: SparseAttentionConfig | None) -> None:
-    """FastVideo has gated cubes of 4 x 4 x 4 tokens without a fine gate, and drops keys it does not know.
+    """Refuse settings that FastVideo cannot run: it has gated cubes of 4 x 4 x 4 tokens without a fine gate.
+
+    FastVideo ignores unknown keys.
 
     Raises:
-        ValueError: names what it cannot run.
+        ValueError: names the setting.
     """
     if sparse is None:
         return
@@ -177,16 +179,16 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
     """Write a folder with the weights of `source`.
 
     Args:
-        source: to convert.
-        out: must not exist.
-        options: what to write.
-        like: run of such latents and captions, whose codec and text encoder to take.
+        source: weights to convert.
+        out: target folder, which must not exist.
+        options: options of the conversion.
+        like: run with the same latents and captions, whose codec and text encoder to use.
 
     Returns:
-        what was done, in lines.
+        lines that report the result.
 
     Raises:
-        ValueError: the source is not whole, or the target cannot hold it.
+        ValueError: the source is incomplete, or the target layout cannot represent it.
     """
     sampling = sampling_like(source, like)
     sparse = sparse_config(source, options)
@@ -212,7 +214,7 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
             if sampling is not None:
                 write_sampling_part(folder, {**sampling, "step_list": None if steps is None else list(steps)})
             if sparse is not None and options.to != "wan" and options.golden:
-                # of the weights as they were written, whatever their dtype
+                # computed from the written weights, in their dtype
                 write_golden(open_network(folder)[0], folder, layers=options.golden_layers)
 
         export_pretrained(
@@ -231,18 +233,18 @@ def convert(source: WeightSource, out: Path, options: Conversion, *, like: str |
         kind = f"sparse, top-k {min(sparse.grid_topk[0])}..{max(sparse.grid_topk[0])} of {sparse.num_tiles[0]}"
         if sparse.settings is not None:
             kind = ", ".join([sparse.method, *_unusual(sparse)])
-    told = [f"{len(source)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source} in {out}"]
+    lines = [f"{len(source)} tensors, {count / 1e6:.1f}M parameters ({kind}) from {source} in {out}"]
     attention = str(source.run_config.get("attention", {}).get("_target_", "")).rpartition(".")[2]
     if sparse is None and attention not in ("", "FullAttention"):
-        told.append(f"no file of {out} says that the weights were trained with {attention}: they will run dense")
+        lines.append(f"no file of {out} says that the weights were trained with {attention}: they will run dense")
     if sparse is None and source.step_list is not None and sampling is None and options.to != "run":
         steps = list(source.step_list)
-        told.append(f"no file of {out} has the steps {steps} of this dense generator, --to run keeps them")
-    return told
+        lines.append(f"no file of {out} has the steps {steps} of this dense generator, --to run keeps them")
+    return lines
 
 
 def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:
-    """Settings of a method that are not its defaults."""
+    """Settings of a method that differ from its defaults."""
     arguments = arguments_of(WITHOUT_PARAMETERS[sparse.method])
     for name, value in (sparse.settings or {}).items():
         default = arguments[name].default
@@ -251,7 +253,7 @@ def _unusual(sparse: SparseAttentionConfig) -> Iterator[str]:
 
 
 def with_dtypes(model: VideoDiT, source: WeightSource) -> VideoDiT:
-    """The model, on the meta device, with the dtypes that its parameters have in the source."""
+    """The model, on the meta device, with the parameter dtypes of the source."""
     dtypes = source.dtypes
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
@@ -266,7 +268,7 @@ def write_run(
     steps: tuple[float, ...] | None,
     sampling: Mapping[str, Any] | None,
 ) -> None:
-    """A run folder with weights alone, for `init_from=`, and for sampling where the source says how; its step is 0."""
+    """Write a run folder with weights only, at step 0, for `init_from=`, and for sampling if possible."""
     model = {**arguments, "patch_size": list(arguments["patch_size"])}
     attention: dict[str, Any] = {"_target_": "vsa.attention.full.FullAttention", "_partial_": True}
     state: dict[str, Any] = {key: value for key, value in (sampling or {}).items() if key != "step_list"}

@@ -1,4 +1,4 @@
-"""The schedule of a run that was made of an export."""
+"""Sparsity schedule of a run that was converted from an export."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from vsa.checkpoints.sparse_config import SparseAttentionConfig
 
 
 class ExportedSparsity(ConstantSparsity):
-    """The top-k of a `sparse_attention.json` at every step: a model that was converted into a run goes on with it.
+    """The top-k of a `sparse_attention.json` at every step, for a model that was converted into a run.
 
     Args:
-        config: of the export.
+        config: config of the export.
     """
 
     def __init__(self, config: SparseAttentionConfig):
-        # layers are dense by their top-k, where there is one
+        # with a top-k, dense layers are expressed by it
         by_topk = config.dense_layers if config.selects else ()
         plan = replace(config.denoising, dense_layers=()) if config.selects else config.denoising
         super().__init__(topk=max(config.grid_topk[0]), dense_layers=by_topk, denoising=plan)
@@ -26,7 +26,7 @@ class ExportedSparsity(ConstantSparsity):
     def topk_per_layer(self, step: int, num_tiles: int, num_layers: int, at: SparsityPoint = "current") -> Topk:
         topk = super().topk_per_layer(step, num_tiles, num_layers, at)
         ranges, steps = self._config.topk_ranges, self._config.step_topk
-        # budgets of a plan that was put in place of the export's go before those of the export
+        # a plan that replaces that of the export takes precedence
         if at == "dense" or isinstance(topk, DenoisingTopk) or not (ranges or steps):
             return topk
         return DenoisingTopk(

@@ -1,8 +1,8 @@
-"""Golden tensors: inputs and outputs of a sparse checkpoint's self-attention layers, for engines to check themselves.
+"""Golden tensors: inputs and outputs of a sparse checkpoint's self-attention layers, for tests of other engines.
 
 L tokens, C model width. A case is one layer on a small grid, from the normalised, modulated hidden states that enter
-`to_q` and the gates to the output of `to_out.0`, both in raster order: qk-norm, RoPE, tiles, selection, both stages
-and the gates lie in between.
+`to_q` and the gates to the output of `to_out.0`, both in raster order. It covers qk-norm, RoPE, tiles, selection, both
+stages and the gates.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from vsa.models.video_dit import VideoDiT
 
 GOLDEN = "golden.safetensors"
 TOLERANCE = 1e-4
-"""Relative error for fp32 engines: rounding makes about 1e-6, one wrong tile some per cent. bf16 needs about 0.02."""
+"""Relative error for fp32 engines: rounding gives about 1e-6, one wrong tile some per cent. bf16 needs about 0.02."""
 
-# engines that round differently must still select the same tiles: the least gap between the last selected and the
-# first left out score, relative to the spread of the scores
+# engines with different rounding must select the same tiles: smallest gap between the scores of the last selected and
+# the first skipped tile, relative to the spread of the scores
 _MIN_MARGIN = 2e-5
 _MAX_DRAWS = 200
 _MANY_TOKENS = 4096
@@ -53,14 +53,14 @@ _MANY_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
-    """One layer's input.
+    """Input of one layer.
 
     Args:
         layer: index of the block.
         hidden: `[1, L, C]` float32 hidden states in raster order.
         grid_thw: token grid with L cells.
-        topk: kv tiles per query tile; all where the method selects none.
-        dense: dense attention stands in for a method that selects none, see `SparseAttentionConfig.dense_layers`.
+        topk: kv tiles per query tile; all tiles if the method does not select.
+        dense: whether dense attention replaces a method without top-k, see `SparseAttentionConfig.dense_layers`.
     """
 
     layer: int
@@ -72,11 +72,11 @@ class GoldenCase:
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenError:
-    """How far a layer is from its golden output.
+    """Error of a layer relative to its golden output.
 
     Args:
         layer: index of the block.
-        error: norm of the difference over the norm of the golden output.
+        error: norm of the difference divided by the norm of the golden output.
         tolerance: largest error that passes.
     """
 
@@ -91,7 +91,7 @@ class GoldenError:
 
 
 def attention_output(model: VideoDiT, case: GoldenCase, recorder: Recorder | None = None) -> Tensor:
-    """Self-attention output `[1, L, C]` of one layer in raster order: what the reference engine computes."""
+    """Self-attention output `[1, L, C]` of one layer in raster order, computed by the reference engine."""
     block = cast(TransformerBlock, model.blocks[case.layer])
     device = block.attn1.to_q.weight.device
     layout = _layout(block, case.grid_thw, device)
@@ -112,26 +112,26 @@ def write_golden(
     seed: int = 0,
     tolerance: float = TOLERANCE,
 ) -> Path:
-    """Write `golden.safetensors` into an exported folder and name it in its `sparse_attention.json`.
+    """Write `golden.safetensors` into an exported folder and reference it in its `sparse_attention.json`.
 
-    Inputs are standard normal. A layer whose selection is a near tie anywhere gets the input of the next seed, so
-    that rounding does not decide which tiles are compared.
+    Inputs are standard normal. A layer with a near tie in its selection gets the input of the next seed, so that
+    rounding does not decide which tiles are compared.
 
     Args:
-        model: holds the folder's own weights (`open_network`), in float32.
-        folder: with a `sparse_attention.json`.
-        layers: which to write; None: all, and of a grid above 4096 tokens, which windows that count tokens can need,
-            the first.
-        grid_thw: token grid; None: one and a bit tiles in time, two and a bit in height, two in width, and at least
-            what lets each window leave a token out.
-        topk: kv tiles per query tile of layers that are not dense; None: a quarter of the tiles, all where the method
-            selects none.
-        seed: of the first input; layers and draws count on from it.
+        model: model with the folder's own weights (`open_network`), in float32.
+        folder: folder with a `sparse_attention.json`.
+        layers: layers to write; None: all, but only the first one for grids above 4096 tokens, which windows of a fixed
+            number of tokens can need.
+        grid_thw: token grid; None: in time one full and one partial tile, in height two full and one partial, in width
+            two, and at least large enough that each window leaves out a token.
+        topk: kv tiles per query tile of layers that are not dense; None: a quarter of the tiles, or all if the method
+            does not select.
+        seed: seed of the first input; layers and retries use the following ones.
         tolerance: see `GoldenError`.
 
     Raises:
-        ValueError: a layer that does not exist, a top-k the grid does not have, weights that are not float32, no
-            `sparse_attention.json` or one of another model, no unambiguous selection.
+        ValueError: an unknown layer, a top-k above the tiles of the grid, weights that are not float32, a missing
+            `sparse_attention.json` or that of another model, or no unambiguous selection.
     """
     folder = Path(folder)
     sparse = read_sparse_config(folder)
@@ -162,7 +162,7 @@ def write_golden(
         tensors[f"blocks.{layer}.hidden"] = case.hidden.contiguous()
         tensors[f"blocks.{layer}.out"] = out.float().cpu().contiguous()
         cases.append({"layer": layer, "topk": kept, "seed": used} | ({"dense": True} if dense else {}))
-    # one entry: the library writes several in any order, and the file should be the same each time
+    # a single entry, since the library writes several in any order and the file should be deterministic
     header = {"golden": json.dumps({"grid_thw": grid, "num_tiles": num_tiles, "cases": cases})}
     with atomic_file(folder / GOLDEN) as temporary:
         save_tensors(tensors, temporary, header)
@@ -173,7 +173,7 @@ def write_golden(
 def _golden_grid(model: VideoDiT, sparse: SparseAttentionConfig) -> Grid:
     method = cast(TransformerBlock, model.blocks[0]).method
     t, h, w = getattr(method, "tile_thw", None) or (4, 4, 4)
-    # ragged tiles on two axes, twelve tiles in all
+    # partial tiles on two axes, twelve tiles in all
     sizes = [t + 1, 2 * h + 1, 2 * w]
     if isinstance(method, NeighborhoodAttention):
         sizes = [_room(rule, *pair) for rule, *pair in zip(method.rules, sizes, sparse.grids[0], strict=True)]
@@ -182,7 +182,7 @@ def _golden_grid(model: VideoDiT, sparse: SparseAttentionConfig) -> Grid:
 
 
 def _room(rule: AxisRule, least: int, trained: int) -> int:
-    """The smallest size of an axis from `least` on that its window fits and does not fill; at most the trained one."""
+    """Smallest size of an axis, from `least` on, that its window fits but does not cover; at most the trained size."""
     whole = {}
     for size in range(min(least, trained), trained + 1):
         with suppress(ValueError):
@@ -192,7 +192,7 @@ def _room(rule: AxisRule, least: int, trained: int) -> int:
 
 def _layout(block: TransformerBlock, grid: Grid, device: torch.device) -> TileLayout:
     with warnings.catch_warnings():
-        # the ragged tiles are wanted
+        # partial tiles are intended here
         warnings.filterwarnings("ignore", message="tiles .* full")
         return block.method.layout((Segment(grid_thw=grid),), device)
 
@@ -200,7 +200,7 @@ def _layout(block: TransformerBlock, grid: Grid, device: torch.device) -> TileLa
 def _clear_case(
     model: VideoDiT, layer: int, grid: Grid, topk: int, num_tiles: int, seeds: itertools.count[int], dense: bool
 ) -> tuple[int, GoldenCase, Tensor]:
-    """The first seed whose selection is no near tie, with its case and output."""
+    """The first seed without a near tie in its selection, with its case and output."""
     margins: list[float] = []
     block = cast(TransformerBlock, model.blocks[layer])
     by_data = name_of(block.method) is not None and not dense
@@ -225,18 +225,19 @@ def _clear_case(
 
 
 def _is_steady(model: VideoDiT, case: GoldenCase, seed: int) -> bool:
-    """Whether inputs that differ by rounding visit the same tiles and skip the same products."""
-    found: list[dict[str, Tensor]] = []
+    """Whether inputs that differ by rounding select the same tiles and skip the same products."""
+    recorded: list[dict[str, Tensor]] = []
 
     def recorder(layer_idx: int, tensors: dict[str, Tensor]) -> None:
-        found.append({name: tensors[name].clone() for name in (*INDEX, "skipped") if name in tensors})
+        recorded.append({name: tensors[name].clone() for name in (*INDEX, "skipped") if name in tensors})
 
     noise = torch.Generator().manual_seed(seed)
     for size in (0.0, _MIN_MARGIN, -_MIN_MARGIN):
         hidden = case.hidden * (1 + size * torch.randn(case.hidden.shape, generator=noise))
         attention_output(model, replace(case, hidden=hidden), recorder)
     return all(
-        one.keys() == found[0].keys() and all(map(torch.equal, one.values(), found[0].values())) for one in found
+        one.keys() == recorded[0].keys() and all(map(torch.equal, one.values(), recorded[0].values()))
+        for one in recorded
     )
 
 
@@ -244,15 +245,15 @@ def check_golden(folder: str | Path, run: Callable[[GoldenCase], Tensor]) -> lis
     """Compare an engine with the golden tensors of an exported folder, layer by layer.
 
     Args:
-        folder: with `sparse_attention.json` and the file it names.
-        run: the engine: gives the self-attention output `[1, L, C]` of a case, in raster order, on any device and
-            in any dtype. It needs the folder's weights of that block and nothing else.
+        folder: folder with `sparse_attention.json` and the golden file that it references.
+        run: the engine: returns the self-attention output `[1, L, C]` of a case, in raster order, on any device and
+            in any dtype. It needs only the folder's weights of that block.
 
     Returns:
-        one entry per layer; `failed` tells those above the tolerance.
+        one entry per layer; `failed` is true above the tolerance.
 
     Raises:
-        ValueError: no golden file, or an output of another shape.
+        ValueError: the golden file is missing, or an output has another shape.
     """
     folder = Path(folder)
     sparse = read_sparse_config(folder)
@@ -261,7 +262,7 @@ def check_golden(folder: str | Path, run: Callable[[GoldenCase], Tensor]) -> lis
     path = folder / sparse.golden
     if not path.is_file():
         raise ValueError(f"{path} is missing")
-    found = []
+    errors = []
     with safe_open(path, framework="pt", device="cpu") as file:
         header = json.loads(file.metadata()["golden"])
         grid = cast(Grid, tuple(header["grid_thw"]))
@@ -275,5 +276,5 @@ def check_golden(folder: str | Path, run: Callable[[GoldenCase], Tensor]) -> lis
                 raise ValueError(f"layer {layer}: output has shape {tuple(out.shape)}, expected {tuple(golden.shape)}")
             golden = golden.double()
             error = ((out - golden).norm() / golden.norm()).item()
-            found.append(GoldenError(layer=layer, error=error, tolerance=sparse.golden_tolerance))
-    return found
+            errors.append(GoldenError(layer=layer, error=error, tolerance=sparse.golden_tolerance))
+    return errors

@@ -20,15 +20,12 @@ _ADAPTER = "default"
 @checked
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Which linear layers get an adapter `W + (alpha / rank) * B A`, and of what rank.
+    """Low-rank adapters `W + (alpha / rank) * B A` of linear layers.
 
     Args:
         rank: rows of A and columns of B.
-        alpha: the adapter's scale times its rank.
-        targets: endings of the layers' names.
-
-    Raises:
-        ValueError: a value out of range.
+        alpha: scale of the adapter times its rank.
+        targets: endings of the names of the adapted layers.
     """
 
     rank: AtLeastOne
@@ -36,10 +33,10 @@ class LoRA:
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
     def inject(self, model: VideoDiT) -> None:
-        """Put adapters into `model` in place; B starts at zero, so the output stays what it was.
+        """Add adapters to `model` in place; B starts at zero, so the output does not change.
 
         Raises:
-            ValueError: peft is not installed, or a target names no linear layer of a block.
+            ValueError: peft is not installed, or a target matches no linear layer of a block.
         """
         try:
             from peft import LoraConfig, inject_adapter_in_model
@@ -58,18 +55,18 @@ class LoRA:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of a model with adapters by those of the plain model; the adapters' own are left out."""
+    """Names in a model with adapters by the names in the plain model, without the adapters' own."""
     return {name.replace(".base_layer.", "."): name for name in names if ".lora_" not in name}
 
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are no adapter's, under the names they have without adapters."""
+    """The parameters that do not belong to adapters, by their names without adapters."""
     parameters = dict(model.named_parameters())
     return {plain: parameters[name] for plain, name in plain_names(parameters).items()}
 
 
 def merged_tensor(read: Callable[[str], Tensor], name: str, lora: LoRA) -> Tensor:
-    """A tensor of a model with adapters, as the plain model has it; `read` gives tensors by the names with adapters."""
+    """A tensor of the plain model with merged adapters; `read` returns tensors by their names with adapters."""
     value = read(name)
     layer, base, field = name.rpartition(".base_layer.")
     if not base or field != "weight":

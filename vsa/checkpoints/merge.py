@@ -1,8 +1,8 @@
-"""A sparse adaptation and a few-step distillation, trained apart from one dense base, merged into one generator.
+"""Merging of a sparse adaptation and a few-step distillation of one dense base into one generator.
 
-`merged = base + a * (sparse - base) + b * (few_step - base)`. What only the sparse weights have, their gates, is taken
-as it is. A sparse run gives a run folder with weights alone, to sample, score, convert and `init_from=`; a sparse
-diffusers folder gives a diffusers folder.
+`merged = base + a * (sparse - base) + b * (few_step - base)`. Gates, which only the sparse weights have, are copied. A
+sparse run gives a run folder with weights only, to sample, score, convert and `init_from=`; a sparse diffusers folder
+gives a diffusers folder.
 
 Source: TurboDiffusion trains and merges its sparse attention and its distillation this way (arXiv 2512.16093).
 """
@@ -28,7 +28,7 @@ from vsa.diffusion.sampler import step_list
 from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 
-# what a run's checkpoint says about its weights; the rest is about going on with its training
+# values of a run's checkpoint that describe its weights; the others are for resuming its training
 KEPT = (
     "step",
     "seed",
@@ -44,14 +44,14 @@ KEPT = (
 
 
 class MergedTensors(Mapping[str, Tensor]):
-    """The tensors of the merged model, computed one at a time where they are asked for.
+    """Tensors of the merged model, each computed when it is accessed.
 
     Args:
         base: dense tensors by name.
-        sparse: those of the base after the sparse adaptation, and its gates.
-        few_step: those of the base after the distillation.
-        sparse_weight: factor on `sparse - base`.
-        few_step_weight: factor on `few_step - base`.
+        sparse: tensors of the base after the sparse adaptation, and its gates.
+        few_step: tensors of the base after the distillation.
+        sparse_weight: factor of `sparse - base`.
+        few_step_weight: factor of `few_step - base`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class MergedTensors(Mapping[str, Tensor]):
 def merge(base: Tensor, sparse: Tensor, few_step: Tensor, sparse_weight: float, few_step_weight: float) -> Tensor:
     """`base + sparse_weight * (sparse - base) + few_step_weight * (few_step - base)` in float64.
 
-    With weights of 1 a source that equals the base leaves the other one as it is.
+    With weights of 1, if one source equals the base, the result equals the other one exactly.
     """
     merged = base.double()
     for source, weight in ((sparse, sparse_weight), (few_step, few_step_weight)):
@@ -99,10 +99,10 @@ def merge(base: Tensor, sparse: Tensor, few_step: Tensor, sparse_weight: float, 
 
 
 def networks(sparse: WeightSource) -> tuple[VideoDiT, VideoDiT]:
-    """The network of the sparse source and the same one with dense attention, on the meta device.
+    """The network of the sparse source, and the same with dense attention, on the meta device.
 
     Raises:
-        ValueError: no config of it, or the attention is dense.
+        ValueError: the source has no config, or its attention is dense.
     """
     with without_memory():
         model, dense = sparse.network(), sparse.network(attention=FullAttention)
@@ -113,10 +113,10 @@ def networks(sparse: WeightSource) -> tuple[VideoDiT, VideoDiT]:
 
 
 def few_step_list(few_step: WeightSource, given: Sequence[float] | None) -> tuple[float, ...]:
-    """The timesteps of the distilled source: its own, or those given where it says none.
+    """The timesteps of the distilled source: its own, or `given` if it has none.
 
     Raises:
-        ValueError: none or both, or a list that does not fall in (0, 1000].
+        ValueError: none or both, or a list that does not decrease within (0, 1000].
     """
     if few_step.step_list is None:
         if given is None:
@@ -129,10 +129,10 @@ def few_step_list(few_step: WeightSource, given: Sequence[float] | None) -> tupl
 
 
 def refuse_other_models(base: WeightSource, sparse: WeightSource, few_step: WeightSource) -> VideoDiT:
-    """Refuse sources that are not of one architecture; returns the sparse network, on the meta device.
+    """Refuse sources of different architectures; returns the sparse network, on the meta device.
 
     Raises:
-        ValueError: names what differs.
+        ValueError: names the difference.
     """
     for option, source in (("the base", base), ("--few-step", few_step)):
         if gates := sorted(filter(is_gate, source)):
@@ -151,10 +151,10 @@ def refuse_other_models(base: WeightSource, sparse: WeightSource, few_step: Weig
 
 
 def refuse_other_data(sources: Sequence[WeightSource]) -> None:
-    """Refuse sources that understand different latents or texts, as far as they say it.
+    """Refuse sources with different latents or text encoders, as far as known.
 
     Raises:
-        ValueError: names the fact with both values.
+        ValueError: names the difference with both values.
     """
     known: dict[str, tuple[Any, str]] = {}
     for source in sources:
@@ -171,21 +171,21 @@ def refuse_other_data(sources: Sequence[WeightSource]) -> None:
 
 
 def other_base(source: WeightSource, base: WeightSource) -> str | None:
-    """What a run says it started from when nothing says that it was the base; None when it was, or is unknown."""
+    """The initial weights that a run names if they are not known to be the base; otherwise, or if unknown, None."""
     spec = source.run_config.get("init_from")
     teacher = source.state.get("teacher") or {}
     if spec is None or spec == base.source or teacher.get("digest") == base.digest:
         return None
-    # the checkpoint of a run folder, or the transformer of a pipeline's
+    # the folder may be the checkpoint of a run folder, or the transformer of a pipeline folder
     place = base.folder.resolve()
     return None if Path(spec).resolve() in (place, *place.parents) else spec
 
 
 def merged_state(sparse: WeightSource, steps: tuple[float, ...], merged_from: Mapping[str, Any]) -> dict[str, Any]:
-    """`state.json` of the merged run: that of the sparse one, with the few steps and without its training."""
+    """`state.json` of the merged run: that of the sparse one, with the step list and without its training state."""
     state = {key: sparse.state[key] for key in KEPT if key in sparse.state}
     if sparse.run_config.get("task", {}).get("lora") is not None:
-        # the adapters are in the weights now
+        # the adapters are merged into the weights
         state["config"] = {**sparse.run_config, "task": {**sparse.run_config["task"], "lora": None}}
     return {**state, "step_list": list(steps), "merged_from": dict(merged_from)}
 
@@ -202,18 +202,18 @@ def merge_checkpoints(
     """Write the merged generator: a run folder for a sparse run, a diffusers folder for a sparse folder.
 
     Args:
-        base: dense weights that both others were trained from; all three: see `open_weights`.
-        out: must not exist.
+        base: dense weights that both others were trained from; for all three see `open_weights`.
+        out: target folder, which must not exist.
         sparse: the base adapted to sparse attention.
         few_step: the base distilled to few steps, dense.
-        factors: on `sparse - base` and on `few_step - base`.
-        steps: timesteps of a distilled source that does not say its own.
+        factors: factors of `sparse - base` and of `few_step - base`.
+        steps: timesteps of a distilled source that does not record its own.
 
     Returns:
-        what was done, in lines.
+        lines that report the result.
 
     Raises:
-        ValueError: sources that do not fit together, or a merged value that is not finite.
+        ValueError: sources that do not match, or a merged value that is not finite.
     """
     refuse_existing(out)
     named = {key: open_weights(spec) for key, spec in (("base", base), ("sparse", sparse), ("few_step", few_step))}
@@ -221,7 +221,7 @@ def merge_checkpoints(
     model = refuse_other_models(*sources)
     refuse_other_data(sources)
     timesteps = few_step_list(distilled, steps)
-    told = [
+    lines = [
         f"note: {source.name} started from {spec}, which is not known to be the base {dense.name}"
         for source in (adapted, distilled)
         if (spec := other_base(source, dense)) is not None
@@ -234,8 +234,8 @@ def merge_checkpoints(
         write_weights_run(out, merged, state)
     else:
         assert adapted.sparse is not None
-        # golden tensors are of other weights
+        # the golden tensors were computed with other weights
         own = replace(adapted.sparse.sampled_at(timesteps), golden=None, golden_tolerance=None)
         export_pretrained(with_dtypes(model, adapted), out, sparse=own, tensors=merged.__getitem__)
     gates = len(adapted) - len(dense)
-    return [*told, f"{len(dense)} tensors merged, {gates} of gates kept, timesteps {list(timesteps)}, in {out}"]
+    return [*lines, f"{len(dense)} tensors merged, {gates} of gates kept, timesteps {list(timesteps)}, in {out}"]

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: verified ones are counted, and a line that was left is kept aside."""
+"""Retention of checkpoints: the number of verified ones, and those of an abandoned branch in a separate folder."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from vsa.checkpoints.run_checkpoint import checkpoint_name, list_checkpoints, re
 from vsa.files import remove_folder
 
 _ABANDONED = "abandoned-after-"
-"""Begins the name of a folder of checkpoints that a run went back from; the name of the one it went back to follows."""
+"""Prefix of a folder with checkpoints that a run abandoned; the name of the checkpoint it went back to follows."""
 
 FEWEST = 2
-"""Good checkpoints that always stay."""
+"""Smallest number of good checkpoints to keep."""
 
 
 def prune_checkpoints(folder: Path, written: Path | None, keep: int) -> None:
-    """Remove the oldest checkpoints but `keep` good ones, and but those that a line was left at.
+    """Remove the oldest checkpoints, but keep `keep` good ones and those at which a run left an abandoned branch.
 
-    The one before `written` is read whole (when it is damaged, the next), of further ones the sizes are looked at.
+    The checkpoint before `written` is read completely (if it is damaged, the next one); of earlier ones only the file
+    sizes are checked.
 
     Args:
-        folder: of all checkpoints.
-        written: the one that was written just now, which is good; None: none was.
-        keep: good ones that stay, two or more.
+        folder: folder of all checkpoints.
+        written: checkpoint that was just written and is good; None: there is none.
+        keep: number of good checkpoints to keep, at least 2.
     """
     good = 0
     branches = branch_points(folder)
@@ -39,7 +40,7 @@ def prune_checkpoints(folder: Path, written: Path | None, keep: int) -> None:
 
 
 def is_good(path: Path, *, whole: bool) -> bool:
-    """Whether a checkpoint can be read, by every byte or by the sizes of its files."""
+    """Whether a checkpoint can be read, checked by every byte or by the sizes of its files."""
     try:
         read_checkpoint(path, verify=whole)
     except ValueError:
@@ -48,7 +49,7 @@ def is_good(path: Path, *, whole: bool) -> bool:
 
 
 def branch_points(folder: Path) -> set[str]:
-    """Names of the checkpoints that a run went back to, while what it left is still there."""
+    """Names of the checkpoints that a run went back to, as long as the abandoned checkpoints exist."""
     lines = [line for line in folder.glob(f"{_ABANDONED}*") if list_checkpoints(line)]
     return {branch for line in lines if (branch := _branch_of(line))}
 
@@ -59,14 +60,14 @@ def _branch_of(line: Path) -> str | None:
 
 
 def shared_step(folder: Path, resumed: Path) -> int:
-    """The newest step in `folder` that belongs to the line of the checkpoint that a run goes on from; 0: none does."""
+    """The newest step in `folder` on the same branch as the checkpoint to resume; 0 if there is none."""
     resumed, own = resumed.resolve(), list_checkpoints(folder.resolve())
     if resumed in own:
         return _step_of(resumed.name)
     if resumed.parent.parent == folder.resolve() and (branch := _branch_of(resumed.parent)):
         return _step_of(branch)
     with suppress(OSError):
-        # a copy of one of them
+        # a copy of a checkpoint of this folder
         content = (resumed / "state.json").read_bytes()
         for path in own:
             if (path / "state.json").read_bytes() == content:
@@ -79,9 +80,9 @@ def _step_of(name: str) -> int:
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
-    """Move the checkpoints after `step`, which a run goes on from, to a folder of their own; None: there are none.
+    """Move the checkpoints after `step`, from which a run continues, to a separate folder; None if there are none.
 
-    The oldest goes first: when the process is killed in between, the newest stands there as if nothing had begun.
+    The oldest is moved first: if the process is killed in between, the newest checkpoint is still in place.
     """
     later = [path for path in list_checkpoints(folder) if _step_of(path.name) > step]
     if not later:

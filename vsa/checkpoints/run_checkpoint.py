@@ -1,8 +1,8 @@
 """Checkpoint folders: safetensors keyed by parameter name plus `state.json`, no pickle.
 
-One process writes a file for each group of tensors. Of several ranks each writes one with what it holds, all at the
-same time; what is read does not depend on how many have written. A checkpoint is complete when its folder stands under
-its final name (`vsa.files.atomic_folder`); `state.json`, which has the SHA-256 of the others and its own
+A single process writes one file per group of tensors. With several ranks, each writes a file with its own rows, all at
+the same time; reading does not depend on the number of writers. A checkpoint is complete when its folder has its final
+name (`vsa.files.atomic_folder`); `state.json`, which contains the SHA-256 of the other files and its own
 (`vsa.checkpoints.state_file`), is written last.
 """
 
@@ -32,14 +32,14 @@ from vsa.checkpoints.weight_files import TensorFiles
 from vsa.files import atomic_folder, file_digest, flush_to_disk, temporary_folder, writing
 
 SEEN_WITHIN = 10.0
-"""Seconds in which a rank must see the folder that rank 0 has made; a shared file system may take a moment."""
+"""Seconds within which a rank must see the folder created by rank 0; shared file systems may have a delay."""
 
 _NAME = re.compile(r"step-(\d{8,})$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint folder that was looked at.
+    """An opened checkpoint folder.
 
     Args:
         path: the folder.
@@ -61,20 +61,20 @@ class Checkpoint:
 
     @cached_property
     def groups(self) -> Mapping[str, list[str]]:
-        """Groups of tensors with the names of their files, one or one of each rank that wrote it."""
+        """Groups of tensors with the names of their files, one per rank that wrote them."""
         return files_by_group(self.state["files"])
 
     def open(self, name: str) -> TensorFiles:
-        """The files of a group ("model", "ema", "optimizer"), from which tensors are read one at a time or in part."""
+        """The files of a group ("model", "ema", "optimizer"), which read single tensors, completely or by rows."""
         return TensorFiles(self.path, self.groups[name])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """All CPU tensors of a group, whole."""
+        """All tensors of a group, on the CPU."""
         files = self.open(name)
         return {key: files.read(key) for key in files.keys}
 
     def digest(self, name: str) -> str:
-        """SHA-256 of a group's file, or of what those of its files are."""
+        """SHA-256 of a group's file; with several files, of their digests."""
         digests = [self.state["files"][file] for file in self.groups[name]]
         return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
@@ -82,11 +82,7 @@ class Checkpoint:
         return name in self.groups
 
     def choose_weights(self, weights: Literal["ema", "model"] | None = None) -> Literal["ema", "model"]:
-        """The weights that are asked for, or the averaged ones where there are any.
-
-        Raises:
-            ValueError: no weights of the name asked for.
-        """
+        """The requested weights, by default the averaged ones if there are any; ValueError if they are missing."""
         if weights not in (None, "ema", "model"):
             raise ValueError(f"weights must be ema or model, got {weights!r}")
         if weights is None:
@@ -106,30 +102,30 @@ def write_checkpoint(
     """Write `folder/step-N` from groups of tensors ("model", "ema", "optimizer") and the state.
 
     Args:
-        folder: of all checkpoints.
-        tensors: by group and name.
-        state: becomes `state.json`.
-        together: all ranks call it, and each writes what it holds.
+        folder: folder of all checkpoints.
+        tensors: tensors by group and name.
+        state: content of `state.json`.
+        together: whether all ranks call it, each of which then writes its own rows.
 
     Raises:
-        DiskFullError: names the checkpoint and the bytes; the checkpoints before it stay.
+        DiskFullError: names the checkpoint and the missing bytes; earlier checkpoints are kept.
     """
     ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     return write_parts(folder, own_parts(tensors, *ranks), state, together=together)
 
 
 def write_parts(folder: Path, parts: Parts, state: Mapping[str, Any], *, together: bool = False) -> Path:
-    """Write `folder/step-N` from what this process holds; any thread may, no collective is made.
+    """Write `folder/step-N` from the tensors of this process, in any thread and without collective operations.
 
     Args:
-        folder: of all checkpoints; with several ranks all of them must see it.
+        folder: folder of all checkpoints; with several ranks it must be visible to all of them.
         parts: see `own_parts`.
-        state: becomes `state.json`, of rank 0.
-        together: see `write_checkpoint`. Rank 0 makes the folder, and gives it its name once all have written; the
-            others are done before that, and the ranks have to agree on whether it was.
+        state: content of `state.json`, written by rank 0.
+        together: see `write_checkpoint`. Rank 0 creates the folder and renames it once all ranks have written; the
+            others return before that, so the ranks have to agree on the outcome afterwards.
 
     Raises:
-        OSError: this process could not write, or in rank 0 any; a full disk is a `DiskFullError`.
+        OSError: this process could not write, or, on rank 0, any of them; a full disk is a `DiskFullError`.
     """
     final, needed = folder / checkpoint_name(state["step"]), size_of(parts)
     if not together:
@@ -146,7 +142,7 @@ def write_parts(folder: Path, parts: Parts, state: Mapping[str, Any], *, togethe
 
 @contextmanager
 def _new_folder(final: Path, needed: int) -> Iterator[Path]:
-    # litter of a save that was killed
+    # remnants of a save that was killed
     for left in final.parent.glob(".*-step-*"):
         shutil.rmtree(left)
     with atomic_folder(final, needed=needed, replace=True) as temporary:
@@ -154,7 +150,7 @@ def _new_folder(final: Path, needed: int) -> Iterator[Path]:
 
 
 def _write_files(folder: Path, parts: Parts, rank: int, world: int) -> dict[str, tuple[str, int]]:
-    """Write a file for each group; digest and size of each by name."""
+    """Write one file per group; returns digest and size of each by name."""
     written: dict[str, tuple[str, int]] = {}
     for group, own in parts.items():
         path = folder / file_names(group, world)[rank]
@@ -167,7 +163,7 @@ def _digests(written: Mapping[str, tuple[str, int]]) -> dict[str, str]:
 
 
 def _lead(meeting: SaveMeeting, final: Path, parts: Parts, state: Mapping[str, Any], needed: int) -> None:
-    """Rank 0: make the folder, write, hear what the others have written, and give the folder its name."""
+    """Rank 0: create the folder, write, collect the reports of the others, and give the folder its final name."""
     opened = False
     try:
         with _new_folder(final, needed) as temporary:
@@ -177,7 +173,7 @@ def _lead(meeting: SaveMeeting, final: Path, parts: Parts, state: Mapping[str, A
                 written = _write_files(temporary, parts, 0, meeting.world)
             except Exception as error:
                 failure = error
-            # the folder is theirs too until they are done
+            # the others write to the folder until they have reported
             reports = meeting.reports()
             if failure is not None:
                 raise failure
@@ -199,7 +195,7 @@ def _lead(meeting: SaveMeeting, final: Path, parts: Parts, state: Mapping[str, A
 
 
 def _follow(meeting: SaveMeeting, final: Path, parts: Parts, needed: int) -> None:
-    """Another rank: write into the folder of rank 0 and tell it."""
+    """Other ranks: write to the folder of rank 0 and report to it."""
     meeting.wait_for_folder()
     temporary = temporary_folder(final)
     try:
@@ -213,7 +209,7 @@ def _follow(meeting: SaveMeeting, final: Path, parts: Parts, needed: int) -> Non
             time.sleep(0.1)
         with writing(final, temporary, needed=needed):
             written = _write_files(temporary, parts, meeting.rank, meeting.world)
-            # on a shared file system no other process can
+            # on a shared file system only the writing process can flush its files
             for name in written:
                 flush_to_disk(temporary / name)
     except BaseException as error:
@@ -237,12 +233,12 @@ def read_checkpoint(path: str | Path, *, verify: bool = True, share: tuple[int, 
 
     Args:
         path: the folder.
-        verify: compare every digest, which reads every byte; False: only that the files are there in full length.
-        share: rank and number of ranks that compare digests, each of some files: with as many as have written, of
-            those that it will read.
+        verify: compare every digest, which reads every byte; False: check only that the files have their full length.
+        share: rank and number of ranks that compare digests, each of some files; with as many ranks as wrote the
+            checkpoint, of the files that the rank will read.
 
     Raises:
-        ValueError: the folder is no checkpoint, is damaged, or has another schema.
+        ValueError: the folder is not a checkpoint, is damaged, or has another schema.
     """
     path = Path(path)
     try:
@@ -250,10 +246,10 @@ def read_checkpoint(path: str | Path, *, verify: bool = True, share: tuple[int, 
         groups = files_by_group(state["files"])
         numbered = [(number, name) for names in groups.values() for number, name in enumerate(names)]
         if len(numbered) == len(groups):
-            # of one file each, the groups are shared out
+            # with one file per group, the groups are distributed
             numbered = list(enumerate(groups[group][0] for group in groups))
         digests = {name: state["files"][name] for number, name in numbered if verify and number % share[1] == share[0]}
-        # hashing leaves the interpreter to others
+        # hashing releases the interpreter lock
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
             list(threads.map(lambda name: _check_tensors(path, name, digests.get(name)), state["files"]))
         for names in groups.values():
@@ -270,7 +266,7 @@ def _check_tensors(path: Path, name: str, digest: str | None) -> None:
     try:
         if digest is not None and file_digest(path / name) != digest:
             raise ValueError(f"checkpoint {path} is damaged: {name} does not match its digest")
-        # the header says how long the file is
+        # the header contains the length of the file
         with safe_open(path / name, framework="pt"):
             pass
     except FileNotFoundError:
@@ -280,10 +276,10 @@ def _check_tensors(path: Path, name: str, digest: str | None) -> None:
 
 
 def read_together(path: str | Path) -> Checkpoint:
-    """`read_checkpoint` by all ranks, each of which reads a share of the bytes; a collective.
+    """Read a checkpoint like `read_checkpoint`, with every rank reading a share of the bytes; a collective operation.
 
     Raises:
-        ValueError: a rank found it damaged; all ranks raise the same.
+        ValueError: a rank found damage; all ranks raise the same error.
     """
     if not dist.is_initialized():
         return read_checkpoint(path)
@@ -302,10 +298,10 @@ def read_together(path: str | Path) -> Checkpoint:
 
 
 def latest_checkpoint(folder: Path, on_damaged=print, *, verify: bool = True) -> Checkpoint:
-    """The newest valid checkpoint in `folder` (see `read_checkpoint`); `on_damaged` is told of damaged newer ones.
+    """The newest valid checkpoint in `folder` (see `read_checkpoint`); `on_damaged` receives a message per damaged one.
 
     Raises:
-        ValueError: no valid checkpoint is left.
+        ValueError: there is no valid checkpoint.
     """
     for path in reversed(list_checkpoints(folder)):
         try:
@@ -316,7 +312,7 @@ def latest_checkpoint(folder: Path, on_damaged=print, *, verify: bool = True) ->
 
 
 def resolve_checkpoint(spec: str | Path, run_dir: Path | None = None, *, verify: bool = True) -> Checkpoint:
-    """The checkpoint a user names: `last` (of `run_dir`), a checkpoint folder, or a run folder (its newest).
+    """The checkpoint that the user names: `last` (of `run_dir`), a checkpoint folder, or a run folder (its newest).
 
     See `read_checkpoint` for `verify`.
     """

@@ -1,4 +1,4 @@
-"""The folder of a run: which process writes into it, whose it is, and how a new run takes the place of an old one."""
+"""Run folder: lock of the writing process, manifest, and replacement of an old run by a new one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vsa.signals import handled_by
 
 MANIFEST = "run.json"
 PROJECT = "vsa-train"
-# where a folder can be written to and not be renamed
+# lock of a folder that is writable but cannot be renamed
 _INNER_LOCK = ".lock"
 _CANNOT_MOVE = (
     "overwrite=true cannot replace {}: {}. Remove what is in it by hand, or name another run with run=NAME or "
@@ -39,26 +39,22 @@ _CANNOT_MOVE = (
 
 
 def check_name(key: str, value: str) -> None:
-    """Refuse a setting that is not the name of one folder.
-
-    Raises:
-        ValueError: names the key and the value.
-    """
-    # a leading dot also covers "." and "..", and the hidden names used here
+    """Raise ValueError with key and value if a setting is not the name of a folder."""
+    # a leading dot also covers "." and "..", and the hidden names used in this module
     if not value or value == "None" or value.startswith(".") or {"/", os.sep, "\0"} & set(value):
         raise ValueError(f"{key}={value} is not a name: expected one folder name without / and without a leading dot")
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run folder, which need not exist, until the block ends or this process does.
+    """Lock a run folder, which need not exist, for the duration of the block or until this process ends.
 
-    The lock lies beside the folder, which may be moved and replaced meanwhile, or inside where that cannot be. It and
-    the folders made for it are removed at the end. A run that was moved aside by a process that ended before its first
-    step is put back.
+    The lock file is next to the folder, which may be moved and replaced meanwhile, or inside it if the parent is not
+    writable. The lock file and folders created for it are removed at the end. A run that was moved aside by a process
+    which ended before its first step is put back.
 
     Raises:
-        ValueError: another process has it, or nothing can be written there.
+        ValueError: another process has the lock, or the folder is not writable.
     """
     folder = folder.resolve()
     path = folder.parent / f".{folder.name}.lock"
@@ -67,17 +63,17 @@ def locked(folder: Path) -> Iterator[None]:
     refuse_unwritable(path.parent)
     made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    # no process waits for a whole run; half a second is for one that is just ending
+    # half a second is enough for a process that is ending; none waits for a whole run
     lock = FileLock(path, timeout=0.5)
     try:
         with lock:
-            # on a file system without locks filelock keeps a file that it reads and removes itself
+            # on a file system without locks, filelock uses the content of the file and removes it itself
             if isinstance(lock, SoftFileLock):
                 _put_back(folder)
                 yield
                 return
             try:
-                # a full disk costs the second process the name of the first
+                # on a full disk, other processes cannot read the name of this one
                 with suppress(OSError):
                     path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}))
                 _put_back(folder)
@@ -85,7 +81,7 @@ def locked(folder: Path) -> Iterator[None]:
             finally:
                 path.unlink(missing_ok=True)
     except Timeout as timeout:
-        # one of the block's own is none of ours
+        # the error of another lock, raised within the block
         if timeout.lock_file != str(path):
             raise
         raise ValueError(
@@ -98,10 +94,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process holds the lock of a run folder, see `locked`; False where that cannot be told."""
+    """Whether a process holds the lock of a run folder, see `locked`; False if this is unknown."""
     folder = folder.resolve()
     for path in (folder.parent / f".{folder.name}.lock", folder / _INNER_LOCK):
-        # opening it would make it
+        # opening a missing lock file would create it
         if path.is_file():
             try:
                 with FileLock(path, timeout=0):
@@ -126,14 +122,14 @@ def _now() -> str:
 
 
 def check_folder(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that a run must not write into, or that must not be removed for it.
+    """Refuse a folder that a run must not write to, or that must not be removed for it.
 
     Args:
-        folder: of the run; need not exist.
-        overwrite: whether it is to be replaced.
+        folder: the run folder, which need not exist.
+        overwrite: whether it will be replaced.
 
     Raises:
-        ValueError: says what is in the way and what to do.
+        ValueError: names the problem and its solution.
     """
     if folder.is_symlink() and (overwrite or not folder.exists()):
         raise ValueError(
@@ -173,7 +169,7 @@ def _holds_files(folder: Path) -> bool:
 
 
 def _is_run(folder: Path) -> bool:
-    # versions before the manifest left checkpoints only
+    # versions before the manifest wrote checkpoints only
     return _has_manifest(folder) or bool(list_checkpoints(folder / "checkpoints"))
 
 
@@ -191,17 +187,15 @@ def _folders_below(folder: Path) -> Iterator[Path]:
 
 
 class RunFolder:
-    """A run folder that is opened inside a `with` block, and what undoes that until the run has got going.
-
-    When the block ends with an error before `keep`, the folder is again what it was.
+    """A run folder that is opened within a `with` block, and restored if the block ends with an error before `keep`.
 
     Args:
-        path: the folder; need not exist.
+        path: the folder, which need not exist.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        # what undoes the opening: a folder to remove, one to put back, or files with their content (None: remove)
+        # to undo the opening: a folder to remove, one to put back, or files with their content (None: remove)
         self._opened = False
         self._new = False
         self._old: Path | None = None
@@ -215,26 +209,26 @@ class RunFolder:
         if error is None:
             self.keep()
         elif self._opened:
-            # let signals pass: a run that ends anyway puts back what it found
+            # signals are ignored: a run that ends anyway must restore the folder first
             with handled_by(signal.SIG_IGN):
                 self._undo()
 
     def open(self, config: str, *, overwrite: bool, resume: Path | None = None) -> Path | None:
-        """Make the folder with its manifest and its config.
+        """Create the folder with its manifest and its config.
 
         Args:
             config: content of `config.yaml`.
-            overwrite: begin with an empty folder; what stands there is moved aside, and removed by `keep`.
-            resume: checkpoint that the run goes on from: those of the folder that are not before it are moved aside.
+            overwrite: start with an empty folder; the present one is moved aside, and removed by `keep`.
+            resume: checkpoint to resume; later checkpoints of the folder are moved aside.
 
         Returns:
-            where they were moved to; None: there were none.
+            folder of the moved checkpoints; None: there were none.
 
         Raises:
             ValueError: see `check_folder`.
         """
         check_folder(self.path, overwrite=overwrite)
-        # a relative name could mean another folder later
+        # a relative path would change its meaning with the working directory
         self.path = self.path.resolve()
         self._opened = True
         if overwrite and self.path.exists():
@@ -259,12 +253,12 @@ class RunFolder:
         return self._aside
 
     def keep(self) -> None:
-        """Make the opening final: the run that was moved aside is removed, and what killed processes left."""
+        """Make the opening permanent: remove the run that was moved aside, and remnants of killed processes."""
         if not self._opened:
             return
         self._opened, self._new, self._old, self._before, self._aside = False, False, None, {}, None
         for old in _beside(self.path, "overwritten"):
-            # one that is half removed must not be put back
+            # a partly removed run must not be put back
             with suppress(OSError):
                 _moved(old, self.path, "removing")
         for doomed in _beside(self.path, "removing"):
@@ -273,7 +267,7 @@ class RunFolder:
             warnings.warn(f"{left}, which was the run folder {self.path}, could not be removed", stacklevel=2)
 
     def _undo(self) -> None:
-        # never an error of its own: the one that ends the run is more important
+        # errors become warnings, since the error that ends the run is more important
         try:
             if self._new or self._old is not None:
                 _replace(self.path, self._old)
@@ -282,7 +276,7 @@ class RunFolder:
         except OSError as failure:
             old = f", the run before is {self._old}" if self._old is not None and self._old.exists() else ""
             warnings.warn(f"run folder {self.path} could not be put back: {failure}{old}", stacklevel=3)
-        # what is removed makes room
+        # files are removed first, which frees space for the others
         for name, content in sorted(self._before.items(), key=lambda item: item[1] is not None):
             path = self.path / name
             try:
@@ -299,20 +293,20 @@ def _content(path: Path) -> bytes | None:
 
 
 def _beside(folder: Path, why: str) -> list[Path]:
-    """What was renamed to a hidden name beside a run folder, the oldest first."""
-    found = folder.parent.glob(glob.escape(f".{folder.name}.{why}-") + "*")
-    return sorted(found, key=lambda path: path.stat().st_ctime_ns)
+    """Paths renamed to a hidden name next to a run folder, the oldest first."""
+    paths = folder.parent.glob(glob.escape(f".{folder.name}.{why}-") + "*")
+    return sorted(paths, key=lambda path: path.stat().st_ctime_ns)
 
 
 def _moved(path: Path, folder: Path, why: str) -> Path:
-    """Rename a path to a hidden name beside a run folder, and return that."""
+    """Rename a path to a hidden name next to a run folder; returns the new path."""
     aside = folder.with_name(f".{folder.name}.{why}-{secrets.token_hex(4)}")
     os.rename(path, aside)
     return aside
 
 
 def _replace(folder: Path, old: Path | None) -> None:
-    """Remove a folder, which need not exist, and give its name to `old`; no moment leaves half of either there."""
+    """Remove a folder, which need not exist, and rename `old` to it; a kill never leaves a partial folder there."""
     doomed = _moved(folder, folder, "removing") if folder.exists() else None
     if old is not None:
         os.rename(old, folder)
@@ -321,10 +315,10 @@ def _replace(folder: Path, old: Path | None) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Undo an overwrite whose process was killed before its first step, when the old run was not yet removed."""
+    """Undo an overwrite whose process was killed before its first step, if the old run was not removed yet."""
     olds = [path for path in _beside(folder, "overwritten") if _has_manifest(path)]
     own = list_checkpoints(folder / "checkpoints")
-    # files of something else are refused later
+    # a folder with foreign files is refused later
     if not olds or own or (folder.exists() and not _has_manifest(folder) and _holds_files(folder)):
         return
     _replace(folder, olds[-1])
@@ -335,7 +329,7 @@ def _put_back(folder: Path) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Mark a folder as a run of this project, and say which version of the code wrote it."""
+    """Mark a folder as a run of this project, with the version of the code."""
     try:
         installed = version(PROJECT)
     except PackageNotFoundError:
@@ -351,7 +345,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def _note_commit(folder: Path) -> None:
-    """Add the commit of this process to a run that goes on, where it is another one than the last."""
+    """Record the commit of this process in a resumed run if it differs from the last one."""
     manifest = json.loads((folder / MANIFEST).read_text())
     commits = manifest.get("commits", [])
     if commits[-1:] != [checked_out_commit()]:
@@ -364,15 +358,15 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @cache
 def checked_out_commit() -> str | None:
-    """Short hash of the git commit of this code, with + where files were changed since; None: it is no checkout.
+    """Short hash of the git commit of this code, with + if files were changed since; None: it is not a checkout.
 
-    Read once: what runs is what was imported.
+    The value is cached, since the imported code does not change either.
     """
     root = Path(__file__).parents[2]
-    # an environment inside somebody else's checkout is none of ours
+    # not the checkout of another project that contains the environment
     if not (root / ".git").exists():
         return None
-    # of a hook this process may run in; no lock that another git would meet
+    # without variables of a git hook that runs this process, and without locks that another git could meet
     mine = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:

@@ -1,4 +1,4 @@
-"""Every start of a run, in its manifest: when, from which step, on what, and how it ended."""
+"""History of a run in its manifest: time, first step, environment and end of every start."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ STARTS = "starts"
 
 
 def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> None:
-    """Add a start that has just begun.
+    """Add an entry for a start.
 
     Args:
-        folder: of the run, with its manifest.
-        step: optimizer step that it goes on from.
+        folder: the run folder, with its manifest.
+        step: optimizer step at which it starts.
         environment: device, versions and number of processes.
     """
     start = {"began": _now(), "step": step, "commit": checked_out_commit(), "environment": {**environment}}
@@ -28,13 +28,13 @@ def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> No
 
 
 def note_end(folder: Path, *, how: str, reason: str, step: int) -> None:
-    """Say how the last start ended; one that was killed says nothing.
+    """Record the end of the last start; a killed process leaves no record.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         how: finished, stopped or failed.
         reason: signal or error, "" for none.
-        step: optimizer steps of the run by then.
+        step: optimizer step reached.
     """
     manifest = _read(folder)
     *before, last = manifest[STARTS]

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other while they write a checkpoint together."""
+"""Communication between the ranks of a run while they write a checkpoint together."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from vsa.errors import NO_ROOM
 from vsa.files import DiskFullError
 
 _NO_LIMIT = timedelta(days=30)
-"""A rank that is lost is the watch's business, not a clock's."""
+"""Effectively unlimited, since the watch of a run detects lost ranks."""
 
 _FOLDER = "folder"
 
 
 class SaveMeeting:
-    """Words about one checkpoint, over a connection of their own to the store by which the ranks met.
+    """Messages about one save, over a separate connection to the store of the process group.
 
-    No collective is made, so a thread can save while the main one trains. Every rank makes one for each save, in the
-    same order.
+    There are no collective operations, so a thread can save while the main thread trains. Every rank creates one
+    instance per save, in the same order.
     """
 
     def __init__(self) -> None:
@@ -33,24 +33,24 @@ class SaveMeeting:
         self._store = dist.PrefixStore(f"vsa/save/{number}", store)
 
     def open(self, failure: BaseException | None = None) -> None:
-        """Rank 0: the folder is there, or why it is not."""
+        """Rank 0: announce that the folder exists, or why it does not."""
         self._tell(_FOLDER, _described(failure))
 
     def wait_for_folder(self) -> None:
-        """Other ranks: raises the failure of rank 0."""
+        """Other ranks: wait for the folder; raises the error of rank 0."""
         raise_described(json.loads(self._store.get(_FOLDER)), "rank 0")
 
     def report(self, files: dict[str, tuple[str, int]], failure: BaseException | None = None) -> None:
-        """Other ranks: digest and size of each file that was written by name, or what went wrong."""
+        """Other ranks: send digest and size of each written file by name, or the error."""
         self._tell(str(self.rank), {"files": files, **_described(failure)})
 
     def reports(self) -> list[dict[str, Any]]:
-        """Rank 0: what each other rank reported, in order, when all have."""
+        """Rank 0: wait for the reports of all other ranks; returns them in order."""
         others = [str(rank) for rank in range(1, self.world)]
-        found = [json.loads(self._store.get(rank)) for rank in others]
+        reports = [json.loads(self._store.get(rank)) for rank in others]
         for key in (_FOLDER, *others):
             self._store.delete_key(key)
-        return found
+        return reports
 
     def _tell(self, key: str, what: dict[str, Any]) -> None:
         self._store.set(key, json.dumps(what))
@@ -66,7 +66,7 @@ def _described(failure: BaseException | None) -> dict[str, Any]:
 
 
 def raise_described(said: dict[str, Any], who: str) -> None:
-    """Raise the failure that a rank told of, if it did; a full disk stays one."""
+    """Raise the error that a rank reported, if any, as a `DiskFullError` if it was one."""
     if "failure" not in said:
         return
     if said["errno"] in NO_ROOM:

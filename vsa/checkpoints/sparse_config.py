@@ -1,4 +1,4 @@
-"""`sparse_attention.json`: what an engine must know beside the weights to run a sparse checkpoint as it was trained."""
+"""`sparse_attention.json`: settings beyond the weights that an engine needs to run a sparse checkpoint as trained."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class TopkRange:
-    """Another top-k in a part of the denoising.
+    """Top-k for a range of the denoising progress.
 
     Args:
-        start: denoising progress from which it holds, 0 is pure noise.
-        stop: progress up to which it holds (not included), 1 is clean.
+        start: first denoising progress, 0 is pure noise.
+        stop: end of the range (exclusive), 1 is clean.
         grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer.
     """
 
@@ -41,11 +41,11 @@ class TopkRange:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTopk:
-    """Another top-k from a denoising step on; goes before that of a range.
+    """Top-k from a denoising step on; it takes precedence over a range.
 
     Args:
-        step: from 0.
-        grid_topk: as of `TopkRange`.
+        step: denoising step, from 0.
+        grid_topk: as in `TopkRange`.
     """
 
     step: int
@@ -56,48 +56,46 @@ class StepTopk:
 
 
 VERSION_2 = {"step_topk": (), "refresh": 1, "shared_cache": False, "settings": None}
-"""What version 1 had no keys for, with the values that say what it meant: a file of these alone is of version 1."""
+"""Keys that version 1 lacks, with the values it implies: a file with only these values is written as version 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttentionConfig:
-    """How the self-attention of a sparse checkpoint runs.
+    """Settings of the self-attention of a sparse checkpoint.
 
-    Trained grids have the top-k they were last trained with; `layer_topk` derives that of other grids from the first.
+    Trained grids have the top-k of the end of their training; `layer_topk` derives that of other grids from the first.
 
     Args:
         method: video_sparse, or the name of a method without parameters (`vsa.attention.named`).
-        tile_thw: of video_sparse, tokens per tile along time, height, width; None of other methods, whose `settings`
-            say it.
-        partition: of video_sparse, cube or a kind of runs, see `vsa.attention.layout.TileLayout`.
-        block_order: of video_sparse, order of the tiles; results do not depend on it beyond rounding.
-        fine_gate: the fine output has a gate too.
+        tile_thw: tokens per tile along time, height and width for video_sparse; None for other methods, whose
+            `settings` contain it.
+        partition: for video_sparse, cube or a kind of runs, see `vsa.attention.layout.TileLayout`.
+        block_order: for video_sparse, order of the tiles, which affects results only by rounding.
+        fine_gate: whether the fine output has a gate too.
         gate_keys: names of the gate tensors among the weights.
-        grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer; all tiles where the
+        grid_topk: kv tiles per query tile, for each trained grid one row with an entry per layer; all tiles if the
             method has no top-k.
-        num_tiles: video tiles of each trained grid; grids of as many tiles have equal rows of top-k.
-        grids: token grids trained on, the reference first.
-        budget: how top-k follows the number of tiles on grids that were not trained on: count (the same number),
-            fraction (the same share) or an exponent between 0 and 1, see
-            `vsa.attention.sparsity.SparsitySchedule`.
-        topk_ranges: top-k in parts of the denoising where it differs from `grid_topk`.
-        dense_layers: layers that keep all tiles whatever `grid_topk` says; those of a method without top-k run dense
+        num_tiles: video tiles of each trained grid; grids with equal numbers have equal rows of top-k.
+        grids: trained token grids, the reference grid first.
+        budget: scaling of top-k with the number of tiles on other grids: count (constant top-k), fraction (constant
+            sparsity) or an exponent between 0 and 1, see `vsa.attention.sparsity.SparsitySchedule`.
+        topk_ranges: top-k in ranges of the denoising progress where it differs from `grid_topk`.
+        dense_layers: layers that keep all tiles regardless of `grid_topk`; with a method without top-k they run dense
             attention.
-        dense_steps: first denoising steps in which every layer is like these.
+        dense_steps: number of first denoising steps in which all layers are dense in this sense.
         step_topk: top-k from denoising steps on where it differs, ascending.
         refresh: see `vsa.attention.denoising.DenoisingPlan`.
-        shared_cache: see the same.
-        settings: all settings of a method without parameters, by the names of its constructor; None of video_sparse.
+        shared_cache: see `vsa.attention.denoising.DenoisingPlan`.
+        settings: all settings of a method without parameters, by constructor argument; None for video_sparse.
         step_list: timesteps of a distilled generator; None for a model that is sampled with many steps.
-        flow_shift: shift of the noise levels to sample with, which need not be that of the training; None: that of
-            the pipeline.
+        flow_shift: flow shift for sampling, which may differ from that of the training; None: that of the pipeline.
         guidance_form: standard, `uncond + scale * (cond - uncond)`, or additive, `cond + scale * (cond - uncond)`.
-        guidance_scale: recommended scale; None when unknown.
+        guidance_scale: recommended scale; None if unknown.
         golden: file with golden inputs and outputs; None without.
         golden_tolerance: largest relative error against them.
 
     Raises:
-        ValueError: a value out of range, named with the value.
+        ValueError: names an invalid value.
     """
 
     method: str
@@ -134,7 +132,7 @@ class SparseAttentionConfig:
         if self.step_list is not None:
             object.__setattr__(self, "step_list", tuple(self.step_list))
         if self.settings is not None:
-            # as the file has them: lists, and 1 is not 1.0
+            # as after reading the file: tuples become lists, and 1 stays different from 1.0
             object.__setattr__(self, "settings", json.loads(json.dumps(dict(self.settings))))
         if not isinstance(self.refresh, int):
             object.__setattr__(self, "refresh", tuple(tuple(row) for row in self.refresh))
@@ -165,11 +163,11 @@ class SparseAttentionConfig:
             raise ValueError(f"dense_steps must not be negative, got {self.dense_steps}")
         if self.settings is not None:
             self._check_settings(self.settings)
-        # refuses what has no meaning
+        # DenoisingPlan refuses invalid combinations
         replace(self.denoising, step_topk=tuple((part.step, 1) for part in self.step_topk))
         if self.flow_shift is not None and not self.flow_shift > 0:
             raise ValueError(f"flow_shift must be positive, got {self.flow_shift}")
-        # refuses an unknown budget
+        # raises ValueError for an unknown budget
         self._scaled(self.grid_topk[0][0], self.num_tiles[0])
         if self.guidance_form not in ("standard", "additive"):
             raise ValueError(f"guidance_form must be standard or additive, got {self.guidance_form!r}")
@@ -213,7 +211,7 @@ class SparseAttentionConfig:
 
     @property
     def denoising(self) -> DenoisingPlan:
-        """Dense steps and layers, and how long selections are kept; the budgets are here, grid by grid."""
+        """Dense steps and layers, and the reuse of selections; the top-k of steps is stored here, by grid."""
         return DenoisingPlan(
             dense_steps=self.dense_steps,
             dense_layers=self.dense_layers,
@@ -233,11 +231,11 @@ class SparseAttentionConfig:
             return (num_tiles,) * self.num_layers
         if (i := last_from([part.step for part in self.step_topk], step)) is not None:
             return self.on_grid(self.step_topk[i].grid_topk, num_tiles)
-        found = range_at([(part.start, part.stop) for part in self.topk_ranges], progress)
-        return self.on_grid(self.grid_topk if found is None else self.topk_ranges[found].grid_topk, num_tiles)
+        index = range_at([(part.start, part.stop) for part in self.topk_ranges], progress)
+        return self.on_grid(self.grid_topk if index is None else self.topk_ranges[index].grid_topk, num_tiles)
 
     def on_grid(self, rows: tuple[tuple[int, ...], ...], num_tiles: int) -> tuple[int, ...]:
-        """Top-k of each layer on a grid of `num_tiles` tiles, from rows like those of `grid_topk`."""
+        """Top-k of each layer on a grid of `num_tiles` tiles, from rows as in `grid_topk`."""
         if num_tiles in self.num_tiles:
             counts = rows[self.num_tiles.index(num_tiles)]
         else:
@@ -249,17 +247,17 @@ class SparseAttentionConfig:
         return rule.target_topk(num_tiles)
 
     def sampled_at(self, steps: tuple[float, ...]) -> SparseAttentionConfig:
-        """The same weights' settings as a generator of these steps: flow shift and guidance are in the weights."""
+        """Settings of a generator with these timesteps, whose weights include flow shift and guidance."""
         if self.step_list == steps:
             return self
         return replace(self, step_list=steps, flow_shift=None, guidance_form="standard", guidance_scale=1.0)
 
     def to_json(self) -> str:
-        """The file's text."""
+        """Content of the file."""
         return json.dumps(self.to_values(), indent=1) + "\n"
 
     def to_values(self) -> dict[str, Any]:
-        """The file as plain values: of version 1, which more engines read, where it says nothing that is newer."""
+        """Plain values of the file; version 1, which more engines read, if no newer key is needed."""
         values = asdict(self)
         if all(values[key] == value for key, value in VERSION_2.items()):
             return {key: value for key, value in values.items() if key not in VERSION_2} | {"schema_version": 1}
@@ -267,27 +265,27 @@ class SparseAttentionConfig:
 
     @classmethod
     def from_json(cls, text: str) -> SparseAttentionConfig:
-        """The config a file's text describes.
+        """The config from the content of a file.
 
         Raises:
-            ValueError: no JSON object, another schema version, unknown or missing keys, a value out of range.
+            ValueError: not a JSON object, another schema version, missing or unexpected keys, or an invalid value.
         """
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"it is no JSON ({error})") from None
+            raise ValueError(f"it is not JSON ({error})") from None
         if not isinstance(values, Mapping):
             raise ValueError(f"it must hold a JSON object, got {type(values).__name__}")
-        # first of all: another version may have other keys
+        # checked first, since another version may have other keys
         version = values.get("schema_version")
         if version not in (1, SCHEMA_VERSION):
             raise ValueError(f"schema_version is {version}, this version reads 1 and {SCHEMA_VERSION}")
         values = {key: value for key, value in values.items() if key != "schema_version"}
         known = {field.name for field in fields(cls)} - (set(VERSION_2) if version == 1 else set())
-        # of what version 2 added each file may leave out what it does not use
+        # keys of version 2 are optional
         missing, unknown = sorted(known - set(VERSION_2) - set(values)), sorted(set(values) - known)
         if missing or unknown:
-            raise ValueError(f"keys missing {missing}, keys unknown {unknown}")
+            raise ValueError(f"missing keys {missing}, unexpected keys {unknown}")
         try:
             ranges = tuple(TopkRange(**part) for part in values["topk_ranges"])
             steps = tuple(StepTopk(**part) for part in values.get("step_topk", ()))
@@ -297,12 +295,12 @@ class SparseAttentionConfig:
 
 
 def denoising_fields(topks: Sequence[Topk], plan: DenoisingPlan, num_layers: int) -> dict[str, Any]:
-    """The fields of a `SparseAttentionConfig` that say how attention runs over a denoising, but for `dense_layers`.
+    """The fields of a `SparseAttentionConfig` that depend on the denoising progress, except `dense_layers`.
 
     Args:
-        topks: for each trained grid, of one schedule.
-        plan: of the schedule.
-        num_layers: of the model.
+        topks: top-k of each trained grid, from one schedule.
+        plan: plan of the schedule.
+        num_layers: number of layers of the model.
     """
 
     def rows(row_of: Callable[[DenoisingTopk], Row]) -> tuple[tuple[int, ...], ...]:
@@ -324,7 +322,7 @@ def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:
     """The `sparse_attention.json` of a weights folder.
 
     Raises:
-        ValueError: the file is missing, has another schema version or does not parse; the text names it.
+        ValueError: names a file that is missing, has another schema version or does not parse.
     """
     path = Path(folder) / SPARSE_CONFIG
     try:
@@ -332,7 +330,7 @@ def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: it says how the gates of a sparse checkpoint are used") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: it is no text ({error})") from None
+        raise ValueError(f"{path}: it is not text ({error})") from None
     try:
         return SparseAttentionConfig.from_json(text)
     except ValueError as error:
@@ -340,7 +338,7 @@ def read_sparse_config(folder: str | Path) -> SparseAttentionConfig:
 
 
 def write_sparse_config(folder: str | Path, config: SparseAttentionConfig) -> Path:
-    """Write `sparse_attention.json` into a weights folder, whole or not at all; returns its path."""
+    """Write `sparse_attention.json` into a weights folder atomically; returns its path."""
     path = Path(folder) / SPARSE_CONFIG
     write_whole(path, config.to_json())
     return path

@@ -1,4 +1,4 @@
-"""`state.json` of a checkpoint: its values, and as last entry the SHA-256 of every byte before that entry."""
+"""`state.json` of a checkpoint: its values, followed by the SHA-256 of all bytes before that last entry."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from vsa.moved import moved_targets
 
 SCHEMA, SHARDED_SCHEMA = 2, 3
-"""Of what is written: a file for each group of tensors, or several. 1, which is read too, has no digest of `state.json`
-and does not tell which parameters never had a gradient."""
+"""Written schema, with one or several files per group of tensors. Schema 1 can be read as well; it has no digest of
+`state.json` and does not list the parameters that never had a gradient."""
 
 _READABLE = (1, 2, 3)
 _FILE = "state.json"
@@ -41,7 +41,7 @@ def files_by_group(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write `folder/state.json`; nothing else may be added to it later."""
+    """Write `folder/state.json`, which must not be modified afterwards."""
     matches = [_TENSORS.fullmatch(name) for name in state.get("files", ())]
     schema = SHARDED_SCHEMA if any(match and match[2] for match in matches) else SCHEMA
     body = json.dumps({**state, "schema": schema}, indent=1).removesuffix("\n}")
@@ -50,15 +50,15 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The values of `folder/state.json`, checked against its digest and against the name of the folder.
+    """The values of `folder/state.json`, checked against its digest and the name of the folder.
 
     Raises:
-        ValueError: there is none, it is damaged, or it has another schema.
+        ValueError: the file is missing, damaged, or has another schema.
     """
     try:
         content = (folder / _FILE).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{folder} is no checkpoint: it has no {_FILE}") from None
+        raise ValueError(f"{folder} is not a checkpoint: it has no {_FILE}") from None
     sealed = _SEALED.fullmatch(content)
     if sealed and hashlib.sha256(sealed[1]).hexdigest() != sealed[2].decode():
         raise ValueError(f"checkpoint {folder} is damaged: {_FILE} does not match its digest")
@@ -85,20 +85,20 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def one_line(value: Any) -> str:
-    """The beginning of a value or an error as one line."""
+    """The beginning of a value or an error, as one line."""
     text = f"{type(value).__name__}: {value}" if isinstance(value, Exception) else str(value)
     text = " ".join(text.split())
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _expected(folder: Path, state: Mapping[str, Any]) -> dict[str, tuple[Callable[[Any], bool], str]]:
-    """What the values that there are have to be."""
+    """Checks of the values, with a description of the expected value, by name."""
     named = _FOLDER.fullmatch(folder.name)
     steps = state.get("step") if _is_count(state.get("step")) else math.inf
     skipped = state.get("skipped_steps") if _is_count(state.get("skipped_steps")) else math.inf
     always: dict[str, tuple[Callable[[Any], bool], str]] = {
         "step": (
-            # a copy may have any name
+            # a copied checkpoint may have another folder name
             lambda step: _is_count(step) and (named is None or int(named[1]) == step),
             f"{int(named[1])} as in the folder's name" if named else "a number of steps",
         ),
@@ -145,6 +145,6 @@ def _are_files(files: Any) -> bool:
             _TENSORS.fullmatch(name) and isinstance(digest, str) and _DIGEST.fullmatch(digest)
             for name, digest in files.items()
         )
-        # of a group in several files none is missing
+        # for a group in several files, all files are listed
         and all(names == file_names(group, len(names)) for group, names in files_by_group(files).items())
     )

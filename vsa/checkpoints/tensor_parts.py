@@ -1,4 +1,4 @@
-"""Which rows of each tensor a rank writes, and the safetensors file it writes them to."""
+"""Distribution of the rows of tensors over the ranks that write them, and the safetensors file of each rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a tensor: what one rank writes of it.
+    """Rows of a tensor that one rank writes.
 
     Args:
-        rows: where they are.
-        first: number of the first one in the whole tensor.
-        shape: of the whole tensor.
-        written: whether this rank writes any.
+        rows: the rows.
+        first: index of the first row in the whole tensor.
+        shape: shape of the whole tensor.
+        written: whether this rank writes any rows.
     """
 
     rows: Tensor
@@ -40,28 +40,28 @@ class Part:
         return tuple(self.rows.shape) == self.shape
 
     def copied(self) -> Part:
-        """The same with a copy of the values on the CPU."""
+        """This part with a copy of the rows on the CPU."""
         return replace(self, rows=self.rows.detach().to("cpu", copy=True))
 
 
 Parts = Mapping[str, Mapping[str, Part]]
-"""By group ("model", "ema", "optimizer") and name; every rank has all names, also of what it writes nothing of."""
+"""By group ("model", "ema", "optimizer") and name; every rank has all names, including parts without rows to write."""
 
 
 def share_of(first: int, count: int, holder: int, holders: int) -> tuple[int, int]:
-    """First row and number of rows that one of several ranks with the same rows writes: each an equal share."""
+    """First row and number of rows for one of several ranks that hold the same rows, in equal shares."""
     start, stop = (count * number // holders for number in (holder, holder + 1))
     return first + start, stop - start
 
 
 def own_part(tensor: Tensor, rank: int = 0, world: int = 1) -> Part:
-    """What this rank writes of a tensor; nothing is communicated.
+    """The rows of a tensor that this rank writes, without communication.
 
-    Ranks that hold the same rows share them out, so every byte is written once and every rank writes about as much.
+    Ranks that hold the same rows divide them, so that every byte is written once and all ranks write similar amounts.
 
     Args:
-        tensor: sharded by rows, or the same on all ranks.
-        rank: of this process.
+        tensor: tensor sharded by rows, or replicated on all ranks.
+        rank: rank of this process.
         world: number of ranks that write.
     """
     shape, rows = tuple(tensor.shape), tensor.detach()
@@ -78,19 +78,19 @@ def own_part(tensor: Tensor, rank: int = 0, world: int = 1) -> Part:
         (count, *_), (first, *_) = compute_local_shape_and_global_offset(shape, mesh, rows.placements)
         rows = rows.to_local()
     if not shape or not shape[0]:
-        # nothing to share out
+        # a scalar or an empty tensor has no rows to divide
         return Part(rows, 0, shape, written=rank == 0)
     start, number = share_of(first, count, holder, holders)
     return Part(rows.narrow(0, start - first, number), start, shape, written=number > 0)
 
 
 def own_parts(tensors: Mapping[str, Mapping[str, Tensor]], rank: int = 0, world: int = 1) -> Parts:
-    """What this rank writes of groups of tensors, see `own_part`."""
+    """The rows that this rank writes of groups of tensors, see `own_part`."""
     return {group: {name: own_part(t, rank, world) for name, t in own.items()} for group, own in tensors.items()}
 
 
 def size_of(parts: Parts) -> int:
-    """Bytes of all tensors, whichever rank writes them."""
+    """Total bytes of all tensors, over all ranks."""
     every = (part for group in parts.values() for part in group.values())
     return sum(part.rows.element_size() * torch.Size(part.shape).numel() for part in every)
 
@@ -98,15 +98,15 @@ def size_of(parts: Parts) -> int:
 def save_file(path: Path, parts: Mapping[str, Part]) -> str:
     """Write one rank's parts of a group of tensors as a safetensors file; returns its SHA-256.
 
-    Tensors go to the CPU one at a time (the library's own writer wants all of them at once). Rows of a tensor are a
-    tensor under its name; the metadata say which rows, and of how many.
+    Tensors are copied to the CPU one at a time, whereas the library's writer needs all of them at once. A part is
+    stored under the name of its tensor; the metadata contain its first row and the number of rows of the whole tensor.
 
     Args:
-        path: the file.
-        parts: by name; those without rows are left out.
+        path: file to write.
+        parts: parts by name; those without rows are left out.
     """
     written = {name: part for name, part in parts.items() if part.written}
-    # large elements first: every tensor then starts at a multiple of its element size
+    # in descending order of element size, so that every tensor is aligned
     names = sorted(written, key=lambda name: (-written[name].rows.element_size(), name))
     rows = {name: [written[name].first, written[name].shape[0]] for name in names if not written[name].is_whole}
     header: dict[str, Any] = {"__metadata__": {ROWS: json.dumps(rows, separators=(",", ":"))}} if rows else {}
@@ -127,6 +127,6 @@ def save_file(path: Path, parts: Mapping[str, Part]) -> str:
         write(len(text).to_bytes(8, "little"))
         write(text)
         for name in names:
-            # under no name, so that it is gone before the next one comes
+            # not bound to a name, so that it is freed before the next tensor is copied
             write(written[name].rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The tensors of networks and optimizers by name, and how a checkpoint's are put back, each rank its own rows."""
+"""Tensors of networks and optimizers by name, and their restoration from a checkpoint, by rows on each rank."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from vsa.checkpoints.weight_files import TensorFiles, refuse_key_difference, refuse_other_tensors
 
-# of AdamW
+# fields of the state of AdamW
 _OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @torch.no_grad()
 def load_model_tensors(model: nn.Module, tensors: TensorFiles, what: str) -> None:
-    """Copy `tensors` into the parameters of `model`, each rank what it holds; every key must fit.
+    """Copy `tensors` into the parameters of `model`, each rank its own rows.
 
     Raises:
-        ValueError: a key is missing or left over, or a shape differs; the text names it and `what`.
+        ValueError: names a missing or unexpected tensor, or another shape, and `what`.
     """
     parameters = dict(model.named_parameters())
     refuse_other_tensors({name: tuple(p.shape) for name, p in parameters.items()}, tensors.shapes, what)
@@ -28,17 +28,17 @@ def load_model_tensors(model: nn.Module, tensors: TensorFiles, what: str) -> Non
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State of an optimizer built by `vsa.training.optimizer`, as `NAME/exp_avg` and so on (the tensors themselves)."""
-    found = {}
+    """State of an optimizer built by `vsa.training.optimizer` by `NAME/exp_avg` and so on (not copied)."""
+    state = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{name}/{key}"] = value
-    return found
+                state[f"{name}/{key}"] = value
+    return state
 
 
 def without_state(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Parameters that have no state, because none of them ever had a gradient."""
+    """Parameters without optimizer state, since they never had a gradient."""
     groups = [zip(group["names"], group["params"], strict=True) for group in optimizer.param_groups]
     return [name for group in groups for name, parameter in group if not optimizer.state.get(parameter)]
 
@@ -51,17 +51,18 @@ def load_optimizer_tensors(
     without: Collection[str] | None = None,
     most_updates: float = math.inf,
 ) -> None:
-    """Put the state that `optimizer_state` gave back.
+    """Restore the state of `optimizer_state`.
 
     Args:
         optimizer: built by `vsa.training.optimizer`.
         tensors: see `optimizer_state`.
-        what: where they were found, for a message.
-        without: see `without_state`; None: a checkpoint of the first schema does not say, what is missing has none.
-        most_updates: of a parameter.
+        what: origin of the tensors, for messages.
+        without: see `without_state`; None: every parameter without tensors, since checkpoints of the first schema do
+            not list them.
+        most_updates: largest possible number of updates of a parameter.
 
     Raises:
-        ValueError: names state that is missing, is of other parameters or shapes, or is of more updates.
+        ValueError: names state that is missing or unexpected, has another shape, or counts too many updates.
     """
     parameters = {
         name: parameter
@@ -72,11 +73,11 @@ def load_optimizer_tensors(
         without = set(parameters) - {key.rpartition("/")[0] for key in tensors.keys}
     expected = {f"{name}/{field}" for name in set(parameters) - set(without) for field in _OPTIMIZER_FIELDS}
     refuse_key_difference(expected, tensors.keys, what)
-    for key, found in tensors.shapes.items():
+    for key, actual in tensors.shapes.items():
         name, _, field = key.rpartition("/")
         shape = () if field == "step" else tuple(parameters[name].shape)
-        if found != shape:
-            raise ValueError(f"{what}: {key} has shape {found}, the optimizer needs {shape}")
+        if actual != shape:
+            raise ValueError(f"{what}: {key} has shape {actual}, the optimizer needs {shape}")
         if field == "step" and not 0 < (updates := float(tensors.read(key))) <= most_updates:
             raise ValueError(f"{what}: {key} counts {updates:g} updates in {most_updates:g} steps")
     for name, parameter in parameters.items():

@@ -1,4 +1,4 @@
-"""Our own model checked against the golden tensors of an export, told as a table."""
+"""Verification of an exported checkpoint: this project's model against the golden tensors, as a table."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def verify_export(folder: Path, *, backend: Backend | None = None, device: str |
     """Print the error of every layer of an exported sparse checkpoint.
 
     Args:
-        folder: with `sparse_attention.json` and the golden tensors that it names.
-        backend: of the sparse attention; None: that of the device.
-        device: None takes a GPU when there is one.
+        folder: folder with `sparse_attention.json` and its golden tensors.
+        backend: backend of the sparse attention; None: default of the device.
+        device: device to use; None: a GPU if there is one.
 
     Raises:
-        ValueError: a layer is further off than the tolerance.
+        ValueError: the error of a layer exceeds the tolerance.
     """
     model, info = open_network(folder, device=usable_device(device), backend=backend)
     with torch.no_grad():

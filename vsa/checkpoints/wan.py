@@ -1,4 +1,4 @@
-"""A `VideoDiT` as a transformer folder of diffusers' or Wan's layout, and whether gates fit what describes them."""
+"""Export of a `VideoDiT` as a transformer folder in diffusers' or Wan's layout, and checks of gates and attention."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Layout = Literal["diffusers", "fastvideo", "wan"]
 
 
 def gate_names(model: VideoDiT) -> tuple[str, ...]:
-    """Names of the parameters that belong to the attention methods themselves."""
+    """Names of the parameters that belong to the attention methods, such as gates."""
     return tuple(name for name, role in model.parameter_roles().items() if role == "gate")
 
 
 def refuse_random_gates(model: VideoDiT) -> None:
-    """Raise ValueError when gates would start as random weights: a dense checkpoint needs them at their identity."""
+    """Raise ValueError if new gates would be random: with a dense checkpoint they must start at the identity."""
     for block in model.blocks:
         start = getattr(block.method, "gate_init", "identity")
         if start != "identity":
@@ -48,10 +48,10 @@ def refuse_random_gates(model: VideoDiT) -> None:
 
 
 def sparse_settings(model: VideoDiT) -> dict[str, Any]:
-    """The fields of a `SparseAttentionConfig` that the model's attention decides.
+    """The fields of a `SparseAttentionConfig` that the model's attention determines.
 
     Raises:
-        ValueError: its attention is none whose checkpoints have a `sparse_attention.json`.
+        ValueError: the attention is not one that `sparse_attention.json` can describe.
     """
     block: Any = model.blocks[0]
     method = block.method
@@ -72,11 +72,7 @@ def sparse_settings(model: VideoDiT) -> dict[str, Any]:
 
 
 def attention_of(sparse: SparseAttentionConfig | None, backend: Backend | None = None) -> Callable[..., Any]:
-    """Factory of the attention a checkpoint was trained with; None is dense attention.
-
-    Raises:
-        ValueError: an unknown method.
-    """
+    """Factory of the attention that a checkpoint was trained with; None is dense attention."""
     if sparse is None:
         return FullAttention
     method, options = method_options(sparse)
@@ -84,11 +80,7 @@ def attention_of(sparse: SparseAttentionConfig | None, backend: Backend | None =
 
 
 def method_options(sparse: SparseAttentionConfig) -> tuple[type[AttentionMethod], dict[str, Any]]:
-    """The class that a sparse config names, and its options.
-
-    Raises:
-        ValueError: an unknown method.
-    """
+    """The class that a sparse config names, and its options."""
     if sparse.settings is not None:
         return WITHOUT_PARAMETERS[sparse.method], dict(sparse.settings)
     if sparse.method != "video_sparse":
@@ -109,22 +101,22 @@ def export_pretrained(
     tensors: Callable[[str], Tensor] | None = None,
     finish: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write the model as a transformer folder that diffusers opens; complete under its name or not there at all.
+    """Write the model as a transformer folder for diffusers, atomically.
 
     Args:
-        model: decides names, shapes and dtypes; sharded parameters are gathered one at a time, so every rank has to
-            call, and rank 0 writes. With `tensors` it may be on the meta device.
-        folder: must not exist.
-        sparse: how the attention runs; a model with gates needs it. Its settings must be the model's.
+        model: model that determines names, shapes and dtypes; sharded parameters are gathered one at a time, so every
+            rank has to call, and rank 0 writes. With `tensors` it may be on the meta device.
+        folder: target folder, which must not exist.
+        sparse: description of the attention, required for a model with gates. It must match the model.
         layout: diffusers, fastvideo (the same without our key in `config.json`) or wan (Wan's original names).
-        dtype: of the written tensors; None keeps theirs.
-        max_shard_bytes: of one file.
-        tensors: full CPU tensors by parameter name in place of the model's own (averaged weights).
-        finish: called on rank 0 with the written folder before it gets its name, to add files to it.
+        dtype: dtype of the written tensors; None keeps theirs.
+        max_shard_bytes: largest size of a file.
+        tensors: full CPU tensors by parameter name, used instead of the model's own (averaged weights).
+        finish: called on rank 0 with the written folder before it gets its final name, to add files to it.
 
     Raises:
-        ValueError: the folder exists, the architecture or the attention cannot be written down, or `sparse` does not
-            describe the model.
+        ValueError: the folder exists, the layout cannot represent architecture or attention, or `sparse` does not match
+            the model.
     """
     config = transformer_config(model)
     if sparse is None and (gates := gate_names(model)):
@@ -162,7 +154,7 @@ def export_pretrained(
                 if finish is not None:
                     finish(temporary)
     except Exception:
-        # a full disk on rank 0 must not leave the others waiting for it in a gather
+        # if the disk of rank 0 is full, the other ranks must not wait for it in a gather
         exhaust(values)
         raise
     exhaust(values)
@@ -170,7 +162,7 @@ def export_pretrained(
 
 
 def refuse_other_attention(model: VideoDiT, sparse: SparseAttentionConfig, what: str) -> None:
-    """Raise ValueError when a sparse config describes another attention than the model's; `what` names it."""
+    """Raise ValueError if a sparse config does not match the model's attention; `what` names the config."""
     for key, value in sparse_settings(model).items():
         theirs = getattr(sparse, key)
         if key == "gate_keys":
@@ -178,7 +170,7 @@ def refuse_other_attention(model: VideoDiT, sparse: SparseAttentionConfig, what:
                 raise ValueError(
                     f"{what}: gate_keys are not the model's, they differ in {some(set(theirs) ^ set(value))}"
                 )
-        # as text: a window of 1 token is not the share 1.0
+        # compared as text, since a window of 1 token differs from the fraction 1.0
         elif str(theirs) != str(value):
             raise ValueError(f"{what} has {key}={theirs}, the model has {value}")
     if sparse.num_layers != len(model.blocks):
@@ -186,7 +178,7 @@ def refuse_other_attention(model: VideoDiT, sparse: SparseAttentionConfig, what:
 
 
 def refuse_other_gates(ours: set[str], theirs: set[str], gates: Gates, what: str) -> None:
-    """Raise ValueError when a checkpoint's gates are not what `gates` promises; `what` names the checkpoint."""
+    """Raise ValueError if a checkpoint's gates contradict `gates`; `what` names the checkpoint."""
     if gates == "required":
         if not ours:
             raise ValueError(f"gates=required, but the model has none (attention full?); {what} has {len(theirs)}")

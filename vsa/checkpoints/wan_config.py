@@ -1,4 +1,4 @@
-"""`config.json` of diffusers' `WanTransformer3DModel`: into the arguments of a `VideoDiT`, and out of one."""
+"""`config.json` of diffusers' `WanTransformer3DModel`: conversion to and from the arguments of a `VideoDiT`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vsa.models.video_dit import VideoDiT
 
 CLASS_NAME = "WanTransformer3DModel"
 SPARSE_FLAG = "sparse_attention"
-"""Key of an exported `config.json` that names the file the gates need."""
+"""Key of an exported `config.json` with the name of the file that describes the gates."""
 
-# what a config.json that leaves a key out means (diffusers 0.42)
+# defaults for missing keys of a config.json (diffusers 0.42)
 _DEFAULTS: dict[str, Any] = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": 40,
@@ -30,15 +30,15 @@ _DEFAULTS: dict[str, Any] = {
     "added_kv_proj_dim": None,
     "rope_max_seq_len": 1024,
 }
-# keys with one value this model can compute
+# keys of which this model supports a single value
 _FIXED = {"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None}
 
 
 def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of the `VideoDiT` that computes what a `WanTransformer3DModel` of this config does.
+    """Constructor arguments of the `VideoDiT` that is equivalent to a `WanTransformer3DModel` with this config.
 
     Raises:
-        ValueError: another class, or a key or value this model has no counterpart for.
+        ValueError: another class, or an unsupported key or value.
     """
     name = config.get("_class_name")
     if name == "WanModel":
@@ -53,16 +53,16 @@ def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"config key {key}={value} is unknown: the model might compute something else")
     arguments = {key: config.get(key, default) for key, default in _DEFAULTS.items()}
     arguments["patch_size"] = tuple(arguments["patch_size"])
-    # as diffusers does
+    # the same default as in diffusers
     arguments["out_channels"] = arguments["out_channels"] or arguments["in_channels"]
     return arguments
 
 
 def transformer_config(model: VideoDiT) -> dict[str, Any]:
-    """`config.json` of the `WanTransformer3DModel` that computes what a model with dense attention does.
+    """`config.json` of the `WanTransformer3DModel` that is equivalent to a model with dense attention.
 
     Raises:
-        ValueError: the model has something that class cannot express.
+        ValueError: that class has no equivalent of a setting of the model.
     """
     if model.absolute_positions:
         raise ValueError(

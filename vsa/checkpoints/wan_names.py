@@ -1,8 +1,8 @@
-"""Names of the transformer's tensors and sizes in diffusers' layout (ours too) and in Wan's original checkpoints.
+"""Names of the transformer's tensors and sizes in diffusers' layout, also used here, and in Wan's original checkpoints.
 
-Sources: Wan2.1 `wan/modules/model.py`; diffusers `scripts/convert_wan_to_diffusers.py`. Wan counts its norms in the
+Sources: Wan2.1 `wan/modules/model.py`; diffusers `scripts/convert_wan_to_diffusers.py`. Wan numbers its norms in the
 order of definition, diffusers in the order of use: Wan's norm3 is diffusers' norm2, the one before the
-cross-attention. The gates keep their names, for which Wan has none.
+cross-attention. Gates keep their names, since Wan has none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOP = {
 }
 _ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
 _IMAGE_ATTENTION = {"add_k_proj": "k_img", "add_v_proj": "v_img", "norm_added_k": "norm_k_img"}
-# the same, inside `blocks.N.`
+# the same within `blocks.N.`
 _BLOCK = {
     **{f"attn1.{ours}": f"self_attn.{wan}" for ours, wan in _ATTENTION.items()},
     **{f"attn2.{ours}": f"cross_attn.{wan}" for ours, wan in (_ATTENTION | _IMAGE_ATTENTION).items()},
@@ -50,33 +50,25 @@ _UNUSED_KEY = re.compile(r"blocks\.\d+\.attn2\.norm_added_q\.weight$")
 
 
 def diffusers_to_wan(key: str) -> str:
-    """Wan's original name of a tensor with a diffusers name.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Wan's original name of a tensor with a diffusers name; ValueError for an unknown name."""
     return _rename(key, _TOP, _BLOCK, "diffusers")
 
 
 def wan_to_diffusers(key: str) -> str:
-    """The diffusers name of a tensor with Wan's original name.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The diffusers name of a tensor with Wan's original name; ValueError for an unknown name."""
     return _rename(key, _TOP_BACK, _BLOCK_BACK, "Wan")
 
 
 def wan_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` of Wan's `WanModel` from the one of a `WanTransformer3DModel`.
+    """`config.json` of Wan's `WanModel` from that of a `WanTransformer3DModel`.
 
-    Sizes that the original code does not read from its file (patch, text width) are left to the tensors' shapes.
+    It omits sizes that the original code does not read from this file (patch, text width).
 
     Args:
-        config: with every key, as `transformer_config` writes it.
+        config: config with every key, as written by `transformer_config`.
     """
     conditioned = config["image_dim"] is not None or config["in_channels"] != config["out_channels"]
-    # the 48-channel latents are those of Wan2.2's TI2V model
+    # latents with 48 channels belong to Wan2.2's TI2V model
     text_only = "ti2v" if config["in_channels"] == 48 else "t2v"
     return {
         "_class_name": "WanModel",
@@ -97,11 +89,11 @@ def config_of_wan(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     """`config.json` of the `WanTransformer3DModel` for an original Wan checkpoint.
 
     Args:
-        config: its `config.json`.
-        shapes: of its tensors, by diffusers name.
+        config: `config.json` of the checkpoint.
+        shapes: shapes of its tensors, by diffusers name.
 
     Raises:
-        ValueError: a missing key, or a width that the heads do not divide.
+        ValueError: a missing key, or a width that is not divisible by the number of heads.
     """
     try:
         dim, heads = int(config["dim"]), int(config["num_heads"])
@@ -133,13 +125,13 @@ def config_of_wan(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
 
 
 def is_gate(key: str) -> bool:
-    """Whether a tensor belongs to a sparse method itself: to a gate (`blocks.N.to_gate_compress.weight`) or to a pool
-    with weights (`blocks.N.to_pool_q.conv.weight`)."""
+    """Whether a tensor belongs to a sparse attention method: to a gate (`blocks.N.to_gate_compress.weight`) or to a
+    pooling with weights (`blocks.N.to_pool_q.conv.weight`)."""
     return _GATE_KEY.match(key) is not None
 
 
 def is_unused(key: str) -> bool:
-    """Whether a tensor is one that older image-to-video checkpoints hold and that nothing computes with."""
+    """Whether a tensor occurs in older image-to-video checkpoints but is not used by the model."""
     return _UNUSED_KEY.match(key) is not None
 
 
@@ -147,9 +139,9 @@ def _rename(key: str, top: dict[str, str], block: dict[str, str], naming: str) -
     prefix, rest, table = "", key, top
     if match := _BLOCK_KEY.match(key):
         prefix, rest, table = match[1], match[2], block
-    # a modulation table is a parameter itself, everything else a module's weight or bias
+    # a modulation table is a parameter itself, all others are weights or biases of modules
     is_table = rest.rpartition(".")[2] in ("scale_shift_table", "modulation")
     module, kind = (rest, "") if is_table else rest.rsplit(".", 1) if "." in rest else ("", "")
     if module not in table or (not is_table and kind not in ("weight", "bias")):
-        raise ValueError(f"{key} is no tensor of a {naming} checkpoint")
+        raise ValueError(f"{key} is not a tensor of a {naming} checkpoint")
     return f"{prefix}{table[module]}" + (f".{kind}" if kind else "")

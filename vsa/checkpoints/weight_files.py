@@ -1,4 +1,4 @@
-"""Weights folders as diffusers writes them: `config.json` beside one safetensors file, or several with an index."""
+"""Weights folders in diffusers' layout: `config.json` with one safetensors file, or several with an index."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 ROWS = "vsa.rows"
-"""In a file's metadata: `{NAME: [first row, number of rows of the whole tensor]}` of the tensors it has a part of."""
+"""Key in a file's metadata: `{NAME: [first row, rows of the whole tensor]}` for tensors stored in parts."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -39,14 +39,14 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*$")
 
 
 def pretrained_folder(source: str | Path, subfolder: str = "transformer") -> Path:
-    """The folder with a transformer's `config.json`, downloaded first when `source` is a hub id.
+    """The folder with a transformer's `config.json`, which is downloaded first if `source` is a Hugging Face id.
 
     Args:
-        source: a pipeline's folder, a transformer's own folder, or the hub id of either.
-        subfolder: of the transformer in a pipeline (`transformer_2` is the second expert of Wan2.2 A14B).
+        source: folder of a pipeline or of a transformer, or the Hugging Face id of either.
+        subfolder: folder of the transformer in a pipeline (`transformer_2` is the second expert of Wan2.2 A14B).
 
     Raises:
-        ValueError: nothing of that name, or no transformer in it.
+        ValueError: the source does not exist, or contains no transformer.
     """
     folder = Path(source)
     if not folder.exists():
@@ -63,37 +63,35 @@ def _download(hub_id: str, subfolder: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ValueError(f"{hub_id} is no folder, and a hub id needs the package huggingface_hub") from None
-    # a transformer in a pipeline or at the top, and what says which latents it is for; `*` runs over slashes too
+        raise ValueError(f"{hub_id} is not a folder, and a Hugging Face id needs the package huggingface_hub") from None
+    # a transformer in a pipeline or at the top, and the config of its VAE; `*` also matches slashes
     patterns = [f"{subfolder}/*", "model_index.json", "vae/config.json"]
     patterns += ["config.json", f"{WEIGHTS}*", SPARSE_CONFIG, "golden.safetensors", "sampling.json"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        # the hub's own messages run over many lines
-        raise ValueError(f"{hub_id} is no folder, and the hub does not give it: {type(error).__name__}") from error
+        # the messages of the hub have many lines
+        raise ValueError(
+            f"{hub_id} is neither a local folder nor a downloadable Hugging Face repository: {type(error).__name__}"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ValueError: the file is missing or holds no JSON object; names it.
-    """
+    """The JSON object in a file; ValueError names a file that is missing or contains none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} does not parse: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a tensor in one file, from `first` to before `stop`."""
+    """Rows of a tensor in one file, from `first` to `stop` (exclusive)."""
 
     first: int
     stop: int
@@ -102,16 +100,16 @@ class _Piece:
 
 
 class TensorFiles:
-    """The tensors of several files, each whole in one or in rows spread over them, read one at a time.
+    """Tensors in several files, each in one file or divided by rows over several, read one at a time.
 
-    Opening reads the headers only; a rank that asks for rows reads no others.
+    Opening reads the headers only, and reading rows reads no others.
 
     Args:
-        folder: where the files are.
-        names: of the files.
+        folder: folder of the files.
+        names: names of the files.
 
     Raises:
-        ValueError: a file is missing or damaged, a tensor is in two, or rows of it are in none.
+        ValueError: a file is missing or damaged, a tensor is in two files, or rows are missing.
     """
 
     def __init__(self, folder: Path, names: Iterable[str]):
@@ -170,19 +168,19 @@ class TensorFiles:
         return self._joined(key, [piece.file.get_tensor(key) for piece in self._pieces[key]])
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
-        """Part of the first dimension, on the CPU."""
-        found = [
+        """Rows of a tensor (first dimension), on the CPU."""
+        pieces = [
             piece.file.get_slice(key)[max(start, piece.first) - piece.first : min(stop, piece.stop) - piece.first]
             for piece in self._pieces[key]
             if (piece.first < stop and start < piece.stop) or len(self._pieces[key]) == 1
         ]
-        return self._joined(key, found)
+        return self._joined(key, pieces)
 
     def _joined(self, key: str, pieces: list[Tensor]) -> Tensor:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def fill(self, tensor: Tensor, key: str) -> None:
-        """Copy the values into a tensor, sharded or not; each rank reads its own rows."""
+        """Copy the values into a tensor, which may be sharded; each rank reads its own rows."""
         if tensor.ndim:
             fill(tensor, partial(self.rows, key))
         else:
@@ -193,11 +191,11 @@ class WeightFiles(TensorFiles):
     """The tensors of a weights folder.
 
     Args:
-        folder: holds `NAME.safetensors`, or shards with an index.
-        name: of the file.
+        folder: folder with `NAME.safetensors`, or shards with an index.
+        name: name of the file.
 
     Raises:
-        ValueError: no weights, a tensor in two files, or a file that is missing, damaged or does not agree with the
+        ValueError: the weights are missing, a tensor is in two files, or a file is missing, damaged or contradicts the
             index.
     """
 
@@ -229,7 +227,7 @@ class WeightFiles(TensorFiles):
 
 
 def refuse_key_difference(expected: Collection[str], actual: Collection[str], what: str) -> None:
-    """Raise ValueError that names tensors which `what` lacks or has beside those of a model."""
+    """Raise ValueError that names tensors which are missing or unexpected in `what`, compared with a model."""
     if missing := set(expected) - set(actual):
         raise ValueError(f"{what} lacks {len(missing)} tensors of the model: {some(missing)}")
     if unexpected := set(actual) - set(expected):
@@ -239,7 +237,7 @@ def refuse_key_difference(expected: Collection[str], actual: Collection[str], wh
 def refuse_other_tensors(
     expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]], what: str
 ) -> None:
-    """Raise ValueError when names or shapes of tensors are not those of a model; `what` names where they were found."""
+    """Raise ValueError if names or shapes of tensors differ from those of a model; `what` names their origin."""
     refuse_key_difference(expected, actual, what)
     for key, shape in expected.items():
         if actual[key] != shape:
@@ -247,37 +245,34 @@ def refuse_other_tensors(
 
 
 def some(keys: Collection[str]) -> str:
-    """The first keys of many, for a message."""
+    """The first few keys, for a message."""
     return ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
 
 
 def exhaust(values: Iterator[Any]) -> None:
-    """Take part in gathering what this process does not write."""
+    """Consume the iterator on ranks that do not write, to take part in its gathers."""
     for _ in values:
         pass
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise ValueError when `folder` exists and is not empty; rank 0's view decides for all ranks."""
-    taken = [folder.exists() and (not folder.is_dir() or any(folder.iterdir()))]
+    """Raise ValueError if `folder` exists and is not empty; rank 0 decides for all ranks."""
+    exists = [folder.exists() and (not folder.is_dir() or any(folder.iterdir()))]
     if dist.is_initialized():
-        # one rank that raised alone would leave the others waiting for it in a gather
-        dist.broadcast_object_list(taken, src=0)
-    if taken[0]:
+        # all ranks must raise, since the others would wait for this one in a gather
+        dist.broadcast_object_list(exists, src=0)
+    if exists[0]:
         raise ValueError(f"{folder} already exists")
 
 
 def write_weights(folder: Path, sizes: Mapping[str, int], values: Iterator[Tensor], max_shard_bytes: int) -> None:
-    """Write tensors as safetensors shards with an index, or as one file when they fit; holds one shard in memory.
+    """Write tensors as safetensors shards with an index, or as one file if they fit; keeps one shard in memory.
 
     Args:
-        folder: exists.
-        sizes: bytes of each tensor by name, in the order they are written.
-        values: the tensors in the same order; no more are taken than are written next.
-        max_shard_bytes: of one file; a larger tensor gets a file of its own.
-
-    Raises:
-        ValueError: max_shard_bytes below 1.
+        folder: existing folder.
+        sizes: bytes of each tensor by name, in the order of writing.
+        values: the tensors in the same order, consumed shard by shard.
+        max_shard_bytes: largest size of a file; a larger tensor gets its own file.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
@@ -302,7 +297,7 @@ def write_weights(folder: Path, sizes: Mapping[str, int], values: Iterator[Tenso
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """The library's `save_file`, but readable by everyone whom the umask lets."""
+    """`save_file` of safetensors, with file permissions according to the umask."""
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=dict(metadata))

@@ -1,7 +1,7 @@
-"""Weights from somewhere: one answer for everything that starts from, samples, converts or merges weights.
+"""Sources of weights for training, sampling, conversion and merging.
 
-`open_weights` tells a run or checkpoint folder, a folder or hub id in diffusers' layout (FastVideo's is the same, with
-gates that nothing describes) and a folder of Wan's original layout apart. A new layout is one class here.
+`open_weights` distinguishes a run or checkpoint folder, a folder or Hugging Face id in diffusers' layout (FastVideo's
+is the same, with gates that no file describes) and a folder in Wan's original layout. A new layout is one class here.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from vsa.models.init import without_memory
 from vsa.models.video_dit import VideoDiT
 
 if TYPE_CHECKING:
-    # the data module loads the video libraries
+    # not imported at run time, since the data module imports the video libraries
     from vsa.data.datamodule import PlanDataModule
 
 Group = Literal["ema", "model"]
 
 
 class RunWeights(WeightSource):
-    """Weights of a run of this project.
+    """Weights of a training run.
 
     Args:
-        checkpoint: to read from.
-        group: "ema" or "model"; None: the averaged ones where there are any.
+        checkpoint: checkpoint to read.
+        group: "ema" or "model"; None: the averaged weights if there are any.
 
     Raises:
-        ValueError: no weights of that name.
+        ValueError: the checkpoint does not have these weights.
     """
 
     def __init__(self, checkpoint: Checkpoint, group: Group | None = None):
@@ -96,10 +96,10 @@ class RunWeights(WeightSource):
 
     @property
     def schedule(self) -> SparsitySchedule:
-        """The schedule of the run as far as it got, or what an export that became a run says."""
+        """The schedule of the run at its step, or that of an export which was converted into the run."""
         if (exported := self._exported) is not None:
             return ExportedSparsity(exported)
-        # hydra is loaded where a config is built, not by every training module
+        # hydra is imported only where a config is built, not with every training module
         from vsa.config import build
 
         schedule: SparsitySchedule = build(self.run_config["sparsity"])
@@ -120,14 +120,14 @@ class RunWeights(WeightSource):
 
     @property
     def _has_settings(self) -> bool:
-        """Whether its attention is one without parameters that `sparse_attention.json` describes all the same."""
+        """Whether `sparse_attention.json` can describe its attention although it has no parameters."""
         if not {"model", "attention"} <= self.run_config.keys():
             return False
         method: Any = self._meta.blocks[0].method
         return name_of(method) is not None
 
     def _described(self) -> SparseAttentionConfig:
-        """What the schedule and the state say; the largest grid of the training is the reference."""
+        """Description from schedule and state; the largest grid of the training is the reference."""
         model, schedule, state = self._meta, self.schedule, self.state
         shapes = sorted({tuple(shape) for shape in state["latent_shapes"]}, key=lambda s: (-s[1] * s[2] * s[3], s))
         num_tiles = [model.layout_for(shape, "cpu").num_video_tiles for shape in shapes]
@@ -136,9 +136,9 @@ class RunWeights(WeightSource):
             topks = [schedule.topk_after(state["step"], n, layers) for n in num_tiles]
             budget, by_topk = schedule.budget, schedule.dense_layers
         else:
-            # what the schedule says has no meaning
+            # the schedule does not apply
             topks, budget, by_topk = num_tiles, "fraction", ()
-        # a run that names its sampling shift samples as the model is meant to; the training shift is another thing
+        # only an explicit sampling shift describes how to sample the model; the training shift is a different setting
         sampling = sampling_of(self.run_config)
         sampling = sampling if "flow_shift" in sampling else {}
         return SparseAttentionConfig(
@@ -160,7 +160,7 @@ class RunWeights(WeightSource):
         return model_factory(self.run_config)(**options)
 
     def require_config(self, *keys: str) -> None:
-        """Raise ValueError when the config lacks one of `keys`."""
+        """Raise ValueError if the config lacks one of `keys`."""
         for key in keys:
             if key not in self.run_config:
                 raise ValueError(f"checkpoint {self.source} has no config for {key}")
@@ -173,8 +173,8 @@ class PretrainedWeights(WeightSource):
     """Weights in diffusers' Wan layout.
 
     Args:
-        source: a pipeline's folder, a transformer's folder, or a hub id.
-        folder: the transformer's, downloaded by now.
+        source: folder of a pipeline or of a transformer, or a Hugging Face id.
+        folder: folder of the transformer, downloaded if necessary.
     """
 
     def __init__(self, source: str, folder: Path):
@@ -205,7 +205,7 @@ class PretrainedWeights(WeightSource):
 
     @property
     def _described(self) -> SparseAttentionConfig | None:
-        """How the gates are used; raises ValueError when there are gates and nothing describes them."""
+        """Description of the gates; ValueError if there are gates without a description."""
         return read_sparse_config(self.folder) if any(map(is_gate, self)) else self.sparse
 
     def network(self, **options: Any) -> VideoDiT:
@@ -236,14 +236,14 @@ class PretrainedWeights(WeightSource):
     def check_data(self, data: PlanDataModule) -> None:
         super().check_data(data)
         if self.statistics is None and data.codec.statistics is not None:
-            # a VAE that publishes statistics comes from such a pipeline, whose models expect them and padded captions
+            # a VAE with statistics comes from a Wan pipeline, whose models expect them and zero-padded captions
             for key, ours, wanted in (("stats", data.stats, "codec"), ("text_padding", data.text_padding, "zeros")):
                 if ours != wanted:
                     raise ValueError(f"{self.source} was trained with data.{key}={wanted}, the data have {ours}")
         vae = self.folder.parent / "vae"
         if self.folder.name != "transformer" or not (vae / "config.json").is_file():
             return
-        # of a hub id the config came with the transformer, its weights did not
+        # for a Hugging Face id only the config of the VAE was downloaded, not its weights
         theirs = WanVAE(str(vae) if Path(self.source).exists() else self.source)
         if theirs.hash != data.codec.hash:
             raise ValueError(
@@ -264,24 +264,24 @@ class WanWeights(PretrainedWeights):
 
 
 def is_run(spec: str | Path) -> bool:
-    """Whether `spec` is a run or checkpoint folder of this project."""
+    """Whether `spec` is a run folder or a checkpoint folder."""
     return (Path(spec) / "checkpoints").is_dir() or (Path(spec) / "state.json").is_file()
 
 
 def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
-    """The weights that `spec` names: a run (its newest checkpoint), a checkpoint folder, a folder or a hub id.
+    """The weights of a run (its newest checkpoint), a checkpoint folder, another folder or a Hugging Face id.
 
     Args:
-        spec: see `pretrained_folder` for what is not a run.
+        spec: the source; see `pretrained_folder` for those that are not runs.
         group: see `RunWeights`.
 
     Raises:
-        ValueError: nothing there that holds weights, or a group of weights that are not a run's.
+        ValueError: there are no weights, or a group is requested from a source that is not a run.
     """
     if is_run(spec):
         return RunWeights(resolve_checkpoint(spec), group)
     if group is not None:
-        raise ValueError(f"--weights {group} is for runs, and {spec} is none")
+        raise ValueError(f"--weights {group} applies only to training runs; {spec} is not a run folder")
     folder = pretrained_folder(spec)
     is_wan = read_json(folder / "config.json").get("_class_name") == "WanModel"
     return (WanWeights if is_wan else PretrainedWeights)(str(spec), folder)
@@ -290,15 +290,15 @@ def open_weights(spec: str | Path, group: Group | None = None) -> WeightSource:
 def open_network(
     spec: str | Path, *, device: torch.device | str = "cpu", backend: Backend | None = None
 ) -> tuple[VideoDiT, WeightSource]:
-    """The network of a weights folder in float32, filled, and where its weights came from.
+    """The network of a weights folder in float32 with its weights, and their source.
 
     Args:
-        spec: a folder or hub id in diffusers' or Wan's layout.
-        device: where the parameters go.
-        backend: of the sparse attention; None picks by device.
+        spec: folder or Hugging Face id in diffusers' or Wan's layout.
+        device: device of the parameters.
+        backend: backend of the sparse attention; None: default of the device.
 
     Raises:
-        ValueError: an architecture that `VideoDiT` does not have, or weights that do not fit it.
+        ValueError: an architecture that `VideoDiT` does not support, or weights that do not fit it.
     """
     folder = pretrained_folder(spec)
     source = open_weights(folder)
@@ -311,7 +311,7 @@ def open_network(
 
 
 def refuse_other_sizes(model: VideoDiT, checkpoint: Checkpoint) -> None:
-    """Raise ValueError when a run's config says what shapes of tensors do not tell, or tell less clearly, otherwise."""
+    """Raise ValueError if a run's config contradicts the model in settings that shapes do not determine clearly."""
     ours_by_key = {
         "num_attention_heads": model.num_heads,
         "attention_head_dim": model.head_dim,

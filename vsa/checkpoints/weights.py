@@ -1,4 +1,4 @@
-"""What every source of weights can tell, see `vsa.checkpoints.weight_source.open_weights`."""
+"""Common interface of all sources of weights, see `vsa.checkpoints.weight_source.open_weights`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from vsa.models.sharding import fill
 from vsa.models.video_dit import VideoDiT
 
 if TYPE_CHECKING:
-    # the data module loads the video libraries
+    # not imported at run time, since the data module imports the video libraries
     from vsa.data.datamodule import PlanDataModule
 
 
 class WeightSource(Mapping[str, Tensor], ABC):
-    """Tensors of a network by parameter name, adapters merged, read one at a time; opening reads headers only.
+    """Tensors of a network by parameter name, with adapters merged, read one at a time; opening reads headers only.
 
     Args:
-        source: names the weights again: a checkpoint folder, a folder or a hub id.
-        files: hold the tensors.
+        source: specification that opens the weights again: a checkpoint folder, another folder or a Hugging Face id.
+        files: files with the tensors.
         keys: names in the files by parameter name.
-        state: what is known beside the weights, under the keys of a run's `state.json`.
+        state: known facts about the weights, under the keys of a run's `state.json`.
     """
 
     def __init__(self, source: str, files: TensorFiles, keys: Mapping[str, str], state: Mapping[str, Any]):
@@ -54,7 +54,7 @@ class WeightSource(Mapping[str, Tensor], ABC):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return str(self.folder)
 
     @property
@@ -67,59 +67,59 @@ class WeightSource(Mapping[str, Tensor], ABC):
 
     @property
     def run_config(self) -> Mapping[str, Any]:
-        """The config of a run, or the part of it that an export keeps."""
+        """The config of a run, or the part of it that an export contains."""
         return self.state.get("config") or {}
 
     @property
     def statistics(self) -> tuple[list[float], list[float]] | None:
-        """Mean and standard deviation `[C]` of the latents of the training; None if unknown."""
+        """Mean and standard deviation `[C]` of the training latents; None if unknown."""
         return (self.state["latent_mean"], self.state["latent_std"]) if "latent_mean" in self.state else None
 
     @property
     def step_list(self) -> tuple[float, ...] | None:
-        """Timesteps of a few-step generator; None for a model of all noise levels."""
+        """Timesteps of a few-step generator; None for a model that is sampled with many steps."""
         steps = self.state.get("step_list")
         return None if steps is None else step_list(steps)
 
     @property
     def sampling(self) -> dict[str, Any] | None:
-        """See `vsa.checkpoints.sampling_settings`; None where nothing says it."""
+        """See `vsa.checkpoints.sampling_settings`; None if unknown."""
         return sampling_part(self.state)
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Tells these weights from others."""
+        """Digest that identifies the weights."""
 
     @property
     @abstractmethod
     def config(self) -> Mapping[str, Any]:
-        """`config.json` of the `WanTransformer3DModel` with these weights."""
+        """`config.json` of the equivalent `WanTransformer3DModel`."""
 
     @property
     @abstractmethod
     def sparse(self) -> SparseAttentionConfig | None:
-        """How sparse attention runs; None without gates or windows, or where nothing describes them."""
+        """Description of the sparse attention; None without gates or windows, or if no file describes them."""
 
     @abstractmethod
     def network(self, **options: Any) -> VideoDiT:
-        """A network for these weights, not filled; `attention` replaces its attention."""
+        """A network for these weights, without values; `attention` replaces its attention."""
 
     @abstractmethod
     def refuse_other_architecture(self, model: VideoDiT) -> None:
-        """Raise ValueError where the settings differ from the model's in what shapes do not tell, or less clearly."""
+        """Raise ValueError if settings differ from the model's that shapes do not determine, or not clearly."""
 
     def check(self, model: VideoDiT, gates: Gates) -> None:
-        """Refuse weights that do not fit; nothing is copied, the model may be on the meta device.
+        """Refuse weights that do not fit; nothing is copied, so the model may be on the meta device.
 
         Args:
-            model: with or without adapters.
+            model: model with or without adapters.
             gates: required (sparse weights into a model with the same gates), initial (dense weights into a sparse
-                model: the gates get their documented start, which must be the identity), or absent (dense weights
-                into a dense model).
+                model, whose gates get their documented initial values, which must be the identity), or absent (dense
+                weights into a dense model).
 
         Raises:
-            ValueError: names the config key, the tensor or the file, with both values where two differ.
+            ValueError: names the config key, tensor or file, with both values if two differ.
         """
         if gates not in get_args(Gates):
             raise ValueError(f"gates must be required, initial or absent, got {gates!r}")
@@ -133,7 +133,7 @@ class WeightSource(Mapping[str, Tensor], ABC):
         refuse_other_tensors(expected, self.shapes, self.name)
 
     def check_data(self, data: PlanDataModule) -> None:
-        """Refuse data that the weights do not understand, where that is known.
+        """Refuse data that do not fit the weights, as far as known.
 
         Raises:
             ValueError: names the setting with both values.
@@ -152,10 +152,10 @@ class WeightSource(Mapping[str, Tensor], ABC):
 
     @torch.no_grad()
     def load(self, model: VideoDiT, gates: Gates) -> None:
-        """Fill every parameter that is not an adapter's, one at a time; each rank reads its own rows.
+        """Fill every parameter that does not belong to an adapter, one at a time; each rank reads its own rows.
 
         Args:
-            model: on real devices, sharded or not; one made on the meta device goes through `to_empty` first.
+            model: model on real devices, which may be sharded; a model on the meta device needs `to_empty` first.
             gates: see `check`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A run folder that holds weights alone, as conversion and merging make them."""
+"""A run folder that contains weights only, written by conversion and merging."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vsa.files import atomic_folder
 
 
 def write_weights_run(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Write a run folder with weights alone; it appears when all of it is written.
+    """Write a run folder with weights only, atomically.
 
     Args:
-        folder: must not exist.
-        tensors: by parameter name.
+        folder: target folder, which must not exist.
+        tensors: tensors by parameter name.
         state: see `write_checkpoint`.
     """
     with atomic_folder(folder) as temporary:

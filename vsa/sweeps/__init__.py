@@ -1,1 +1,1 @@
-"""Sweeps: points of a comparison, the queue that trains them, and the report over their runs."""
+"""Sweeps: points of a comparison, the queue that trains them, and the record and display of their runs."""

@@ -12,7 +12,7 @@ from vsa.sweeps.sweeper import PointSweeper, QueueLauncher
 from vsa.training.launch import launch
 
 PLUGINS = {("sweeper", "points"): PointSweeper, ("launcher", "queue"): QueueLauncher}
-"""What Hydra builds of ours, by group and name."""
+"""Classes of this project that Hydra builds, by group and name."""
 
 
 def launch_sweep(arguments: Sequence[str]) -> None:
@@ -24,7 +24,7 @@ def launch_sweep(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _plugins() -> Iterator[None]:
-    """Let Hydra build classes that do not lie in the namespace `hydra_plugins`; `hydra_guard` lists them too."""
+    """Allow Hydra to build classes outside the namespace `hydra_plugins`; `hydra_guard` lists them too."""
     ours = {f"{cls.__module__}.{cls.__name__}": cls for cls in PLUGINS.values()}
     for (group, name), cls in PLUGINS.items():
         Plugins.instance().register(cls)

@@ -1,4 +1,4 @@
-"""What a machine has for the runs of a sweep."""
+"""Slots of a machine for the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vsa.sweeps.job_queue import Slot
 
 
 def slots_of(sweep: Sweep, trainer: Mapping[str, Any]) -> list[Slot]:
-    """Where runs can be trained at one time: on as many GPUs each as it trains on, or on a share of the cores.
+    """Slots for concurrent runs, each with the number of GPUs that a run needs, or with a share of the CPU cores.
 
     Args:
-        sweep: how many GPUs, runs of each, and cores of a run.
-        trainer: accelerator and devices of every run.
+        sweep: settings of the sweep: GPUs, runs per GPU, and cores per run.
+        trainer: settings of every run's trainer: accelerator and devices.
 
     Raises:
-        ValueError: GPUs that are not here.
+        ValueError: GPUs that this machine does not have.
     """
     cores = usable_cores()
     here = torch.cuda.device_count() if trainer["accelerator"] in ("auto", "gpu", "cuda") else 0
@@ -44,7 +44,7 @@ def slots_of(sweep: Sweep, trainer: Mapping[str, Any]) -> list[Slot]:
     width = len(chosen) if wanted in ("auto", -1) else wanted if isinstance(wanted, int) else 0
     if not 1 <= width <= len(chosen):
         raise ValueError(f"trainer.devices={wanted}: expected a number of GPUs from 1 to {len(chosen)} in a sweep")
-    # numbers of a process that may see only some of the GPUs
+    # the indices count the GPUs visible to this process, which may be only some of them
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = [visible[i].strip() if len(visible) == here and all(visible) else str(i) for i in chosen]
     groups = [names[i : i + width] for i in range(0, len(names) - width + 1, width)]

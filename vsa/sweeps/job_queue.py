@@ -1,4 +1,4 @@
-"""A queue of processes: one at a time on every slot of the machine, all ended with the queue."""
+"""Process queue: one process at a time on every slot of the machine, all of which end with the queue."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TICK = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Where one process runs.
+    """A place for one process.
 
     Args:
-        name: of the device, for people.
-        environment: what the process is told of it.
+        name: name of the device, for messages.
+        environment: environment variables that select the device.
     """
 
     name: str
@@ -36,18 +36,18 @@ class Slot:
 
 @dataclass
 class Job:
-    """A process to be run.
+    """A process to run.
 
     Args:
-        name: of the job.
-        command: its words.
-        log: file that takes what it prints, after what an earlier start of it printed.
+        name: name of the job.
+        command: the command with its arguments.
+        log: file for the output of the process, appended to that of earlier starts.
         settings: overrides in its command.
 
     Attributes:
-        status: how far it is.
-        reason: of a failure, one line.
-        seconds: that it took.
+        status: present state.
+        reason: reason of a failure, in one line.
+        seconds: duration.
         device: name of its slot.
     """
 
@@ -62,7 +62,7 @@ class Job:
 
 
 class _Running:
-    """A job in its process."""
+    """A job with its process."""
 
     def __init__(self, job: Job, slot: Slot):
         self.job, self.slot = job, slot
@@ -70,10 +70,10 @@ class _Running:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with open(job.log, "ab") as log:
             self._from = log.tell()
-            # a group of its own: the queue alone passes signals of the terminal on, so that they come once
+            # a separate process group, so that only the queue forwards signals of the terminal, and each arrives once
             self.process = Popen(
                 job.command,
-                # a sweep lets errors through Hydra, its runs tell them in one line
+                # a sweep sets HYDRA_FULL_ERROR=1 for itself, its runs report errors in one line
                 env={**os.environ, "HYDRA_FULL_ERROR": "0", VARIABLE: str(os.getpid()), **slot.environment},
                 stdin=DEVNULL,
                 stdout=log,
@@ -83,7 +83,7 @@ class _Running:
         job.status, job.device, job.reason = "running", slot.name, None
 
     def signal(self, number: int) -> None:
-        """Kill the whole group; ask its leader for anything else, which tells its own ranks."""
+        """Send SIGKILL to the whole group; other signals go to the leader, which forwards them to its ranks."""
         if self.process.poll() is not None:
             return
         if number == signal.SIGKILL:
@@ -92,11 +92,11 @@ class _Running:
             self.process.send_signal(number)
 
     def ended(self, asked: bool) -> bool:
-        """Whether the process has ended, which is then written into the job."""
+        """Whether the process has ended; if so, its outcome is stored in the job."""
         code = self.process.poll()
         if code is None:
             return False
-        # what it started and left behind
+        # kill child processes that it left behind
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.job.seconds = time.monotonic() - self.began
@@ -121,7 +121,7 @@ class _Running:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Signals that end a sweep in the order in which they came."""
+    """Signals that end a sweep, in the order of their arrival."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -139,17 +139,17 @@ def run_jobs(
     tick: Callable[[], None],
     grace: float,
 ) -> int | None:
-    """Run all jobs, each on the first free slot; one that fails does not stop the others.
+    """Run all jobs, each on the first free slot; a failed job does not stop the others.
 
-    Signals are passed on to the running jobs, and no further one starts; those that have not ended after
-    `grace` seconds are killed, all of them at once by a second SIGINT.
+    After a signal, no further job starts, and the signal is forwarded to the running jobs. Those that have not ended
+    after `grace` seconds are killed; a second SIGINT kills all of them at once.
 
     Args:
-        jobs: in the order in which they start; their status is kept up to date.
-        slots: each takes one job at a time.
-        changed: told of every job whose status has changed.
-        tick: called a few times a second.
-        grace: seconds.
+        jobs: jobs in the order of starting; their status is updated.
+        slots: slots, each of which runs one job at a time.
+        changed: called with every job whose status has changed.
+        tick: called several times per second.
+        grace: time in seconds for running jobs to end after a signal.
 
     Returns:
         the signal that ended the queue early; None: every job was started and has ended.
@@ -172,13 +172,13 @@ def run_jobs(
                         one.signal(signal.SIGKILL)
                 for one in [one for one in running if one.ended(asked=bool(received))]:
                     running.remove(one)
-                    # the same device first, in the order of the slots
+                    # prefer the first slots
                     free = [slot for slot in slots if slot in (*free, one.slot)]
                     changed(one.job)
                 tick()
                 time.sleep(_TICK)
         finally:
-            # an error of the queue itself
+            # only after an exception of the queue itself
             for one in running:
                 one.signal(signal.SIGKILL)
                 one.process.wait()

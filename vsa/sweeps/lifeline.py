@@ -1,4 +1,4 @@
-"""A run of a sweep must not outlive the sweep, however that ends."""
+"""Termination of the runs of a sweep with the sweep, even if the sweep is killed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import signal
 import sys
 
 VARIABLE = "VSA_SWEEP_PROCESS"
-"""Names the process of the sweep to its runs."""
+"""Environment variable with the process id of the sweep, for its runs."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process, a run of a sweep or one of its ranks, when the one that started it has ended.
+    """Make the kernel end this process, a run of a sweep or one of its ranks, when its parent has ended.
 
-    Only Linux can; elsewhere runs of a sweep that was killed go on.
+    This works on Linux only; on other systems the runs of a killed sweep continue.
     """
     sweep = os.environ.get(VARIABLE)
     if sweep is None or sys.platform != "linux":
@@ -23,6 +23,6 @@ def end_with_parent() -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # it may have ended before the call; ranks are children of a run
+    # the parent may have ended before the call; ranks are children of a run, not of the sweep
     if "LOCAL_RANK" not in os.environ and os.getppid() != int(sweep):
         raise SystemExit(128 + signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which runs a sweep has: named variants and axes, the dense control of each, learning rates and seeds."""
+"""Points of a sweep: named variants and axes, with dense controls, learning rates and seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsa.settings import shown
 
 DENSE = "attention=full"
 SPARSE_GROUPS = ("attention", "sparsity", "start", "tile_thw")
-"""Groups that say how sparse attention is; whatever else a point changes, its dense control changes too."""
+"""Groups of sparse attention settings; the dense control of a point has all its other overrides."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Point:
     """A run of a sweep.
 
     Args:
-        name: of its folder.
-        overrides: that tell it from the other points.
-        control: whether it is a dense run that the others are compared with.
+        name: name of its folder.
+        overrides: overrides that distinguish it from the other points.
+        control: whether it is a dense run for comparison with the others.
     """
 
     name: str
@@ -39,19 +39,19 @@ def variants_of(
     shared: Sequence[str] = (),
     used: Callable[[Sequence[str]], tuple[str, ...]] = tuple,
 ) -> list[Point]:
-    """All points before learning rates and seeds, every one with its dense control unless that is turned off.
+    """All points before learning rates and seeds, each with its dense control unless controls are disabled.
 
-    Points leave out what their attention has no use for (how many tiles are kept, where it selects none), and those
-    that differ in nothing else are one.
+    Points omit overrides that do not apply to their attention (how many tiles are kept, if it selects none). Points
+    that are equal without such overrides are merged.
 
     Args:
-        sweep: its variants are combined with its axes.
-        axes: further ones from the command line, values as text.
-        shared: overrides about the tiles that are kept, of all points.
-        used: the overrides of a point that its attention has a use for.
+        sweep: settings of the sweep; its variants are combined with its axes.
+        axes: further axes from the command line, with values as text.
+        shared: overrides of all points that change how many tiles are kept.
+        used: selects the overrides of a point that apply to its attention.
 
     Raises:
-        ValueError: no point, a name that is no folder, or two points of one name.
+        ValueError: no point, an invalid name, or two points with the same name.
     """
     parts: list[list[tuple[str, tuple[str, ...]]]] = []
     if sweep.variants:
@@ -89,30 +89,30 @@ def variants_of(
 
 
 def _kept(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The overrides that are not about sparse attention."""
+    """The overrides that do not concern sparse attention."""
     return tuple(o for o in overrides if re.split(r"[.=@]", o.lstrip("+~"))[0] not in SPARSE_GROUPS)
 
 
 def _label(key: str, value: Any) -> str:
-    """A value as part of a folder name: names stand alone, numbers after what they are."""
+    """A value as part of a folder name: names are used as they are, numbers follow the key."""
     text = re.sub(r"[^\w.+-]+", "x", shown(value)).strip("x.") or "empty"
     return text if re.match(r"[A-Za-z]", text) and not isinstance(value, bool) else f"{key.rpartition('.')[2]}{text}"
 
 
 def learning_rates(sweep: Sweep, centre: float) -> list[float]:
-    """The rates of a learning-rate sweep, `sweep.lr_factor` apart around `centre`."""
+    """The rates of a learning-rate sweep around `centre`, with ratio `sweep.lr_factor`."""
     count = sweep.lr or 0
     return [float(f"{centre * sweep.lr_factor ** (i - (count - 1) / 2):.6g}") for i in range(count)]
 
 
 def at_learning_rates(variant: Point, rates: Sequence[float], seed: int, settings: Sequence[str] = ()) -> list[Point]:
-    """A variant at several learning rates, on the one seed that no comparison uses and with settings of their own."""
+    """A variant at several learning rates, with a seed that no comparison uses and with separate settings."""
     own = (*variant.overrides, f"seed={seed}", *settings)
     return [Point(f"{variant.name}-lr{rate:g}", (*own, f"optim.lr={rate}"), variant.control) for rate in rates]
 
 
 def at_seeds(variant: Point, seeds: Sequence[int] | None, rate: float | None) -> list[Point]:
-    """A variant at every seed, at a learning rate that was chosen for it."""
+    """A variant at every seed, with the learning rate chosen for it."""
     chosen = variant.overrides if rate is None else (*variant.overrides, f"optim.lr={rate}")
     if seeds is None:
         return [Point(variant.name, chosen, variant.control)]

@@ -1,4 +1,4 @@
-"""`sweep.json`: what a sweep is and how far each of its points is, written at every change."""
+"""`sweep.json`: settings of a sweep and state of its points, written at every change."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SweepRecord:
     """The points of a sweep in the order in which they were first run.
 
     Args:
-        folder: of the sweep; need not exist.
-        sweep: its name.
-        command: that runs it, and goes on with it.
+        folder: folder of the sweep, which need not exist.
+        sweep: name of the sweep.
+        command: command that runs and resumes the sweep.
         settings: overrides that all points share.
     """
 
@@ -33,27 +33,23 @@ class SweepRecord:
         self._points: dict[str, dict[str, Any]] = {point["name"]: point for point in _read(folder)}
 
     def finished(self, point: Point) -> bool:
-        """Whether a point has all its steps, and its run is still there."""
+        """Whether a point has completed all its steps and its run folder still exists."""
         noted = self._points.get(point.name, {}).get("status")
         return noted == "finished" and (self.folder / point.name / MANIFEST).exists()
 
     def changed(self, point: Point) -> bool:
-        """Whether a run lies in the point's folder that was started with other overrides."""
+        """Whether the folder of a point contains a run with other overrides."""
         before = self._points.get(point.name)
         if before is None:
             return bool(list_checkpoints(self.folder / point.name / "checkpoints"))
         if before["status"] == "refused":
             return False
         then, now = ([*before["settings"], *before["overrides"]], [*self._settings, *point.overrides])
-        # the folder may have been moved
+        # the folder of the sweep may have been moved
         return _values(then) != _values(now)
 
     def forget(self, point: Point) -> None:
-        """Remove the run of a point, if it is one of ours.
-
-        Raises:
-            ValueError: something else lies there.
-        """
+        """Remove the run of a point; ValueError if its folder is not a run of this project."""
         run = self.folder / point.name
         check_folder(run, overwrite=True)
         if run.exists():
@@ -62,7 +58,7 @@ class SweepRecord:
         self._points.pop(point.name, None)
 
     def note(self, points: Mapping[Point, Job]) -> None:
-        """Write down how far points are."""
+        """Record the state of points."""
         for point, job in points.items():
             before = self._points.get(point.name, {})
             self._points[point.name] = {
@@ -94,4 +90,4 @@ def _read(folder: Path) -> list[dict[str, Any]]:
             raise ValueError("a point lacks values")
         return points
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no record of a sweep: {error}") from None
+        raise ValueError(f"{path} is not a record of a sweep: {error}") from None

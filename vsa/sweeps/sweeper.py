@@ -1,4 +1,4 @@
-"""A sweep from its settings to its last run: Hydra's sweeper for `sweep=NAME`. Reads top-down."""
+"""Hydra's sweeper for `sweep=NAME`: a sweep from its settings to its last run. Reads top-down."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMED_BY_SWEEP = ("run", "run_dir", "ckpt_path")
 
 
 class PointSweeper(Sweeper):
-    """Trains every point of the group `sweep`, each in a process of its own on a free device."""
+    """Trains every point of the group `sweep`, each in a separate process on a free device."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._loader: Any = hydra_context.config_loader
@@ -54,13 +54,13 @@ class PointSweeper(Sweeper):
             )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run what is missing.
+        """Run the unfinished points.
 
         Args:
             arguments: overrides of the command line, without those of Hydra.
 
         Raises:
-            ValueError: a setting that no point can have.
+            ValueError: a setting that does not apply to a sweep.
             SystemExit: a run failed, or a signal ended the sweep.
         """
         config = self._config
@@ -83,7 +83,7 @@ class PointSweeper(Sweeper):
         started.end()
 
     def _split(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-        """Settings of every run, and lists of values by key."""
+        """Settings of every run, and the lists of values by key."""
         settings, axes = [], {}
         for override in OverridesParser.create(config_loader=self._loader).parse_overrides(list(arguments)):
             key, text = override.get_key_element().lstrip("+"), str(override.input_line)
@@ -94,9 +94,9 @@ class PointSweeper(Sweeper):
                     raise HydraException(f"{text}: a search needs hydra/sweeper=optuna, which takes no sweep=NAME")
                 axes[key] = list(override.sweep_string_iterator())
             elif key.partition(".")[0] not in ("sweep", "overwrite"):
-                # every composition adds the sign itself
+                # the leading sign is removed, since every composition adds it
                 settings.append(text[2:] if SETTING.match(text[2:]) else text)
-        # every seed is validated alike
+        # runs of all seeds share one validation seed
         settings += [f"{part}.validation_seed={self._config.seed}" for part in ("task", "data")]
         return settings, axes
 
@@ -105,7 +105,7 @@ class PointSweeper(Sweeper):
         return _without_hydra(self._loader.load_sweep_config(self._config, list(overrides)))
 
     def used(self, own: Sequence[str], shared: Sequence[str] = ()) -> tuple[str, ...]:
-        """What a run's attention has a use for of its own overrides; `shared` are those of all runs."""
+        """Those overrides of a run that apply to its attention; `shared` are the overrides of all runs."""
         if any(map(sets_tiles_kept, own)):
             try:
                 attention = self.compose([*shared, *own]).attention
@@ -114,13 +114,13 @@ class PointSweeper(Sweeper):
                 if not method.selects:
                     return without_tiles_kept(own, predicts=method.predicts)
             except (ValueError, OSError, TypeError, *INPUT_ERRORS):
-                # told with the point
+                # the error is reported when the point is checked
                 pass
         return tuple(own)
 
     @property
     def flags(self) -> list[str]:
-        """What every run has to be told of Hydra."""
+        """Hydra flags for the command of every run."""
         node = self._config.hydra
         folders = [source.path for source in node.runtime.config_sources if source.provider == "command-line"]
         mine = ("hydra/sweeper", "hydra/launcher", "hydra.sweep", "hydra.launcher", "hydra.mode")
@@ -132,12 +132,12 @@ class PointSweeper(Sweeper):
 
 
 def _by_seed(runs: Sequence[Sequence[Point]]) -> list[Point]:
-    """Runs of every variant in the order of training: a sweep that is stopped early can compare its first seeds."""
+    """Runs of every variant in training order: an interrupted sweep can then compare its first seeds."""
     return [point for of_a_seed in zip(*runs, strict=True) for point in of_a_seed]
 
 
 class QueueLauncher(Launcher):
-    """Gives the trials of a search, or the jobs of `-m`, to the queue: one at a time on every device."""
+    """Passes the trials of a search, or the jobs of `-m`, to the queue: one at a time on every device."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._sweeper = PointSweeper()
@@ -145,10 +145,10 @@ class QueueLauncher(Launcher):
         self._config: Any = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Train what has not been trained yet, in OUTPUT_DIR/EXPERIMENT/search/trial-N.
+        """Train the unfinished jobs, in OUTPUT_DIR/EXPERIMENT/search/trial-N.
 
         Returns:
-            the last validation loss of every job, or why it failed.
+            the last validation loss of every job, or its failure.
         """
         config, sweep = self._config, Sweep(name="search", control=False)
         folder = Path(str(config.output_dir)) / str(config.name) / str(sweep.name)
@@ -188,12 +188,12 @@ class SweepRun:
     """One start of a sweep.
 
     Args:
-        sweeper: composes configs.
-        sweep: its settings.
-        folder: of the sweep.
+        sweeper: sweeper that composes configs.
+        sweep: settings of the sweep.
+        folder: folder of the sweep.
         settings: overrides that all runs share.
-        seed: of the run's own settings.
-        overwrite: start points anew whose overrides have changed.
+        seed: seed of the run's own settings.
+        overwrite: restart points whose overrides have changed.
     """
 
     def __init__(
@@ -213,10 +213,10 @@ class SweepRun:
         self._jobs: dict[str, Job] = {}
 
     def train(self, variants: Sequence[Point], where: Where, watch: Watch) -> None:
-        """Train every variant: at its learning rates, then at its seeds.
+        """Train every variant: first at its learning rates, then at its seeds.
 
         Raises:
-            ValueError: no variant can be built, or points were started with other overrides.
+            ValueError: no variant is valid, or points were started with other overrides.
             Interrupted: a signal ended the sweep.
         """
         centres, refused = self._check(variants)
@@ -254,7 +254,7 @@ class SweepRun:
         self._queue(_by_seed(chosen), where, watch)
 
     def _check(self, variants: Sequence[Point]) -> tuple[dict[str, float], list[tuple[Point, str]]]:
-        """Learning rates of the variants that can be trained, and why the others cannot."""
+        """Learning rates of the valid variants by name, and the other variants with their errors."""
         centres, refused, opened = {}, [], {}
         for point in variants:
             rank_zero_info(f"checking {point.name}")
@@ -263,7 +263,7 @@ class SweepRun:
                 check_run(config, opened)
                 centres[point.name] = config.optim.lr
             except (ValueError, OSError, *INPUT_ERRORS) as error:
-                # Hydra adds where it has looked
+                # Hydra appends its search path to the message
                 reason = without_secrets(" ".join(str(error).split())).partition(" Config search path:")[0]
                 refused.append((point, reason))
         if not centres:
@@ -328,7 +328,7 @@ class SweepRun:
         return Job(point.name, [*command, *words], self._log(point), settings=words)
 
     def returned(self, point: Point) -> JobReturn:
-        """How a point ended, for a sweeper of Hydra."""
+        """The outcome of a point, for a sweeper of Hydra."""
         job = self._jobs[point.name]
         done = job.status == "finished"
         returned = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED if done else JobStatus.FAILED)
@@ -336,7 +336,7 @@ class SweepRun:
         return returned
 
     def end(self) -> None:
-        """Say how every run ended, the lowest loss first.
+        """Print the outcome of every run, the lowest loss first.
 
         Raises:
             SystemExit: a run failed.
@@ -360,7 +360,7 @@ class SweepRun:
 
 
 def train_elsewhere(cfg: DictConfig) -> str:
-    """The job of a cluster: trains, and says why it failed; "" where it did not."""
+    """The job of a cluster: train, and return the reason of a failure; "" for success."""
     try:
         run(cfg)
     except SystemExit as stop:
@@ -373,7 +373,7 @@ def train_elsewhere(cfg: DictConfig) -> str:
 
 
 def _run_elsewhere(jobs: Sequence[Job], launcher: Launcher, changed: Callable[[Job], None]) -> None:
-    """Run all jobs with a launcher of Hydra, which waits for the last one."""
+    """Run all jobs with a launcher of Hydra, which returns after the last one."""
     if not jobs:
         return
     for job in jobs:

@@ -1,4 +1,4 @@
-"""What a sweep shows of its runs while they train, and at the end."""
+"""Display of the runs of a sweep, while they train and at the end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SHOWN = ("step", "train/loss", "val/loss", "throughput/step_seconds")
 
 
 class RunView:
-    """The newest values of a run's metrics, read from the end of its file.
+    """The latest metrics of a run, read from the end of its file.
 
     Args:
-        run: its folder.
+        run: the run folder.
     """
 
     def __init__(self, run: Path):
@@ -38,7 +38,7 @@ class RunView:
         self.values: dict[str, float] = {}
 
     def read(self) -> None:
-        """Take what was written since the last time."""
+        """Read what was written since the last call."""
         path = self._run / "metrics.csv"
         try:
             changed = path.stat().st_mtime_ns
@@ -47,7 +47,7 @@ class RunView:
             with open(path, "rb") as file:
                 head = file.readline()
                 if file.seek(max(len(head), file.seek(0, io.SEEK_END) - _TAIL)) > len(head):
-                    # it lacks its beginning
+                    # the first line is incomplete
                     file.readline()
                 rows = [line.decode() for line in file if line.endswith(b"\n")]
         except OSError:
@@ -58,7 +58,7 @@ class RunView:
 
     @property
     def max_steps(self) -> int | None:
-        """Of the run, once it has written its config."""
+        """Number of steps of the run, once it has written its config."""
         if self._max_steps is None and (self._run / "config.yaml").exists():
             found = re.search(r"^  max_steps: (\d+)$", (self._run / "config.yaml").read_text(), re.MULTILINE)
             self._max_steps = int(found[1]) if found else None
@@ -66,7 +66,7 @@ class RunView:
 
     @property
     def seconds_left(self) -> float | None:
-        """By the time of the last steps."""
+        """Remaining seconds, estimated from the time of the last steps."""
         each = self.values.get("throughput/step_seconds")
         if each is None or self.max_steps is None:
             return None
@@ -74,11 +74,11 @@ class RunView:
 
 
 class Watch:
-    """A table of all runs that is redrawn on a terminal, and a line at every change anywhere else.
+    """A table of all runs that is redrawn on a terminal; for other outputs, a line at every change.
 
     Args:
-        folder: of the sweep.
-        console: where to; None: standard output.
+        folder: folder of the sweep.
+        console: output; None: standard output.
     """
 
     def __init__(self, folder: Path, console: Console | None = None):
@@ -100,12 +100,12 @@ class Watch:
             self._live.stop()
 
     def add(self, jobs: Sequence[Job]) -> None:
-        """Show these too."""
+        """Add jobs to the table."""
         self._jobs += jobs
         self._views |= {job.name: RunView(self._folder / job.name) for job in jobs}
 
     def changed(self, job: Job) -> None:
-        """The status of a run has changed."""
+        """Report a changed status of a run."""
         if self._console.is_terminal:
             self._drawn = -math.inf
             return
@@ -122,11 +122,11 @@ class Watch:
         self.say(f"[{done}/{len(self._jobs)}] {' '.join(parts)}")
 
     def say(self, line: str) -> None:
-        """A line of its own."""
+        """Print a separate line."""
         self._console.print(line, markup=False, soft_wrap=True)
 
     def tick(self) -> None:
-        """Redraw when it is time."""
+        """Redraw if it is due."""
         now = time.monotonic()
         if self._console.is_terminal and now - self._drawn >= _REDRAW:
             self._drawn = now
@@ -139,9 +139,9 @@ class Watch:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in ("run", "status", "step", "loss", "val loss", "s/step", "left"):
             table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
-        # the one that gives way on a narrow terminal
+        # this column shrinks on a narrow terminal
         table.add_column("")
-        # of many runs those that are training stay in sight
+        # with many runs, those that are training stay visible
         order = {"running": 0, "waiting": 2}
         for job in sorted(self._jobs, key=lambda job: order.get(job.status, 1)):
             view = self._views[job.name]

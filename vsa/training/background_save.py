@@ -1,4 +1,4 @@
-"""One save, while training waits for it or in a thread, from a copy of what it holds."""
+"""One checkpoint save, in the foreground or in a thread that works on a copy of the state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vsa.checkpoints.tensor_parts import Parts
 
 
 def copied(parts: Parts) -> Parts:
-    """A copy on the CPU of what this rank writes."""
+    """A copy on the CPU of the tensors that this rank writes."""
     return {group: {name: part.copied() for name, part in own.items()} for group, own in parts.items()}
 
 
@@ -19,11 +19,11 @@ class Save:
     """One save of this rank.
 
     Args:
-        write: writes the checkpoint and returns its folder; called again when it is tried again.
-        background: begin at once in a thread; else it is written when the result is asked for.
+        write: writes the checkpoint and returns its folder; called again for a retry.
+        background: start at once in a thread; otherwise `result` writes the checkpoint.
 
     Attributes:
-        seconds: that it took, when it is done.
+        seconds: duration of the save, once it is done.
     """
 
     def __init__(self, write: Callable[[], Path], *, background: bool):
@@ -31,7 +31,7 @@ class Save:
         self._path: Path | None = None
         self._failure: BaseException | None = None
         self.seconds = 0.0
-        # not a daemon: when the interpreter ends, a save is finished first
+        # not a daemon thread, so that the interpreter finishes the save before it exits
         self._thread = threading.Thread(target=self._run, name="checkpoint") if background else None
         if self._thread is not None:
             self._thread.start()
@@ -49,16 +49,16 @@ class Save:
         return self._thread is not None and self._thread.is_alive()
 
     def again(self) -> Save:
-        """The same save tried once more."""
+        """A retry of the same save."""
         return Save(self._write, background=self._thread is not None)
 
     def join(self) -> None:
-        """Wait for the thread, if there is one."""
+        """Wait for the thread, if any."""
         if self._thread is not None:
             self._thread.join()
 
     def result(self) -> Path:
-        """Wait until it is done; the folder of the checkpoint, or what went wrong is raised."""
+        """Folder of the checkpoint, after the save is done; raises its error if it failed."""
         if self._thread is None:
             return self._write()
         self._thread.join()

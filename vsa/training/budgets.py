@@ -1,4 +1,4 @@
-"""How many steps a budget of FLOPs, of tokens or of seconds pays for."""
+"""Number of optimizer steps for a budget of FLOPs, tokens or seconds."""
 
 from __future__ import annotations
 
@@ -19,34 +19,30 @@ from vsa.config import build, model_factory
 from vsa.models.init import without_memory
 
 BUDGETS = ("flop_budget", "sample_token_budget", "second_budget")
-"""Settings each of which can take the place of `trainer.max_steps`."""
+"""Settings that can replace `trainer.max_steps`."""
 
 WARM_UP_STEPS, MEASURED_STEPS = 5, 20
 
 
 def budget_of(cfg: Any) -> str | None:
-    """The budget that a run has.
-
-    Raises:
-        ValueError: it has two.
-    """
-    given = [name for name in BUDGETS if cfg.get(name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(f'{name}={cfg[name]}' for name in given)}: expected one budget")
-    return given[0] if given else None
+    """Name of the budget of a run, None without one; ValueError if there are two."""
+    names = [name for name in BUDGETS if cfg.get(name) is not None]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(f'{name}={cfg[name]}' for name in names)}: expected one budget")
+    return names[0] if names else None
 
 
 def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[int], float] | None) -> int:
-    """Optimizer steps that the budget of a run pays for; one that has none has `trainer.max_steps`.
+    """Optimizer steps for the budget of a run; `trainer.max_steps` without a budget.
 
     Args:
-        cfg: of the run.
-        datamodule: its data, which are prepared.
-        step_seconds: measures the time of a training step at the sparsity of an optimizer step; None: a budget of
-            seconds is not turned into steps.
+        cfg: config of the run.
+        datamodule: data module with prepared data.
+        step_seconds: measures the time of a training step at the sparsity of an optimizer step; None: keep
+            `trainer.max_steps` for a budget of seconds.
 
     Raises:
-        ValueError: two budgets, or a schedule whose sparsity is not known in advance.
+        ValueError: two budgets, or a sparsity schedule that is not known in advance.
     """
     name = budget_of(cfg)
     if name is None:
@@ -61,7 +57,7 @@ def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[int], flo
         steps = work.steps_nearest(budget, lambda flops: flops, work.least_flops)
         each = work.flops(steps) / steps
     else:
-        # an unknown end is told before anything is measured
+        # an adaptive schedule is refused before the time of a step is measured
         last = work.final_step(cfg)
         if step_seconds is None:
             return cfg.trainer.max_steps
@@ -70,7 +66,7 @@ def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[int], flo
         times += [step_seconds(last)] if at_last != at_first else times
 
         def cost(flops: float) -> float:
-            # between the two the time of a step follows its FLOPs
+            # between these two steps the time is interpolated linearly in FLOPs
             done = 0.0 if at_last == at_first else (flops - at_first) / (at_last - at_first)
             return times[0] + min(max(done, 0.0), 1.0) * (times[1] - times[0])
 
@@ -82,7 +78,7 @@ def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[int], flo
 
 
 class StepTimer(L.Callback):
-    """The mean time of the training steps after the warm-up, in `seconds` when training has ended."""
+    """Mean time of the training steps after the warm-up, available as `seconds` once training has ended."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % pl_module.accumulate or trainer.global_step not in (WARM_UP_STEPS, trainer.max_steps):
@@ -96,11 +92,11 @@ class StepTimer(L.Callback):
 
 
 class _Work:
-    """What the optimizer steps of a run take, by its data, model and sparsity schedule.
+    """FLOPs and tokens of the optimizer steps of a run, from its data, model and sparsity schedule.
 
     Args:
-        cfg: of the run.
-        datamodule: its data, set up.
+        cfg: config of the run.
+        datamodule: data module after `setup`.
     """
 
     def __init__(self, cfg: Any, datamodule: Any):
@@ -114,7 +110,7 @@ class _Work:
 
     @property
     def tokens(self) -> float:
-        """Of the samples of a step."""
+        """Tokens of the samples of a step."""
         return sum(self._model.layout_for(shape).num_tokens * share for shape, share in self._share.items())
 
     def _count(self, shape: tuple[int, ...], row: Row) -> float:
@@ -128,11 +124,7 @@ class _Work:
         return sum(weight * self._row_flops(shape, row) for weight, row in rows)
 
     def final_step(self, cfg: Any) -> int:
-        """The first step from which every grid has its end value.
-
-        Raises:
-            ValueError: the schedule follows measurements.
-        """
+        """First step at which all token grids have the schedule's end value; ValueError for an adaptive schedule."""
         if not self._model.selects:
             return 0
         sparsity: SparsitySchedule = build(cfg.sparsity)
@@ -154,9 +146,9 @@ class _Work:
         return sum(self._share[shape] * self._flops(shape, topk) for shape, topk in topks.items())
 
     def flops(self, steps: int, cost: Callable[[float], float] = lambda flops: flops) -> float:
-        """Executed training FLOPs of a run of so many steps, or the sum of what a step of so many FLOPs costs.
+        """Executed training FLOPs of a run of `steps` steps, or the sum over the steps of `cost(FLOPs of the step)`.
 
-        A sparsity schedule may end with the run: it is built anew for every number of steps that is tried.
+        A sparsity schedule may depend on the number of steps, so it is built again for every candidate.
         """
         trial = self._cfg.copy()
         trial.trainer.max_steps = max(steps, 1)
@@ -167,18 +159,18 @@ class _Work:
 
     @property
     def least_flops(self) -> float:
-        """Of a step with one tile a query tile."""
+        """FLOPs of a step with one tile per query tile."""
         return sum(self._share[shape] * self._flops(shape, 1) for shape in self._tiles)
 
     def steps_nearest(self, budget: float, cost: Callable[[float], float], least: float) -> int:
-        """The number of steps whose costs come nearest to the budget (the paper compares at equal FLOPs).
+        """The number of steps whose total cost is nearest to the budget (the paper compares at equal FLOPs).
 
         Args:
-            budget: of all steps.
-            cost: of a step, from its FLOPs.
-            least: that a step costs.
+            budget: total cost of all steps.
+            cost: cost of a step as a function of its FLOPs.
+            least: lower bound of the cost of a step.
         """
         most = math.ceil(budget / least) + 1
-        # the first number of steps that reaches the budget, or the one before
+        # the first number of steps that reaches the budget, or the one before it
         reached = bisect_left(range(most), budget, key=lambda steps: self.flops(steps, cost))
         return max(1, min(reached - 1, reached, key=lambda n: abs(self.flops(n, cost) - budget)))

@@ -1,4 +1,4 @@
-"""Which settings a resumed run may change: what a run is made of stays, the rest is free."""
+"""Changes of settings in a resumed run: those that are always allowed, and those that need `resume.allow`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SHOWN = (
     "callbacks.diagnostics",
     "callbacks.nan_dump",
 )
-"""Where a run stands, how it is started and how it is shown: a change is no news."""
+"""Settings of the run folder, the start and the display, whose changes are not even reported."""
 
 FREE = (
-    # devices, intervals and the end of the run; what a batch is divided into changes no sum but in its rounding
+    # devices, intervals and the end of the run; another division of the batch changes sums only by rounding
     "trainer",
     "flop_budget",
     "sample_token_budget",
@@ -47,20 +47,20 @@ FREE = (
     "task.real_score_attention.backend",
     "data.num_workers",
     "data.max_bad",
-    # where it lies: the samples, their order and their statistics are compared
+    # places of the data: the samples, their order and their statistics are compared instead
     "data.root",
     "data.sources.*.root",
     "data.videos",
     "data.urls",
     "data.val_urls",
-    # compared by what it holds
+    # sources of weights: their contents are compared instead
     "init_from",
     "task.teacher",
 )
-"""What else a resumed run may change, with all that stands under it."""
+"""Other settings that a resumed run may change, each with all settings below it."""
 
 PART = ("trainer.limit_train_batches", "trainer.overfit_batches", "trainer.fast_dev_run", "trainer.precision")
-"""What is of the run all the same."""
+"""Exceptions within `FREE`, which a resumed run may not change."""
 
 # copies of optim and sparsity in the configs of older checkpoints
 _COPIES = ("task.optim", "task.sparsity")
@@ -72,13 +72,13 @@ _UNSET = "unset"
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A setting that is not that of a checkpoint.
+    """A setting that differs from that of a checkpoint.
 
     Args:
-        key: as it is typed.
+        key: name of the setting, as in an override.
         before: its value in the checkpoint.
-        now: its value today.
-        free: a resumed run may change it.
+        now: its current value.
+        free: whether a resumed run may change it.
     """
 
     key: str
@@ -91,14 +91,14 @@ class Change:
 
 
 def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> list[Change]:
-    """The settings that differ from a checkpoint's; of those that follow another one, that one alone.
+    """The settings that differ from those of a checkpoint; derived settings are left out if their source differs.
 
     Args:
-        before: the resolved config that a checkpoint holds.
-        cfg: the config now, not resolved.
+        before: resolved config of the checkpoint.
+        cfg: current config, not resolved.
     """
     now, old = resolved(cfg), resolved(before)
-    # measurements lead the schedule
+    # an adaptive schedule depends on the measurements of callbacks.diagnostics
     measured = getattr(target_class(now["sparsity"]["_target_"]), "measured", False)
     part = (*PART, "callbacks.diagnostics") if measured else PART
     changes = {
@@ -110,7 +110,7 @@ def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> list[Change]
     follows = dict(_interpolated(cfg))
 
     def is_told_by_another(change: Change) -> bool:
-        # a schedule that follows the number of steps, which is free, changes by itself
+        # a schedule derived from the number of steps, which is free, may change with it
         sources = list(_sources(change.key, follows))
         return bool(sources) and (change.free or any(_within(source, refused) for source in sources))
 
@@ -118,15 +118,15 @@ def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> list[Change]
 
 
 def refuse_changes(changes: Sequence[Change], allow: Sequence[str], checkpoint: Path) -> list[Change]:
-    """The changes that are allowed although they are of the run.
+    """The explicitly allowed changes of settings that are not free.
 
     Args:
         changes: see `changed_settings`.
-        allow: keys that may change, with all that stands under them.
-        checkpoint: for the message.
+        allow: keys that may change, each with all settings below it.
+        checkpoint: path of the checkpoint, for the message.
 
     Raises:
-        ValueError: names every other one that is of the run, with both values.
+        ValueError: names every other change of such a setting, with both values.
     """
     of_run = [change for change in changes if not change.free]
     if refused := [change for change in of_run if not _within(change.key, tuple(allow))]:
@@ -158,7 +158,7 @@ def _differences(before: Any, now: Any, key: str) -> Iterator[tuple[str, Any, An
 
 
 def _is_known(before: Mapping[str, Any], now: Mapping[str, Any], key: str, name: str) -> bool:
-    """Whether both versions of the code know a setting: what only one of them knows is no difference."""
+    """Whether the code of both versions has a setting; one that is new or removed is not a difference."""
     if not key:
         return name in before and name in now
     if key in ("callbacks", "logger"):
@@ -172,7 +172,7 @@ def _within(key: str, tops: Sequence[str]) -> bool:
 
 
 def _sources(key: str, follows: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """The settings that a setting takes its value from."""
+    """Settings from which a setting takes its value, directly or indirectly."""
     for follower, sources in follows.items():
         if _within(key, (follower,)):
             yield from (source + key.removeprefix(follower) for source in sources)

@@ -1,4 +1,4 @@
-"""When a run has to stop by itself so that its last checkpoint is whole."""
+"""Deadline of a run, which stops early enough to complete its last checkpoint."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 DEADLINE = 1 << 10
-"""Stands in the place of a signal's number where time is up."""
+"""Replaces the number of a signal when the time is up."""
 
 SCHEDULER = "SLURM_JOB_END_TIME"
-"""Where SLURM says when a job will be killed, in seconds since 1970."""
+"""Environment variable in which SLURM gives the end time of a job, in seconds since the epoch."""
 
 _LEAST_SECONDS, _LEAST_SHARE = 60.0, 0.1
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 class Deadline:
-    """Looks at the clock after every step.
+    """Compares the time with the deadline after every step.
 
-    The margin is the longest stretch between two looks (a step and what may stand between two, as clips) and the
-    longest save, of those measured so far: the next ones may take as long. It is at least a minute, or a tenth of the
-    time where that is less.
+    The margin is the longest interval between two checks (a step, with sampling or validation if any) plus the longest
+    save, of those measured so far. It is at least a minute, or a tenth of the total time if that is shorter.
 
     Args:
-        seconds: from now.
-        name: of what sets it, for the message.
-        own: it is the run's own, not that of a scheduler.
-        clock: seconds.
+        seconds: time from now to the deadline.
+        name: name of its setting, for the message.
+        own: whether the run sets the deadline itself, and not a scheduler.
+        clock: current time in seconds.
     """
 
     def __init__(self, seconds: float, name: str, *, own: bool = True, clock: Callable[[], float] = time.monotonic):
@@ -40,37 +39,34 @@ class Deadline:
 
     @property
     def margin(self) -> float:
-        """Seconds before the end at which to stop."""
+        """Seconds before the deadline at which to stop."""
         return max(self._least, self._stretch + self._save)
 
     def near(self) -> bool:
-        """Whether to stop now; asked after every step."""
+        """Whether to stop now; called after every step."""
         now = self._clock()
         stretch, self._looked = now - self._looked, now
-        # the first one compiles and starts workers: from the second on it counts no more
+        # the first interval includes compilation and the start of workers, so the second one replaces it
         self._stretch = stretch if self._looks < 2 else max(self._stretch, stretch)
         self._looks += 1
         return now + self.margin >= self.end
 
     def saved(self, seconds: float) -> None:
-        """Note how long a save took, which is no part of a stretch."""
+        """Record the duration of a save that training waited for, which the interval excludes."""
         self.save_takes(seconds)
         self._looked += seconds
 
     def save_takes(self, seconds: float) -> None:
-        """Note how long a save takes that training did not wait for."""
+        """Record the duration of a save that training did not wait for."""
         self._save = max(self._save, seconds)
 
 
 def deadline_of(max_time: Any, environment: Mapping[str, str]) -> Deadline | None:
-    """The earlier one of a run's own deadline and its scheduler's; None: there is neither.
+    """The earlier of a run's own deadline and its scheduler's; None without either.
 
     Args:
         max_time: `trainer.max_time`.
-        environment: of the process.
-
-    Raises:
-        ValueError: no time that can be meant.
+        environment: environment variables of the process.
     """
     ends = [] if max_time is None else [Deadline(_seconds(max_time), f"trainer.max_time={max_time}")]
     if environment.get(SCHEDULER, "").isdecimal():
@@ -80,7 +76,7 @@ def deadline_of(max_time: Any, environment: Mapping[str, str]) -> Deadline | Non
 
 
 def _seconds(max_time: Any) -> float:
-    """Seconds of what Lightning's trainer takes: DD:HH:MM:SS, a mapping of units, or a timedelta."""
+    """Seconds of a time in a format of Lightning's trainer: DD:HH:MM:SS, a mapping of units, or a timedelta."""
     if hasattr(max_time, "total_seconds"):
         seconds = max_time.total_seconds()
     elif isinstance(max_time, Mapping) and max_time and set(max_time) <= set(_UNITS):

@@ -1,4 +1,4 @@
-"""What only shows a run must not end it."""
+"""Output that must not end a run when it fails: pictures, clips, loggers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from vsa.secrets import without_secrets
 
 @contextmanager
 def never_fatal(what: str) -> Iterator[None]:
-    """A picture, clip or upload that fails costs one line: weights and metrics do not depend on it.
+    """Turn an error of a picture, clip or upload into one warning: weights and metrics do not depend on it.
 
-    For what one rank does by itself, or what fails on all ranks alike: none may be left waiting for another.
+    Use it for what one rank does alone, or what fails on all ranks alike, so that no rank waits for another.
 
     Args:
-        what: for the line, a path as a rule.
+        what: subject of the warning, usually a path.
     """
     try:
         yield
     except AssertionError:
-        # a defect of ours
+        # an AssertionError is a defect of the program
         raise
     except Exception as error:
         reason = without_secrets(" ".join(str(error).split())) or "no reason given"
@@ -35,7 +35,7 @@ def never_fatal(what: str) -> Iterator[None]:
 
 
 def tolerate(logger: Any) -> None:
-    """Let what a logger cannot write (OSError) be lost: told once, and counted when the logger is closed."""
+    """Ignore OSErrors of a logger, with one warning at the first and their number when the logger is closed."""
     name, lost = type(logger).__name__, 0
 
     def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def tolerate(logger: Any) -> None:
 
 
 def log_picture(loggers: Sequence[Any], name: str, path: Path, step: int) -> None:
-    """Send a PNG to the loggers that show pictures."""
+    """Log a PNG to the loggers that show pictures."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(name, imread(path)[..., :3], step, dataformats="HWC")

@@ -1,4 +1,4 @@
-"""Signs of health of a distillation: what is measured in its iterations, and when to stop."""
+"""Health of a distillation: metrics of its iterations, and collapse detection."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vsa.objectives.distribution_matching import ScoredRollout
 from vsa.settings import AtLeastOne, Bound, Positive, PositiveShare, ShareBelowOne, checked
 
 SATURATED = 5.0
-"""Latents beyond so many standard deviations of the data count as saturated."""
+"""Latents further than this many standard deviations of the data from 0 count as saturated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpread:
-    """How generated latents lie, in standard deviations of the data.
+    """Statistics of generated latents, in standard deviations of the data.
 
     Args:
-        std: root of the mean over the channels of the variance over samples, time and space; that of the data is 1.
-        mean: root mean square of the channels' means; that of the data is 0. A cast of colour raises it.
-        saturation: share of values beyond `SATURATED`.
+        std: square root of the mean over channels of the variance over samples, time and space; 1 for the data.
+        mean: root mean square of the means of the channels; 0 for the data. A colour cast raises it.
+        saturation: fraction of values beyond `SATURATED`.
     """
 
     std: float
@@ -32,12 +32,12 @@ class LatentSpread:
     saturation: float
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """`PREFIX/std`, `PREFIX/mean` and `PREFIX/saturation`."""
+        """The metrics `PREFIX/std`, `PREFIX/mean` and `PREFIX/saturation`."""
         return {f"{prefix}/std": self.std, f"{prefix}/mean": self.mean, f"{prefix}/saturation": self.saturation}
 
 
 class SpreadMeter:
-    """Adds latents up, batch by batch, to their `LatentSpread`."""
+    """Accumulates batches of latents for their `LatentSpread`."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
@@ -52,7 +52,7 @@ class SpreadMeter:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def spread(self, strategy: Any) -> LatentSpread | None:
-        """Of everything added on all ranks (a collective); None when nothing was."""
+        """Statistics of everything added on all ranks (collective); None if nothing was added."""
         if self._sums is None:
             return None
         total, squares, beyond, count = strategy.reduce(self._sums, reduce_op="sum").cpu()
@@ -68,19 +68,16 @@ class SpreadMeter:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class CollapseRule:
-    """When the output of a generator counts as collapsed: blank, blown up, or of one colour.
+    """Criterion for a collapsed generator: blank output, exploding output, or a colour cast.
 
-    Samples that are all alike are not noticed: their latents spread as those of a single clip do.
+    It does not detect a generator whose samples are all alike, since their latents spread like those of one clip.
 
     Args:
-        min_std: smallest standard deviation, that of the data is 1.
+        min_std: smallest standard deviation, relative to the data.
         max_std: largest standard deviation.
-        max_saturation: largest share of saturated values.
-        max_mean: largest root mean square of the channels' means; a cast of colour raises it.
-        patience: judged batches in a row after which training stops.
-
-    Raises:
-        ValueError: a value out of range.
+        max_saturation: largest fraction of saturated values.
+        max_mean: largest root mean square of the means of the channels; a colour cast raises it.
+        patience: number of consecutive collapsed batches that stops training.
     """
 
     min_std: ShareBelowOne = 0.1
@@ -90,16 +87,16 @@ class CollapseRule:
     patience: AtLeastOne = 20
 
     def breaks(self, spread: LatentSpread) -> bool:
-        """Whether a batch counts as collapsed; nan does."""
+        """Whether a batch is collapsed; nan counts as collapsed."""
         within = self.min_std <= spread.std <= self.max_std and spread.mean <= self.max_mean
         return not (within and spread.saturation <= self.max_saturation)
 
 
 class CollapseWatch:
-    """Counts collapsed batches in a row and stops the run.
+    """Counts consecutive collapsed batches and stops the run.
 
     Args:
-        rule: what counts; None: nothing does.
+        rule: the criterion; None: no batch is collapsed.
     """
 
     def __init__(self, rule: CollapseRule | None):
@@ -107,14 +104,14 @@ class CollapseWatch:
         self._in_row = 0
 
     def judge(self, spread: LatentSpread) -> bool:
-        """Look at the last-step output of one iteration: whether too many in a row were collapsed."""
+        """Check the last-step output of one iteration: whether too many consecutive ones were collapsed."""
         if self._rule is None:
             return False
         self._in_row = self._in_row + 1 if self._rule.breaks(spread) else 0
         return self._in_row >= self._rule.patience
 
     def report(self, spread: LatentSpread) -> str:
-        """What was seen last, and what it should have been."""
+        """Message with the last statistics and their allowed ranges."""
         rule = self._rule
         assert rule is not None
         return (
@@ -126,23 +123,23 @@ class CollapseWatch:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """For `state.json`."""
+        """The counter, for `state.json`."""
         return {"collapsed_in_row": self._in_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Put back what `state_dict` gave."""
-        # empty: of a run without a rule, by an older version
+        """Restore the counter of `state_dict`."""
+        # older versions stored an empty state without a rule
         self._in_row = state["collapsed_in_row"] if state else 0
 
 
 class IterationMetrics:
-    """What iterations measured, to be logged together.
+    """Accumulates measurements of iterations until they are logged.
 
     Args:
-        device: where the sums lie.
+        device: device of the sums.
     """
 
-    # of the others the mean says all
+    # for the other metrics a mean is sufficient
     BY_DECILE = ("dmd/gap", "fake_score/loss")
 
     def __init__(self, device: torch.device):
@@ -155,7 +152,7 @@ class IterationMetrics:
         self._means.setdefault(name, DecileMeans(self._device, finite_only=True)).add(values, sigmas)
 
     def add_generator(self, scored: ScoredRollout) -> None:
-        """A micro-batch of the generator's update."""
+        """Add a micro-batch of the generator's update."""
         assert scored.raw_norm is not None
         assert scored.normalizer is not None
         self._add("dmd/gap", scored.raw_norm, scored.sigmas)
@@ -164,17 +161,17 @@ class IterationMetrics:
             self._add(f"generator/loss_{name}", part, scored.sigmas)
 
     def add_fake_score(self, scored: ScoredRollout) -> None:
-        """A micro-batch of the critic's update."""
+        """Add a micro-batch of the critic's update."""
         for name, part in scored.parts.items():
-            # flow matching is what all critics have
+            # every critic has the flow-matching loss
             self._add("fake_score/loss" if name == "flow" else f"fake_score/loss_{name}", part, scored.sigmas)
 
     def add_norms(self, norms: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Gradient norms of an update, by name; those of the last one count."""
+        """Set the gradient norms of an update, by name; the last ones are logged."""
         self._norms |= {f"{prefix}grad_norm/{name}": norm for name, norm in norms.items()}
 
     def metrics(self, strategy: Any) -> dict[str, Tensor | float]:
-        """Everything by name; a collective."""
+        """All metrics by name; a collective operation."""
         values: dict[str, Tensor | float] = {}
         for name, means in self._means.items():
             means.gather(strategy)

@@ -1,4 +1,4 @@
-"""How a run ends: with its last step, by a signal, by its deadline, by an error, or before it has begun."""
+"""The end of a run: after its last step, by a signal, by its deadline, by an error, or before the first step."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from vsa.training.summary import closing_lines
 from vsa.training.watch import Watch
 
 PAGE_SECONDS = 30.0
-"""Most seconds that the end of a run waits for its page."""
+"""Time limit in seconds for writing the page of a run at its end."""
 
 DEADLINE_STATUS = 124
-"""Exit status of a run that its scheduler's deadline stopped, as of the command `timeout`."""
+"""Exit status of a run stopped by its scheduler's deadline, that of the command `timeout`."""
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Signals inside end the process, and with it every job of a sweep, with one line and status 128 + number.
+    """Let signals end the process, and with it every job of a sweep, with one line and status 128 + number.
 
-    `Checkpointing` handles them while it trains: only then is there something to save.
+    While a run trains, `Checkpointing` handles the signals instead, since only then is there something to save.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -60,11 +60,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 def nothing_to_do(max_steps: int, resume: Checkpoint | None) -> bool:
-    """Whether a resumed run has all of its steps already, which is told.
-
-    Raises:
-        ValueError: a new run of no steps.
-    """
+    """Whether a resumed run has made all of its steps, with a message; ValueError for a new run without steps."""
     if resume is None:
         if max_steps == 0:
             raise ValueError("trainer.max_steps=0 trains nothing: expected at least 1, or -1 for no end")
@@ -79,14 +75,14 @@ def nothing_to_do(max_steps: int, resume: Checkpoint | None) -> bool:
 
 
 def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: Path, *, requeue: bool) -> None:
-    """Train, then say how it ended and where everything is.
+    """Train, then report how the run ended and where its files are.
 
     Args:
-        trainer: with the callbacks of the run.
-        module: what is trained.
-        datamodule: its data; `start_step` is where the run begins.
+        trainer: trainer with the callbacks of the run.
+        module: training module.
+        datamodule: data module; the run starts at its `start_step`.
         run_dir: the run folder.
-        requeue: give a job of SLURM that SIGUSR1 has stopped back to the queue.
+        requeue: requeue a SLURM job that SIGUSR1 has stopped.
 
     Raises:
         SystemExit: a signal or the scheduler's deadline ended the run; rank 0 has status 128 + the signal's number, or
@@ -96,7 +92,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
 
     def close(how: str, reason: str = "") -> None:
         step = trainer.global_step
-        # one that was refused has no step of the run it would go on with
+        # a run that made no step of its own has nothing to report
         if step <= datamodule.start_step or not trainer.is_global_zero:
             return
         with never_fatal(f"the end of the run in {run_dir / MANIFEST}"):
@@ -149,24 +145,24 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
         _requeue()
     status = 128 + number
     if number == DEADLINE:
-        # a run that was given its time has had it
+        # a run that reached its own time limit ended as planned
         status = 0 if module.status.deadline is None or module.status.deadline.own else DEADLINE_STATUS
     if status:
-        # rank 0 tells for all: launchers kill every rank once one has failed, also what is about to end well
+        # only rank 0 fails: launchers kill all ranks when one fails, even those that are about to end regularly
         sys.exit(status if rank_zero_only.rank == 0 else 0)
 
 
 def written_page(run_dir: Path) -> Path | None:
-    """Write the page of a run; what goes wrong or takes longer than `PAGE_SECONDS` costs one line and gives None."""
+    """Write the page of a run; an error, or more than `PAGE_SECONDS`, gives a warning and None."""
     written: list[Path] = []
 
     def write() -> None:
         with never_fatal(str(run_dir / PAGE)):
             write_run_page(read_run(run_dir))
-            # as the other lines name the folder
+            # relative to the run folder as the user named it
             written.append(run_dir / PAGE)
 
-    # a file system that hangs must not keep a job that is done
+    # a thread, so that a hanging file system cannot keep a finished job alive
     writer = Thread(target=write, name="page", daemon=True)
     writer.start()
     writer.join(PAGE_SECONDS)
@@ -183,7 +179,7 @@ def _name(number: int, status: RunStatus) -> str:
 
 @rank_zero_only
 def _requeue() -> None:
-    """Give a job of SLURM back to the queue, which starts it with the same command."""
+    """Requeue a SLURM job, which starts it again with the same command."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
@@ -194,5 +190,5 @@ def _requeue() -> None:
         reason = done.stderr.strip() or f"exit status {done.returncode}" if done.returncode else None
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(error)
-    said = f"job {job} is queued again" if reason is None else f"warning: scontrol requeue {job} failed: {reason}"
-    rank_zero_info(said)
+    line = f"job {job} is queued again" if reason is None else f"warning: scontrol requeue {job} failed: {reason}"
+    rank_zero_info(line)

@@ -1,4 +1,4 @@
-"""What stands between gradients and an optimizer step: norms, the finite check, clipping."""
+"""Gradient norms, the check for non-finite gradients, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from vsa.training.optimizer import ROLES
 
 
 class GradientClipper:
-    """Clips the gradients of one network, and drops all of them when one is not finite.
+    """Clips the gradients of one network, and drops all of them if one is not finite.
 
-    A dropped update leaves weights and moments with every bit they had.
+    A dropped update leaves weights and moments bitwise unchanged.
 
     Args:
-        clip: largest global gradient norm; 0 clips nothing.
-        max_skipped: dropped updates in a row after which training stops.
-        network: for messages, where there are several.
+        clip: largest global gradient norm; 0 disables clipping.
+        max_skipped: number of consecutive dropped updates that stops training.
+        network: name of the network for messages, if there are several.
 
     Attributes:
         skipped: whether the last update was dropped.
-        skipped_total: updates dropped so far.
+        skipped_total: number of dropped updates.
         on_drop: called on every rank when an update is dropped, with weights and moments as they were before it.
     """
 
@@ -39,13 +39,13 @@ class GradientClipper:
 
         Args:
             optimizer: built by `vsa.training.optimizer`.
-            step: for the message.
+            step: optimizer step, for the message.
 
         Returns:
-            Gradient norms before clipping by parameter role, and of all as "total".
+            Gradient norms before clipping, by parameter role and in total ("total").
 
         Raises:
-            FloatingPointError: too many updates in a row were dropped.
+            FloatingPointError: too many consecutive updates were dropped.
         """
         grads: dict[str, list[Tensor]] = {}
         for group in optimizer.param_groups:
@@ -76,18 +76,18 @@ class GradientClipper:
         return {"total": total, **{role: norms[role] for role in ROLES if role in norms}}
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update with the gradients of the last call unless they were dropped, and forget them.
+        """Update with the gradients of the last call unless they were dropped, and clear them.
 
-        For modules that step their own optimizers: Lightning would count every update of either network as a step.
+        For modules that step their own optimizers; Lightning would count every update of every network as a step.
         """
         if not self.skipped:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, int]:
-        """Counters, for `state.json`."""
+        """The counters, for `state.json`."""
         return {"skipped_steps": self.skipped_total, "skipped_in_row": self._in_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the counters of `state_dict`."""
         self.skipped_total, self._in_row = state["skipped_steps"], state["skipped_in_row"]

@@ -1,7 +1,8 @@
-"""What Hydra's own part of a config may ask for: it runs before the job, and so before `config.check_targets`.
+"""Checks of the `hydra` node of a config, which Hydra uses before the job and so before `config.check_targets`.
 
-Hydra builds its callbacks, launcher and sweeper from the `hydra` node, hands two more nodes to `logging.config`, and
-imports packages named in its search path. Any file or override can set these, so every composition is checked.
+Hydra builds its callbacks, launcher and sweeper from this node, passes two of its nodes to `logging.config`, and
+imports packages named in its search path. Any file or override can set these values, so every composed config is
+checked.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ TARGETS = {
         for name in ("BruteForce", "CmaEs", "GP", "Grid", "MOTPE", "NSGAII", "NSGAIII", "QMC", "Random", "TPE")
     ),
 }
-"""Classes that may be built, by their place below `hydra`."""
+"""Classes that may be built, by their key below `hydra`."""
 
 PLUGIN = re.compile(r"'(hydra/(?:sweeper|launcher))/(optuna|submitit_\w+)'")
-"""What comes with the extra `sweep`."""
+"""Plugins of the extra `sweep`."""
 
 NAMES_OF_CODE = (("launcher", "setup"), ("sweeper", "custom_search_space"))
 
@@ -63,28 +64,28 @@ SUBMITIT_KEYS = frozenset(
         *("setup", "additional_parameters"),
     )
 )
-"""What the launchers of submitit may be told; `setup` is refused with its reason."""
+"""Allowed options of submitit's launchers; `setup` is refused separately, with its reason."""
 
 CODE_OF_SLURM = ("export", "wrap", "prolog", "epilog", "task-prolog", "task-epilog")
-"""Words in the options of sbatch that run commands or set variables."""
+"""Parts of sbatch option names that run commands or set variables."""
 
 PACKAGES = re.compile(r"pkg://(hydra\.conf|(vsa|hydra_plugins)([./][\w./]*)?)$")
-"""Packages that may hold configs: looking into one imports it. Installed plugins are imported by Hydra anyway."""
+"""Packages that may contain configs; reading a config imports its package. Hydra imports installed plugins anyway."""
 
 LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.Formatter")
 LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 SETTING = re.compile(r"(?!hydra\.)\w+(\.\w+)+=")
-"""An override of one option of a group."""
+"""An override of one option within a group."""
 
 MAX_VALUES, MAX_LEVELS = 100_000, 30
-"""Of a config file, with every alias written out."""
+"""Limits of a config file, with every alias expanded."""
 
 OUTPUT_DIR = "${hydra.runtime.output_dir}/"
-"""Hydra sets this one only when a job starts."""
+"""Set by Hydra only when a job starts."""
 
 
 def check_hydra(node: DictConfig) -> None:
-    """Refuse a `hydra` node that would run other code than Hydra's own.
+    """Refuse a `hydra` node that would run code other than Hydra's own.
 
     Raises:
         ValueError: names the key and the value.
@@ -127,7 +128,7 @@ def _submitit_refusal(path: tuple[str, ...]) -> str | None:
         option = path[2].lower().replace("_", "-")
         if not re.fullmatch(r"[a-z0-9-]+", option):
             return "it is not the name of an option of sbatch"
-        # sbatch also takes the beginning of a name
+        # sbatch also accepts abbreviated option names
         if any(word in option or word.startswith(option) for word in CODE_OF_SLURM):
             return "it would run commands or set variables in the jobs"
     return None
@@ -148,7 +149,7 @@ def _logging_refusal(path: tuple[str, ...], text: str) -> str | None:
 
 
 def _leaves(node: DictConfig | ListConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value below `node` with the keys that lead to it, resolved where that is possible already."""
+    """All values below `node` with their keys, resolved as far as already possible."""
     raw: Any = OmegaConf.to_container(node, resolve=False)
     keys: Any = node if isinstance(node, DictConfig) else range(len(node))
     for key in keys:
@@ -164,7 +165,7 @@ def _leaves(node: DictConfig | ListConfig, path: tuple[str, ...] = ()) -> Iterat
 
 
 class CheckedConfigLoader(ConfigLoaderImpl):
-    """Hydra's loader, with which the command and every job of a sweep, in whatever process, compose their configs."""
+    """Hydra's config loader with checks, for a command and for every job of a sweep in any process."""
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path=config_search_path)
@@ -174,7 +175,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
     def _load_configuration_impl(
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
     ) -> DictConfig:
-        """Compose; a key that no file has needs no `+`, since `check_settings` refuses those that nothing has."""
+        """Compose a config; a new key needs no `+`, since `check_settings` refuses unknown keys."""
         overrides = [f"++{o}" if SETTING.match(o) else o for o in overrides]
         try:
             return super()._load_configuration_impl(config_name, overrides, *args, **kwargs)
@@ -197,7 +198,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
 
 
 def refuse_secrets(cfg: DictConfig) -> None:
-    """Refuse a sweep whose settings hold a secret: Hydra writes them into `multirun.yaml` as they are.
+    """Refuse a sweep whose settings contain a secret, which Hydra would write to `multirun.yaml`.
 
     Raises:
         ValueError: names the setting, not the value.
@@ -219,10 +220,10 @@ def _plain_leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 class _CheckedRepository(ConfigRepository):
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """Read a file that somebody else may have written: YAML that is plain data, and of a size."""
+        """Read a file from an untrusted author: plain data in YAML, of limited size."""
         try:
             source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
-            # Hydra loads the class of this source a second time, so that it is none of the class's instances
+            # Hydra loads the class of this source twice, so isinstance would be False
             if source is not None and source.scheme() == "file":
                 _check_size(Path(source.path, source._normalize_file_name(config_path)))
             return super().load_config(config_path)
@@ -238,11 +239,11 @@ class _CheckedRepository(ConfigRepository):
 
 
 def _check_size(path: Path) -> None:
-    """Refuse a file of more values or levels than any config has, before a parser makes them of it."""
-    # the values of each collection that is open, with its anchor; the first stands for the file
+    """Refuse a file with more values or levels than any config has, before a parser expands it."""
+    # number of values of each open collection, with its anchor; the first entry is for the file
     levels: list[tuple[str | None, int]] = [(None, 0)]
     sizes: dict[str | None, int] = {}
-    # the parser in C takes a tenth of the time
+    # the C parser needs a tenth of the time
     for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.CollectionStartEvent):
             levels.append((event.anchor, 1))
@@ -263,7 +264,7 @@ def _check_size(path: Path) -> None:
 
 
 class SweepFolder:
-    """What stood in the folder of a sweep before Hydra wrote its record there."""
+    """The content of a sweep folder before Hydra wrote its record there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._record = folder, folder / "multirun.yaml"
@@ -272,7 +273,7 @@ class SweepFolder:
         self._before = self._record.read_bytes() if self._record.is_file() else None
 
     def take_back_record(self) -> None:
-        """Undo the record of a sweep that left nothing else."""
+        """Remove the record of a sweep that left no other file."""
         if not self._record.is_file() or set(os.listdir(self._folder)) - self._names - {self._record.name}:
             return
         if self._before is not None:
@@ -286,8 +287,8 @@ class SweepFolder:
 
 @contextmanager
 def checked_hydra() -> Iterator[None]:
-    """Let Hydra compose checked configs only; a sweep whose first job is refused leaves no files."""
-    # Hydra has no hook before its callbacks; an error here means that it makes its loader elsewhere now
+    """Make Hydra compose checked configs only; a sweep whose first job is refused leaves no files."""
+    # Hydra has no hook before its callbacks; an AttributeError here means that another version moved its loader
     original = hydra_module.ConfigLoaderImpl
     loaders: list[CheckedConfigLoader] = []
 

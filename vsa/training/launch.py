@@ -1,4 +1,4 @@
-"""From a command line to training runs: Hydra composes, checked, and every end is one line."""
+"""Training runs from a command line: checked composition by Hydra, and errors in one line."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from vsa.training.train import train
 from vsa.training.typed import Typed
 
 INPUT_ERRORS = (HydraException, OmegaConfBaseException, FloatingPointError)
-"""What a config can cause beside ValueError and OSError."""
+"""Exceptions that a config can cause, in addition to ValueError and OSError."""
 
 
 def launch(arguments: Sequence[str], job: Callable[[DictConfig], Any] | None = None) -> None:
-    """Train as settings and flags of Hydra say; bad input and signals end in one line.
+    """Train with settings and flags of Hydra; bad input and signals end in one line.
+
+    HYDRA_FULL_ERROR=1 adds the traceback. `sys.argv` is not modified, since it starts the processes of other devices.
 
     Args:
         arguments: settings and flags.
-        job: what is done with the settings instead of training.
-
-    HYDRA_FULL_ERROR=1 adds the traceback. `sys.argv` stays as it is: the processes of other devices are started by it.
+        job: replaces training as the job that receives the settings.
     """
     traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    # Hydra prints errors in a way of its own unless told to let them through
+    # otherwise Hydra prints errors in its own format
     os.environ["HYDRA_FULL_ERROR"] = "1"
     version.setbase("1.3")
     parser = get_args_parser()
-    # settings may stand before and after flags
+    # settings may come before and after flags
     args = parser.parse_intermixed_args(list(arguments))
     try:
         reports = one_line_errors(*INPUT_ERRORS, traceback=traceback)
@@ -64,10 +64,10 @@ def launch(arguments: Sequence[str], job: Callable[[DictConfig], Any] | None = N
 
 
 def run(cfg: DictConfig) -> float:
-    """The Hydra job: `train`, with input errors reported here because Hydra would announce them first.
+    """The Hydra job: `train`, with input errors reported here, since Hydra would print a heading before them.
 
     Returns:
-        the last validation loss, which a search makes small.
+        the last validation loss, which a search minimises.
     """
     with one_line_errors(*INPUT_ERRORS, traceback=False), rank_zero_reports(ValueError, OSError, *INPUT_ERRORS):
         require_checked()

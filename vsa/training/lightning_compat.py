@@ -1,4 +1,4 @@
-"""All that we do to Lightning beside its public interface: an upgrade of it can break this file only."""
+"""All uses of Lightning's private interface: only this file can break with a new version of Lightning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def set_step(trainer: L.Trainer, step: int) -> None:
-    """Let `fit` go on after `step` optimizer steps; public resuming reads a pickled checkpoint."""
+    """Set `fit` to continue after `step` optimizer steps; the public way to resume reads a pickled checkpoint."""
     loop = trainer.fit_loop.epoch_loop
     optimizer_steps = loop.automatic_optimization.optim_progress.optimizer.step.total
     optimizer_steps.ready = optimizer_steps.completed = step
@@ -26,55 +26,55 @@ def set_step(trainer: L.Trainer, step: int) -> None:
 
 
 def set_manual_step(trainer: L.Trainer, step: int) -> None:
-    """The number of steps of a module that steps its own optimizers, otherwise one for each call of either."""
+    """Set the step count of a module with manual optimization, which Lightning increments at every optimizer call."""
     total: Any = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
     total.ready = total.completed = step
 
 
 def restart_data(trainer: L.Trainer) -> None:
-    """Let the next pass over the training data ask the data module for its loader anew."""
+    """Make the next epoch request a new loader from the data module."""
     trainer.fit_loop._combined_loader = None
 
 
 def set_accumulation(trainer: L.Trainer, micro_batches: int) -> None:
-    """Micro-batches of a step; the constructor refuses them for a module that steps its own optimizers."""
+    """Set the micro-batches per step, which the constructor refuses for a module with manual optimization."""
     trainer.accumulate_grad_batches = micro_batches
 
 
 def validate_before_stopping(trainer: L.Trainer) -> None:
-    """Validate after this step, the last one; by itself `fit` would do so at its interval only."""
+    """Validate after the current step, the last one; by default `fit` validates at its interval only."""
     trainer.should_stop = True
 
 
 def keep_signals(trainer: L.Trainer) -> None:
-    """Leave the handlers of signals as they are: Lightning's own one of SIGTERM waits for the other ranks."""
+    """Keep the current signal handlers: Lightning's handler of SIGTERM would wait for the other ranks."""
     trainer._signal_connector.register_signal_handlers = lambda: None
 
 
 def end_validation() -> NoReturn:
-    """Leave a validation after the batch before; all ranks must, at the same batch."""
-    # its loop ends where its batches do
+    """End a validation after the previous batch; all ranks must call it at the same batch."""
+    # the validation loop ends where its batches end
     raise StopIteration
 
 
 def stop_without_validation(trainer: L.Trainer) -> None:
-    """End `fit` after this step; by itself it would validate before that."""
+    """End `fit` after the current step, without the validation that Lightning would run first."""
     trainer.should_stop = True
     trainer.limit_val_batches = 0
 
 
 def attach_loggers(trainer: L.Trainer, loggers: list[Any]) -> None:
-    """Use these loggers from now on; given to the constructor, some would make their files before all is checked."""
+    """Attach loggers after construction: in the constructor, some would create files before all checks have passed."""
     trainer.loggers = loggers
 
 
 def use_profiler(trainer: L.Trainer, profiler: Profiler) -> None:
-    """Let the hooks and loops of this trainer report to a profiler; a callback cannot give it to the constructor."""
+    """Set the profiler of a trainer after construction, from a callback."""
     trainer.profiler = profiler  # type: ignore[attr-defined]
 
 
 def close_bars(bar: TQDMProgressBar, done: int) -> None:
-    """Close the bars of a run that failed after `done` batches: left open they are drawn again after the message."""
+    """Close the bars of a run that failed after `done` batches; open bars would be redrawn below the message."""
     if bar._train_progress_bar is not None:
         bar._train_progress_bar.n = done
     for each in (bar._val_progress_bar, bar._train_progress_bar):
@@ -83,22 +83,22 @@ def close_bars(bar: TQDMProgressBar, done: int) -> None:
 
 
 def stop_watching() -> None:
-    """Let this process end on its own terms: of one whose child failed Lightning's watch makes a killed one."""
+    """Stop Lightning's observer of child processes, which would kill this process when a child fails."""
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):
-            # it ends where no child is left
+            # its thread ends once the list of children is empty
             thread._child_processes = []
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """The strategy of modules that shard their networks, over a mesh that a subclass makes."""
+    """Strategy of modules that shard their networks, over a mesh that a subclass creates."""
 
     def make_mesh(self) -> DeviceMesh:
-        """The mesh of all ranks, which are connected by now."""
+        """The mesh of all ranks, after the process group is initialised."""
         raise NotImplementedError
 
     def setup_environment(self) -> None:
-        # in place of the base class's, which would make a mesh of its own
+        # replaces the setup of the base class, which would create its own mesh
         self._setup_distributed()
         self._device_mesh = self.make_mesh()
         assert self.lightning_module is not None
@@ -106,11 +106,11 @@ class MeshStrategy(ModelParallelStrategy):
 
     @property
     def started(self) -> list[subprocess.Popen[bytes]]:
-        """The processes that this one has started as ranks."""
+        """The processes that this one started as ranks."""
         return self._launcher.procs if isinstance(self._launcher, _SubprocessScriptLauncher) else []
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the processes this one started: they fail for the same reason or wait for this one for ever."""
+        """End the processes that this one started: they fail for the same reason or wait for this one forever."""
         stop_watching()
         for process in self.started:
             process.kill()

@@ -1,4 +1,4 @@
-"""The losses of a training run between two log lines: one window, all ranks, for the mean and its deciles alike.
+"""Losses of a training run between two log lines, over all ranks, for their mean and their deciles.
 
 B samples of a micro-batch.
 """
@@ -16,12 +16,12 @@ from vsa.diffusion.decile_means import DecileMeans
 
 
 class LossWindow:
-    """Collects losses, without waiting for the device, until they are logged.
+    """Collects losses until they are logged, without synchronising with the device.
 
-    What is not finite counts nowhere, its update is skipped too; a window without one finite step has loss nan.
+    Non-finite losses are left out, like their updates; a window without a finite step has the loss nan.
 
     Args:
-        strategy: adds tensors up over ranks.
+        strategy: reduces tensors over ranks.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -30,7 +30,7 @@ class LossWindow:
         self._steps: list[Tensor] = []
         self._samples: list[tuple[Tensor, Tensor]] = []
         self._names: list[str] = []
-        # of the same window before a resume, over all ranks
+        # state of the window before a resume, over all ranks
         self._steps_before = torch.empty(0, dtype=torch.float64)
         self._deciles_before = torch.zeros(2, 10, dtype=torch.float64)
 
@@ -38,15 +38,15 @@ class LossWindow:
         """Add a micro-batch.
 
         Args:
-            losses: scalars by name, this rank's and micro-batch's share of the losses of the step.
+            losses: scalars by name, the share of this rank and micro-batch in the losses of the step.
             mse: `[B]` unweighted losses of the samples.
-            sigmas: `[B]` their noise levels, on the CPU.
+            sigmas: `[B]` noise levels of the samples, on the CPU.
         """
         self._micro_batches.append({name: loss.detach() for name, loss in losses.items()})
         self._samples.append((mse.detach(), sigmas))
 
     def end_step(self) -> None:
-        """The micro-batches added since the last call were one optimizer step."""
+        """Combine the micro-batches added since the last call into one optimizer step."""
         names = list(self._micro_batches[0])
         if len(self._steps_before) and names != self._names:
             rank_zero_info(
@@ -60,15 +60,15 @@ class LossWindow:
         self._micro_batches.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Mean of every loss over the steps, and `loss_decile_D` over their samples, of all ranks; a collective."""
+        """Mean of every loss over the steps, and `loss_decile_D` over their samples, of all ranks; collective."""
         steps, deciles = self._totals()
         steps = steps[steps.isfinite().all(1)]
-        # the mean of no step is nan
+        # the mean over zero steps is nan
         means = steps.mean(0)
         return {**dict(zip(self._names, means.tolist(), strict=True)), **deciles.by_decile("loss")}
 
     def _totals(self) -> tuple[Tensor, DecileMeans]:
-        """float64 `[steps, names]` losses of the steps and the means by decile, over all ranks."""
+        """float64 `[steps, names]` losses of the steps, and the means by decile, over all ranks."""
         steps = torch.stack(self._steps).double().cpu() if self._steps else torch.empty(0, len(self._names)).double()
         deciles = DecileMeans(finite_only=True)
         if self._samples:
@@ -81,12 +81,12 @@ class LossWindow:
         return steps, deciles
 
     def state_dict(self) -> dict[str, Any]:
-        """The window so far, for `state.json`, so that a resumed run logs what a straight one does; a collective."""
+        """The current window, for `state.json`, so that a resumed run logs the same values; a collective operation."""
         steps, deciles = self._totals()
         return {"names": self._names, "steps": steps.tolist(), "deciles": deciles.table.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the window that `state_dict` gave; without one the first has the steps since the resume."""
+        """Restore the window of `state_dict`; without one, the first log line covers the steps since the resume."""
         if not state:
             return
         self._names = list(state["names"])

@@ -1,4 +1,4 @@
-"""Standard output and error that may lie on a full disk."""
+"""Standard output and error redirected to a disk that may be full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsa.errors import NO_ROOM
 
 
 class _Lossy:
-    """A text stream that drops what it finds no room for."""
+    """A text stream that drops output for which there is no disk space."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -41,7 +41,7 @@ def _dropped(error: OSError, count: int) -> int:
 
 @contextmanager
 def lossy_output() -> Iterator[None]:
-    """Lines for which standard output or error has no room are lost inside, and end nothing."""
+    """Drop lines of standard output and error for which there is no disk space, instead of raising an error."""
     streams = sys.stdout, sys.stderr
     try:
         with redirect_stdout(_Lossy(sys.stdout)), redirect_stderr(_Lossy(sys.stderr)):
@@ -51,7 +51,7 @@ def lossy_output() -> Iterator[None]:
             try:
                 stream.flush()
             except OSError:
-                # what waits in its buffer would fail again when the interpreter ends, with a status of its own
+                # the rest of the buffer would fail again at interpreter exit and change the exit status
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other beside their collectives: that they are alive, and how far."""
+"""Heartbeats of the ranks of a run, exchanged outside its collectives, with their progress."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What one rank says, again and again.
+    """Heartbeat of one rank.
 
     Args:
-        count: of beats, so that no two are equal.
-        moves: steps begun and ended; the least is the last of a run that stands.
-        doing: "step 12".
-        paused: it is busy with what has no time limit.
-        pid: of its process.
-        host: where that runs, for people.
-        place: where that runs; of one place, one can look at the other's process.
-        signal: that it received; 0: none.
-        left: how it left the run.
-        verdict: why it ends the run.
-        culprit: rank that is lost then.
+        count: running number of the beat, so that no two are equal.
+        moves: number of steps begun and ended; in a stalled run, the rank with the fewest is the last one.
+        doing: current activity, such as "step 12".
+        paused: whether the rank is in a phase without time limit.
+        pid: process id.
+        host: host name, for messages.
+        place: host and process namespace; ranks in the same place can inspect each other's processes.
+        signal: signal that the rank received; 0: none.
+        left: how the rank left the run.
+        verdict: reason for which the rank ends the run.
+        culprit: the lost rank in that case.
     """
 
     count: int = 0
@@ -53,31 +53,31 @@ def own_beat() -> Beat:
     host, pid = socket.gethostname(), os.getpid()
     place = f"{host} {pid}"
     with suppress(OSError):
-        # a container has processes of its own; without /proc none can be looked at
+        # containers have separate process namespaces; without /proc no process can be inspected
         place = f"{host} {os.readlink('/proc/self/ns/pid')}"
     return Beat(pid=pid, host=host, place=place)
 
 
 class Meeting:
-    """The ranks of a run, each of which says a beat every `interval` seconds.
+    """The ranks of a run, each of which sends a heartbeat every `interval` seconds.
 
-    It goes through the store by which the ranks met, over a connection of its own: where a rank waits in a collective
-    its beat goes on. Made by all ranks at once.
+    Beats use the store of the process group over a separate connection, so they continue while a rank waits in a
+    collective. All ranks must construct it at the same time.
 
     Args:
-        say: gives the beat of this rank.
-        interval: seconds.
-        patience: seconds in which every rank must have come.
+        say: returns the beat of this rank.
+        interval: seconds between beats.
+        patience: seconds within which every rank must have joined.
     """
 
     def __init__(self, say: Callable[[], Beat], *, interval: float, patience: float):
         self.rank, self.world, self._say, self._interval = dist.get_rank(), dist.get_world_size(), say, interval
-        # rank 0 holds the store, unless what started the ranks does
+        # rank 0 hosts the store, unless the launcher does
         self.host_rank = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         group: Any = dist.group.WORLD
         store = group.get_group_store().clone()
         store.set_timeout(timedelta(seconds=patience))
-        # a process may train several times
+        # a process may train several times, so each time has its own keys
         number = store.add(f"vsa/fits/{self.rank}", 1)
         self._store = dist.PrefixStore(f"vsa/beats/{number}", store)
         self._keys = [str(rank) for rank in range(self.world)]
@@ -88,7 +88,7 @@ class Meeting:
         self.failure: str | None = None
 
     def open(self) -> None:
-        """Wait for the first beat of every rank, and go on by itself."""
+        """Wait for the first beat of every rank, then continue in a thread."""
         self._exchange(0)
         self._thread.start()
 
@@ -109,16 +109,16 @@ class Meeting:
             try:
                 self._exchange(count)
             except RuntimeError as error:
-                # who holds the store has ended
+                # the process that hosts the store has ended
                 self.failure = str(error).partition("\n")[0]
                 return
 
     def tell(self) -> None:
-        """Say the next beat at once."""
+        """Send the next beat immediately."""
         self._now.set()
 
     def close(self) -> None:
-        """Say a last beat, also where a signal has come before the first ones were heard."""
+        """Send a last beat, even if a signal arrived before the first exchange."""
         self._stop.set()
         self._now.set()
         if self._thread.is_alive():
@@ -129,7 +129,7 @@ class Meeting:
 
 
 def state_of_process(pid: int) -> str | None:
-    """Letter of the state of a process here, T: it was stopped; None: there is none or it has ended."""
+    """State letter of a process on this host, T: stopped; None: it does not exist or has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""`metrics.csv`: one row per logged step, append-only; a resume cuts the rows past its step."""
+"""`metrics.csv`: one row per logged step, append-only; a resumed run removes rows after the step of its checkpoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vsa.files import atomic_file, writing
 class MetricsCSV(Logger):
     """Logger that writes `root_dir/metrics.csv`.
 
-    Metrics of one step share a row. A metric seen for the first time adds a column (the file is rewritten once). A full
-    disk stops nothing: it is told once, and at the end how many rows are missing.
+    Metrics of one step share a row. A new metric adds a column, for which the file is rewritten once. A full disk stops
+    nothing: one warning is printed, and at the end the number of missing rows.
 
     Args:
         root_dir: the run folder.
@@ -33,7 +33,7 @@ class MetricsCSV(Logger):
         self._columns = ["step"]
         self._open: dict[str, str] | None = None
         self._start = 0
-        # rows that are in the file, whether it lacks columns or late values, whether a full disk was told
+        # number of rows in the file, whether it lacks columns or late values, whether a full disk was reported
         self._written, self._stale, self._told = 0, False, False
 
     @property
@@ -45,21 +45,21 @@ class MetricsCSV(Logger):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the rows are in the file."""
+        """Empty, since the rows are in the file."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after `state["step"]`."""
+        """Continue after `state["step"]`."""
         self._start = state["step"]
 
     def open(self) -> None:
-        """Begin the file: the rows up to the step it goes on from stay, others go."""
+        """Start the file: keep the rows up to the step that the run continues from."""
         self._rows, self._columns, self._open = [], ["step"], None
         if self._start > 0 and self.path.exists():
             with open(self.path, newline="") as file:
                 reader = csv.DictReader(file)
                 self._columns = list(reader.fieldnames or ["step"])
-                # a kill in the middle of a line leaves a row that lacks columns
+                # a process killed during a write leaves a row with missing columns
                 whole = [row for row in reader if None not in row.values()]
             self._rows = [row for row in whole if int(row["step"]) <= self._start]
         self._rewrite()
@@ -75,11 +75,11 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """The resolved config stands beside this file already."""
+        """Does nothing: the resolved config is next to this file already."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Write what is not in the file yet; what finds no room is tried again with the next row."""
+        """Write the rows that are not in the file yet; rows without disk space are retried with the next one."""
         if self._open is not None:
             self._add(self._open)
             self._open = None
@@ -92,13 +92,13 @@ class MetricsCSV(Logger):
                 self._append(self._rows[self._written :])
         except OSError as error:
             if not self._told:
-                rank_zero_info(f"warning: {error}: training goes on, its metrics wait for room")
+                rank_zero_info(f"warning: {error}: training continues, metrics are written once there is space")
             self._told = True
 
     def _add(self, row: dict[str, str]) -> None:
         new = [name for name in row if name not in self._columns]
         self._columns += new
-        # a late metric of a row already there
+        # a further metric for the row of the last step
         late = bool(self._rows) and self._rows[-1]["step"] == row["step"]
         if late:
             self._rows[-1].update(row)
@@ -120,7 +120,7 @@ class MetricsCSV(Logger):
             with writing(self.path), open(self.path, "a", newline="") as file:
                 csv.DictWriter(file, self._columns, restval="").writerows(rows)
         except OSError:
-            # half a row
+            # remove the partial row
             os.truncate(self.path, size)
             raise
         self._written = len(self._rows)

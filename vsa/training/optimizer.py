@@ -18,7 +18,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Schedule(Protocol):
-    """Factor on the base learning rate at an optimizer step, counted from 0."""
+    """Factor of the base learning rate at an optimizer step, counted from 0."""
 
     def __call__(self, step: int) -> float: ...
 
@@ -59,7 +59,7 @@ class Cosine:
 class WSD:
     """Warm-up, stable, decay: 1 until the last `decay_share` of `total_steps`, then linear to `end`.
 
-    A warm-up that reaches into the decay multiplies it.
+    If warm-up and decay overlap, their factors are multiplied.
     """
 
     total_steps: AtLeastOne
@@ -84,17 +84,17 @@ class AdamW:
 
     Args:
         lr: base learning rate, multiplied by the schedule and by the role's factor.
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay; applied to the roles in `decay_roles`.
-        decay_roles: roles that decay (vectors, embeddings and tables do not). Gates decay whole, with their biases:
-            what identity is to a gate stands in its bias, so a run that is to stay near it leaves the role out.
-        lr_factors: learning-rate factor by role or by name pattern (`blocks.0.*`, `*norm*`), 1 where absent; the last
-            pattern that fits a name counts, and a pattern counts before a role.
+        betas: decay rates of the first and second moment.
+        eps: constant added to the square root of the second moment.
+        weight_decay: decoupled weight decay, applied to the roles in `decay_roles`.
+        decay_roles: roles with weight decay (not vectors, embeddings and tables). For gates, biases decay too: a gate's
+            bias defines its identity, so a run that should stay near the identity leaves this role out.
+        lr_factors: learning-rate factor by role or by name pattern (`blocks.0.*`, `*norm*`), 1 if absent; the last
+            matching pattern applies, and patterns take precedence over roles.
         schedule: factor by optimizer step.
     """
 
-    # a step moves every weight by about lr, so that nothing is left of one above 1
+    # a step changes every weight by about lr, so a value above 1 would erase the weights
     lr: PositiveShare
     schedule: Schedule
     betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
@@ -111,17 +111,14 @@ class AdamW:
     def build(self, model: nn.Module, roles: Mapping[str, str]) -> torch.optim.AdamW:
         """The optimizer over the trainable parameters of `model`.
 
-        Groups carry `role`, `base_lr` and `names`, one per role and learning-rate factor.
-
-        Raises:
-            ValueError: nothing is trainable, or a pattern of `lr_factors` fits no parameter.
+        Groups carry `role`, `base_lr` and `names`, one group per role and learning-rate factor.
         """
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("no parameter is trainable")
         for pattern in filter(_is_pattern, self.lr_factors):
             if not any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
-                raise ValueError(f"optim.lr_factors pattern {pattern!r} fits no parameter")
+                raise ValueError(f"optim.lr_factors pattern {pattern!r} matches no parameter")
         groups: dict[tuple[str, float], list[str]] = {}
         for name in trainable:
             groups.setdefault((roles[name], self._lr_factor(name, roles[name])), []).append(name)
@@ -138,7 +135,7 @@ class AdamW:
                 for (role, factor), names in sorted(groups.items(), key=lambda item: ROLES.index(item[0][0]))
             ],
             lr=self.lr,
-            # torch rejects a mix of int and float
+            # torch refuses a mix of int and float
             betas=(float(beta1), float(beta2)),
             eps=self.eps,
         )
@@ -148,7 +145,7 @@ class AdamW:
         return fitting[-1] if fitting else self.lr_factors.get(role, 1.0)
 
     def set_lr(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Write the learning rate of optimizer step `step` into every group; returns the schedule's factor."""
+        """Set the learning rate of optimizer step `step` in every group; returns the schedule's factor."""
         factor = self.schedule(step)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor

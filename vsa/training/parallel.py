@@ -1,4 +1,4 @@
-"""How a model is spread over devices and prepared for them: checkpointing, compile, sharding, in that order."""
+"""Parallelism of a model: activation checkpointing, compile and sharding, in this order."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """What `parallelize` applies.
+    """Settings of `parallelize`.
 
     Args:
-        activation_checkpointing: what each block computes again in the backward pass, for memory: none, attention
-            (norms and products around the attentions, not these themselves), attention_mlp (the feed-forward layer
-            too), or full.
+        activation_checkpointing: parts of each block that the backward pass recomputes to save memory: none, attention
+            (norms and linear layers around the attentions, not the attentions themselves), attention_mlp (also the
+            feed-forward layer), or full.
         compile: `torch.compile` each block.
-        compute_dtype: what parameters, which stay fp32, are rounded to where they are used; auto: bfloat16 on CUDA,
-            float32 elsewhere.
+        compute_dtype: dtype to which the fp32 parameters are rounded for use; auto: bfloat16 on CUDA, float32
+            elsewhere.
     """
 
     activation_checkpointing: Level = "none"
@@ -47,7 +47,7 @@ class ParallelPlan:
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 
     def rounds_to(self, device_type: str) -> torch.dtype | None:
-        """The dtype that parameters are rounded to on a kind of device; None: they are used as they are."""
+        """The dtype to which parameters are rounded on a device type; None: no rounding."""
         low = device_type == "cuda" if self.compute_dtype == "auto" else self.compute_dtype == "bfloat16"
         return torch.bfloat16 if low else None
 
@@ -55,14 +55,15 @@ class ParallelPlan:
 def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan, device_type: str) -> None:
     """Prepare `model` in place: activation checkpointing, per-block compile, FSDP2 over `mesh` (None: no sharding).
 
-    Gradients are reduced, and those of several micro-batches summed, in fp32. Inputs are not cast: timesteps and
-    modulation need fp32, the model casts what enters a matrix product.
+    Gradients are reduced, and accumulated over micro-batches, in fp32. Inputs are not cast: timesteps and modulation
+    need fp32, and the model casts the inputs of matrix products.
 
     Args:
-        model: on any device.
-        mesh: what its parameters are sharded over; they are rounded when they are gathered, without one by each layer.
-        plan: what is applied.
-        device_type: of the device that it will run on.
+        model: model on any device.
+        mesh: mesh for the sharding of parameters, which rounds them when it gathers them; without one each layer
+            rounds.
+        plan: the settings.
+        device_type: type of the device on which the model will run.
     """
     low = plan.rounds_to(device_type)
     model.activation_checkpointing = plan.activation_checkpointing
@@ -75,7 +76,7 @@ def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan, de
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        # the root too is resharded after its forward: averages and checkpoints read shards at any time
+        # also reshard the root after its forward, since averages and checkpoints read shards at any time
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
@@ -88,22 +89,22 @@ def build_model(
 ) -> VideoDiT:
     """The network that `make` builds, prepared by `parallelize`, on the default device or on that of the mesh.
 
-    Values are drawn on the CPU, so that they are the same on every device. With a mesh the network is made on the meta
-    device, sharded, and filled one parameter at a time, so no rank ever holds the whole model. The weights and the
-    random state are those of a build without a mesh, bit for bit.
+    Initial values are drawn on the CPU, so that they are the same on every device. With a mesh, the network is built on
+    the meta device, sharded, and filled one parameter at a time, so no rank ever holds the whole model. Weights and
+    random state are bitwise equal to those without a mesh.
 
     Args:
-        make: builds the network.
-        mesh: what the parameters are sharded over; None: not at all.
-        plan: what else is applied.
-        initialise: whether a parameter of this name gets its value (None: none does); the others are loaded next.
+        make: factory of the network.
+        mesh: mesh for the sharding of parameters; None: no sharding.
+        plan: further settings.
+        initialise: whether to initialise the parameter of a name (None: none); the others must be loaded next.
     """
     if mesh is None:
         return _build_whole(make, plan, torch.get_default_device(), draw=initialise is not None)
     fills = _Fills()
     with torch.device("meta"), fills if initialise else nullcontext():
         model = make()
-    # sharding puts other parameters in their place
+    # sharding replaces the parameters
     parameters = model.named_parameters()
     values = {name: fills.of(name, p) for name, p in parameters if initialise and initialise(name)}
     parallelize(model, mesh, plan, mesh.device_type)
@@ -121,13 +122,13 @@ def _build_whole(make: Callable[[], VideoDiT], plan: ParallelPlan, device: torch
         model = make()
     parallelize(model, None, plan, device.type)
     with _named_when_too_large(model):
-        # one parameter after the other: the device holds the model once, and the CPU what has not moved yet
+        # parameters move one by one: the device holds the model once, and the CPU the remaining parameters
         return model.to(device) if draw else model.to_empty(device=device)
 
 
 @contextmanager
 def _named_when_too_large(model: VideoDiT) -> Iterator[None]:
-    """Say how large the model is when it does not fit."""
+    """Add the size of the model to an out-of-memory error."""
     try:
         yield
     except RuntimeError as error:
@@ -137,18 +138,19 @@ def _named_when_too_large(model: VideoDiT) -> Iterator[None]:
 
 
 class _Fills(TorchDispatchMode):
-    """Remembers how tensors made on the meta device were last filled.
+    """Records how tensors on the meta device were last filled.
 
-    Random values are drawn and dropped meanwhile: the random state moves as it does on a real device.
+    Random values are drawn and discarded, so that the random state advances as on a real device.
     """
 
     FUNCTIONS = (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default)
 
     def __init__(self):
         super().__init__()
-        # by storage, which all views of a parameter share; the tensor keeps its address from being used again
+        # by storage, which all views of a parameter share; a reference to the tensor keeps its address from being
+        # reused
         self._last: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
-        # one buffer for all: freed ones would lie in pieces between what is remembered
+        # one shared buffer, since freed buffers would fragment the memory between the recorded tensors
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,19 +178,19 @@ class _Fills(TorchDispatchMode):
         return self._buffer[:size].view(like.dtype).view(like.shape)
 
     def of(self, name: str, parameter: nn.Parameter) -> Callable[[], Tensor]:
-        """The function that makes the value of `parameter` on the CPU, good until the next one is made."""
+        """Function that returns the value of `parameter` on the CPU, valid until the next value is computed."""
         tensor, fill_again = self._last[parameter.untyped_storage()._cdata]
         assert tensor.shape == parameter.shape, name
         return fill_again
 
 
 def refuse_shared_parameters(networks: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError when two roles hold the same parameter, so that training one would change the other."""
+    """Raise ValueError if two roles share a parameter, so that training one would change the other."""
     owners: dict[int, tuple[str, str]] = {}
     for role, network in networks.items():
         for name, parameter in network.named_parameters():
             place = local(parameter).untyped_storage().data_ptr()
-            # an empty shard lies nowhere
+            # an empty shard has no storage
             other, theirs = owners.setdefault(place, (role, name)) if place else (role, name)
             if other != role:
                 raise ValueError(f"{other} and {role} share a parameter ({theirs} and {name}): each needs its own")
@@ -201,20 +203,17 @@ class ShardedDataParallel(MeshStrategy):
     Every rank trains on its own part of the batch.
 
     Args:
-        replicate: copies of the model. The ranks fall into that many groups, each holding one copy in shards: 1 shards
-            over all ranks (FSDP), "all" gives every rank the whole model (DDP), a number between is HSDP.
-        reduce_each: with gradient accumulation, reduce the gradients of every micro-batch and not once a step: more
-            traffic, but the memory of a shard's gradients and not of the whole model's.
-        timeout: seconds without a sign of life of a rank, or without any progress of one, after which the others end.
-        first_timeout: the same until the first step is made, which compiles and starts workers; also for the ranks to
-            meet.
-
-    Raises:
-        ValueError: the ranks do not divide into that many copies (once they are known).
+        replicate: number of copies of the model. The ranks are divided into as many groups, each with one sharded copy:
+            1 shards over all ranks (FSDP), "all" puts the whole model on every rank (DDP), other numbers are HSDP.
+        reduce_each: with gradient accumulation, reduce gradients after every micro-batch instead of once per step: more
+            communication, but gradients need the memory of a shard and not of the whole model.
+        timeout: seconds without a heartbeat of a rank, or without progress of all ranks, after which the others end.
+        first_timeout: the same until the first step is done, which includes compilation and the start of workers; also
+            the time limit for the ranks to connect.
     """
 
     watch: Watch | None = None
-    """What ends this rank where it can only wait; the run's own."""
+    """Watch of the run, which ends this rank if it can only wait."""
 
     def __init__(
         self,
@@ -229,7 +228,7 @@ class ShardedDataParallel(MeshStrategy):
         self._reduce_each = reduce_each
 
     def setup_environment(self) -> None:
-        # refused before ranks connect: one that has failed would leave the others without a partner
+        # checked before ranks connect: a rank that fails here would leave the others waiting
         self.set_world_ranks()
         if self.world_size % self._copies:
             raise ValueError(f"trainer.strategy.replicate={self._copies} does not divide the {self.world_size} ranks")
@@ -260,7 +259,7 @@ class ShardedDataParallel(MeshStrategy):
     def make_mesh(self) -> DeviceMesh:
         shape = (self._copies, self.world_size // self._copies)
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-        # a mesh of one axis spares a second reduction
+        # with a mesh of one axis there is no second reduction
         return mesh["dp_shard"] if self._copies == 1 else mesh
 
     @property
@@ -269,7 +268,7 @@ class ShardedDataParallel(MeshStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """No reduction of gradients inside: what Lightning asks for in all but the last micro-batch."""
+        """No reduction of gradients within the context, for all but the last micro-batch."""
         assert self.model is not None
         sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)] if not self._reduce_each else []
         for module in sharded:
@@ -282,18 +281,18 @@ class ShardedDataParallel(MeshStrategy):
 
 
 def reduced_when(strategy: Any, last: bool) -> AbstractContextManager[None]:
-    """Gradients of a backward inside are reduced over ranks only when it is the last one of a step."""
+    """Reduce the gradients of backwards within the context only if it is the last one of a step."""
     sums = not last and isinstance(strategy, ShardedDataParallel)
     return strategy.block_backward_sync() if sums else nullcontext()
 
 
 @contextmanager
 def rank_zero_reports(*errors: type[Exception], patience: float = 5.0) -> Iterator[None]:
-    """Of ranks that fail for one reason let rank 0 report: launchers end the others when it exits.
+    """Let rank 0 report an error that all ranks have; the launcher stops the other ranks when it exits.
 
     Args:
-        errors: what is held back on the other ranks.
-        patience: seconds, after which a rank whose failure is its own reports it.
+        errors: exceptions that the other ranks delay.
+        patience: seconds after which another rank reports its error, because it is the only one to fail.
     """
     try:
         yield
@@ -301,7 +300,7 @@ def rank_zero_reports(*errors: type[Exception], patience: float = 5.0) -> Iterat
         if rank_zero_only.rank != 0:
             time.sleep(patience)
         else:
-            # while this one reports, those it started may end
+            # the processes that this one started may end while it reports
             stop_watching()
         raise
 
@@ -310,12 +309,12 @@ def choose_strategy(strategy: Any, *, processes: int) -> Any:
     """The strategy of a run: FSDP2 for several processes, none for a single one.
 
     Args:
-        strategy: what the config says, "auto" or a node that builds `ShardedDataParallel`.
-        processes: of all nodes.
+        strategy: value of the config, "auto" or a node that builds `ShardedDataParallel`.
+        processes: number of processes on all nodes.
 
     Raises:
-        ValueError: another strategy: modules that step their own optimizers call their networks directly, so that
-            Lightning's DDP, which reduces gradients in a wrapper around the module, would leave them unreduced.
+        ValueError: another strategy. Modules with manual optimization call their networks directly, so that Lightning's
+            DDP, which reduces gradients in a wrapper of the module, would not reduce them.
     """
     if strategy == "auto":
         return ShardedDataParallel() if processes > 1 else "auto"

@@ -1,4 +1,4 @@
-"""`vsa plan`: memory, time and cost of a run on GPUs that are not here."""
+"""`vsa plan`: memory, time and cost of a run on a given kind of GPU, without running it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Grid = tuple[int, int, int]
 
 
 def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
-    """Print what a run takes on a kind of GPU.
+    """Print the estimate of a run on a kind of GPU.
 
     Args:
-        cfg: of the run.
+        cfg: config of the run.
         gpu: kind of GPU.
-        gib: memory of one, where it is not the kind's.
+        gib: memory of one GPU if it differs from that of the kind.
         grid: tokens of a sample along time, height and width; None: those of the data.
 
     Raises:
-        ValueError: an impossible setting, a kind of GPU nothing is known of, or a run that does not fit.
+        ValueError: an invalid setting, an unknown kind of GPU, or a run that does not fit.
     """
     if cfg.get("sweep"):
-        raise ValueError("a plan is of one run: leave sweep= out")
+        raise ValueError("a plan is for a single run: leave sweep= out")
     check_targets(cfg)
     check_settings(cfg)
     kind = gpu_of(gpu, gib)
@@ -42,17 +42,13 @@ def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
 
 
 def gpu_of(name: str, gib: float | None = None) -> Gpu:
-    """A kind of GPU, with another memory where one is given.
-
-    Raises:
-        ValueError: an unknown kind whose memory is not given, or a memory that is none.
-    """
+    """A kind of GPU, with memory `gib` if set; ValueError for an unknown kind without memory, or an invalid memory."""
     if gib is not None and not gib > 0:
         raise ValueError(f"--memory {gib:g}: expected GiB above 0")
     gpu = known_gpu(name)
     if gpu is None and gib is None:
         known = ", ".join(kind.name for kind in GPUS)
-        raise ValueError(f"--gpu {name}: nothing is known of it, give its memory (--memory GIB); known are {known}")
+        raise ValueError(f"--gpu {name}: unknown kind of GPU, give its memory (--memory GIB); known are {known}")
     gpu = gpu or Gpu(name=name, memory=0.0, sources={})
     return gpu if gib is None else replace(gpu, memory=gib * GIB)
 
@@ -66,7 +62,7 @@ def _ranks(trainer: Any) -> int:
 
 
 def _shapes(cfg: Any, module: Any, grid: Sequence[int] | None) -> dict[tuple[int, ...], int]:
-    """Samples by latent shape."""
+    """Number of samples by latent shape."""
     if grid is not None:
         if min(grid) < 1:
             raise ValueError(f"--grid {' '.join(map(str, grid))}: expected token counts above 0")

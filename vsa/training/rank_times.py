@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting: what each takes for a step, without its own waiting for them."""
+"""Detection of stragglers: the step time of each rank, without the time that it waits for others."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ STRAGGLER_SHARE = 0.2
 
 
 class CollectiveClock:
-    """Seconds that the main thread has spent in collectives, while it is entered.
+    """Measures the seconds that the main thread spends in collectives, within its context.
 
-    On CUDA they return at once: what is left is the host's time.
+    On CUDA, collectives return at once, so that only host time is measured.
     """
 
-    # by either name of older and newer torch; what FSDP2 and the reductions of its copies call
+    # functions that FSDP2 and the reductions of its copies call, under the names of older and newer torch
     NAMES = (
         "all_gather_into_tensor",
         "all_gather_single",
@@ -67,11 +67,11 @@ class CollectiveClock:
 
 
 class RankTimes:
-    """Times of the steps of this rank, which all ranks see at the logging interval.
+    """Step times of this rank, which all ranks exchange at the logging interval.
 
     Args:
-        clock: of the collectives.
-        now: seconds of training, a clock that stands still meanwhile.
+        clock: clock of the collectives.
+        now: seconds of training; this clock stops during pauses.
     """
 
     def __init__(self, clock: CollectiveClock, now: Callable[[], float]):
@@ -80,25 +80,25 @@ class RankTimes:
         self._began: float | None = None
         self._waited = 0.0
         self._data = self._own = 0.0
-        # of the steps since the last log line
+        # (computation, data) seconds of the steps since the last log line
         self._steps: list[tuple[float, float]] = []
         self._last: deque[float] = deque(maxlen=STRAGGLER_STEPS)
 
     def begins(self) -> None:
-        """The micro-batch is there."""
+        """Record that the micro-batch has arrived."""
         self._began, self._waited = self._now(), self._clock.seconds
         if self._fetching is not None:
             self._data += self._began - self._fetching
             self._fetching = None
 
     def computed(self) -> None:
-        """Forward and backward of the micro-batch are done; what follows is the same on all ranks."""
+        """Record the end of forward and backward; what follows takes equally long on all ranks."""
         if self._began is not None:
             self._own += self._now() - self._began - (self._clock.seconds - self._waited)
             self._began = None
 
     def ends(self, step: bool) -> None:
-        """The micro-batch has ended, and with it a step or not."""
+        """Record the end of a micro-batch, and of a step if `step` is true."""
         self.computed()
         if step:
             self._steps.append((self._own, self._data))
@@ -106,11 +106,11 @@ class RankTimes:
             self._data = self._own = 0.0
 
     def waits(self) -> None:
-        """The next micro-batch is fetched from here on."""
+        """Record the start of fetching the next micro-batch."""
         self._fetching = self._now()
 
     def metrics(self, trainer: L.Trainer) -> dict[str, float]:
-        """Means since the last call by rank; a collective, in which a straggler is told."""
+        """Means by rank since the last call; a collective operation, which also reports a straggler."""
         full = len(self._last) == STRAGGLER_STEPS
         own, data = (sum(column) / len(self._steps) for column in zip(*self._steps, strict=True))
         table = torch.zeros(trainer.world_size, 3, dtype=torch.float64, device=trainer.strategy.root_device)
@@ -129,11 +129,11 @@ class RankTimes:
 
 
 def straggler_line(seconds: list[float], data: list[float]) -> str | None:
-    """What to say of the slowest rank where it is behind the others.
+    """Message about the slowest rank; None if it is not far enough behind the others.
 
     Args:
-        seconds: of the middle step, by rank, without waiting for others.
-        data: of these for the data.
+        seconds: median step time without waiting for others, by rank.
+        data: mean time per step spent waiting for data, by rank.
     """
     rank = max(range(len(seconds)), key=lambda r: seconds[r])
     others = statistics.median(seconds[:rank] + seconds[rank + 1 :])

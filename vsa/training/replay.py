@@ -1,4 +1,4 @@
-"""A dropped step run again, with a look at every tensor on its way."""
+"""Replay of a dropped step, with a check of every tensor."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from vsa.training.run_state import REPLAY, RunStart
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What came of a replay.
+    """Result of a replay.
 
     Args:
         step: optimizer step, from 0.
-        network: whose update was dropped.
-        recorded: loss of every micro-batch when it was dropped, as `float.hex`.
-        losses: the same in the replay.
-        first: what was not finite first; None: nothing was.
+        network: network whose update was dropped.
+        recorded: loss of every micro-batch when the update was dropped, as `float.hex`.
+        losses: the same losses in the replay.
+        first: the first non-finite tensor; None: all were finite.
     """
 
     step: int
@@ -43,37 +43,39 @@ class Replayed:
 
     @property
     def reproduced(self) -> bool:
-        """Whether the losses are the same bit for bit, and something was not finite again."""
+        """Whether the losses are bitwise equal and a tensor was non-finite again."""
         return self.first is not None and self.losses == self.recorded
 
     def lines(self) -> list[str]:
-        """What a person is told."""
+        """The report in lines."""
         same = (
-            "the same bit for bit" if self.losses == self.recorded else f"not those recorded ({_told(self.recorded)})"
+            "the same bit for bit"
+            if self.losses == self.recorded
+            else f"not those recorded ({_formatted(self.recorded)})"
         )
         return [
-            f"step {self.step}, {self.network}: losses {_told(self.losses)}, {same}",
-            f"first not finite: {self.first}" if self.first else "every tensor was finite: the cause was none of these",
+            f"step {self.step}, {self.network}: losses {_formatted(self.losses)}, {same}",
+            f"first not finite: {self.first}" if self.first else "every tensor was finite: the cause lies elsewhere",
             "reproduced" if self.reproduced else "not reproduced",
         ]
 
 
-def _told(losses: Sequence[str]) -> str:
+def _formatted(losses: Sequence[str]) -> str:
     return ", ".join(f"{float.fromhex(loss):.9g}" for loss in losses)
 
 
 def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
-    """Run the step of a folder that `NanDump` wrote; the batches of several ranks become micro-batches of one.
+    """Run the step of a dump of `NanDump` again; the batches of several ranks become micro-batches of one.
 
     Args:
-        path: the folder.
+        path: folder of the dump.
         accelerator: as `trainer.accelerator`.
 
     Raises:
-        ValueError: the folder is none of a dropped step, or is damaged, or the data of the run are gone.
+        ValueError: the folder is not a dump, is damaged, or the data of the run are missing.
     """
     if not (path / NETWORKS).is_dir():
-        raise ValueError(f"{path} is no folder of a dropped step: expected RUN/nan-dumps/step-N-NETWORK")
+        raise ValueError(f"{path} is not a folder of a dropped step: expected RUN/nan-dumps/step-N-NETWORK")
     checkpoint = latest_checkpoint(path / NETWORKS)
     about: Mapping[str, Any] = checkpoint.state.get(REPLAY) or {}
     if not about:
@@ -91,7 +93,7 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
     start = RunStart(resume=checkpoint, config=checkpoint.state["config"], micro_batches=len(batches))
     module = build_task(cfg, start=start)
     module.check_weights(datamodule)
-    # the data module says what the data are, the batches are those that were dumped
+    # the data module provides statistics and encoders, the batches come from the dump
     datamodule.train_dataloader = lambda: DataLoader(_Batches(batches), batch_size=None)
     look = _Look(checkpoint.step, about["network"])
     trainer = L.Trainer(
@@ -101,7 +103,7 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
         logger=False,
         max_steps=checkpoint.step + 1,
         max_epochs=-1,
-        # a module that steps its own optimizers knows of them
+        # modules with manual optimization accumulate by themselves
         accumulate_grad_batches=len(batches) if module.automatic_optimization else 1,
         limit_val_batches=0,
         enable_checkpointing=False,
@@ -113,7 +115,7 @@ def replay_step(path: Path, *, accelerator: str = "auto") -> Replayed:
         step=checkpoint.step,
         network=about["network"],
         recorded=tuple(recorded),
-        # a network whose turn comes later has losses of its own
+        # further losses belong to a network that is updated later in the step
         losses=tuple(look.losses[: len(recorded)]),
         first=look.first,
     )
@@ -131,7 +133,7 @@ class _Batches(torch.utils.data.IterableDataset):
 
 
 class _Look(L.Callback):
-    """Finds the first tensor that is not finite: weights, batch, outputs of modules in their order, gradients."""
+    """Finds the first non-finite tensor: weights, batch, outputs of modules in their order, gradients."""
 
     def __init__(self, step: int, network: str):
         self._step, self._network = step, network
@@ -141,10 +143,10 @@ class _Look(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         for clipper in pl_module.clippers.values():
-            # told at the end
+            # a dropped update is reported at the end instead
             clipper.max_skipped = sys.maxsize
         if self._network == "fake_score":
-            # the generator has had its turn
+            # the dump has the weights of the generator after its update
             pl_module.cycle = replace(pl_module.cycle, fake_score_warmup=self._step + 1)
         for name, parameter in pl_module.named_parameters():
             self._see(f"weight {name}", local(parameter))

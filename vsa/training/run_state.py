@@ -1,4 +1,4 @@
-"""What the checkpoints of a run hold: parts by name, which saving and resuming loop over."""
+"""State of a run in its checkpoints: named parts, which saving and resuming iterate over."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from vsa.checkpoints.weight_source import WeightSource
 from vsa.training.deadline import Deadline
 
 Owner = nn.Module | torch.optim.Optimizer | Mapping[str, Tensor]
-"""Whose tensors a file of a checkpoint holds: a network, its optimizer, or tensors by name that are filled in place."""
+"""Owner of the tensors in a file of a checkpoint: a network, an optimizer, or tensors by name, filled in place."""
 
 TOP_LEVEL = ("status", "gradients", "data", "metrics")
-"""Parts whose values stand at the top of `state.json`; those of others stand under the part's name."""
+"""Parts whose values are at the top level of `state.json`; those of others are under the part's name."""
 
 NEWER = ("sparsity_state", "loss_window", "bad_samples", "loss_spikes")
-"""Parts that checkpoints of the first schema may lack: they are loaded from nothing."""
+"""Parts that checkpoints of the first schema may lack; they are then loaded from an empty state."""
 
 WITHOUT_GRADIENT = "without_gradient"
-"""Name in `state.json` of the parameters whose optimizer state is rightly missing, by group."""
+"""Name in `state.json` of the parameters without optimizer state, since they have no gradient, by group."""
 
 REPLAY = "replay"
-"""In the state of a checkpoint of networks alone, which one step is replayed from."""
+"""Key in the state of a checkpoint that contains networks only, for the replay of one step."""
 
 SETTINGS = {"ema": "callbacks.ema", "discriminator": "objective.gan", "fake_steps": "objective.step_aware"}
-"""What decides whether there is a group of tensors."""
+"""Setting that adds a group of tensors, by group."""
 
 
 class Stateful(Protocol):
-    """A part of a run that its checkpoints hold."""
+    """A part of a run that its checkpoints contain."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Plain values for JSON; a collective."""
+        """Plain values for JSON; a collective operation."""
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Take them back, before any network is made; what stands at the top level gets all of `state.json`."""
+        """Restore the values, before any network is built; parts at the top level get all of `state.json`."""
 
 
 @runtime_checkable
 class HasTensors(Stateful, Protocol):
-    """A part with tensors, each group a file."""
+    """A part with tensors; each group is stored in one file."""
 
     def tensors(self) -> Mapping[str, Owner]:
-        """Groups by name."""
+        """Owners of tensors by group."""
         ...
 
 
@@ -64,7 +64,7 @@ class Weights:
     """Networks with their optimizers.
 
     Args:
-        groups: their groups of tensors, once they are made.
+        groups: returns their groups of tensors; called once they are built.
     """
 
     def __init__(self, groups: Callable[[], Mapping[str, Owner]]):
@@ -78,19 +78,19 @@ class Weights:
 
 
 class RunStart:
-    """How a run begins.
+    """The start of a run: new, from initial weights, or resumed.
 
     Args:
-        resume: the checkpoint it goes on from.
-        weights: what a new run takes its weights from; None: they are random.
+        resume: checkpoint to resume.
+        weights: source of the initial weights of a new run; None: random weights.
         config: the resolved settings, which build the model again for sampling.
-        micro_batches: of an optimizer step, for a module that steps its own optimizers.
-        changes: settings of the run that were allowed to change when it was resumed, for the record.
-        newest: `resume` is the newest one of its folder, and one before it takes its place when it is damaged.
-        changes_since: gives the changes since that one.
+        micro_batches: micro-batches of an optimizer step, for a module with manual optimization.
+        changes: settings that were allowed to change on resume, for the record.
+        newest: whether `resume` is the newest checkpoint of its folder, replaced by an earlier one if it is damaged.
+        changes_since: returns the changes since such an earlier checkpoint.
     """
 
-    # no dataclass: hydra would take one for settings
+    # not a dataclass, which Hydra would convert to settings
     def __init__(
         self,
         *,
@@ -114,17 +114,17 @@ NEW_RUN = RunStart()
 
 @dataclass
 class RunStatus:
-    """What the parts of a run tell each other.
+    """Shared state of the parts of a run.
 
     Attributes:
         flops_total: executed training FLOPs.
-        paused_seconds: spent on what is no training.
-        paused_now: whether no step is made or waited for.
-        stage: steps, where there is one to finish and to save when a signal comes; end, where every rank is done.
+        paused_seconds: seconds spent outside training steps.
+        paused_now: whether the run is outside training steps at present.
+        stage: start; steps: a signal finishes the step and saves; end: every rank is done.
         received: signal that ends the run, or `DEADLINE`, known to all ranks.
-        deadline: when it has to stop by itself.
-        saved: checkpoint written last, or the one the run went on from.
-        prompt: caption of a clip that was asked for.
+        deadline: deadline at which the run stops by itself.
+        saved: last written checkpoint, or the resumed one.
+        prompt: caption of a sampled clip.
     """
 
     flops_total: float = 0.0
@@ -138,7 +138,7 @@ class RunStatus:
 
     @contextmanager
     def paused(self):
-        """Leave what happens inside out of the measured time."""
+        """Exclude the time within the context from the measured training time."""
         start, before = perf_counter(), self.paused_now
         self.paused_now = True
         yield
@@ -153,14 +153,14 @@ class RunStatus:
 
 
 def parts_of(trainer: L.Trainer) -> dict[str, Any]:
-    """All parts of a run by name: those of its module, its data, and callbacks and loggers that name themselves one."""
+    """All parts of a run by name: of its module and data, and callbacks and loggers with an attribute `part`."""
     owners: Any = trainer
     named: list[Any] = [owner for owner in (*owners.callbacks, *trainer.loggers) if hasattr(owner, "part")]
     return {**owners.lightning_module.parts(), "data": owners.datamodule, **{owner.part: owner for owner in named}}
 
 
 def values_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Values of the parts for `state.json`."""
+    """Values of the parts, for `state.json`."""
     values: dict[str, Any] = {}
     for name, part in parts.items():
         state = part.state_dict()
@@ -173,12 +173,12 @@ def values_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
 
 
 def tensors_of(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of the parts by group and name."""
+    """Tensors of the parts, by group and name."""
     return {group: _tensors(owner) for group, owner in _groups(parts).items()}
 
 
 def networks_of(parts: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of the networks alone, by group and name: what a step can be replayed from."""
+    """Tensors of the networks only, by group and name, for the replay of a step."""
     return {group: _tensors(owner) for group, owner in _groups(parts).items() if isinstance(owner, nn.Module)}
 
 
@@ -193,21 +193,21 @@ def _tensors(owner: Owner) -> dict[str, Tensor]:
 
 
 def read_by_all(trainer: L.Trainer, checkpoint: Checkpoint, *, newest: bool) -> Checkpoint:
-    """A checkpoint to resume of which every byte was read, by all ranks together where that was left to them.
+    """A fully verified checkpoint to resume; if rank 0 left the verification to the ranks, each reads a part of it.
 
     Args:
-        trainer: of the run; a collective.
-        checkpoint: what rank 0 chose.
-        newest: one before it takes its place when it is damaged.
+        trainer: trainer of the run; the call is a collective operation.
+        checkpoint: checkpoint that rank 0 chose.
+        newest: whether an earlier checkpoint may replace a damaged one.
 
     Raises:
-        ValueError: it is damaged, or all are.
+        ValueError: the checkpoint, or every possible one, is damaged.
     """
     if checkpoint.verified:
         return checkpoint
     own = checkpoint.path
     older = [path for path in list_checkpoints(own.parent) if step_of(path) < checkpoint.step] if newest else []
-    # what rank 0 sees counts
+    # all ranks use the list of rank 0
     for path in trainer.strategy.broadcast([str(path) for path in (own, *reversed(older))]):
         try:
             return read_together(path)
@@ -219,24 +219,24 @@ def read_by_all(trainer: L.Trainer, checkpoint: Checkpoint, *, newest: bool) -> 
 
 
 def refuse_missing(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raise ValueError that names the values a checkpoint lacks."""
+    """Raise ValueError with the names of values that are missing in a checkpoint."""
     missing = [name for name in names if name not in checkpoint.state]
     if missing:
         raise ValueError(f"{checkpoint.path} is not a complete checkpoint of this run: missing {', '.join(missing)}")
 
 
 def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Put the values of all parts back.
+    """Restore the values of all parts.
 
     Args:
-        parts: of the run.
-        record: what else its checkpoints say, which has to be there.
-        checkpoint: to go on from.
+        parts: parts of the run.
+        record: further values that its checkpoints must contain.
+        checkpoint: checkpoint to resume.
 
     Raises:
         ValueError: names what is missing, or what a part refuses.
     """
-    # a callback that the run had not
+    # callbacks that the run did not have before
     added = [name for name in ("loss_spikes",) if not checkpoint.state.get("config", {}).get("callbacks", {}).get(name)]
     newer = NEWER if checkpoint.schema == 1 else tuple(added)
     if checkpoint.schema > 1:
@@ -253,16 +253,16 @@ def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkp
 
 @torch.no_grad()
 def load_tensors(parts: Mapping[str, Stateful], checkpoint: Checkpoint) -> None:
-    """Put the tensors of all parts back.
+    """Restore the tensors of all parts.
 
     Raises:
-        ValueError: names a group that only one side has, or a tensor that does not fit or is missing.
+        ValueError: names a group that is missing or unexpected, or a tensor that is missing or does not fit.
     """
     groups = _groups(parts)
     if REPLAY in checkpoint.state:
         groups = {group: owner for group, owner in groups.items() if isinstance(owner, nn.Module)}
     saved = set(checkpoint.groups)
-    # an average may be left behind
+    # an average that the run no longer uses is ignored
     for group in sorted((set(groups) ^ saved) - ({"ema"} - set(groups))):
         word = "without" if group in groups else "with"
         raise ValueError(f"{checkpoint.path} was trained {word} {SETTINGS.get(group, group)}")

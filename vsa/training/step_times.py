@@ -1,7 +1,7 @@
-"""Where the time of a training step goes, from a trace of torch's profiler.
+"""Time of a training step by part, from a trace of torch's profiler.
 
-A trace is the list of events in Chrome's format: operators and regions of each thread of the host, launches, and on a
-GPU kernels and copies, joined to their launch by its correlation. Times in it are microseconds.
+A trace is the list of events in Chrome's format: operators and regions of each host thread, launches, and, on a GPU,
+kernels and copies, matched to their launch by a correlation id. Times in the trace are microseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OPERATOR, ATTENTION, LINEAR = "sparse attention operator", "other attention", "l
 ELEMENTWISE, COPIES = "elementwise and norms", "copies and casts"
 COMMUNICATION, DATA, HOST = "communication, exposed", "waiting for data", "host: launches and Python"
 REGIONS = {
-    # forward and backward, inside the optimizer's call in Lightning: what encloses them says nothing
+    # forward and backward are regions within the optimizer's call in Lightning, so they hide the enclosing region
     ".training_step": None,
     ".backward": None,
     ".on_before_optimizer_step": "gradient norms",
@@ -25,7 +25,7 @@ REGIONS = {
     ".batch_to_device": "data to the device",
     ".transfer_batch_to_device": "data to the device",
 }
-"""Kinds of time that are a region of the host, the innermost deciding, by part of its name."""
+"""Kinds of time that correspond to a host region, by a part of its name; the innermost region applies."""
 FETCH = ".train_dataloader_next"
 KINDS: tuple[str, ...] = (
     OPERATOR, ATTENTION, LINEAR, ELEMENTWISE, COPIES, *dict.fromkeys(filter(None, REGIONS.values())),
@@ -45,13 +45,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """One step in the mean over those of a trace.
+    """Mean times of one step in a trace.
 
     Args:
-        milliseconds: of each kind of `KINDS`; their sum is the time of the step.
-        hidden: milliseconds of communication while something was computed.
-        flops: of products of linear layers.
-        bytes: that elementwise operators read and write, and that copies do; from the sizes of their arguments.
+        milliseconds: time of each kind of `KINDS`; their sum is the time of the step.
+        hidden: milliseconds of communication concurrent with computation.
+        flops: FLOPs of linear layers.
+        bytes: bytes that elementwise operators and copies read and write, from the sizes of their arguments.
     """
 
     milliseconds: Mapping[str, float]
@@ -67,7 +67,7 @@ class StepTimes:
 
 @dataclass(kw_only=True)
 class _Call:
-    """An event of the host, in what it was called from."""
+    """A host event with its caller."""
 
     name: str
     start: float
@@ -79,7 +79,7 @@ class _Call:
     calls_operators: bool = field(default=False)
 
     def names(self) -> Iterable[str]:
-        """From the innermost on."""
+        """Names from the innermost call outwards."""
         call: _Call | None = self
         while call is not None:
             yield call.name
@@ -87,24 +87,24 @@ class _Call:
 
 
 def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> StepTimes:
-    """The time of each kind in the region called `window` of a trace, by step.
+    """Time of each kind per step, within the region `window` of a trace.
 
-    Where the trace has kernels, times are of the device, and while it does nothing, of what the host does; otherwise
-    they are of the thread of the window.
+    If the trace has kernels, times are device times, and while the device is idle, times of the host; otherwise they
+    are times of the thread that contains the window.
 
     Args:
-        trace: the events.
-        window: name of a region that holds the steps from end to end.
-        steps: in it.
+        trace: list of events.
+        window: name of a region that contains the steps completely.
+        steps: number of steps in the region.
 
     Raises:
-        ValueError: no such region.
+        ValueError: the region is missing.
     """
-    found = [e for e in trace if e.get("ph") == "X" and e.get("name") == window and e.get("cat") == "user_annotation"]
-    if not found:
+    regions = [e for e in trace if e.get("ph") == "X" and e.get("name") == window and e.get("cat") == "user_annotation"]
+    if not regions:
         raise ValueError(f"the trace has no region {window!r}")
-    start, thread = float(found[0]["ts"]), found[0]["tid"]
-    stop = start + float(found[0]["dur"])
+    start, thread = float(regions[0]["ts"]), regions[0]["tid"]
+    stop = start + float(regions[0]["dur"])
     calls, launched = _calls(trace, window)
     own = [c for c in calls.get(thread, []) if start <= c.start < stop]
     kernels = [e for e in trace if e.get("ph") == "X" and e.get("cat") in _ON_GPU and start <= float(e["ts"]) < stop]
@@ -129,7 +129,7 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
 
 
 def _calls(trace: Sequence[Mapping[str, Any]], window: str) -> tuple[dict[Any, list[_Call]], dict[Any, _Call]]:
-    """Calls of every thread in order of their start, and the launch of every correlation."""
+    """Calls of every thread in order of their start, and the launch of every correlation id."""
     events = [
         e
         for e in trace
@@ -165,7 +165,7 @@ def _calls(trace: Sequence[Mapping[str, Any]], window: str) -> tuple[dict[Any, l
 
 
 def _kind(name: str, call: _Call | None) -> str:
-    """What a kernel or an operator is for, by its own name and by what it was called from."""
+    """Kind of a kernel or an operator, by its name and its callers."""
     names = [] if call is None else list(call.names())
     if "nccl" in name.lower():
         return COMMUNICATION
@@ -174,7 +174,7 @@ def _kind(name: str, call: _Call | None) -> str:
     if any(part in n for n in names for part in _ATTENTION):
         return ATTENTION
     for n in names:
-        # the innermost region that says something
+        # the innermost region with an assigned kind
         part = next((part for part in REGIONS if part in n), None)
         if part is not None:
             if (region := REGIONS[part]) is not None:
@@ -189,7 +189,7 @@ def _kind(name: str, call: _Call | None) -> str:
 def _device_times(
     kernels: Sequence[Mapping[str, Any]], launched: Mapping[Any, _Call], own: Sequence[_Call], window: Interval
 ) -> tuple[dict[str, float], float]:
-    """Microseconds of each kind, and of communication beside computation."""
+    """Microseconds of each kind, and of communication concurrent with computation."""
     spent = dict.fromkeys(KINDS, 0.0)
     computing: list[Interval] = []
     moving: list[Interval] = []
@@ -202,7 +202,7 @@ def _device_times(
             moving.append((start, stop))
             continue
         computing.append((start, stop))
-        # of kernels on several streams the first one counts
+        # where kernels on several streams overlap, the time counts for the first one
         spent[kind] += max(0.0, stop - max(start, reached))
         reached = max(reached, stop)
     busy, either = merged(computing), merged([*computing, *moving])
@@ -215,7 +215,7 @@ def _device_times(
 
 
 def _host_times(own: Sequence[_Call], total: float) -> dict[str, float]:
-    """Microseconds of each kind, of calls without what they call."""
+    """Microseconds of each kind, of calls without the calls inside them."""
     spent = dict.fromkeys(KINDS, 0.0)
     for call in own:
         alone = call.stop - call.start - call.inner
@@ -228,7 +228,7 @@ def _host_times(own: Sequence[_Call], total: float) -> dict[str, float]:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals, ascending and apart."""
+    """The union of intervals, ascending and disjoint."""
     result: list[Interval] = []
     for start, stop in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -239,7 +239,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """What of ascending intervals lies in none of the ascending holes."""
+    """The parts of ascending intervals outside the ascending holes."""
     result = []
     stops = [stop for _, stop in holes]
     for start, stop in intervals:
@@ -260,7 +260,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def _product_flops(call: _Call) -> float:
-    """Of a matrix product, a multiply-add counted as two."""
+    """FLOPs of a matrix product; a multiply-add counts as two."""
     if call.name not in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
         return 0.0
     matrices = [dims for dims in call.arguments.get("Input Dims", ()) if len(dims) >= 2][-2:]
@@ -271,7 +271,7 @@ def _product_flops(call: _Call) -> float:
 
 
 def _bytes(call: _Call) -> float:
-    """Of the arguments of an operator, and of a result as large as the largest."""
+    """Bytes of the arguments of an operator, plus a result of the size of the largest argument."""
     sizes = []
     for dims, kind in zip(call.arguments.get("Input Dims", ()), call.arguments.get("Input type", ()), strict=False):
         size = _BYTES.get(kind, 0)
@@ -280,5 +280,5 @@ def _bytes(call: _Call) -> float:
         for n in dims:
             size *= n
         sizes.append(size)
-    # compiled kernels have their results among the arguments
+    # compiled kernels have their results among their arguments
     return sum(sizes) + (0 if call.name.startswith("triton_") else max(sizes, default=0))

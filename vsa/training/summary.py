@@ -1,4 +1,4 @@
-"""The last lines of a run: how far it came, how it went, where everything lies, and what to do next."""
+"""Closing summary of a run: progress, metrics, files, and the next command."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def closing_lines(
     prompt: str | None,
     page: Path | None,
 ) -> list[str]:
-    """What a run says when it ends, from what was logged and what is on the disk.
+    """The closing summary of a run, from its logs and files.
 
     Args:
         run_dir: the run folder.
-        how: the first word: finished, stopped, failed.
-        start: optimizer step that this start of the run began at.
-        step: steps done since the run began.
-        max_steps: steps of a whole run; negative: no end.
-        seconds: that this start took.
-        checkpoint: to go on from or to sample; None: there is none.
-        metrics: columns of `metrics.csv` whose first and last values are told, where they are.
+        how: first word: finished, stopped or failed.
+        start: optimizer step at which this process started.
+        step: optimizer step reached.
+        max_steps: number of steps of the whole run; negative: unlimited.
+        seconds: duration of this process.
+        checkpoint: checkpoint to resume or to sample from; None without one.
+        metrics: columns of `metrics.csv` whose first and last values are reported, if present.
         prompt: caption that the run samples.
-        page: with everything about the run; None: it could not be written.
+        page: report page of the run; None: it could not be written.
     """
     of = f" of {max_steps}" if max_steps >= 0 else ""
     lines = [("", f"{how} at step {step}{of}: {_count(step - start)} in {_duration(seconds)}")]

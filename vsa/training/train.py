@@ -1,4 +1,4 @@
-"""One training run: compose, check, build, fit. Reads top-down."""
+"""One training run from its settings: check, build, fit."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ from vsa.training.run_state import REPLAY, RunStart
 from vsa.training.typed import NOTHING, Typed
 
 KNOWN_WARNINGS = (
-    # our streams split their items over workers themselves
+    # our streams distribute their items over workers themselves
     r".*`IterableDataset` has `__len__` defined.*",
     r".*does not have many workers.*",
-    # the velocity is a view, and nothing writes into it
+    # the returned velocity is a view, and it is never written to
     r".*FSDP2-wrapped module .* returned a view tensor.*",
     # the validation loss is reduced before it is logged
     r".*It is recommended to use .*sync_dist.*",
-    # lightning against a newer torch
+    # emitted by Lightning with newer versions of torch
     r".*isinstance\(treespec, LeafSpec\).*",
 )
 
 
 def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
-    """Train as `cfg` says; the run folder is `cfg.run_dir`.
+    """Train with the settings `cfg`, in the run folder `cfg.run_dir`.
 
     Args:
-        cfg: of the run.
-        typed: what a person asked for beside the values of shared files.
+        cfg: config of the run.
+        typed: overrides that the user typed, beyond the values of shared files.
 
     Raises:
-        ValueError: an impossible setting, named with its value.
+        ValueError: an invalid setting, named with its value.
     """
     start_times = StartTimes()
     _check_values(cfg)
@@ -71,19 +71,19 @@ def train(cfg: DictConfig, typed: Typed = NOTHING) -> None:
     if cfg.dry_run:
         _dry_run(cfg)
         return
-    # before anything is read to go on from, and until the last file is written
+    # the lock is taken before a checkpoint to resume is read, and held until the last file is written
     with locked(run_dir) if _is_first_process(cfg) else nullcontext(), RunFolder(run_dir) as folder:
         cfg = cfg.copy()
         if cfg.ckpt_path is None and _is_requeued() and list_checkpoints(run_dir / "checkpoints"):
-            # the queue starts a job with the command it had
+            # the queue restarts a job with its original command
             cfg.ckpt_path = "last"
         _train(cfg, run_dir, folder, typed, start_times)
 
 
 def _dry_run(cfg: DictConfig) -> None:
-    """Check a new run as its start does, and print what it takes on the GPUs that are here."""
+    """Check a new run as at its start, and print its estimate for the GPUs of this machine."""
     if cfg.ckpt_path is not None:
-        raise ValueError(f"dry_run=true looks at a new run, got ckpt_path={cfg.ckpt_path}")
+        raise ValueError(f"dry_run=true is for a new run, got ckpt_path={cfg.ckpt_path}")
     cfg, opened = cfg.copy(), dict[str, Any]()
     cfg.dry_run = False
     check_run(cfg, opened)
@@ -112,14 +112,14 @@ def _is_requeued() -> bool:
 
 
 def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
-    """Refuse what a new run of `train` would refuse before its first step; missing data are prepared for it.
+    """Refuse a new run that `train` would refuse before its first step; missing data are prepared.
 
     Args:
-        cfg: of the run.
-        opened: data modules of earlier calls by their settings, to which this one's is added.
+        cfg: config of the run.
+        opened: data modules of earlier calls, by their settings; that of this run is added.
 
     Raises:
-        ValueError: an impossible setting, named with its value.
+        ValueError: an invalid setting, named with its value.
     """
     _check_values(cfg)
     if cfg.dry_run:
@@ -159,7 +159,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed, star
     datamodule = build(cfg.data)
     _check_model(cfg, datamodule, typed)
     _tell_export(cfg)
-    # schedules that end with the run follow
+    # schedules that end with the run depend on this setting
     cfg.trainer.max_steps = _max_steps(cfg, datamodule, resume)
     if nothing_to_do(cfg.trainer.max_steps, resume):
         return
@@ -178,7 +178,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed, star
 
 
 def _no_advert(record: logging.LogRecord) -> bool:
-    """Lets everything pass but Lightning's tips to install another of its packages."""
+    """Log filter that suppresses Lightning's advertisement of its other packages."""
     return "Tip:" not in record.getMessage()
 
 
@@ -202,8 +202,8 @@ def _run_dir(cfg: DictConfig) -> Path:
     if not cfg.run_dir:
         raise ValueError(f"run_dir={cfg.run_dir} is not a folder: leave it out, or give one")
     if without_secrets(str(cfg.run_dir), named=False) != str(cfg.run_dir):
-        raise ValueError("run_dir holds a secret, and a folder has its name for all to see: name another one")
-    # a folder that is given may lie anywhere, one that is made of names lies in the output folder
+        raise ValueError("run_dir contains a secret, which the name of a folder would expose: choose another one")
+    # an explicit folder may be anywhere; a folder composed of names must be within the output folder
     if str(cfg.run_dir) == f"{cfg.output_dir}/{cfg.name}/{cfg.run}":
         check_name("name", str(cfg.name))
         check_name("run", str(cfg.run))
@@ -211,7 +211,7 @@ def _run_dir(cfg: DictConfig) -> Path:
 
 
 def _is_first_process(cfg: DictConfig) -> bool:
-    """Whether this is rank 0 of all nodes; until its ranks meet, lightning's own launcher counts those of a node."""
+    """Whether this is rank 0 of all nodes; Lightning's own launcher numbers only the ranks of a node at this point."""
     nodes = cfg.trainer.get("num_nodes", 1)
     return rank_zero_only.rank == 0 and (nodes == 1 or LightningEnvironment().node_rank() == 0)
 
@@ -223,13 +223,13 @@ def _overwrites(cfg: DictConfig) -> bool:
 def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
     check_folder(run_dir, overwrite=_overwrites(cfg))
     if cfg.ckpt_path is not None:
-        # one process reads every byte now, several share it out when they have met (DiffusionModule.setup)
+        # one process reads every byte now; several share the work once they are connected (DiffusionModule.setup)
         checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir, verify=not _may_be_several(cfg.trainer))
         if not checkpoint.verified and 0 <= cfg.trainer.max_steps <= checkpoint.step:
-            # they never meet where nothing is left to do, which each decides by itself
+            # if no steps are left the ranks never connect, and each of them decides this by itself
             checkpoint = resolve_checkpoint(cfg.ckpt_path, run_dir)
         if REPLAY in checkpoint.state:
-            raise ValueError(f"{checkpoint.path} is of one step alone and no run can go on from it: vsa replay runs it")
+            raise ValueError(f"{checkpoint.path} holds one dropped step and cannot be resumed: use vsa replay")
         before = checkpoint.state.get("config", {}).get("task", {}).get("_target_")
         if before != cfg.task._target_:
             raise ValueError(
@@ -251,13 +251,13 @@ def _resume(cfg: DictConfig, run_dir: Path) -> Checkpoint | None:
 
 
 def _check_model(cfg: DictConfig, datamodule: Any, typed: Typed = NOTHING) -> None:
-    """Refuse a model that cannot be built or does not fit the encoders, before any data is prepared."""
+    """Refuse a model that is invalid or does not fit the encoders, before any data are prepared."""
     with without_memory():
         model = model_factory(cfg)()
     if not model.selects:
         typed.refuse_without_selection(predicts=model.predicts)
     channels = datamodule.codec.channels
-    # an image condition takes input channels of its own; it is compared with the data when training starts
+    # image conditions need further input channels, which are compared with the data at the start of training
     conditioned = model.in_channels > channels == model.out_channels
     for key in ("out_channels",) if conditioned else ("in_channels", "out_channels"):
         if getattr(model, key) != channels:
@@ -268,7 +268,7 @@ def _check_model(cfg: DictConfig, datamodule: Any, typed: Typed = NOTHING) -> No
 
 
 def _tell_export(cfg: DictConfig) -> None:
-    """Say that a model cannot be exported: now, not after the training."""
+    """Report at the start, not after the training, that a model cannot be exported."""
     try:
         with without_memory():
             transformer_config(model_factory(cfg)())
@@ -279,13 +279,13 @@ def _tell_export(cfg: DictConfig) -> None:
 def _max_steps(cfg: DictConfig, datamodule: Any, resume: Checkpoint | None) -> int:
     before = resume.state.get("config", {}) if resume is not None else {}
     if budget_of(cfg) == "second_budget" and before.get("second_budget") == cfg.second_budget:
-        # measured when the run began
+        # the budget was converted to steps when the run began
         return before["trainer"]["max_steps"]
     return steps_of_budget(cfg, datamodule, lambda step: _step_seconds(cfg, step))
 
 
 def _step_seconds(cfg: DictConfig, step: int) -> float:
-    """The time of a training step at the sparsity of optimizer step `step`, from a run that leaves nothing."""
+    """Time of a training step at the sparsity of optimizer step `step`, from a trial run that writes no files."""
     if _may_be_several(cfg.trainer):
         raise ValueError(f"second_budget={cfg.second_budget} is measured on one device: expected trainer.devices=1")
     trial, timer = cfg.copy(), StepTimer()
@@ -314,7 +314,7 @@ def _start(cfg: DictConfig, resume: Checkpoint | None) -> RunStart:
 
 
 def _allowed_changes(cfg: DictConfig, resume: Checkpoint) -> list[Mapping[str, Any]]:
-    """What this run and those before it changed of what they are made of, for the record."""
+    """The allowed changes of settings in this and earlier resumes of the run, for the record."""
     try:
         changes = changed_settings(resume.state["config"], cfg)
     except (ImportError, LookupError, TypeError, AttributeError) as error:
@@ -327,7 +327,7 @@ def _allowed_changes(cfg: DictConfig, resume: Checkpoint) -> list[Mapping[str, A
 
 
 def _check_job(cfg: DictConfig, module: Any) -> None:
-    """Refuse what a job of this kind cannot do."""
+    """Refuse settings that this kind of job does not support."""
     budget = budget_of(cfg)
     if budget is not None and not module.automatic_optimization:
         raise ValueError(f"{budget}={cfg[budget]} is for jobs of one network, this one ends at trainer.max_steps")
@@ -337,7 +337,7 @@ def _check_job(cfg: DictConfig, module: Any) -> None:
 
 
 def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L.Callback]:
-    """What opens the run, what changes the state of a run (0), what saves it (1), what shows what was saved (2)."""
+    """Callbacks by order: opening of the run, changes of its state (0), saving (1), display of the saved state (2)."""
     built = [build(node) for node in cfg.callbacks.values() if node is not None]
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
     built += [BadSamples(str(cfg.run_dir)), Announcement(cfg)]
@@ -347,12 +347,12 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
 def _processes(trainer: Mapping[str, Any]) -> int:
     devices = trainer["devices"]
     if trainer["accelerator"] == "cpu" or not CUDAAccelerator.is_available():
-        # here auto is one process
+        # with devices=auto this is one process
         local = int(devices) if str(devices).isdecimal() else 1
     elif devices == "auto":
         local = CUDAAccelerator.auto_device_count()
     else:
-        # none: the trainer says so
+        # an invalid value, which the trainer will report
         local = len(CUDAAccelerator.parse_devices(devices) or (0,))
     return local * trainer.get("num_nodes", 1)
 
@@ -363,16 +363,16 @@ def _may_be_several(trainer: Mapping[str, Any]) -> bool:
 
 def _trainer(cfg: DictConfig, module: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
     settings: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
-    # lightning's own timer would not leave time to save
+    # Lightning's timer would not leave time to save
     settings.pop("max_time", None)
     if not module.automatic_optimization:
-        # the trainer refuses to accumulate for a module that steps its own optimizers, which knows of it
+        # the trainer refuses to accumulate for a module with manual optimization, which does it itself
         del settings["accumulate_grad_batches"]
     if settings["devices"] == "auto" and TorchElasticEnvironment.detect():
-        # torchrun has started the processes already: as many as it says, on as many nodes
+        # torchrun has already started its number of processes on each node
         settings["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         settings["num_nodes"] = int(os.environ["WORLD_SIZE"]) // settings["devices"]
     settings["strategy"] = choose_strategy(settings["strategy"], processes=_processes(settings))
-    # lightning asks the others for their files before everything is checked: they join in `Opening`
+    # Lightning makes the other loggers create files before everything is checked; `Opening` attaches them
     quiet = [logger for logger in loggers if hasattr(logger, "part")]
     return build(settings, callbacks=callbacks, logger=quiet, default_root_dir=cfg.run_dir)

@@ -1,7 +1,7 @@
-"""What a person typed about sparsity, as against what shared files say.
+"""Overrides of sparsity on the command line, as opposed to values of shared files.
 
-An experiment or a sweep carries a schedule for whatever attention is chosen, and one that selects no tiles ignores it.
-A person who types a top-k for such attention would believe in a sparsity that is not there.
+An experiment or a sweep sets a sparsity schedule for any attention, and attention that selects no tiles ignores it.
+But a top-k typed for such attention is refused, since it would suggest a sparsity that does not exist.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from hydra.conf import HydraConf
 from hydra.types import RunMode
 
 OF_ALL_METHODS = ("sparsity.denoising", "sparsity.denoising.dense_steps", "sparsity.denoising.dense_layers")
-"""Settings of the group that attention without a top-k has a use for too."""
+"""Settings of the group that also apply to attention without a top-k."""
 OF_PREDICTED = ("sparsity.denoising.refresh", "sparsity.denoising.shared_cache")
-"""Those that it has a use for where its tiles follow from q and k."""
+"""Settings that also apply to attention that predicts its tiles from q and k."""
 
 
 def sets_tiles_kept(override: str, *, predicts: bool = False) -> bool:
-    """Whether an override of a command line is about how many tiles are kept: `sparsity=linear`, `sparsity.topk=8`.
+    """Whether a command-line override changes how many tiles are kept: `sparsity=linear`, `sparsity.topk=8`.
 
     Args:
-        override: as typed.
-        predicts: see `AttentionMethod.predicts`; what keeps a prediction over steps is then not about their number.
+        override: the override as typed.
+        predicts: see `AttentionMethod.predicts`; settings that reuse a prediction over steps then do not count.
     """
     key = override.lstrip("+~").partition("=")[0]
     others = (*OF_ALL_METHODS, *OF_PREDICTED) if predicts else OF_ALL_METHODS
@@ -31,16 +31,17 @@ def sets_tiles_kept(override: str, *, predicts: bool = False) -> bool:
 
 
 def without_tiles_kept(overrides: Sequence[str], *, predicts: bool = False) -> tuple[str, ...]:
-    """The overrides that attention which selects no tiles, or `predicts` them without a top-k, has a use for."""
+    """The overrides that also apply to attention that selects no tiles, or `predicts` them without a top-k."""
     return tuple(o for o in overrides if not sets_tiles_kept(o, predicts=predicts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Typed:
-    """What was typed for one run about how many tiles are kept.
+    """Overrides typed for one run that change how many tiles are kept.
 
     Args:
-        overrides: these settings.
+        overrides: the overrides.
+        attention: name of the chosen method.
         attention: name of the chosen method.
     """
 
@@ -49,15 +50,15 @@ class Typed:
 
     @classmethod
     def of(cls, hydra: HydraConf) -> Typed:
-        """What stands in the command line of a job; nothing of several jobs, of which some may select."""
+        """Overrides on the command line of a job; none for several jobs, some of which may select tiles."""
         if hydra.mode == RunMode.MULTIRUN:
             return NOTHING
         overrides = tuple(o.lstrip("+") for o in hydra.overrides.task if sets_tiles_kept(o))
-        # a run's own config has no groups to choose from
+        # a config from an existing run has no group choices
         return cls(overrides=overrides, attention=str(hydra.runtime.choices.get("attention", "of this config")))
 
     def refuse_without_selection(self, *, predicts: bool = False) -> None:
-        """Raise ValueError when a value is set; for attention that selects no tiles, or predicts them.
+        """Raise ValueError if an override is present; for attention that selects no tiles, or predicts them.
 
         Args:
             predicts: see `AttentionMethod.predicts`.
@@ -70,4 +71,4 @@ class Typed:
 
 
 NOTHING = Typed()
-"""Of a run that no command line asked for."""
+"""No overrides, for a run that was not started from a command line."""

@@ -1,4 +1,4 @@
-"""`validation.csv`: the loss of every sample of a run's last validation, which paired tests between runs need."""
+"""`validation.csv`: loss of every sample in a run's last validation, for paired tests between runs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from vsa.files import atomic_file
 
 COLUMNS = ("step", "at", "sample", "noise_level", "loss")
 
-# place in the validation set, sparsity point, sample, noise level, loss
+# position in the validation set, sparsity point, sample, noise level, loss
 Row = tuple[int, SparsityPoint, str, float, float]
 
 
 class ValidationRows:
-    """Losses by sample of one validation."""
+    """Losses of one validation, by sample."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[SparsityPoint, Tensor, Sequence[str], Tensor, Tensor]] = []
 
     def add(self, at: SparsityPoint, batch: VideoBatch, sigmas: Tensor, losses: Tensor) -> None:
-        """Add losses `[B]` of a micro-batch at noise levels `[B]`; the device is not waited for."""
-        # not the batch, whose latents would stay until the end
+        """Add losses `[B]` of a micro-batch at noise levels `[B]`, without synchronising with the device."""
+        # the batch itself is not stored, since its latents would stay in memory
         self._batches.append((at, batch.slots, batch.sample_ids, sigmas, losses.detach()))
 
     def gather(self, world_size: int) -> list[Row]:
-        """Rows of all ranks in the order of the validation set, the same on every rank (a collective)."""
+        """Rows of all ranks in the order of the validation set, the same on every rank (a collective operation)."""
         own: list[Row] = [
             (slot, at, sample, sigma, loss)
             for at, slots, samples, sigmas, losses in self._batches
@@ -41,16 +41,16 @@ class ValidationRows:
         if world_size > 1:
             parts = [[]] * world_size
             dist.all_gather_object(parts, own)
-        # points keep their order
+        # the sort is stable, so sparsity points keep their order
         return sorted((row for part in parts for row in part), key=lambda row: row[0])
 
 
 def write_validation(path: Path, step: int, rows: list[Row]) -> None:
-    """Write one row a sample and sparsity point, numbers in as many digits as they have.
+    """Write one row per sample and sparsity point, with numbers in full precision.
 
     Args:
-        path: CSV to write.
-        step: optimizer steps of the validated weights.
+        path: CSV file to write.
+        step: optimizer step of the validated weights.
         rows: see `ValidationRows.gather`.
     """
     with atomic_file(path) as temporary, open(temporary, "w", newline="") as file:

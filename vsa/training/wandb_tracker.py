@@ -1,4 +1,4 @@
-"""Weights & Biases beside a run that neither ends nor waits because of it, and that gets no secrets."""
+"""Logger for Weights & Biases that neither ends nor delays a run, and that receives no secrets."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from vsa.secrets import without_secrets
 from vsa.settings import checked
 
-# with 10 seconds in which the client checks its key they stay below 20
+# together with 10 seconds in which the client checks its key, the start takes less than 20 seconds
 _PROBE_SECONDS, _START_SECONDS = 4.0, 5.0
-# for what is not uploaded yet when a run ends
+# time limit for the remaining uploads when a run ends
 _END_SECONDS = 15.0
 
 
 @checked
 class WandbTracker(WandbLogger):
-    """Sends metrics and pictures to Weights & Biases, or keeps them for `wandb sync`.
+    """Logs metrics and pictures to Weights & Biases, or stores them for `wandb sync`.
 
-    Without a server that answers a run is kept offline, after 20 seconds at most. Of a server that goes away later only
-    the end of the run takes notice, for 15 seconds. The key comes from WANDB_API_KEY or `wandb login`. The command
-    line, the repository and what is printed are not collected, errors are not reported to its makers.
+    If no server answers, the run is kept offline, after 20 seconds at most. If the server fails later, only the end of
+    the run is delayed, by 15 seconds. The key comes from WANDB_API_KEY or `wandb login`. The command line, the
+    repository and the console output are not collected, and errors are not reported to Weights & Biases.
 
     Args:
         save_dir: the run folder.
-        project: of the run.
-        name: of the run.
-        offline: keep everything in files; false uploads.
-        entity: user or team that the project belongs to.
-        group: of runs that belong together.
-        tags: of the run.
-        notes: of the run.
+        project: project of the run.
+        name: name of the run.
+        offline: store everything in files instead of uploading it.
+        entity: user or team that owns the project.
+        group: group of related runs.
+        tags: tags of the run.
+        notes: notes on the run.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WandbTracker(WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The run of the client, which is started when it is first asked for."""
+        """The run of the client, started at the first access."""
         if self._experiment is None:
             self._experiment = self._start()
             self._experiment.define_metric("trainer/global_step")
@@ -76,11 +76,11 @@ class WandbTracker(WandbLogger):
         return self._experiment
 
     def _start(self) -> Any:
-        # its reports hold tracebacks, and its threads start again in the workers of loaders, which signals then end
+        # error reports contain tracebacks, and their threads restart in loader workers, which signals then end
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        # of a job before this one in the same process
+        # a run of an earlier job in the same process
         if wandb.run is not None:
             wandb.finish()
         mode = os.environ.get("WANDB_MODE", "online")
@@ -105,11 +105,11 @@ class WandbTracker(WandbLogger):
 
         settings = wandb.Settings(
             init_timeout=_START_SECONDS,
-            # who is asked for a key may be away
+            # an unattended run must not wait for someone to enter a key
             login_timeout=_START_SECONDS,
             finish_timeout=_END_SECONDS,
             finish_timeout_raises=True,
-            # the command line and the address of the repository
+            # no command line, no repository address
             x_disable_meta=True,
             disable_git=True,
             disable_code=True,
@@ -119,7 +119,7 @@ class WandbTracker(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log, or end tracking with a line when the client fails: the run goes on."""
+        """Log metrics; if the client fails, tracking ends with a message and the run continues."""
         if self._ended:
             return
         try:
@@ -130,22 +130,22 @@ class WandbTracker(WandbLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Upload what is left, and say how to upload what could not be."""
+        """Upload the remaining data, and print how to upload what is missing."""
         if self._experiment is None:
             return
         run, self._experiment, self._ended = self._experiment, None, True
-        folder, left = run.settings.sync_dir, run.settings.mode == "offline"
+        folder, incomplete = run.settings.sync_dir, run.settings.mode == "offline"
         try:
             run.finish(exit_code=0 if status == "success" else 1)
         except Exception as error:
-            rank_zero_info(f"wandb: not all is uploaded: {without_secrets(str(error))}")
-            left = True
-        if left:
+            rank_zero_info(f"wandb: not everything was uploaded: {without_secrets(str(error))}")
+            incomplete = True
+        if incomplete:
             rank_zero_info(f"wandb: to upload this run: wandb sync {shlex.quote(str(folder))}")
 
 
 def _within(seconds: float, ask: Callable[[], bool]) -> bool:
-    """What `ask` says, or False when it takes longer; a look-up of a name knows no time limit of its own."""
+    """Result of `ask`, or False if it takes longer; a name lookup has no time limit of its own."""
     said: list[bool] = []
     thread = threading.Thread(target=lambda: said.append(ask()), daemon=True)
     thread.start()
@@ -154,7 +154,7 @@ def _within(seconds: float, ask: Callable[[], bool]) -> bool:
 
 
 def _answers(url: str) -> bool:
-    """Whether a server says anything at all."""
+    """Whether a server answers at all."""
     try:
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
     except urllib.error.HTTPError:

@@ -1,4 +1,4 @@
-"""Ends a rank where its main thread cannot: when that waits in a collective for one that is frozen, dead or stuck."""
+"""Ends a rank whose main thread cannot: while it waits in a collective for a rank that is frozen, dead or stuck."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from vsa.training.meeting import Beat, Meeting, own_beat, state_of_process
 from vsa.training.run_state import RunStatus
 
 LOST_STATUS = 75
-"""Exit status of the other ranks when one is lost: try again (`EX_TEMPFAIL` of sysexits.h)."""
+"""Exit status of the other ranks when one is lost; it asks for a retry (`EX_TEMPFAIL` of sysexits.h)."""
 
 LAUNCHER = "VSA_RANK_0"
-"""Names the process that starts ranks to them."""
+"""Environment variable that gives ranks the id of the process that started them."""
 
 INTERVAL = 1.0
-"""Seconds between two beats of a rank, less with a short timeout."""
+"""Seconds between two heartbeats of a rank; fewer with a short timeout."""
 
 GRACE = 10.0
-"""Seconds that the main thread has to end by itself after a signal, where nothing is saved."""
+"""Seconds that the main thread has to end by itself after a signal, in phases where nothing is saved."""
 
 SILENCE = 15.0
-"""Seconds without a beat after which a rank of another machine can finish no step for a signal."""
+"""Seconds without a heartbeat after which a rank of another machine is assumed unable to finish a step for a signal."""
 
 SETTLING = 30.0
-"""Seconds in which it becomes known why a collective failed; the end of a rank takes its time."""
+"""Seconds in which the reason for a failed collective becomes known, including the time in which a rank ends."""
 
 CONFIRMED = 2.0
-"""Seconds for which a process must be seen dead or stopped."""
+"""Seconds for which a process must be observed as dead or stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long ranks wait for one of them, in seconds.
+    """Time limits in seconds for waiting for a rank.
 
     Args:
-        step: without a beat, or without any progress of any rank.
-        first: the same until the first step is made, which compiles and starts workers.
+        step: limit without a heartbeat of a rank, or without progress of any rank.
+        first: the same until the first step is done, which includes compilation and the start of workers.
     """
 
     step: float = 600.0
@@ -59,12 +59,12 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """When another rank was last seen to do something.
+    """Last observation of another rank.
 
     Args:
-        beat: its last one.
-        heard: when it came.
-        lost_since: since when its process is dead or stopped; None: it is not, as far as one can see.
+        beat: its last heartbeat.
+        heard: time of its arrival.
+        lost_since: time since which its process is dead or stopped; None: it is not, as far as is known.
     """
 
     beat: Beat
@@ -72,19 +72,19 @@ class _Seen:
     lost_since: float | None = None
 
     def lost_for(self, now: float) -> float:
-        """Seconds for which its process is dead or stopped."""
+        """Seconds for which its process has been dead or stopped."""
         return 0.0 if self.lost_since is None else now - self.lost_since
 
 
 class Watch:
-    """A thread that hears signals, tells them to all ranks, and ends this one when it can only wait.
+    """A thread that receives signals, forwards them to all ranks, and ends this rank if it can only wait.
 
-    A handler of Python runs in the main thread between two of its instructions, hence not while it waits in a
-    collective. This thread does not act where the main thread can.
+    Python runs signal handlers in the main thread between bytecode instructions, hence not while it waits in a
+    collective. The thread does not act as long as the main thread can.
 
     Args:
-        run_dir: gets `stacks-rank-N.txt`, what every thread was doing when a run was ended.
-        status: of the run.
+        run_dir: folder for `stacks-rank-N.txt`, the stacks of all threads when the run was ended.
+        status: status of the run.
     """
 
     def __init__(self, run_dir: Path, status: RunStatus):
@@ -109,7 +109,7 @@ class Watch:
         self._ear, mouth = socket.socketpair()
         mouth.setblocking(False)
         self._mouth = mouth
-        # in the main thread alone signals can be heard
+        # only the main thread can set the file descriptor that receives signals
         with suppress(ValueError):
             self._wakeup = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
         launcher, rank = os.environ.get(LAUNCHER), os.environ.get("LOCAL_RANK", "0")
@@ -129,7 +129,7 @@ class Watch:
             signal.set_wakeup_fd(self._wakeup)
         if self._meeting is not None:
             if isinstance(error, Stopped) and not self._received:
-                # the main thread was faster
+                # the main thread handled the signal before this thread saw it
                 self._received.append((error.number, time.monotonic()))
             left = "done" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
             self._own = replace(self._own, left=left)
@@ -137,21 +137,21 @@ class Watch:
         self._ear.close()
         self._mouth.close()
 
-    # what the main thread tells
+    # calls from the main thread
 
     def starts(self, children: Sequence[Popen[bytes]]) -> None:
-        """Watch the processes that this one has started as ranks."""
+        """Watch the processes that this one started as ranks."""
         self._children = children
 
     def dismiss(self) -> None:
-        """Judge nothing any more: this rank ends by itself."""
+        """Stop judging ranks and signals: this rank ends by itself."""
         self._stop.set()
 
     def meet(self, timeouts: Timeouts) -> None:
-        """Hear of the other ranks from now on; all are connected."""
+        """Start exchanging heartbeats with the other ranks; the process group is initialised."""
         self._timeouts = timeouts
         self._interval = min(INTERVAL, timeouts.step / 5)
-        # known before it is open: this rank may end meanwhile, and has to say so
+        # set before it is open: this rank may end meanwhile and must report it
         self._meeting = meeting = Meeting(self._say, interval=self._interval, patience=timeouts.first)
         meeting.open()
         now = time.monotonic()
@@ -160,12 +160,12 @@ class Watch:
         self._met = True
 
     def begins(self, doing: str, *, stepped: bool = False) -> None:
-        """Say what this rank begins, and whether it has made a step: the next ones compile nothing."""
+        """Set the activity of this rank, and whether it has completed a step, after which nothing is compiled."""
         self._own = replace(self._own, doing=doing, moves=self._own.moves + 1)
         self._stepped = self._stepped or stepped
 
     def settle(self, error: BaseException) -> None:
-        """Wait for the news of a lost rank, which end this process, where a collective failed: that is why."""
+        """After a failed collective, wait for the report of a lost rank, which ends this process with the reason."""
         words = str(error)
         if self._met and (isinstance(error, DistError) or any(name in words for name in ("gloo", "NCCL"))):
             time.sleep(SETTLING)
@@ -187,7 +187,7 @@ class Watch:
                 if numbers and self._meeting is not None:
                     self._meeting.tell()
             if now - self._ticked > 5 * max(self._interval, 1.0):
-                # this process was stopped itself, or its whole machine
+                # this process itself, or its whole machine, was suspended
                 self._forgive(now)
             self._ticked = now
             if self._meeting is None or not self._met:
@@ -216,15 +216,15 @@ class Watch:
             self._moves, self._moved = moves, now
         received = next((seen.beat.signal for seen in self._seen.values() if seen.beat.signal), 0)
         if received and not self._received and not self._passed_on and self._status.received is None:
-            # as if it had come here: this rank's own handler knows what there is to do
+            # resend the signal here, so that this rank's own handler decides what to do
             self._passed_on = True
             os.kill(os.getpid(), received)
 
     def _judge_family(self) -> None:
-        """What can be seen without a meeting: processes of the same launcher."""
+        """Check without heartbeats: only processes of the same launcher can be observed."""
         for child in self._children:
             if status := child.poll():
-                # it has said why by itself
+                # the child has reported the reason itself
                 self._end("", 128 - status if status < 0 else status)
         if self._parent is not None and os.getppid() != self._parent:
             self._end(f"rank 0 (pid {self._parent} on {self._own.host}) has ended", LOST_STATUS)
@@ -253,17 +253,17 @@ class Watch:
             if seen.beat.verdict:
                 self._end(seen.beat.verdict, LOST_STATUS, culprit=seen.beat.culprit)
         if self._received:
-            # the others end too, in whatever order
+            # the other ranks end as well, in any order
             return
         host = meeting.host_rank
         store = "the store of the ranks" if host is None or host == meeting.rank else self._named(host)
         if meeting.failure is not None:
-            # that may be heard before what a rank says at its end
+            # the loss of the store may be noticed before the last heartbeat of a rank
             if now - meeting.heard_at > CONFIRMED + 2 * self._interval:
                 self._lost(host, f"{store} is gone")
             return
         if now - meeting.heard_at > 3 * self._interval:
-            # no beat comes without the one that passes them on
+            # without the rank that forwards heartbeats, none arrives
             if now - meeting.heard_at > limit:
                 self._lost(host, f"{store} has not answered for {limit:g} s")
             return
@@ -279,8 +279,8 @@ class Watch:
         if now - self._moved > limit:
             last = [rank for rank, moves in enumerate(self._moves) if moves == min(self._moves)]
             if len(last) < len(self._moves):
-                self._lost(last[0], f"{self._named(last[0])} has not got on for {limit:g} s")
-            self._lost(None, f"no rank has got on for {limit:g} s")
+                self._lost(last[0], f"{self._named(last[0])} has made no progress for {limit:g} s")
+            self._lost(None, f"no rank has made progress for {limit:g} s")
 
     # the end
 
@@ -298,9 +298,9 @@ class Watch:
         self._end(f"{why}: the other ranks were stopped{stacks}{again}", LOST_STATUS, culprit=culprit)
 
     def _end(self, line: str, status: int, *, error: bool = True, culprit: int | None = None) -> None:
-        """Leave the stacks of all threads, say why, and end this process and those it has started."""
+        """Write the stacks of all threads, print the reason, and end this process and those it has started."""
         if self._stop.is_set():
-            # the main thread got there first
+            # the main thread ends the process already
             return
         if self._meeting is not None:
             rank = self._meeting.rank
@@ -309,12 +309,12 @@ class Watch:
             if error:
                 self._own = replace(self._own, verdict=line, culprit=culprit)
                 self._meeting.tell()
-                # time for the others to leave theirs
+                # time for the other ranks to write their stacks
                 time.sleep(2 * self._interval + 0.5)
                 others = {r for r, seen in self._seen.items() if seen.lost_since is None and not seen.beat.left}
                 if min({rank, *others} - {culprit}, default=rank) != rank:
                     line = ""
         for child in self._children:
-            # also one that is stopped
+            # kill also ends a stopped process
             child.kill()
         exit_now(status, f"error: {line}" if line and error else line)

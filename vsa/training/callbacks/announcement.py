@@ -1,4 +1,4 @@
-"""What a run will take, said before it takes it."""
+"""The estimate of memory and time of a run, printed before it starts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from vsa.training.modules.base import DiffusionModule
 
 
 class Announcement(L.Callback):
-    """Prints the estimate of `vsa plan` in one line, with a warning when it does not fit, on known kinds of GPU.
+    """Prints the estimate of `vsa plan` on known kinds of GPU, in one line, with a warning when the run does not fit.
 
-    An estimate may be wrong where a run would fit all the same, so that none is stopped by it.
+    It never stops a run, since the estimate may be wrong.
 
     Args:
-        cfg: of the run.
+        cfg: config of the run.
     """
 
     def __init__(self, cfg: Any):
         self._cfg = cfg
 
     def setup(self, trainer: L.Trainer, pl_module: DiffusionModule, stage: str) -> None:
-        # the data are known, and no network has been made yet
+        # at this point the data are known and no network is built
         gpu = gpu_here(trainer.strategy.root_device)
         if gpu is None:
             return

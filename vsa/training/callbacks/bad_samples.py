@@ -1,4 +1,4 @@
-"""Bad samples of a run: counted over all ranks, told, kept in checkpoints, and too many of them stop it."""
+"""Bad samples of a run: counted over all ranks, reported, stored in checkpoints; too many of them stop the run."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.display import never_fatal
 from vsa.training.modules.base import DiffusionModule
 
-# samples that are told one by one
+# number of bad samples that are reported one by one
 _LISTED = 20
-# samples that checkpoints name; the others are only counted
+# number of bad samples that checkpoints name; the others are only counted
 _KEPT = 10_000
-# a share is judged over so many draws at least: a few bad samples at the start are no share
+# smallest denominator of the share, so that a few bad samples at the start do not stop a run
 _FEWEST_DRAWS = 1000
 
 
 class BadSamples(L.Callback):
     """Counts the bad samples that a run drew and replaced, by cause and shard.
 
-    The ranks' counts meet at logged steps and in checkpoints. A run stops when more than `data.max_bad` of the samples
-    drawn were bad (of the last count, at least 1,000 draws), but never for one sample alone unless `data.max_bad` is 0.
+    The counts of the ranks are summed at logged steps and in checkpoints. A run stops when more than `data.max_bad` of
+    the samples drawn were bad, where the share is taken over at least 1,000 draws. One single bad sample stops a run
+    only if `data.max_bad` is 0.
 
     Args:
-        run_dir: `bad_samples.txt` goes there, a list that `data.drop` takes.
+        run_dir: the run folder, where `bad_samples.txt` lists the bad samples; `data.drop` accepts this list.
     """
 
     part = "bad_samples"
-    # after what changes the state of a run, before what saves it
+    # after the callbacks that change the state of a run, before the checkpoint
     order = 0.5
 
     def __init__(self, run_dir: str | Path):
@@ -45,7 +46,7 @@ class BadSamples(L.Callback):
         self._drawn = 0
         self._counts: Counter[str] = Counter()
         self._samples: dict[str, str] = {}
-        # of this rank since the ranks' counts met
+        # bad samples of this rank since the counts were last summed
         self._new: list[tuple[int, BadSample]] = []
         self._told: set[BadSample] = set()
         self._ranks, self._writes = 1, False
@@ -54,13 +55,13 @@ class BadSamples(L.Callback):
         self._ranks, self._writes = trainer.world_size, trainer.is_global_zero
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The counts of all ranks; a collective."""
+        """The counts of all ranks; a collective operation."""
         self._meet()
         counts = [[*key.split("/"), count] for key, count in sorted(self._counts.items())]
         return {"drawn": self._drawn, "counts": counts, "samples": self._samples}
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Go on counting; checkpoints of earlier versions have no counts."""
+        """Continue the counts; checkpoints of earlier versions have none."""
         self._drawn = state.get("drawn", 0)
         self._counts = Counter({f"{cause}/{shard}": count for cause, shard, count in state.get("counts", ())})
         self._samples = dict(state.get("samples", {}))
@@ -83,7 +84,7 @@ class BadSamples(L.Callback):
         pl_module.log_step({"bad_samples": by_cause.total(), **metrics}, step)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self._too_many(data.max_bad):
-            # nothing is lost: it may go on with another bound
+            # the run can continue from here with a larger bound
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, Checkpointing):
                     callback.save(trainer, pl_module)
@@ -99,13 +100,13 @@ class BadSamples(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         for bad in batch.bad:
-            # the same ones in every validation; a resume may leave one out, so they are not counted
+            # every validation has the same ones, and a resume may skip one, so they are not counted
             if bad not in self._told:
                 self._told.add(bad)
                 print(f"bad sample in validation: {_where(bad)}; another one is validated on in its place", flush=True)
 
     def _meet(self) -> None:
-        """Add up what the ranks have met since the last time."""
+        """Sum what the ranks have collected since the last call."""
         new = self._new
         self._new = []
         if self._ranks > 1:

@@ -1,4 +1,4 @@
-"""When checkpoints are written, and how a signal ends a run without losing a step."""
+"""Checkpoints of a run: when they are written, and how a signal ends a run without losing a step."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _WRITTEN, _NO_ROOM, _FAILED = range(3)
 
 @checked
 class Checkpointing(L.Callback):
-    """Writes a checkpoint every `every_n_steps`, at the end, and when the run is asked to stop.
+    """Writes a checkpoint every `every_n_steps`, at the end, and before a run stops early.
 
-    The signals of `vsa.signals.ENDING` finish the optimizer step in hand, leave a validation, save, and end the run
-    with exit status 128 + number; a second SIGINT ends it at once. So does a deadline. After the last step all is
-    saved: one process ends at once, several with their clips. Before the first step and after the last hook the signals
-    are those of `vsa.training.ending.stopped_by_signals`.
+    After a signal of `vsa.signals.ENDING`, or at a deadline, a run finishes its optimizer step, skips or leaves
+    validation, saves, and ends with exit status 128 + number; a second SIGINT ends it at once. After the last step
+    everything is saved: a run of one process then ends at once, a run of several after sampling its clips. Before the
+    first step and after the last hook, `vsa.training.ending.stopped_by_signals` handles the signals.
 
     Args:
-        run_dir: checkpoints go to `run_dir/checkpoints`.
+        run_dir: the run folder; checkpoints are written to `run_dir/checkpoints`.
         every_n_steps: optimizer steps between checkpoints.
-        keep: newest good checkpoints kept; at least 2, since the last one may be the one being replaced.
-        requeue: SIGUSR1 gives a job of SLURM back to the queue, once all is saved.
-        asynchronous: write in a thread while training goes on, from a copy in the memory of each rank; the next save
-            and the end of the run wait for it, and what went wrong ends the run at the next step.
-        max_missed: saves in a row that may find no room on the disk, also when they are tried again; the next one ends
-            the run, and so does the last of the run.
+        keep: number of the newest good checkpoints to keep; at least 2, since the last one may be under replacement.
+        requeue: after SIGUSR1, requeue a SLURM job once the checkpoint is saved.
+        asynchronous: write in a thread while training continues, from a copy in the memory of each rank; the next save
+            and the end of the run wait for the thread, and its error ends the run at the next step.
+        max_missed: number of consecutive saves that may fail for lack of disk space, after one retry each; the next
+            failure ends the run, and so does a failure of the last save.
     """
 
-    # after those that change what it saves
+    # after the callbacks that change the state to save
     order = 1
 
     def __init__(
@@ -68,12 +68,12 @@ class Checkpointing(L.Callback):
         self.every_n_steps, self.keep = every_n_steps, keep
         self.requeue, self.asynchronous = requeue, asynchronous
         self.max_missed = max_missed
-        # of this rank; every rank has one or none has
+        # the save of this rank; all ranks have one, or none has
         self._save: Save | None = None
         self._tried_again = False
         self._missed = 0
         self._status = RunStatus()
-        # what this rank got first and the others may not know of
+        # signal that this rank received and the others may not know of
         self._pending: int | None = None
         self._interrupts = 0
         self._handlers: Mapping[int, Handler] = {}
@@ -101,7 +101,7 @@ class Checkpointing(L.Callback):
         if self._interrupts > 1:
             raise Stopped(number)
         if self._complete and self._alone:
-            # clips and pictures can be made again
+            # clips and pictures can be created again
             self._status.received = number
             raise Stopped(number)
         if self._pending is None:
@@ -110,10 +110,10 @@ class Checkpointing(L.Callback):
             rank_zero_info(f"{signal.Signals(number).name}: {what}")
 
     def _agree(self, trainer: L.Trainer) -> bool:
-        """Tell all ranks of what one of them got: all stop at one step with one exit status.
+        """Share a received signal between all ranks, so that all stop at one step with one exit status.
 
         Returns:
-            whether they stop.
+            whether the run stops.
         """
         number = max(self._pending or 0, self._status.received or 0)
         if trainer.is_global_zero and self._status.deadline is not None and not self._complete:
@@ -133,10 +133,10 @@ class Checkpointing(L.Callback):
         stop = self._agree(trainer)
         if not stop and trainer.global_step % self.every_n_steps == 0:
             self.save(trainer, pl_module)
-            # one that came meanwhile need not wait for another step
+            # a signal that arrived during the save need not wait for another step
             stop = self._agree(trainer)
         if stop:
-            # who asked to stop may not wait for a validation
+            # a stop must not wait for a validation
             stop_without_validation(trainer)
             self.save(trainer, pl_module, last=True)
 
@@ -150,12 +150,12 @@ class Checkpointing(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         self.save(trainer, pl_module, last=True)
         self.finish(trainer, last=True)
-        # before the ranks agree: a signal that comes later counts by itself
+        # set before the ranks agree: a later signal is handled by its own process
         self._complete = True
         self._agree(trainer)
 
     def save(self, trainer: L.Trainer, pl_module: DiffusionModule, *, last: bool = False) -> None:
-        """Write the checkpoint of the current step unless it stands already; the last one of a run may not miss."""
+        """Write the checkpoint of the current step unless it exists; the last one of a run may not fail."""
         if trainer.global_step == self._saved_step:
             return
         start = time.perf_counter()
@@ -165,7 +165,7 @@ class Checkpointing(L.Callback):
             self._status.deadline.saved(time.perf_counter() - start)
 
     def last_good(self, trainer: L.Trainer, step: int) -> Checkpoint | None:
-        """The newest whole checkpoint of at most `step` steps; a collective."""
+        """The newest intact checkpoint of at most `step` steps; a collective operation."""
         self.finish(trainer)
         paths = [str(path) for path in reversed(list_checkpoints(self.folder)) if step_of(path) <= step]
         for path in trainer.strategy.broadcast(paths):
@@ -176,7 +176,7 @@ class Checkpointing(L.Callback):
         return None
 
     def go_back(self, trainer: L.Trainer, checkpoint: Checkpoint) -> None:
-        """The run stands again where a checkpoint of it was written: those after it go."""
+        """Continue from an earlier checkpoint of the run: remove all later ones."""
         self._saved_step, self._status.saved = checkpoint.step, checkpoint.path
         if trainer.is_global_zero:
             for abandoned in list_checkpoints(self.folder):
@@ -185,13 +185,13 @@ class Checkpointing(L.Callback):
 
     def _write(self, trainer: L.Trainer, pl_module: DiffusionModule, *, last: bool) -> None:
         parts, together = parts_of(trainer), trainer.world_size > 1
-        # collectives: every rank makes them, whatever its disk says
+        # collective operations: every rank takes part, even if it cannot write
         state = {**pl_module.record(), **values_of(parts)}
         if trainer.is_global_zero:
-            # their rows go before the checkpoint; what they cannot write they lose
+            # metrics are written before the checkpoint; rows that cannot be written are lost
             for logger in trainer.loggers:
                 logger.save()
-        # one copy at a time
+        # at most one copy in memory
         self.finish(trainer)
         tensors = own_parts(tensors_of(parts), trainer.global_rank, trainer.world_size)
         if self.asynchronous:
@@ -209,11 +209,11 @@ class Checkpointing(L.Callback):
         return path
 
     def finish(self, trainer: L.Trainer, *, wait: bool = True, last: bool = False) -> None:
-        """Take the result of the save at hand, if there is one; one without room on the disk is tried once more.
+        """Handle the result of the pending save, if any; a save without disk space is retried once.
 
         Args:
-            trainer: of the run.
-            wait: until it is done; False: leave one that is not.
+            trainer: trainer of the run.
+            wait: wait for a save in progress; False: leave it for a later call.
             last: no other save follows.
         """
         while (save := self._save) is not None:
@@ -242,12 +242,12 @@ class Checkpointing(L.Callback):
                 self._save, self._tried_again = save.again(), True
 
     def _make_room(self) -> None:
-        """Remove what may go before a new checkpoint stands."""
+        """Delete what may be deleted before a new checkpoint is complete."""
         with suppress(OSError):
             prune_checkpoints(self.folder, None, max(FEWEST, self.keep - 1))
 
     def _agree_on(self, trainer: L.Trainer, failure: Exception | None) -> int:
-        """What became of a save, over all ranks; the worst counts."""
+        """Outcome of a save over all ranks: the worst one."""
         own = _WRITTEN
         if failure is not None:
             own = _NO_ROOM if isinstance(failure, OSError) and failure.errno in NO_ROOM else _FAILED
@@ -257,14 +257,15 @@ class Checkpointing(L.Callback):
         return int(trainer.strategy.reduce(table, reduce_op="max"))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # the run folder is this process's until it is written; the failure at hand is told, not one of it
+        # the writer must be done before the run folder is released; the error that ended the run is reported, not its
+        # own
         if self._save is not None:
             self._save.join()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # one that came with the clips
+        # a signal that arrived while clips were sampled
         self._agree(trainer)
-        # launchers end all ranks when one exits with a status of its own, but rank 0 may still be drawing
+        # a launcher ends all ranks when one exits with its own status, but rank 0 may still be drawing
         trainer.strategy.barrier("end")
         self._status.stage = "end"
         set_handlers(self._handlers)

@@ -1,4 +1,4 @@
-"""What the attention of a run does, measured beside the training: recall, gates, coarse share, overlap.
+"""Statistics of a run's attention, computed during training: recall, gates, coarse share, overlap.
 
 B samples, L tokens, H heads, D head dim.
 """
@@ -33,24 +33,22 @@ from vsa.training.display import log_picture, never_fatal
 
 @checked
 class Diagnostics(L.Callback):
-    """Looks into the attention every `every_n_steps`, off the hot path, on samples and noise that never change.
+    """Measures the attention every `every_n_steps`, outside the timed steps, on fixed samples and noise.
 
-    Held-out samples of the largest latent shape go through the trained weights at each noise level and at the top-k
-    of the step. Logged are `diag/NAME` (means) and `diag/recall_layer_N`; `run_dir/diagnostics` gets a heatmap and a
-    JSON of the table, layer by noise level. A schedule that follows measurements gets the missed mass, 1 - recall.
-    A model whose attention selects nothing is left alone.
+    Held-out samples of the largest latent shape pass through the trained weights at each noise level, with the top-k of
+    the step. The metrics `diag/NAME` (means) and `diag/recall_layer_N` are logged; `run_dir/diagnostics` receives a
+    heatmap and a JSON file of the table, layer by noise level. An adaptive sparsity schedule receives the missed mass,
+    1 - recall. Models whose attention does not select tiles are not measured.
 
     Args:
         run_dir: the run folder.
-        every_n_steps: optimizer steps between two looks.
-        layers: layers to look at, None for all.
-        noise_levels: where to look, in [0, 1], 1 is pure noise; selections are compared from one to the next.
-        samples: held-out samples per process.
-        queries: query tokens per sample whose dense attention is computed for the recall, None for all.
-        seed: of the choice of query tokens.
-
-    Raises:
-        ValueError: a value out of range.
+        every_n_steps: optimizer steps between two measurements.
+        layers: layers to measure, None for all.
+        noise_levels: noise levels in [0, 1] to measure at, where 1 is pure noise; the overlap compares the selections
+            of consecutive levels.
+        samples: number of held-out samples per process.
+        queries: number of query tokens per sample whose dense attention is computed for the recall, None for all.
+        seed: seed of the choice of query tokens.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Diagnostics(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if pl_module.step_list is not None:
-            # a few-step generator knows no other noise levels
+            # a few-step generator is trained for these noise levels only
             self.noise_levels = tuple(step / 1000 for step in reversed(pl_module.step_list))
         num_layers = len(pl_module.model.blocks)
         bad = [layer for layer in self.layers or () if not 0 <= layer < num_layers]
@@ -82,7 +80,7 @@ class Diagnostics(L.Callback):
         self._batch = self._fixed_samples(trainer.datamodule)  # type: ignore[attr-defined]
 
     def _fixed_samples(self, data: Any) -> VideoBatch:
-        """Samples of the largest shape: smaller ones may keep all of their tiles and show nothing."""
+        """Samples of the largest shape: smaller ones may keep all of their tiles, with a recall of 1."""
         largest = max(data.buckets, key=lambda shape: math.prod(shape[1:]))
         batch: VideoBatch | None = None
         for each in data.val_dataloader():
@@ -114,7 +112,7 @@ class Diagnostics(L.Callback):
         pl_module.model.train()
         if not layers:
             return
-        # every process has samples of its own
+        # every process measures its own samples
         reduced = trainer.strategy.reduce(table, reduce_op="mean").cpu()
         tables = dict(zip(METRICS, reduced, strict=True))
         means = {name: float(t.nanmean()) for name, t in tables.items() if not t.isnan().all()}
@@ -124,7 +122,7 @@ class Diagnostics(L.Callback):
         pl_module.log_step({**{f"diag/{name}": mean for name, mean in means.items()}, **by_layer}, step)
         num_tiles = pl_module.model.layout_for(shape).num_video_tiles
         rows = [per_layer(row, len(pl_module.model.blocks)) for row in self._rows(topk)]
-        # layers that keep every tile miss nothing, and would hide what the others miss
+        # layers that keep every tile have a recall of 1 and would raise the mean
         kept = [min(layer) for layer in zip(*rows, strict=True)]
         sparse = [row for n, row in zip(layers, tables["recall"], strict=True) if kept[n] < num_tiles]
         recall = float(torch.stack(sparse).mean()) if sparse else 1.0
@@ -137,12 +135,12 @@ class Diagnostics(L.Callback):
                 self._show(trainer, record, layers, means, tables)
 
     def _rows(self, topk: Topk) -> list[Row]:
-        """What holds at each noise level."""
+        """The top-k of all layers at each noise level."""
         return [row_at(topk, progress_of(1000 * level)) for level in self.noise_levels]
 
     @torch.no_grad()
     def _measure(self, pl_module: Any, batch: VideoBatch, topk: Topk) -> tuple[list[int], Tensor]:
-        """Layers that select tiles, and fp32 `[metrics, layers, noise levels]`."""
+        """Indices of the layers that select tiles, and metrics as fp32 `[metrics, layers, noise levels]`."""
         latents = pl_module.statistics.normalise(batch.latents)
         noise = noise_like(latents, batch.seeds)
         layout = pl_module.model.layout_for(latents.shape[1:], latents.device)
@@ -154,7 +152,7 @@ class Diagnostics(L.Callback):
 
             def recorder(layer: int, tensors: dict[str, Tensor], column=column) -> None:
                 if "kv_indices" in tensors and (self.layers is None or layer in self.layers):
-                    # at once: a layer's tensors are gone when the next one runs
+                    # computed immediately, since a layer's tensors are freed when the next layer runs
                     column[layer] = layer_metrics(tensors, layout, tokens, selections.get(layer))
                     selections[layer] = recorded_index(tensors)
 
@@ -180,7 +178,7 @@ class Diagnostics(L.Callback):
             f"step {record['step']}, sparsity {record['sparsity']:.1%} of {record['num_tiles']} tiles: "
             f"recall {means['recall']:.1%}, random tiles {means['recall_random']:.1%}"
         )
-        # what the method does not have is left out
+        # metrics that the method does not have are all NaN
         panels = {name: tables[key] for key, name in PANELS.items() if not tables[key].isnan().all()}
         layer_heatmaps(panels, path, layers=layers, timesteps=self.noise_levels, title=title)
         # JSON has no NaN

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, shard by shard."""
+"""Exponential moving average of the weights, updated on local shards."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vsa.training.modules.base import DiffusionModule
 class EMA(L.Callback):
     """Keeps an fp32 average of every parameter; validation and samples use it.
 
-    Works on the local shard of sharded parameters, so no weights move.
+    Updates the local shard of sharded parameters, without communication.
 
     Args:
-        decay: of the average.
-        warmup: ramp the decay as (1 + n) / (10 + n) while that is smaller, n being the optimizer step of the model.
+        decay: decay of the average.
+        warmup: ramp the decay as (1 + n) / (10 + n) while this is below `decay`, for optimizer step n of the model.
 
     Attributes:
         average: by parameter name, sharded like the parameters.
@@ -36,13 +36,13 @@ class EMA(L.Callback):
         self.average: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        # where the module then loads a checkpoint into
+        # allocated here, since the module loads a checkpoint into these tensors next
         parameters = pl_module.model.named_parameters()
         self.average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         if pl_module.resume is None:
-            # weights to start from were loaded meanwhile
+            # initial weights were loaded after on_fit_start
             for name, p in pl_module.model.named_parameters():
                 local(self.average[name]).copy_(local(p.detach()))
 

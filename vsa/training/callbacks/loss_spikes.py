@@ -1,4 +1,4 @@
-"""Loss spikes: noticed by a robust rule, undone by going back to the last good checkpoint and past other data."""
+"""Loss spikes: detected by a robust rule, followed by a rollback to the last good checkpoint and by other data."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from vsa.training.lightning_compat import restart_data
 from vsa.training.metrics_csv import MetricsCSV
 from vsa.training.modules.base import DiffusionModule
 
-# of normally distributed values the standard deviation is this many times the median absolute deviation
+# ratio of standard deviation and median absolute deviation of a normal distribution
 _DEVIATIONS = 1.4826
 
 
 class SpikeRule:
-    """Tells losses far above those before them.
+    """Detects losses far above the preceding ones.
 
-    A spike is above the median of the last losses by `threshold` of their deviations (from the median absolute
-    deviation, which outliers do not move) and by a share `rise` of the median. Losses that are spikes or not finite
-    never become part of the window.
+    A spike exceeds the median of the last losses by `threshold` standard deviations, estimated from the median absolute
+    deviation, which is robust to outliers, and by the fraction `rise` of the median. Spikes and non-finite losses are
+    not added to the window.
 
     Args:
-        window: losses that are looked back on.
-        least: losses before the first judgement.
-        threshold: deviations above the median.
-        rise: share of the median above it.
+        window: number of preceding losses to compare with.
+        least: number of losses before the first decision.
+        threshold: smallest distance of a spike from the median, in standard deviations.
+        rise: smallest distance of a spike from the median, as a fraction of the median.
     """
 
     def __init__(self, *, window: int, least: int, threshold: float, rise: float):
@@ -41,7 +41,7 @@ class SpikeRule:
         self.losses: deque[float] = deque(maxlen=window)
 
     def is_spike(self, loss: float) -> bool:
-        """Judge a loss, and remember it unless it is a spike."""
+        """Whether a loss is a spike; if it is not, add it to the window."""
         if not math.isfinite(loss):
             return False
         if len(self.losses) >= self._least:
@@ -55,25 +55,23 @@ class SpikeRule:
 
 @checked
 class LossSpikes(L.Callback):
-    """Takes a run back to its last checkpoint before a loss spike, and trains past it on other data.
+    """Rolls a run back to its last checkpoint before a loss spike, and continues from there with other data.
 
-    The steps from that checkpoint to the spike draw samples, captions and noise with another seed; these windows lie in
-    checkpoints, so that a resumed run takes the same path. For jobs of one network. Every step waits for its loss.
+    The steps from that checkpoint to the spike draw samples, captions and noise with another seed. Checkpoints store
+    these windows, so that a resumed run draws the same data. Only for jobs of one network. Every step synchronises with
+    the device to read its loss.
 
     Args:
-        window: losses that are looked back on.
-        least: losses before the first judgement.
-        threshold: how far above their median a spike is, in deviations of the losses.
-        rise: how far above it at least, as a share of the median.
-        patience: spikes in a row before it goes back.
-        rollbacks: how often at most; one more spike ends the run.
-
-    Raises:
-        ValueError: `least` is above `window`.
+        window: number of preceding losses to compare with.
+        least: number of losses before the first decision.
+        threshold: smallest distance of a spike from the median of the losses, in standard deviations.
+        rise: smallest distance of a spike from the median, as a fraction of the median.
+        patience: number of consecutive spikes before a rollback.
+        rollbacks: largest number of rollbacks; the next spike ends the run.
     """
 
     part = "loss_spikes"
-    # before a checkpoint of the step is written
+    # before the checkpoint of the step
     order = 0
 
     def __init__(
@@ -86,7 +84,7 @@ class LossSpikes(L.Callback):
         rollbacks: AtLeastOne = 10,
     ):
         if least > window:
-            raise ValueError(f"least={least} is above window={window}: nothing would ever be judged")
+            raise ValueError(f"least must be at most window={window}, got {least}")
         self.patience, self.rollbacks = patience, rollbacks
         self._rule = SpikeRule(window=window, least=least, threshold=threshold, rise=rise)
         self._in_row = self._done = 0
@@ -104,7 +102,7 @@ class LossSpikes(L.Callback):
         return {"losses": list(self._rule.losses), "in_row": self._in_row, "rollbacks": self._done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` gave; a run that was not watched before begins with nothing."""
+        """Continue from `state_dict`; the window is empty if the run had no spike detection before."""
         self._rule.losses.clear()
         self._rule.losses.extend(state.get("losses", ()))
         self._in_row, self._done = state.get("in_row", 0), state.get("rollbacks", 0)
@@ -114,7 +112,7 @@ class LossSpikes(L.Callback):
     ) -> None:
         if (batch_idx + 1) % pl_module.accumulate:
             return
-        # shares of the loss of the step, of every micro-batch and rank
+        # these are shares of the loss of the step, over micro-batches and ranks
         share = torch.stack(pl_module.step_losses).sum().double()
         loss = float(trainer.strategy.reduce(share, reduce_op="sum"))
         self._in_row = self._in_row + 1 if self._rule.is_spike(loss) else 0
@@ -124,14 +122,14 @@ class LossSpikes(L.Callback):
             pl_module.log_step({"loss_spikes/rollbacks": self._done}, trainer.global_step)
 
     def _go_back(self, trainer: L.Trainer, module: DiffusionModule, loss: float) -> None:
-        """Load the last good checkpoint and let the trainer fetch the data from there."""
+        """Load the last good checkpoint and restart the data from its step."""
         last = trainer.global_step - 1
         usual = f"loss {loss:.4g} in step {last} against a median of {median(self._rule.losses):.4g}"
         if self._done >= self.rollbacks:
             raise FloatingPointError(
                 f"{usual}, after callbacks.loss_spikes.rollbacks={self.rollbacks} rollbacks: training stopped"
             )
-        # the state before the first spike in the row
+        # the state before the first of the consecutive spikes
         checkpoint = self._checkpointing.last_good(trainer, last + 1 - self._in_row)
         self._in_row = 0
         if checkpoint is None:
@@ -152,5 +150,5 @@ class LossSpikes(L.Callback):
             f"(rollback {done} of {self.rollbacks})"
         )
         restart_data(trainer)
-        # ends the pass over the data, and the next one begins where the checkpoint stands
+        # ends the epoch loop; the next one begins at the step of the checkpoint
         raise StopIteration

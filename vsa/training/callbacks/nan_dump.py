@@ -1,4 +1,4 @@
-"""What a step was made of whose update was dropped, so that `vsa replay` can run it again."""
+"""Dumps of a step with non-finite gradients, whose update was dropped, for `vsa replay`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vsa.training.run_state import REPLAY, networks_of, parts_of, values_of
 
 FOLDER = "nan-dumps"
 NETWORKS = "networks"
-"""Where the networks lie in the folder of a step; with the name that runs have for it, it would be taken for a run."""
+"""Folder of the networks within a dump; under the name that runs use, a dump would be mistaken for a run."""
 
 _TENSORS = ("latents", "text", "text_mask", "cond_latents", "seeds", "slots")
 
@@ -33,12 +33,12 @@ _TENSORS = ("latents", "text", "text_mask", "cond_latents", "seeds", "slots")
 class NanDump(L.Callback):
     """Writes networks, batches, losses and settings of a step to `run_dir/nan-dumps` when its gradients are not finite.
 
-    The trained weights are the large part, 4 bytes a parameter; optimizer state and averages are left out. Until the
-    last one is written the micro-batches of a step stay in memory until its end.
+    The size of a dump is mostly that of the trained weights, 4 bytes per parameter; optimizer state and averages are
+    left out. While further dumps are allowed, the micro-batches of a step stay in memory until its end.
 
     Args:
         run_dir: the run folder.
-        dumps: written at most in a run; 0 switches it off.
+        dumps: largest number of dumps of a run; 0 disables them.
     """
 
     def __init__(self, run_dir: str, dumps: Count = 1):
@@ -47,7 +47,7 @@ class NanDump(L.Callback):
         self._batches: list[VideoBatch] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        # of the folder as it is when a run goes on; one that begins anew has emptied it
+        # a resumed run counts the dumps of its folder; the folder of a new run is empty
         written = len(list(self.folder.glob("step-*"))) if trainer.is_global_zero else 0
         self._left = self.dumps - int(trainer.strategy.broadcast(written))
         for network, clipper in pl_module.clippers.items():
@@ -68,11 +68,11 @@ class NanDump(L.Callback):
         step = module.global_step
         path = self.folder / f"step-{step:08d}-{network}"
         micro_batches = len(self._batches)
-        # collectives: every rank makes them, whatever its disk says
+        # collective operations: every rank takes part, even if it cannot write
         parts = parts_of(trainer)
         about = {"network": network, "micro_batches": micro_batches, "ranks": trainer.world_size}
         state = {**module.record(), **values_of(parts), REPLAY: about}
-        # this step is counted as skipped already, and no checkpoint has more of them than steps
+        # this step is already counted as skipped, but a checkpoint never has more skipped steps than steps
         state |= {name: min(state[name], step) for name in ("skipped_steps", "skipped_in_row")}
         tensors = networks_of(parts)
         size = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
@@ -85,7 +85,7 @@ class NanDump(L.Callback):
             except OSError as error:
                 failure = error
             if trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
-                # without the batches of every rank there is nothing to replay
+                # a replay needs the batches of every rank
                 failure = failure or OSError("another rank could not write its batches")
             else:
                 try:
@@ -96,16 +96,16 @@ class NanDump(L.Callback):
         if failure is None:
             rank_zero_info(f"{line}: vsa replay {path} runs it again ({size / 1e6:,.1f} MB)")
         else:
-            rank_zero_info(f"{line}, and what it was made of could not be written: {failure}")
+            rank_zero_info(f"{line}; the dump for vsa replay could not be written: {failure}")
 
 
 def batch_file(rank: int) -> str:
-    """Name of the file of a rank's batches."""
+    """Name of the file with the batches of a rank."""
     return f"batches-{rank}.safetensors"
 
 
 def write_batches(path: Path, batches: list[VideoBatch], losses: list[Tensor]) -> None:
-    """Write the micro-batches of a step with the exact loss of each."""
+    """Write the micro-batches of a step, each with its exact loss."""
     tensors: dict[str, Tensor] = {}
     facts: list[Mapping[str, Any]] = []
     for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
@@ -121,12 +121,12 @@ def write_batches(path: Path, batches: list[VideoBatch], losses: list[Tensor]) -
             }
         )
     with atomic_file(path) as temporary:
-        # the library's own writer has no OSError for a full disk
+        # save_file of safetensors raises no OSError when the disk is full
         temporary.write_bytes(save(tensors, {"batches": json.dumps(facts)}))
 
 
 def read_batches(path: Path) -> tuple[list[VideoBatch], list[str]]:
-    """What `write_batches` wrote: micro-batches, and their losses in hexadecimal."""
+    """Read the file of `write_batches`: micro-batches, and their losses as hexadecimal floats."""
     batches, losses = [], []
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)

@@ -1,4 +1,4 @@
-"""When a run begins to write."""
+"""The first write of a run to its folder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from vsa.training.modules.base import DiffusionModule
 
 
 class Opening(L.Callback):
-    """Opens the run folder when training starts, and keeps it once an optimizer step has been made.
+    """Opens the run folder when training starts, and makes it permanent after the first optimizer step.
 
-    Almost every check has passed by then; what fails before the step leaves an old run whole.
+    By then almost every check has passed; an error before the first step leaves an existing run unchanged.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         config: content of its `config.yaml`.
-        overwrite: begin with an empty folder.
-        loggers: of the run, which make their files now, so that what is wrong with them is told now.
+        overwrite: empty the folder first.
+        loggers: loggers of the run; they create their files here, so that their errors appear at the start.
     """
 
     def __init__(self, folder: RunFolder, config: str, loggers: list[Any], *, overwrite: bool):
@@ -39,7 +39,7 @@ class Opening(L.Callback):
             resume = None if pl_module.resume is None else pl_module.resume.path
             aside = self._folder.open(self._config, overwrite=self._overwrite, resume=resume)
             if aside is not None:
-                rank_zero_info(f"the run goes on from {resume}: the checkpoints after it were moved to {aside}")
+                rank_zero_info(f"continuing from {resume}: the later checkpoints were moved to {aside}")
             here = {**environment(pl_module.device), "processes": trainer.world_size}
             note_start(self._folder.path, step=trainer.global_step, environment=here)
         attach_loggers(trainer, self._loggers)

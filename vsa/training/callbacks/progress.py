@@ -1,4 +1,4 @@
-"""The progress bar, redrawn by time and not by steps."""
+"""A progress bar that is redrawn at time intervals instead of step intervals."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from vsa.training.lightning_compat import close_bars
 
 @checked
 class TimedProgressBar(TQDMProgressBar):
-    """Lightning's bar, redrawn at the first step that ends `seconds` after the last redraw, however long steps take.
+    """Lightning's bar, redrawn at the end of the first step that ends `seconds` or more after the last redraw.
 
     Args:
-        seconds: between two redraws on a terminal.
-        log_seconds: between two redraws where the output is no terminal: a file keeps them all.
-
-    Raises:
-        ValueError: a time that is not positive.
+        seconds: time between two redraws on a terminal.
+        log_seconds: time between two redraws if the output is not a terminal, where every redraw adds a line.
     """
 
     def __init__(self, seconds: Positive = 0.2, log_seconds: Positive = 30.0):
-        # whenever it is asked
+        # the base class calls its hooks at every step; `_due` limits the redraws
         super().__init__(refresh_rate=1)
         self._seconds = seconds if sys.stdout.isatty() else log_seconds
         self._redrawn = -math.inf
@@ -43,7 +40,7 @@ class TimedProgressBar(TQDMProgressBar):
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         super().on_train_epoch_start(trainer)
         if trainer.max_steps < 0:
-            # the data have a length all the same
+            # without max_steps the length of the data is not the length of the run
             self.train_progress_bar.total = None
 
     def on_train_batch_end(
@@ -58,12 +55,12 @@ class TimedProgressBar(TQDMProgressBar):
             super().on_validation_batch_end(*args, **kwargs)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # steps since the last redraw; the base class draws
+        # counts the steps since the last redraw; the base class draws
         self.train_progress_bar.n = self._done
         super().on_train_epoch_end(trainer, pl_module)
 
     def show_compiling(self, compiling: bool) -> None:
-        """Say in front of the bar that the model is being compiled, and no longer."""
+        """Show "Compiling" in front of the bar while the model is being compiled, else the epoch."""
         self.train_progress_bar.set_description("Compiling" if compiling else f"Epoch {self.trainer.current_epoch}")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

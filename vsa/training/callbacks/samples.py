@@ -1,4 +1,4 @@
-"""Clips and pictures of a run while it trains."""
+"""Sample clips and pictures of a run, during training and at its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vsa.training.display import log_picture, never_fatal
 from vsa.training.modules.teacher import Teacher
 from vsa.training.run_state import parts_of
 
-# samples of the data beside the first clips
+# number of data samples shown next to the first clips
 _DATA_CLIPS = 6
 
 
@@ -39,9 +39,9 @@ class ClipSet:
     """Clips of one network at one top-k.
 
     Args:
-        name: tells it from the other sets of its step, `student/target`; "" where it is the only one.
+        name: name within the clips of a step, such as `student/target`; "" for the only set.
         videos: uint8 `[N, T, H, W, 3]`.
-        record: what made them, see `settings_dict`.
+        record: the settings of the sampling, see `settings_dict`.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ClipSet:
 
     @property
     def title(self) -> str:
-        """Name, steps, and guidance and tiles where there are such."""
+        """Name and number of steps, with guidance and kept tiles if they apply."""
         steps, guidance, tiles = (self.record[key] for key in ("steps", "guidance", "num_tiles"))
         kept = mean_topk(self.record["topk"], tiles)
         parts = [*self.name.split("/"), f"{steps} step{'s' if steps > 1 else ''}"]
@@ -61,34 +61,32 @@ class ClipSet:
 
 @checked
 class Samples(L.Callback):
-    """Samples clips with the averaged weights every `every_n_steps` and at the end, and draws the run's pictures.
+    """Samples clips with the averaged weights every `every_n_steps` and at the end, and draws the pictures of the run.
 
-    Clips go to `run_dir/samples/step-N` (mp4, GIF, contact sheet, JSON), to TensorBoard and wandb as GIF; at
-    the end `run_dir/loss.png` and `run_dir/attention.png` (which tiles queries attend to) are drawn.
+    Clips are written to `run_dir/samples/step-N` (mp4, GIF, contact sheet, JSON), and as GIF to TensorBoard and wandb.
+    At the end, `run_dir/loss.png` and `run_dir/attention.png` (the tiles that queries attend to) are drawn.
 
-    A distillation shows its teacher too, at the same prompts and seeds: `samples/teacher`, sampled once, and
+    A distillation also samples its teacher at the same prompts and seeds: `samples/teacher`, sampled once, and
     `samples/step-N` with the trained weights (`student`), the averaged ones (`ema`) and a picture of all
-    (`side_by_side.png`). `steps`, `guidance` and `flow_shift` are the teacher's, which keeps all tiles; student and
-    average are sampled at the step list, at every point of `sparsity`. Guided clips use the caption "".
+    (`side_by_side.png`). `steps`, `guidance` and `flow_shift` apply to the teacher, which keeps all tiles; trained and
+    averaged weights are sampled with the step list, at every point of `sparsity`. The unconditional pass of guidance
+    uses the caption "".
 
     Args:
         run_dir: the run folder.
         prompts: captions to sample; empty: no clips; None: the first 4 captions of the held-out clips.
         every_n_steps: optimizer steps between samples; 0 samples at the end only.
-        steps: Euler steps.
-        guidance: classifier-free guidance scale, 1 is one pass.
-        flow_shift: shift of the sampler's noise levels; None: that of the training. A distillation has to name its
-            teacher's.
-        seed: of the sampling noise, the same at every step so that clips can be compared.
-        fps: of the files.
-        sparsity: where the clips are sampled: at the top-k of the step (current), with all tiles (dense), at the end
-            value of the schedule (target); with more than one each set has a folder of its own, named after it.
-
-    Raises:
-        ValueError: an unknown name in `sparsity`, or one twice; a flow shift that is not positive.
+        steps: number of Euler steps.
+        guidance: classifier-free guidance scale; 1 uses a single pass.
+        flow_shift: shift of the sampler's noise levels; None: that of the training. A distillation must set the shift
+            of its teacher.
+        seed: seed of the sampling noise, the same at every step so that clips can be compared.
+        fps: frames per second of the files.
+        sparsity: points of the sparsity schedule to sample at: the top-k of the step (current), all tiles (dense), the
+            end value of the schedule (target). With more than one, each set has a folder of that name.
     """
 
-    # after what they show is saved
+    # after the checkpoint of the weights shown here
     order = 2
 
     def __init__(
@@ -104,9 +102,9 @@ class Samples(L.Callback):
         sparsity: Sequence[SparsityPoint] = ("current",),
     ):
         self.run_dir = Path(run_dir)
-        # those of the data are known when it is open
+        # captions of the data are known once the data are opened
         self._from_data = prompts is None
-        # they become names of files
+        # prompts become file names
         self.prompts = [without_secrets(prompt, named=False) for prompt in prompts or ()]
         self.every_n_steps, self.seed, self.fps = every_n_steps, seed, fps
         self.steps, self.guidance, self.flow_shift = steps, guidance, flow_shift
@@ -124,7 +122,7 @@ class Samples(L.Callback):
             )
 
     def _own_prompts(self, trainer: L.Trainer, pl_module: Any) -> list[str]:
-        """Captions of the data, where a run was given none and nothing speaks against clips."""
+        """Captions of the data, for a run without prompts that can sample clips."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         captions = data.held_out_captions(HELD_OUT_PROMPTS)
         if captions and (pl_module.reference is None or self.flow_shift is not None):
@@ -146,21 +144,21 @@ class Samples(L.Callback):
                 logger.save()
             metrics, picture = self.run_dir / "metrics.csv", self.run_dir / "loss.png"
             with never_fatal(str(picture)):
-                # a run that was stopped early may have logged nothing
+                # a run that stops early may not have logged these metrics
                 if logged_metrics(metrics, pl_module.headline):
                     pl_module.draw_curves(metrics, picture, str(self.run_dir))
 
     def _sample(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Sample what is due; every rank takes part, since the forward of a sharded model is a collective."""
+        """Sample the due clips; every rank takes part, since the forward of a sharded model is collective."""
         if not self.prompts or trainer.global_step in (0, self._sampled_step):
             return
         self._sampled_step = trainer.global_step
         ema: EMA | None = parts_of(trainer).get("ema")
         teacher: Teacher | None = pl_module.reference
         best = "model" if ema is None else "ema"
-        # weights by the name of their clips
+        # names of the weights, by the name of their clips
         shown = {"": best} if teacher is None else {"student": "model"} | ({} if ema is None else {"ema": "ema"})
-        # each with the folder that gets its folder
+        # clip sets, with the parent of their folders
         clip_sets: list[tuple[ClipSet, Path]] = []
         folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"
         with pl_module.status.paused():
@@ -174,7 +172,7 @@ class Samples(L.Callback):
                         self._draw_attention(trainer, run, list(options.values()))
             pl_module.model.train()
             if teacher is not None and self._teacher is None:
-                # they never change: not once a step
+                # the teacher's clips never change, so they are sampled once
                 self._teacher = self._teacher_clips(self._live_run(trainer, pl_module, "teacher"), teacher)
                 clip_sets.insert(0, (self._teacher, folder.parent))
         if trainer.is_global_zero:
@@ -184,7 +182,7 @@ class Samples(L.Callback):
                     self._show(trainer, clips, parent)
             if self._teacher is not None:
                 columns = [self._teacher, *(clips for clips, parent in clip_sets if parent == folder)]
-                # more rows make no picture to look at
+                # more rows are not legible in one picture
                 rows = {clips.title: clips.videos[:16] for clips in columns}
                 picture, title = folder / "side_by_side.png", f"{self.run_dir}, step {trainer.global_step}"
                 with never_fatal(str(picture)):
@@ -192,7 +190,7 @@ class Samples(L.Callback):
                     log_picture(trainer.loggers, "samples/side_by_side", picture, trainer.global_step)
 
     def _show_data(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Real clips and what the codec makes of them, once a run."""
+        """Write clips of the data and their reconstructions by the codec, once per run."""
         folder = self.run_dir / DATA_CLIPS
         if not (folder / "samples.json").is_file():
             with never_fatal(str(folder)), pl_module.status.paused():
@@ -201,13 +199,13 @@ class Samples(L.Callback):
                 write_examples(folder, shown, fps=self.fps)
 
     def _options(self, run: LoadedRun, points: Sequence[SparsityPoint]) -> dict[SparsityPoint, SampleSettings]:
-        # a step list leaves no choice of steps and shift, and its guidance is in the weights
+        # a step list fixes steps and shift, and its guidance is in the weights
         own = run.step_list is not None
         how = {} if own else {"steps": self.steps, "guidance": self.guidance, "flow_shift": self.flow_shift}
         return {at: run.settings(seed=self.seed, at=at, **how) for at in points}
 
     def _clips(self, run: LoadedRun, options: Mapping[SparsityPoint, SampleSettings], name: str) -> list[ClipSet]:
-        """A set for each point, sampled once where points agree."""
+        """One set per point; points with equal settings are sampled once."""
         videos: dict[tuple[Topk, DenoisingPlan], Tensor] = {}
         for settings in options.values():
             if (settings.topk, settings.denoising) not in videos:
@@ -223,13 +221,13 @@ class Samples(L.Callback):
 
     def _teacher_clips(self, run: LoadedRun, teacher: Teacher) -> ClipSet:
         run = replace(run, model=teacher.network, source=teacher.start.source, step_list=None)
-        # its weights are of a dense checkpoint
+        # the teacher has the weights of a dense checkpoint
         (clips,) = self._clips(run, self._options(run, ("dense",)), "teacher")
-        # the step is that of this run
+        # the step of the record is that of this run, not of the teacher
         return replace(clips, record={key: value for key, value in clips.record.items() if key != "step"})
 
     def _draw_attention(self, trainer: L.Trainer, run: LoadedRun, options: Sequence[SampleSettings]) -> None:
-        # dense attention and a top-k of all tiles select nothing
+        # dense attention, and a top-k of all tiles, select nothing to draw
         blocks: Any = run.model.blocks
         tiles = run.model.layout_for(options[0].latent_shape).num_video_tiles
         sparse = [settings for settings in options if mean_topk(row_at(settings.topk, 0.5), tiles) < tiles]
@@ -269,8 +267,8 @@ class Samples(L.Callback):
 
 
 def _add_gif(logger: TensorBoardLogger, tag: str, path: Path, size: Sequence[int], step: int) -> None:
-    """Send a GIF of a height and width as it is: `add_video` would need moviepy to make one."""
-    # of the optional extra
+    """Log an existing GIF of size [height, width]; `add_video` would need moviepy to encode one."""
+    # tensorboard is in an optional extra
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
     # RGB

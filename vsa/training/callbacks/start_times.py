@@ -1,4 +1,4 @@
-"""How long a run takes from the start of its process to its first optimizer step, and what it waits for until then."""
+"""Time from the start of the process to the end of the first optimizer step, by part."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vsa.training.callbacks.progress import TimedProgressBar
 
 
 class StartTimes(L.Callback):
-    """Prints one line after the first optimizer step: the seconds since the process began, by what they were spent on.
+    """Prints one line after the first optimizer step: the seconds since the process began, by part.
 
     The parts are imports (with the settings), data (checks, rendering, indexes), weights (building, loading and
-    sharding the networks), the first batch (loaders, a resumed state) and the step itself, of which `torch.compile` and
-    the compilation of Triton kernels are told apart. While `torch.compile` works the progress bar says "compiling".
+    sharding the networks), the first batch (loaders, a resumed state) and the step itself, with the shares of
+    `torch.compile` and of Triton compilation. During `torch.compile` the progress bar says "Compiling".
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class StartTimes(L.Callback):
             return
         self._mark("step")
         self._close()
-        rank_zero_info(told(self._parts, self._compiling.seconds))
+        rank_zero_info(start_line(self._parts, self._compiling.seconds))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._close()
@@ -80,13 +80,13 @@ class StartTimes(L.Callback):
 
 
 class _CompileTimes:
-    """Seconds that `torch.compile` and Triton take while it listens.
+    """Measures the seconds of `torch.compile` and of Triton compilation, between `listen` and `stop`.
 
     Args:
-        show: is called with True when `torch.compile` begins and with False when it ends.
+        show: called with True when `torch.compile` begins and with False when it ends.
 
     Attributes:
-        seconds: by what was compiled.
+        seconds: seconds by compiler.
     """
 
     def __init__(self, show: Any) -> None:
@@ -96,7 +96,7 @@ class _CompileTimes:
         self._triton: Any = None
 
     def listen(self) -> None:
-        # without these modules nothing compiles, and importing them takes seconds
+        # if these modules are not loaded nothing compiles, and importing them takes seconds
         if "torch._dynamo" in sys.modules:
             from torch._dynamo.callback import callback_handler
 
@@ -106,7 +106,7 @@ class _CompileTimes:
         if "triton" in sys.modules:
             from triton import knobs
 
-            # somebody else's stays
+            # another listener is not replaced
             if knobs.compilation.listener is None:
                 self._triton = knobs.compilation
                 self._triton.listener = self._kernel
@@ -129,16 +129,16 @@ class _CompileTimes:
         self._show(False)
 
     def _kernel(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
-        # in microseconds
+        # times are in microseconds
         self.seconds["Triton kernels"] += times.total / 1e6
 
 
-def told(parts: dict[str, float], compiling: dict[str, float]) -> str:
-    """The line of a run's start.
+def start_line(parts: dict[str, float], compiling: dict[str, float]) -> str:
+    """The line that reports the start of a run.
 
     Args:
-        parts: seconds by part, in order; the last one is the step.
-        compiling: seconds of it by what was compiled.
+        parts: seconds by part, in order; the last one is the first step.
+        compiling: seconds within the first step, by compiler.
     """
     words = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
     compiled = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiling.items() if seconds >= 0.05)
@@ -149,10 +149,10 @@ def told(parts: dict[str, float], compiling: dict[str, float]) -> str:
 
 
 def process_start() -> float:
-    """When this process began, in seconds since the epoch; where the system does not tell: now."""
+    """Start time of this process in seconds since the epoch; the current time if the system does not provide it."""
     try:
         with open("/proc/self/stat") as file:
-            # field 22, counted behind the name, which may hold anything
+            # field 22 of the line, counted after the process name, which may contain spaces and brackets
             ticks = int(file.read().rpartition(")")[2].split()[19])
     except OSError:
         return time.time()

@@ -1,4 +1,4 @@
-"""`debug=profile`: a few steps under torch's profiler, as a table of where their time goes."""
+"""`debug=profile`: a table of where the time of a step goes, from a few steps under torch's profiler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOW = "profiled steps"
 
 
 class Regions(Profiler):
-    """Lightning's hooks and loops as regions of the trace."""
+    """Lightning's hooks and loops as named regions of the trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,20 +46,20 @@ class Regions(Profiler):
 
 @checked
 class StepProfile(L.Callback):
-    """Times `steps` steps as they are, then traces as many, prints where their time goes, and ends the run.
+    """Times `steps` plain steps, then traces `steps` more, prints where their time goes, and ends the run.
 
-    Written are `profile.json`, the table, and `trace.json.gz`, for chrome://tracing or ui.perfetto.dev. Beside a time
-    stands its floor: FLOPs at the speed of a large matrix product, bytes at the bandwidth of a large copy, both
-    measured on the device afterwards. The profiler itself takes time of the host, so compare the two times of a step.
-    Several ranks: rank 0 is traced.
+    It writes the table as `profile.json`, and `trace.json.gz` for chrome://tracing or ui.perfetto.dev. The table
+    compares each time with its floor: FLOPs at the speed of a large matrix product, or bytes at the bandwidth of a
+    large copy, both measured on the device afterwards. The profiler itself takes host time, so the table has the time
+    of a step with and without it. With several ranks only rank 0 is traced.
 
     Args:
         run_dir: folder of the two files.
-        steps: that are traced; fewer in a short run.
-        warm_up: steps before.
+        steps: number of traced steps; fewer in a short run.
+        warm_up: number of steps before the timed ones.
     """
 
-    # what others do after a step belongs to it
+    # after all other callbacks, whose work belongs to the step
     order = 3
 
     def __init__(self, run_dir: str, steps: AtLeastOne = 5, warm_up: AtLeastOne = 10):
@@ -117,7 +117,7 @@ class StepProfile(L.Callback):
             **{kind: times.bytes[kind] / bandwidth * 1e3 for kind in (ELEMENTWISE, COPIES)},
         }
         if not module.model.selects:
-            # dense attention is not the operator's
+            # dense attention does not run the sparse operator
             del floors[OPERATOR]
         name = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -142,7 +142,7 @@ class StepProfile(L.Callback):
         rank_zero_info(f"trace: {path}")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # a run that failed while it was traced
+        # the run may have failed while it was traced
         self._stack.close()
 
 
@@ -171,28 +171,28 @@ def _table(times: StepTimes, floors: dict[str, float], record: dict[str, Any]) -
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, after the device has done what it was given."""
+    """Current time in seconds, after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def matrix_speed(device: torch.device) -> float:
-    """FLOPs per second of a large product, in bf16 on a GPU and fp32 on a CPU."""
+    """Measured FLOPs per second of a large matrix product, in bf16 on a GPU and fp32 on a CPU."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: a @ b, device)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy that no cache holds."""
+    """Measured bytes per second, read plus written, of a copy larger than any cache."""
     source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _seconds(lambda: target.copy_(source), device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The best of five, after one."""
+    """Seconds of the fastest of five calls, after one warm-up call."""
     call()
     times = []
     for _ in range(5):

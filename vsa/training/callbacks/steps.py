@@ -1,4 +1,4 @@
-"""What a rank is doing, for those that wait for it."""
+"""The current activity of a rank, for the watch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vsa.training.watch import Watch
 
 
 class Steps(L.Callback):
-    """Tells the watch of every step, after all other callbacks.
+    """Reports every step to the watch, after all other callbacks.
 
     Args:
-        watch: of this rank.
+        watch: watch of this rank.
     """
 
     def __init__(self, watch: Watch):

@@ -1,4 +1,4 @@
-"""Tokens and FLOPs per second, without waiting for the device between log lines."""
+"""Tokens and FLOPs per second, measured with one device synchronisation per log line."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PEAK_BF16_TFLOPS = {
     "RTX 4090": 165,
     "RTX 5090": 209,
 }
-"""Dense bf16 tensor-core peak by a part of the device name, TFLOP/s (vendors' datasheets, without sparsity)."""
+"""Dense bf16 tensor-core peak in TFLOP/s by a part of the device name (vendors' datasheets)."""
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """bf16 peak of a known GPU in TFLOP/s, else None."""
+    """bf16 peak of the GPU in TFLOP/s; None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -43,14 +43,12 @@ def peak_tflops(device: torch.device) -> float | None:
 class Throughput(L.Callback):
     """Logs step time, tokens/s, executed and dense-equivalent TFLOP/s, MFU on known GPUs, and the sparsity.
 
-    Top-k, density and executed tile pairs are means over the layers, the effective sparsity is the share of tile
-    pairs of all layers that is skipped; where layers differ, each one's top-k is logged too. FLOPs follow the paper's
-    formula with the pairs a method executes (methods.md 1.4). Validation, sampling and
-    saving between two log lines are left out of the time.
+    Top-k, density and executed tile pairs are means over the layers; the effective sparsity is the share of tile pairs
+    skipped, over all layers. If layers differ, the top-k of each is logged too. FLOPs follow the paper's formula with
+    the pairs that a method executes (methods.md 1.4). Times exclude validation, sampling and saving.
 
-    Of several ranks each is told: `ranks/step_seconds_N`, what rank N takes for forward and backward without waiting
-    for others, and `ranks/data_seconds_N`, what it waits for its data. One that is a fifth behind over 50 steps is
-    named in the log.
+    With several ranks, `ranks/step_seconds_N` is the time of rank N for forward and backward without waiting for
+    others, and `ranks/data_seconds_N` its wait for data. The log names a rank that is a fifth slower over 50 steps.
     """
 
     _ranks: RankTimes | None = None
@@ -80,7 +78,7 @@ class Throughput(L.Callback):
             self._ranks.computed()
 
     def _restart(self, status: RunStatus) -> None:
-        # the time of training on a clock that stands still meanwhile
+        # subtracting the paused seconds gives a clock that stops during pauses
         self._started = time.perf_counter() - status.paused_seconds
         self._steps = self._tokens = 0
         self._executed = self._dense = 0.0
@@ -139,18 +137,18 @@ class Throughput(L.Callback):
 
 
 def computed_share(model: Any, layout: TileLayout) -> float:
-    """Pairs that the attention of a model without a top-k computes, as a share of those of dense attention."""
+    """Pairs that the attention of a model without a top-k computes, as a fraction of those of dense attention."""
     pairs = [block.method.pairs(layout, layout.num_video_tiles) for block in model.blocks]
     return sum(pairs) / (len(pairs) * layout.num_tokens**2)
 
 
 def sparsity_metrics(topk: float | Sequence[float], num_tiles: int) -> dict[str, float]:
-    """What a log line says about sparsity.
+    """Sparsity metrics of a log line.
 
     Args:
-        topk: tiles per query tile, of all layers or of each; with ranges of progress, and where nothing is selected, a
-            mean.
-        num_tiles: video tiles of a sample.
+        topk: tiles per query tile, of all layers or of each; a mean if it varies with the denoising progress or if the
+            method does not select tiles.
+        num_tiles: number of video tiles of a sample.
     """
     mean = topk if isinstance(topk, float) else mean_topk(topk, num_tiles)
     metrics = {

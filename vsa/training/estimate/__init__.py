@@ -1,1 +1,1 @@
-"""What a run will take, before it takes it: memory by part, time of a step by part, and what fits on a kind of GPU."""
+"""Estimate of a run: memory and step time by part, and the settings that fit on a kind of GPU."""

@@ -1,4 +1,4 @@
-"""Bytes that a transformer block keeps for its backward, and bytes that its elementwise work reads and writes.
+"""Activation memory of a transformer block, and memory traffic of its elementwise operations, in bytes.
 
 n tokens of a micro-batch, C model width, F width of the feed-forward layer, H heads. Activations are bf16, norms and
 modulation fp32, as `vsa.models.blocks` computes them on a GPU.
@@ -12,15 +12,15 @@ from typing import NamedTuple
 from vsa.models.recompute import Level
 
 LEVELS: tuple[Level, ...] = ("none", "attention", "attention_mlp", "full")
-"""From the one that computes least again to the one that keeps least."""
+"""Levels of activation checkpointing, from the least recomputation to the least memory."""
 
 HALF, SINGLE = 2, 4
-"""Bytes of a number in bf16 and in fp32."""
+"""Bytes of a number in bf16 and fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """A block and what it is given.
+    """A block and the sizes of its input.
 
     Args:
         tokens: n, of all samples.
@@ -28,11 +28,12 @@ class BlockShape:
         dim: C.
         ffn_dim: F.
         heads: H.
-        gates: linear layers of the attention method, each as wide as the model.
-        tiles: of all samples, where the method runs the coarse-fine operator; 0: another attention.
-        capacity: of the operator's lists.
+        gates: number of gate layers of the attention method, linear layers of width C.
+        tiles: tiles of all samples if the method runs the coarse-fine operator, otherwise 0.
+        capacity: capacity of the operator's index lists.
         compiled: whether the block is compiled, which fuses norms, modulation and casts.
-        fused_norms: whether torch has RMSNorm as one kernel, which keeps its input; others keep two fp32 tensors.
+        fused_norms: whether torch has RMSNorm as one kernel, which keeps its input; otherwise two fp32 tensors are
+            kept.
     """
 
     tokens: int
@@ -48,12 +49,12 @@ class BlockShape:
 
     @property
     def wide(self) -> int:
-        """Numbers in the hidden states."""
+        """Number of elements of the hidden states."""
         return self.tokens * self.dim
 
 
 def kept_bytes(shape: BlockShape, level: Level) -> float:
-    """What a block keeps from its forward to its backward, without parameters and what all blocks share."""
+    """Bytes that a block keeps from forward to backward, without parameters and tensors that all blocks share."""
     wide = shape.wide
     states = HALF * wide
     if level == "full":
@@ -63,9 +64,9 @@ def kept_bytes(shape: BlockShape, level: Level) -> float:
         return states + outputs
     if level == "attention":
         return states + outputs + _feed_forward(shape)
-    # inputs of the two attentions' products, their queries, keys, values and outputs
+    # inputs of the products of self- and cross-attention, their queries, keys, values and outputs
     if shape.compiled:
-        # the block's input and, of each attention, what enters and leaves its products; no fp32 copy
+        # the block's input, and inputs and outputs of the products of each attention; no fp32 copy
         inner = states + HALF * wide * 11
     else:
         norms = SINGLE * wide * 3 + HALF * wide * 3
@@ -77,27 +78,27 @@ def kept_bytes(shape: BlockShape, level: Level) -> float:
 
 
 def turn_bytes(shape: BlockShape, level: Level) -> float:
-    """What a block needs on top of `kept_bytes` while its backward runs: what is computed again, and gradients."""
+    """Bytes that a block's backward needs beyond `kept_bytes`: recomputed activations, and gradients."""
     width = HALF * shape.tokens
     if shape.compiled:
         gradients = width * (shape.ffn_dim + shape.dim)
     else:
-        # of the hidden layer, or fp32 ones of modulation and residual
+        # gradients of the hidden layer, or fp32 gradients of modulation and residual
         gradients = max(width * (shape.ffn_dim + 3 * shape.dim), width * 7 * shape.dim)
     whole, kept = kept_bytes(shape, "none"), kept_bytes(shape, level)
     if level == "attention":
-        # the feed-forward layer is done when the attentions are computed again
+        # the backward of the feed-forward layer is done when the attentions are recomputed
         return max(kept, whole - _feed_forward(shape)) - kept + gradients
     return max(0.0, whole - kept) + gradients
 
 
 def _attention_outputs(shape: BlockShape) -> float:
-    """What both attentions give: their outputs and logsumexp, of the operator also the fine output and small tables."""
+    """Bytes of the outputs and logsumexp of both attentions; with the operator also fine output and small tables."""
     numbers = 2 * shape.wide
     single = 2 * shape.heads * shape.tokens
     if shape.tiles:
         numbers += shape.wide
-        # coarse output and three means a tile, lists and two rows of sums
+        # coarse output and three means per tile, index lists and two rows of sums
         single += shape.tiles * (4 * shape.dim + shape.heads * (shape.capacity + 2))
     return HALF * numbers + SINGLE * single
 
@@ -108,19 +109,20 @@ def _rms_norm(shape: BlockShape, numbers: int) -> float:
 
 def _feed_forward(shape: BlockShape) -> float:
     hidden = 2 * HALF * shape.tokens * shape.ffn_dim
-    # its input, its output, and without compilation the norm's fp32 input and output
+    # its input and output, and without compilation the fp32 input and output of the norm
     return hidden + shape.wide * (2 * HALF if shape.compiled else 2 * HALF + 2 * SINGLE)
 
 
 class Traffic(NamedTuple):
-    """Bytes that elementwise kernels read and write, by what they do."""
+    """Bytes that elementwise kernels read and write, in forward and backward."""
 
     forward: float
     backward: float
 
 
-# bytes a number of the hidden states (C), a number of the hidden layer (F): forward, backward. Eager: every operation
-# reads its arguments and writes its result, casts to fp32 and back included. Compiled: one kernel between two products.
+# bytes per element of the hidden states (C) and of the hidden layer (F), as (forward, backward). Eager: every operation
+# reads its arguments and writes its result, including casts to and from fp32. Compiled: one kernel between two
+# products.
 _EAGER = {
     "norm1, modulation": (36, 58),
     "RMSNorm of q and k": (8, 20),
@@ -146,7 +148,7 @@ _GATE = (0, 8)
 
 
 def block_traffic(shape: BlockShape) -> Traffic:
-    """Of one block."""
+    """Traffic of one block."""
     table = _COMPILED if shape.compiled else _EAGER
     forward, backward = (
         shape.wide * (sum(row[i] for row in table.values()) + shape.gates * _GATE[i])
@@ -157,10 +159,10 @@ def block_traffic(shape: BlockShape) -> Traffic:
 
 
 def head_bytes(shape: BlockShape) -> float:
-    """What the last norm and modulation keep, never compiled: the norm's fp32 input and output, the result."""
+    """Bytes kept by the last norm and modulation, never compiled: the norm's fp32 input and output, and the result."""
     return shape.wide * (2 * SINGLE + HALF)
 
 
 def head_traffic(shape: BlockShape) -> Traffic:
-    """Of the last norm and modulation."""
+    """Traffic of the last norm and modulation."""
     return Traffic(*(shape.wide * bytes_ for bytes_ in _EAGER["norm1, modulation"]))

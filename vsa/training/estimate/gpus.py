@@ -1,4 +1,4 @@
-"""What kinds of GPU are known to do, by measurement: the only numbers that times are estimated with.
+"""Measured rates of GPUs, which are the only basis of estimated times.
 
 D head dim.
 """
@@ -27,39 +27,41 @@ MEASURED_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRate:
-    """FLOPs per second of an attention kernel, a multiply-add counted as two, 4 D a pair forward and 10 D backward.
+    """FLOPs per second of an attention kernel: 4 D per pair in the forward and 10 D in the backward.
+
+    A multiply-add counts as two FLOPs.
 
     Args:
-        forward: of the forward.
-        both: of forward and backward together, 14 D a pair.
+        forward: rate of the forward.
+        both: rate of forward and backward together, 14 D per pair.
     """
 
     forward: float
     both: float
 
     def seconds(self, forward_flops: float, *, forwards: int, backward: bool) -> float:
-        """The time of `forwards` forwards and of a backward where there is one."""
+        """Seconds of `forwards` forwards and, if set, one backward."""
         alone = forward_flops / self.forward
-        # the backward is what the two together take longer
+        # the time of the backward is the difference of both and the forward
         return alone * (forwards - backward) + (3.5 * forward_flops / self.both if backward else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A kind of GPU. Rates that nobody has measured are None: no time is estimated with a guess.
+    """A kind of GPU. Rates that were not measured are None, and no time is estimated from guesses.
 
     Args:
         name: part of the device's name.
-        memory: bytes that a program can have.
-        matrix_flops: of a network's linear layers, FLOPs per second.
-        copy_bytes: read and written by elementwise kernels, bytes per second.
-        dense_flops: of dense attention, by head dim.
-        operator_flops: of VSA's whole operator, by head dim, counted over the tokens that whole tiles would have.
-        cross_flops: of attention to text, forward and backward, FLOPs per second.
-        sharding_bytes: read and written by FSDP2 around its collectives, bytes per second.
-        optimizer_parameters: that AdamW updates a second.
-        link_bytes: that a GPU sends to others of its host while it receives as much, bytes per second.
-        sources: where each rate comes from, a file of `benchmarks/`.
+        memory: bytes available to a program.
+        matrix_flops: rate of linear layers, FLOPs per second.
+        copy_bytes: bytes per second that elementwise kernels read and write.
+        dense_flops: rates of dense attention, by head dim.
+        operator_flops: rates of VSA's whole operator, by head dim, with every tile counted as full.
+        cross_flops: rate of cross-attention to text, forward and backward, FLOPs per second.
+        sharding_bytes: bytes per second that FSDP2 reads and writes around its collectives.
+        optimizer_parameters: parameters per second that AdamW updates.
+        link_bytes: bytes per second that a GPU sends to others of its host while it receives as many.
+        sources: origin of each rate, a file of `benchmarks/`.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Gpu:
 
     @property
     def lacks(self) -> list[str]:
-        """Rates that are not known and without which no time is estimated; communication alone can be left out."""
+        """Missing rates that an estimate of time needs; communication can be left out of it."""
         return [name for name in MEASURED_BY if name != "link_bytes" and getattr(self, name) is None]
 
 
@@ -130,12 +132,12 @@ GPUS = (
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """The kind of GPU whose name is part of `name`, whatever its case."""
+    """The kind of GPU whose name is contained in `name`, ignoring case."""
     return next((gpu for gpu in GPUS if gpu.name.lower() in name.lower()), None)
 
 
 def gpu_here(device: torch.device) -> Gpu | None:
-    """The kind of a device with the memory that it has; None: no GPU, or nothing is known of its kind."""
+    """The kind of a device, with its actual memory; None for an unknown kind or no GPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""What an estimate needs to know of a run: its networks and how often each is passed, sizes, and how it is spread."""
+"""Inputs of an estimate: networks with their numbers of passes, sizes, and parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vsa.models.video_dit import VideoDiT
 from vsa.training.estimate.block import BlockShape
 
 FORWARD, TRAINING = False, True
-"""Kinds of a pass: alone, and with its backward."""
+"""Kinds of passes: forward only, and forward with backward."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,9 +24,9 @@ class PlannedNetwork:
 
     Args:
         name: its role.
-        model: on the meta device; parameters without gradients are frozen.
-        passes: of a sample in a step, in the mean: forwards alone, and forwards with a backward.
-        updates: of its optimizer a step, in the mean; 0: it has none.
+        model: network on the meta device; parameters that do not require gradients are frozen.
+        passes: mean number of passes of a sample per step, by kind.
+        updates: mean number of optimizer updates per step; 0 without an optimizer.
     """
 
     name: str
@@ -36,39 +36,39 @@ class PlannedNetwork:
 
     @cached_property
     def parameters(self) -> int:
-        """Number of them."""
+        """Number of parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
     @cached_property
     def trained(self) -> int:
-        """Those that an optimizer moves."""
+        """Number of trained parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad) if self.updates else 0
 
     @cached_property
     def block_parameters(self) -> int:
-        """Of one block."""
+        """Number of parameters of one block."""
         return sum(p.numel() for p in self.model.blocks[0].parameters())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run as far as memory and time go.
+    """The properties of a training run that determine memory and time.
 
     Args:
-        networks: the trained one first.
+        networks: the networks, the trained one first.
         latent_shape: `[C, T, H, W]` of a sample.
         text: tokens of a caption.
-        topk: kv tiles per query tile, of all layers or of each, where a network selects.
+        topk: kv tiles per query tile, of all layers or of each, for networks that select tiles.
         batch: samples of a micro-batch on one rank.
-        micro_batches: of a step.
-        ranks: GPUs.
-        shards: that parameters, gradients and moments are spread over.
-        sharded: whether FSDP2 holds the parameters, which gathers them in bf16 for every pass.
+        micro_batches: micro-batches per step.
+        ranks: number of GPUs.
+        shards: number of ranks over which parameters, gradients and moments are sharded.
+        sharded: whether FSDP2 holds the parameters and gathers them in bf16 for every pass.
         reduce_each: whether gradients are reduced after every micro-batch.
-        averaged: whether there is an average of the first network's weights.
-        level: of activation checkpointing.
-        compiled: blocks.
-        keeps_gradients: whether a step's gradients lie there until the next one's backward (Lightning's own order).
+        averaged: whether an average of the first network's weights is kept.
+        level: level of activation checkpointing.
+        compiled: whether blocks are compiled.
+        keeps_gradients: whether gradients stay allocated until the next step's backward (Lightning's own order).
     """
 
     networks: Sequence[PlannedNetwork]
@@ -88,15 +88,15 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """Of a step on all ranks."""
+        """Samples of a step on all ranks."""
         return self.batch * self.micro_batches * self.ranks
 
     def tokens(self, network: PlannedNetwork) -> int:
-        """Of a sample."""
+        """Tokens of a sample."""
         return layout_of(network, self.latent_shape).num_tokens
 
     def block(self, network: PlannedNetwork) -> BlockShape:
-        """A block of a network in a micro-batch."""
+        """A block of a network, with the sizes of a micro-batch."""
         block: Any = network.model.blocks[0]
         layout = layout_of(network, self.latent_shape)
         tiles = layout.num_video_tiles if runs_operator(network, layout.num_video_tiles, self.topk) else 0
@@ -109,7 +109,7 @@ class Job:
             heads=network.model.num_heads,
             gates=len(block.method.extra_modules()),
             tiles=self.batch * tiles,
-            # lists are padded to whole multiples
+            # index lists are padded to a multiple of 32
             capacity=-(-topk // 32) * 32,
             compiled=self.compiled,
         )
@@ -121,7 +121,7 @@ class Job:
 
 @lru_cache(maxsize=64)
 def layout_of(network: PlannedNetwork, latent_shape: tuple[int, ...]) -> TileLayout:
-    """The tiles of a network's latents."""
+    """The tile layout of a network's latents."""
     return network.model.layout_for(latent_shape)
 
 
@@ -131,18 +131,18 @@ def _linear(network: PlannedNetwork, tokens: int, text: int, part: str) -> float
 
 
 def runs_operator(network: PlannedNetwork, tiles: int, topk: Row) -> bool:
-    """Whether a network selects tiles, and not all of them."""
+    """Whether a network selects tiles, and fewer than all of them."""
     return network.model.selects and min([topk] if isinstance(topk, int) else topk) < tiles
 
 
 def row_of(topk: int | Sequence[int] | DenoisingTopk, layers: int) -> Row:
-    """A top-k of all layers or of each; one that changes during a denoising counts with the most it is."""
+    """Top-k of all layers or of each; the maximum if it changes with the denoising progress."""
     if isinstance(topk, DenoisingTopk):
         return topk.largest(layers)
     return topk if isinstance(topk, int) else tuple(topk)
 
 
 def copies_of(strategy: Any, ranks: int) -> int:
-    """Copies of the model that a strategy of the settings keeps."""
+    """Number of copies of the model under the strategy of the settings."""
     replicate = strategy.get("replicate", 1) if isinstance(strategy, Mapping) else 1
     return ranks if replicate == "all" else int(replicate)

@@ -1,4 +1,4 @@
-"""Memory and time of a step, from shapes and measured rates.
+"""Estimated memory and time of a step, from shapes and measured rates.
 
 N parameters; a rank holds N / shards of them.
 """
@@ -23,22 +23,22 @@ from vsa.training.estimate.gpus import GIB, Gpu
 from vsa.training.estimate.job import FORWARD, TRAINING, Job, PlannedNetwork, layout_of, runs_operator
 
 CONTEXT = 0.8 * GIB
-"""Assumed, not measured: the CUDA context, libraries and buffers of collectives."""
+"""Bytes of the CUDA context, libraries and buffers of collectives; assumed, not measured."""
 
 SLACK = 0.04
-"""Assumed, not measured: what the allocator holds in pieces that do not fit, as a share of what is used."""
+"""Fragmentation of the allocator as a fraction of the memory in use; assumed, not measured."""
 
 _GATHER, _REDUCE = 14, 14
-"""Bytes a parameter that FSDP2 reads and writes for a gather (cast, collective, split) and for a reduction."""
+"""Bytes per parameter that FSDP2 reads and writes for a gather (cast, collective, split) and for a reduction."""
 
 _KEYS = 128
-"""Of a tile in kernels of dense attention."""
+"""Number of keys in a tile of dense attention kernels."""
 
 Parts = Mapping[str, float]
 
 
 def memory(job: Job) -> Parts:
-    """Bytes by part on one rank at the moment of a step at which their sum is largest, slack of the allocator apart."""
+    """Bytes on one rank by part, at the peak of a step, without fragmentation of the allocator."""
     resident = {
         "parameters": _held(sum(n.parameters for n in job.networks), job),
         "optimizer moments": 2 * _held(sum(n.trained for n in job.networks), job),
@@ -49,23 +49,23 @@ def memory(job: Job) -> Parts:
 
 
 def total_memory(job: Job) -> float:
-    """Bytes that a rank needs of its GPU."""
+    """Bytes of GPU memory that a rank needs."""
     return sum(memory(job).values()) * (1 + SLACK) + CONTEXT
 
 
 def _held(parameters: float, job: Job) -> float:
-    """Bytes in fp32 of this rank's part."""
+    """fp32 bytes of this rank's shard."""
     return SINGLE * parameters / job.shards
 
 
 def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
-    """Bytes at the moments of a step that can be its peak: what the network's update takes."""
+    """Bytes of a network's update at the points of a step that can be its peak."""
     shape, layers = job.block(network), len(network.model.blocks)
     gradients = _held(network.trained, job)
     if job.micro_batches > 1 and job.sharded and not job.reduce_each:
-        # summed whole until the last micro-batch
+        # unsharded sum until the last micro-batch
         gradients = SINGLE * float(network.trained)
-    # the outermost layers, a block in use and, in shards, the one that is fetched meanwhile
+    # the outermost layers, the current block and, in shards, the prefetched one
     largest = max(job.networks, key=lambda n: n.parameters) if job.sharded else network
     outside = largest.parameters - layers * largest.block_parameters
     rounded = HALF * (outside + (1.0 + job.sharded) * largest.block_parameters)
@@ -86,7 +86,7 @@ def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
 
 
 def fitting(job: Job, available: float) -> dict[Level, int]:
-    """The largest micro-batch of every level that fits into `available` bytes; 0: not even one sample does."""
+    """The largest micro-batch of every level that fits into `available` bytes; 0 if not even one sample fits."""
     result: dict[Level, int] = {}
     for level in LEVELS:
         own = replace(job, level=level)
@@ -106,10 +106,10 @@ def fitting(job: Job, available: float) -> dict[Level, int]:
 
 
 def step_seconds(job: Job, gpu: Gpu) -> Parts:
-    """Seconds of an optimizer step on one rank by part; without communication where the link's rate is not known.
+    """Seconds of an optimizer step on one rank by part; without communication if the link's rate is unknown.
 
     Raises:
-        ValueError: rates of this kind of GPU that are not known.
+        ValueError: names the unknown rates of this kind of GPU.
     """
     if gpu.lacks:
         raise ValueError(f"{gpu.name} has no measured {', '.join(gpu.lacks)}")
@@ -144,11 +144,11 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
             parts["linear layers"] += samples * times * linear * (3 if training else 1) / gpu.matrix_flops
             parts["linear layers"] += samples * times * again * training / gpu.matrix_flops
             parts["attention"] += samples * times * _attention(job, network, gpu, training=training, twice=twice)
-            # a kernel works on whole tiles of keys
+            # the kernel computes whole tiles of keys
             keys = -(-job.text // _KEYS) * _KEYS
             cross = 4 * network.model.dim * job.tokens(network) * keys * layers * ((3.5 if training else 1) + twice)
             parts["attention to text"] += samples * times * cross / gpu.cross_flops
-            # what is computed again is elementwise work as well, in proportion to its products
+            # recomputation repeats elementwise work in proportion to its products
             moved = traffic.forward * (1 + min(1.0, fraction)) + traffic.backward * training
             outside = head.forward + head.backward * training
             parts["elementwise and norms"] += job.micro_batches * times * (layers * moved + outside) / gpu.copy_bytes
@@ -165,7 +165,7 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
             copied = _REDUCE * network.trained * network.updates * reductions
             parts["copies of parameters"] += copied / gpu.sharding_bytes
         parts["optimizer"] += own * network.updates / gpu.optimizer_parameters
-        # read for the norm, read and written where they are clipped
+        # gradients are read for the norm, then read and written for clipping
         parts["gradient norms"] += 12 * own * network.updates / gpu.copy_bytes
     if job.averaged:
         parts["averaged weights"] = (
@@ -177,7 +177,7 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
 
 
 def _again(job: Job, network: PlannedNetwork) -> float:
-    """FLOPs of the linear layers that the backward of a sample computes again."""
+    """FLOPs of the linear layers that the backward of a sample recomputes."""
     if job.level == "none":
         return 0.0
     blocks = job.linear(network, "blocks.")
@@ -197,14 +197,14 @@ def _attention(job: Job, network: PlannedNetwork, gpu: Gpu, *, training: bool, t
     blocks = zip(model.blocks, topks, strict=True)
     pairs = sum(block.method.pairs(layout, k if operator else tiles) for block, k in blocks)  # type: ignore[operator]
     if operator:
-        # a short tile costs as much as a whole one
+        # a partly filled tile costs as much as a full one
         pairs *= (tiles * layout.video_blocks.max_size / layout.num_tokens) ** 2
     return rate.seconds(4 * model.dim * pairs, forwards=2 if twice else 1, backward=training)
 
 
 def _exposed(job: Job, gpu: Gpu, computing: float) -> float:
-    """Seconds of collectives that computation does not hide: the first gather and the last reduction, and what is more
-    than the computation."""
+    """Seconds of collectives not hidden by computation: at least the first gather and the last reduction, otherwise
+    the time by which communication exceeds computation."""
     assert gpu.link_bytes
     share = (job.shards - 1) / job.shards
     total = edges = 0.0

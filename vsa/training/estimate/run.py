@@ -1,4 +1,4 @@
-"""A run's estimate from its settings: what it takes of each GPU, what would fit, and what it costs."""
+"""Estimate of a run from its settings: memory per GPU, settings that would fit, and time."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ from vsa.training.estimate.job import Job, copies_of, layout_of, row_of
 from vsa.training.estimate.predict import fitting, memory, step_seconds, total_memory
 
 POINTS = 16
-"""Of a run, at which the time of a step is taken where its sparsity changes."""
+"""Number of steps of a run at which the time of a step is estimated if its sparsity changes."""
 
 Shape = tuple[int, ...]
 
 
 def jobs_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ranks: int) -> Callable[[int], list[Any]]:
-    """The micro-batches of an optimizer step: `jobs_of(...)(step)` gives the share of each latent shape and its `Job`.
+    """The micro-batches of an optimizer step: `jobs_of(...)(step)` gives fraction and `Job` of each latent shape.
 
     Args:
-        cfg: of the run.
+        cfg: config of the run.
         module: its training module.
-        shapes: samples by latent shape `[C, T, H, W]`.
+        shapes: number of samples by latent shape `[C, T, H, W]`.
         text: tokens of a caption.
-        ranks: GPUs.
-
-    Raises:
-        ValueError: a batch that cannot be divided.
+        ranks: number of GPUs.
     """
     micro_batches, batch_size = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
     parts = micro_batches * ranks
@@ -76,12 +73,12 @@ def jobs_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ra
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run takes on a kind of GPU.
+    """Memory and time of a run on a kind of GPU.
 
     Args:
-        gpu: the kind.
-        jobs: share and job of every latent shape, by optimizer step.
-        steps: of the run; negative: no end is known.
+        gpu: the kind of GPU.
+        jobs: fraction and job of every latent shape, by optimizer step.
+        steps: number of steps of the run; negative: unknown.
     """
 
     gpu: Gpu
@@ -90,31 +87,31 @@ class Estimate:
 
     @property
     def last(self) -> list[tuple[float, Job]]:
-        """At the end of the run, where it is sparsest."""
+        """The jobs at the end of the run, where it is sparsest."""
         return self.jobs(max(0, self.steps - 1))
 
     @property
     def largest(self) -> Job:
-        """The micro-batch with most tokens of those that the run begins and ends with."""
+        """The micro-batch with the most tokens, at the start or the end of the run."""
         jobs = [job for _, job in (*self.last, *self.jobs(0))]
         return max(jobs, key=total_memory)
 
     @property
     def needed(self) -> float:
-        """Bytes of a GPU."""
+        """Bytes needed on a GPU."""
         return total_memory(self.largest)
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits."""
+        """Whether the run fits on the GPU."""
         return self.needed <= self.gpu.memory
 
     def seconds(self, step: int | None = None, change: Callable[[Job], Job] = lambda job: job) -> dict[str, float]:
-        """Seconds of a step by part, in the mean over latent shapes.
+        """Seconds of a step by part, as a mean over latent shapes.
 
         Args:
-            step: which one; None: the last.
-            change: makes another job of each.
+            step: optimizer step; None: the last.
+            change: transformation of every job.
         """
         result: dict[str, float] = {}
         for share, job in self.last if step is None else self.jobs(step):
@@ -123,12 +120,12 @@ class Estimate:
         return result
 
     def run_seconds(self) -> float:
-        """Of all steps of the run."""
+        """Seconds of all steps of the run."""
         points = [round((i + 0.5) * self.steps / POINTS) for i in range(POINTS)]
         return self.steps * sum(sum(self.seconds(point).values()) for point in points) / POINTS
 
     def refusal(self) -> str | None:
-        """One line about a run that does not fit: the sum by part, and settings that would fit."""
+        """One line if the run does not fit: the memory by part, and settings that would fit; otherwise None."""
         if self.fits:
             return None
         job = self.largest
@@ -137,8 +134,8 @@ class Estimate:
         return f"{line}: {self.advice()}"
 
     def advice(self) -> str:
-        """Settings with which the run fits: the least recomputation at the largest micro-batch, of those as large as
-        they are now if there are any."""
+        """Settings with which the run fits: the least recomputation at the largest micro-batch, preferably of the
+        present size or more."""
         job = self.largest
         most = fitting(job, self.gpu.memory)
         rank_batch = job.batch * job.micro_batches
@@ -146,7 +143,7 @@ class Estimate:
             if most[level] >= job.batch:
                 return f"task.parallel.activation_checkpointing={level} fits"
         for level in reversed(LEVELS):
-            # more micro-batches cost the sum of gradients, which is counted
+            # gradient accumulation adds the memory of summed gradients
             divided = replace(job, micro_batches=max(2, job.micro_batches))
             size = fitting(divided, self.gpu.memory)[level]
             batch = next((n for n in range(min(size, rank_batch), 0, -1) if rank_batch % n == 0), 0)
@@ -169,7 +166,7 @@ def gib(value: float) -> str:
 
 
 def short_lines(estimate: Estimate) -> list[str]:
-    """What a run says before its first step."""
+    """The lines printed before the first step of a run."""
     job = estimate.largest
     line = (
         f"estimate: {gib(estimate.needed)} of {gib(estimate.gpu.memory)} GiB of each {estimate.gpu.name} "
@@ -184,12 +181,12 @@ def short_lines(estimate: Estimate) -> list[str]:
 
 
 def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None) -> list[str]:
-    """The whole estimate.
+    """The complete estimate.
 
     Args:
-        name: of the run.
+        name: name of the run.
         estimate: its estimate.
-        dense: makes a job one with dense attention; None: it is.
+        dense: replaces the attention of a job by dense attention; None if it is dense already.
     """
     job, gpu = estimate.largest, estimate.gpu
     network = job.networks[0]
@@ -250,7 +247,7 @@ def _at_level(level: Level, job: Job) -> Job:
 
 
 def with_dense_attention(module: Any) -> Callable[[Job], Job] | None:
-    """Makes a job one whose first network attends densely; None where it does."""
+    """Function that replaces the attention of a job's first network by dense attention; None if it is dense."""
     (first, *others) = module.planned_networks()
     if isinstance(first.model.blocks[0].method, FullAttention):
         return None
@@ -261,7 +258,7 @@ def with_dense_attention(module: Any) -> Callable[[Job], Job] | None:
 
 
 def steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> int:
-    """Optimizer steps of a run; those of a budget of tokens or FLOPs by what its last step takes, negative: unknown."""
+    """Optimizer steps of a run, for a budget of tokens or FLOPs from the cost of the last step; negative: unknown."""
     budget = budget_of(cfg)
     if budget is None:
         return cfg.trainer.max_steps
@@ -278,14 +275,14 @@ def steps_of(cfg: Any, jobs: Callable[[int], Sequence[tuple[float, Job]]]) -> in
 
 
 def estimate_of(cfg: Any, module: Any, datamodule: Any, gpu: Gpu, *, ranks: int) -> Estimate:
-    """The estimate of a run whose data are set up.
+    """The estimate of a run.
 
     Args:
-        cfg: of the run.
+        cfg: config of the run.
         module: its training module.
-        datamodule: its data.
+        datamodule: data module after `setup`.
         gpu: kind of GPU.
-        ranks: GPUs.
+        ranks: number of GPUs.
     """
     jobs = jobs_of(cfg, module, datamodule.buckets, datamodule.text_encoder.max_tokens, ranks=ranks)
     return Estimate(gpu=gpu, jobs=jobs, steps=steps_of(cfg, jobs))

@@ -1,4 +1,4 @@
-"""What every training job shares: networks, data, sparsity, optimizer, step metrics, checkpoint state."""
+"""The base of all training jobs: networks, data, sparsity, optimizer, step metrics, checkpoint state."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ from vsa.training.run_state import (
 )
 
 if TYPE_CHECKING:
-    # the data module loads the video libraries
+    # not imported at run time, since the data module imports the video libraries
     from vsa.data.datamodule import PlanDataModule
 
 
 class JobSize(NamedTuple):
-    """What the settings of the trainer say about a job.
+    """Size of a job, from the settings of the trainer.
 
     Attributes:
-        micro_batches: of an optimizer step on one rank.
-        ranks: processes.
-        max_steps: optimizer steps; negative: no end.
+        micro_batches: micro-batches of an optimizer step on one rank.
+        ranks: number of processes.
+        max_steps: number of optimizer steps; negative: unlimited.
     """
 
     micro_batches: int
@@ -67,38 +67,38 @@ class JobSize(NamedTuple):
 
 @checked
 class DiffusionModule(L.LightningModule):
-    """One trained network under one optimizer.
+    """Base of the training jobs: one trained network with one optimizer.
 
-    Everything random is a function of (seed, step, sample), the learning rate and the top-k of the step, so a
-    checkpoint needs no random state and a resumed run is the same run.
+    All randomness is a function of (seed, step, sample), and learning rate and top-k are functions of the step. A
+    checkpoint therefore needs no random state, and a resumed run equals one without interruption.
 
     Args:
-        model: builds the network.
+        model: factory of the network.
         optim: recipe of the optimizer.
         sparsity: top-k by optimizer step.
         parallel: activation checkpointing and compile.
         start: how the run begins.
-        latent_scale: divide latents by the standard deviation of each channel, or all by its root mean square over
-            the channels, which keeps faint detail bands of a wavelet codec faint.
-        grad_clip: largest global gradient norm; 0 clips nothing.
-        max_skipped: consecutive steps with non-finite gradients after which training stops.
-        seed: of the initial weights, timesteps and validation noise.
-        validation_seed: of the validation's timesteps, so that runs of several seeds are compared on the same; None:
-            `seed`.
+        latent_scale: divide latents by the standard deviation of each channel, or all channels by the root mean square
+            of these, which keeps faint detail bands of a wavelet codec faint.
+        grad_clip: largest global gradient norm; 0 disables clipping.
+        max_skipped: number of consecutive steps with non-finite gradients that stops training.
+        seed: seed of the initial weights, timesteps and validation noise.
+        validation_seed: seed of the timesteps in validation, so that runs with different seeds are validated on the
+            same timesteps; None: `seed`.
     """
 
     step_list: tuple[float, ...] | None = None
-    """Timesteps of a few-step generator; None: sampled with many steps."""
+    """Timesteps of a few-step generator; None for a network that is sampled with many steps."""
 
     objective: Any
-    """What a job minimises; it knows at which progress its samples are."""
+    """The training loss; it knows the distribution of denoising progress over the samples."""
 
     headline: tuple[str, ...] = ("train/loss", "val/loss")
-    """Metrics that say how a run went."""
+    """Metrics shown in the summary of a run."""
 
     @property
     def reference(self) -> Teacher | None:
-        """Frozen network whose clips are shown beside those of `model`, sampled with many steps."""
+        """Frozen network that is sampled, with many steps, for comparison with `model`."""
         return None
 
     def __init__(
@@ -125,7 +125,7 @@ class DiffusionModule(L.LightningModule):
         self.clipper = GradientClipper(clip=grad_clip, max_skipped=max_skipped)
         self._start, self.resume, self.init_from = start, start.resume, start.weights
         self.status = RunStatus()
-        # of this rank and the step in hand, a scalar a micro-batch and network
+        # shares of the loss of the current step on this rank: a scalar per micro-batch and network
         self.step_losses: list[Tensor] = []
         self._config, self._micro_batches = start.config, start.micro_batches
         self._changes = list(start.changes)
@@ -134,7 +134,7 @@ class DiffusionModule(L.LightningModule):
         self._optim = optim
         self._parallel = parallel
 
-    # set-up
+    # setup
 
     def setup(self, stage: str) -> None:
         self._agree_on_resume()
@@ -148,7 +148,7 @@ class DiffusionModule(L.LightningModule):
             self._refuse_other_data(self.resume)
 
     def _agree_on_resume(self) -> None:
-        """Resume the newest checkpoint that is good on all ranks."""
+        """Resume the newest checkpoint that is intact on all ranks."""
         if self.resume is None:
             return
         chosen = self.resume.path
@@ -157,11 +157,11 @@ class DiffusionModule(L.LightningModule):
             rank_zero_info(f"resuming from {self.resume.path}")
             self._changes = list(self._start.changes_since(self.resume))
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            # whatever was taken from the other one is found again
+            # everything read from the replaced checkpoint is determined again
             self.check_weights(data)
 
     def _refuse_other_data(self, checkpoint: Checkpoint) -> None:
-        """Samples of the same names may have been encoded anew."""
+        """Refuse a checkpoint of other data; samples of the same names may have been encoded again."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         refuse_missing(checkpoint, ("latent_mean",))
         now = {**data.state_dict(), "latent_mean": self.statistics.mean.tolist()}
@@ -173,24 +173,24 @@ class DiffusionModule(L.LightningModule):
                 )
 
     def choose_statistics(self) -> LatentStatistics:
-        """What latents are normalised with: the statistics of the data, scaled by `latent_scale`."""
+        """Statistics that normalise latents: those of the data, scaled by `latent_scale`."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         std = data.latent_std
         std = std.square().mean().sqrt().expand_as(std) if self.latent_scale == "shared" else std
         return LatentStatistics(mean=data.latent_mean, std=std)
 
     def check_start(self, model: VideoDiT, data: PlanDataModule, size: JobSize) -> None:
-        """Refuse data and settings that do not fit the model, before it takes any memory.
+        """Refuse data and settings that do not fit the model, before the model is allocated.
 
         Args:
-            model: on the meta device.
-            data: set up.
-            size: of the job.
+            model: model on the meta device.
+            data: data module after `setup`.
+            size: size of the job.
 
         Raises:
-            ValueError: names what does not fit.
+            ValueError: names the mismatch.
         """
-        # the stream refuses a batch that cannot be divided, but it is made after the run folder is opened
+        # the stream would refuse an indivisible batch too, but it is created after the run folder is opened
         parts = size.micro_batches * size.ranks
         if data.batch_size % parts:
             raise ValueError(
@@ -199,14 +199,14 @@ class DiffusionModule(L.LightningModule):
             )
         if model.image_dim is not None:
             raise ValueError(f"model.image_dim={model.image_dim}: the data hold no image embeddings to train it with")
-        taken = model.in_channels - model.out_channels
-        if data.cond_channels != taken:
+        expected = model.in_channels - model.out_channels
+        if data.cond_channels != expected:
             raise ValueError(
-                f"the model takes {taken} channels of image condition (model.in_channels - model.out_channels), "
+                f"the model takes {expected} channels of image condition (model.in_channels - model.out_channels), "
                 f"the data have {data.cond_channels}"
             )
         shapes = list(data.buckets)
-        # a top-k that no bucket can hold is a mistake; smaller buckets clamp
+        # a top-k above the tiles of every bucket is an error; smaller buckets clamp it
         tiles = max(model.layout_for(shape).num_video_tiles for shape in shapes)
         method: Any = model.blocks[0].method
         if tiles == 1 and model.selects:
@@ -214,7 +214,7 @@ class DiffusionModule(L.LightningModule):
                 f"attention.tile_thw={list(method.tile_thw)} makes one tile of the largest latents, "
                 f"{max(shapes, key=lambda shape: math.prod(shape[1:]))}: there is nothing to select"
             )
-        # tiles of attention that selects none of them are no top-k's business
+        # attention that selects no tiles ignores the top-k
         self.sparsity.check(tiles if model.selects else 1, len(model.blocks))
 
     def configure_model(self) -> None:
@@ -228,12 +228,12 @@ class DiffusionModule(L.LightningModule):
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            # a checkpoint to resume from holds every weight, one to start from all but gates and adapters
+            # a checkpoint to resume contains every weight, initial weights all but gates and adapters
             initialise = None if self.resume is not None else self._starts_fresh
             self.model = build_model(make, self.device_mesh, self._parallel, initialise=initialise)
 
     def planned_networks(self) -> tuple[PlannedNetwork, ...]:
-        """The networks of a step without memory, the trained one first, and how often each is passed."""
+        """The networks of a step on the meta device, the trained one first, with their number of passes."""
         with without_memory():
             model = self._model_factory()
             self.prepare_model(model)
@@ -243,16 +243,16 @@ class DiffusionModule(L.LightningModule):
         return self.init_from is None or is_gate(name) or ".lora_" in name
 
     def prepare_model(self, model: VideoDiT) -> None:
-        """What a job changes about a fresh network before it is sharded."""
+        """Apply the changes of a job to a new network, before it is sharded."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self._optim.build(self.model, self.model.parameter_roles())
 
     def check_weights(self, data: PlanDataModule) -> None:
-        """Build the network without memory and refuse weights to start from that do not fit it or the data.
+        """Build the network on the meta device and refuse initial weights that do not fit it or the data.
 
         Raises:
-            ValueError: names what differs, with both values.
+            ValueError: names the difference, with both values.
         """
         with without_memory():
             model = self._model_factory()
@@ -265,11 +265,11 @@ class DiffusionModule(L.LightningModule):
             self.prepare_model(model)
 
     def gates_of(self, model: VideoDiT) -> Gates:
-        """Which gates `init_from` has to hold: those of the model."""
+        """Which gates `init_from` must contain: by default those of the model."""
         return "required" if gate_names(model) else "absent"
 
     def on_fit_start(self) -> None:
-        """Put a resumed run where it stopped; weights, moments and counters are all the state there is."""
+        """Restore the state of a resumed run, which consists of weights, moments and counters only."""
         if self.resume is not None:
             load_tensors(parts_of(self.trainer), self.resume)
             self.set_step(self.resume.step)
@@ -278,7 +278,7 @@ class DiffusionModule(L.LightningModule):
         self.load_frozen()
 
     def go_back(self, checkpoint: Checkpoint) -> None:
-        """Put the run where a checkpoint of it was written, while it trains."""
+        """Restore the state of an earlier checkpoint during training."""
         for optimizer in self.trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()
@@ -287,16 +287,16 @@ class DiffusionModule(L.LightningModule):
         self.set_step(checkpoint.step)
 
     def set_step(self, step: int) -> None:
-        """Let the trainer go on after `step` optimizer steps."""
+        """Set the trainer to continue after `step` optimizer steps."""
         set_step(self.trainer, step)
 
     def load_start(self) -> None:
-        """Weights of a new run that does not start from random ones."""
+        """Load the initial weights of a new run."""
         if self.init_from is not None:
             self.init_from.load(self.model, self.gates_of(self.model))
 
     def load_frozen(self) -> None:
-        """Fill the networks that checkpoints leave out."""
+        """Load the networks that checkpoints do not contain."""
 
     @property
     def raw_optimizer(self) -> torch.optim.Optimizer:
@@ -321,7 +321,7 @@ class DiffusionModule(L.LightningModule):
 
     @property
     def clippers(self) -> Mapping[str, GradientClipper]:
-        """What drops updates, by network."""
+        """The clippers, which drop non-finite updates, by network."""
         return {"model": self.clipper}
 
     @property
@@ -335,23 +335,23 @@ class DiffusionModule(L.LightningModule):
         return self.global_step
 
     def topk(self, latent_shape: Sequence[int], step: int) -> Topk:
-        """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`: of all layers, of
-        each, or what they are during a denoising; all tiles where nothing is selected."""
+        """Video kv tiles per query tile in optimizer step `step` (from 0) for latents `[C, T, H, W]`: one value,
+        one per layer, or values by denoising progress; all tiles if the method does not select."""
         tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
         return tiles if not self.model.selects else self.sparsity.topk_per_layer(step, tiles, len(self.model.blocks))
 
     def topk_after(self, latent_shape: Sequence[int], steps: int, at: SparsityPoint = "current") -> Topk:
-        """Video kv tiles per query tile at which the weights after `steps` optimizer steps are looked at."""
+        """Video kv tiles per query tile for evaluating the weights after `steps` optimizer steps."""
         tiles = self.model.layout_for(tuple(latent_shape)).num_video_tiles
         return tiles if not self.model.selects else self.sparsity.topk_after(steps, tiles, len(self.model.blocks), at)
 
     def expected_topk(self, latent_shape: Sequence[int], steps: int) -> float | tuple[float, ...]:
-        """`topk_after` in the mean over training samples, of all layers or of each."""
+        """Mean of `topk_after` over training samples, of all layers or of each."""
         topk, share = self.topk_after(latent_shape, steps), self._share(self.model, tuple(latent_shape))
         return expected_topk(topk, len(self.model.blocks), share)
 
     def _share(self, network: VideoDiT, shape: tuple[int, ...]) -> Callable[[float, float], float]:
-        """Share of training samples whose denoising progress lies in a range."""
+        """Function that gives the fraction of training samples whose denoising progress lies in a range."""
         return partial(self.objective.progress_share, num_tokens=network.layout_for(shape).num_tokens)
 
     def step_flops(self, batch: VideoBatch, step: int) -> FlopCount:
@@ -359,8 +359,8 @@ class DiffusionModule(L.LightningModule):
         return self.flops_of(self.model, batch, step, training=True)
 
     def flops_of(self, network: VideoDiT, batch: VideoBatch, step: int, *, training: bool) -> FlopCount:
-        """FLOPs of one sample in one pass of a network, forward alone or with its backward; with ranges of progress in
-        the mean over training samples."""
+        """FLOPs of one sample in one pass of a network, forward only or with backward; a mean over training samples if
+        the top-k depends on the denoising progress."""
         shape = tuple(batch.latents.shape[1:])
         topk, text_len = self.topk(shape, step), batch.text.shape[1]
         key = (id(network), shape, topk, text_len, training)
@@ -378,26 +378,26 @@ class DiffusionModule(L.LightningModule):
         return step % trainer.log_every_n_steps == 0 or step == trainer.max_steps
 
     def log_step(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
-        """Send metrics of a completed optimizer step to every logger; this is where the device is waited for."""
+        """Log metrics of a completed optimizer step; this is the only synchronisation with the device."""
         values = {name: float(value) for name, value in metrics.items()}
         if self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
                 logger.log_metrics(values, step)
 
     def on_validation_end(self) -> None:
-        # a resumed run does not validate at its first step again, so a kill must not cost these metrics
+        # a resumed run does not repeat this validation, so a kill must not lose its metrics
         if self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
                 logger.save()
 
     def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:
-        """The run's curves as a PNG."""
+        """Draw the curves of the run as a PNG."""
         loss_curve(metrics_csv, path, title=title)
 
     # checkpoints
 
     def parts(self) -> dict[str, Stateful]:
-        """What a checkpoint puts back of this module, by name."""
+        """State of this module that checkpoints save and restore, by name."""
         return {
             "status": self.status,
             "gradients": self.clipper,
@@ -406,7 +406,7 @@ class DiffusionModule(L.LightningModule):
         }
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint says about the run beside its parts, for `state.json`."""
+        """Further values for `state.json` that describe the run."""
         return {
             "step": self.global_step,
             "seed": self.seed,

@@ -1,4 +1,4 @@
-"""The critic of a distillation, and what updates it."""
+"""The critic of a distillation (fake_score) with its optimizer."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from vsa.training.run_state import Owner
 
 
 class FakeScore(nn.Module):
-    """The network that follows the generator's distribution, with what is trained beside it.
+    """The network that tracks the generator's distribution, with the modules trained together with it.
 
     Args:
-        make: builds the network.
-        recipe: of the optimizer.
-        clipper: of its gradients.
+        make: factory of the network.
+        recipe: recipe of the optimizer.
+        clipper: clipper of the gradients.
         gan: the GAN term; None without.
-        num_steps: length of the generator's step list; the network gets an embedding per step. None: it gets none.
+        num_steps: length of the generator's step list; the network gets one embedding per step. None: no embedding.
 
     Attributes:
-        make: as given.
-        network: once `build` has made it.
-        discriminator: the same, None without a GAN term.
-        steps: the same, None without `num_steps`.
+        make: the factory.
+        network: the network, after `build`.
+        discriminator: the discriminator, after `build`; None without a GAN term.
+        steps: the step embedding, after `build`; None without `num_steps`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FakeScore(nn.Module):
         self._num_steps = num_steps
 
     def build(self, mesh: DeviceMesh | None, plan: ParallelPlan, *, seed: int) -> None:
-        """Make the networks; the critic's weights are loaded next."""
+        """Build the modules; the critic's weights are loaded afterwards."""
         with torch.random.fork_rng(devices=[]):
             self.network = build_model(self.make, mesh, plan, initialise=None)
         if self._gan is not None:
@@ -65,12 +65,12 @@ class FakeScore(nn.Module):
 
     @property
     def _beside(self) -> dict[str, nn.Module]:
-        """What is trained beside the network, by the name of its tensors in a checkpoint."""
+        """Modules trained together with the network, by the name of their tensors in a checkpoint."""
         modules = {"discriminator": self.discriminator, "fake_steps": self.steps}
         return {name: module for name, module in modules.items() if module is not None}
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of all; what is beside the network has its learning rate, without factors."""
+        """Optimizer of all modules; those beside the network use its learning rate, without factors."""
         optimizer = self.recipe.build(self.network, self.network.parameter_roles())
         for module_name, module in self._beside.items():
             parameters = {f"{module_name}.{name}": p for name, p in module.named_parameters()}
@@ -86,5 +86,5 @@ class FakeScore(nn.Module):
         return optimizer
 
     def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, Owner]:
-        """Groups of tensors of a checkpoint."""
+        """Groups of tensors in a checkpoint."""
         return {"fake_score": self.network, "fake_score_optimizer": optimizer, **self._beside}

@@ -1,4 +1,4 @@
-"""Whose turn it is in an iteration of a distillation."""
+"""The update order of a distillation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from vsa.settings import AtLeastOne, Count, checked
 @checked
 @dataclass(frozen=True, kw_only=True)
 class UpdateCycle:
-    """When the generator is updated; the critic is in every iteration.
+    """Iterations in which the generator is updated; the critic is updated in every iteration.
 
     Args:
         generator_every: iterations per update of the generator.
-        fake_score_warmup: iterations in which only the critic is trained.
-
-    Raises:
-        ValueError: a value out of range.
+        fake_score_warmup: number of first iterations that train the critic only.
     """
 
     generator_every: AtLeastOne
@@ -28,5 +25,5 @@ class UpdateCycle:
         return since >= 0 and since % self.generator_every == 0
 
     def generator_updates(self, iteration: int) -> int:
-        """Turns of the generator before `iteration`."""
+        """Number of updates of the generator before `iteration`."""
         return max(0, -(-(iteration - self.fake_score_warmup) // self.generator_every))

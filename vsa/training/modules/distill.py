@@ -41,39 +41,37 @@ from vsa.training.parallel import reduced_when, refuse_shared_parameters
 from vsa.training.run_state import Stateful, Weights, refuse_missing
 
 if TYPE_CHECKING:
-    # the data module loads the video libraries
+    # not imported at run time, since the data module imports the video libraries
     from vsa.data.datamodule import PlanDataModule
 
 _PLANNED_TURNS = 30
-"""Of the generator, over which passes are averaged before a run."""
+"""Number of generator updates over which an estimate averages the passes of an iteration."""
 
 
 @checked
 class DistillModule(DiffusionModule):
     """Distil a dense teacher into a generator of few steps and sparse attention (VSA paper, section 2.3).
 
-    `model` is the generator. An iteration updates the generator when its turn has come, then the critic, on the same
-    samples with noise of their own. `global_step` counts iterations, and so does the sparsity schedule; learning rates
-    follow the updates of their own network. All choices are functions of (seed, iteration, sample). Metrics are means
-    since the last log line; after a resume the first line has those since the resume. A run that the teacher comes
-    from brings its latent statistics along.
+    `model` is the generator. An iteration updates the generator, every `generator_every` iterations, and then the
+    critic, on the same samples with separate noise. `global_step` and the sparsity schedule count iterations; the
+    learning rate of each network follows its own updates. All random choices are functions of (seed, iteration,
+    sample). Metrics are means since the last log line, or since the resume. If the teacher comes from a run, the latent
+    statistics of that run are used.
 
     Args:
-        fake_score_optim: recipe of the critic's.
+        fake_score_optim: recipe of the critic's optimizer.
         objective: the losses, with step list and guidance.
         generator_every: iterations per update of the generator.
-        fake_score_warmup: iterations in which only the critic is trained.
+        fake_score_warmup: number of first iterations that train the critic only.
         teacher: dense checkpoint of real and fake score; None: `init_from`.
-        gates: initial (the generator's checkpoint is dense) or required (it has trained gates).
-        negative_prompt: caption of the teacher's unconditional pass; "" is the data's null embedding.
-        fake_score_attention: of the critic.
-        real_score_attention: of the teacher. Score networks of sparse attention keep as many tiles as the generator.
-        collapse: when training stops because the generator's output is broken; None: never.
-        fake_score_grad_clip: largest global gradient norm of the critic; 0 clips nothing.
-        **common: see `DiffusionModule`; of the generator, and `max_skipped` of either network.
-
-    Raises:
-        ValueError: an option out of range, or guidance without a negative caption.
+        gates: initial (the generator starts from a dense checkpoint) or required (its checkpoint has trained gates).
+        negative_prompt: caption of the teacher's unconditional pass; "" is the null embedding of the data.
+        fake_score_attention: attention method of the critic.
+        real_score_attention: attention method of the teacher. Score networks with sparse attention keep as many tiles
+            as the generator.
+        collapse: rule that stops training when the generator's output is broken; None: never.
+        fake_score_grad_clip: largest global gradient norm of the critic; 0 disables clipping.
+        **common: see `DiffusionModule`; they apply to the generator, `max_skipped` to both networks.
 
     Source: DMD2 (arXiv:2405.14867), sections 4.2 to 4.5.
     """
@@ -129,7 +127,7 @@ class DistillModule(DiffusionModule):
         self._generator_moved = False
         self._window = self._validation = IterationMetrics(torch.device("cpu"))
 
-    # set-up
+    # setup
 
     def check_weights(self, data: PlanDataModule) -> None:
         if self.resume is not None:
@@ -142,7 +140,7 @@ class DistillModule(DiffusionModule):
         refuse_other_network(self.teacher.start, self.fake_score.make, "fake_score (task.fake_score_attention)")
 
     def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
-        """The generator's own updates are counted from iterations, and its weights belong to its steps."""
+        """The generator's updates are counted from iterations, and its weights belong to its step list."""
         task = checkpoint.state["config"]["task"]
         pairs = {f"task.{name}": (task[name], value) for name, value in asdict(self.cycle).items()}
         for name in ("source", "cfg_form"):
@@ -181,7 +179,7 @@ class DistillModule(DiffusionModule):
             )
 
     def choose_statistics(self) -> LatentStatistics:
-        """Those that the teacher was trained with, on whatever data; else as in pretraining."""
+        """Statistics that the teacher was trained with, for any data; otherwise as in pretraining."""
         statistics = self.teacher.start.statistics
         return super().choose_statistics() if statistics is None else LatentStatistics.of(statistics)
 
@@ -196,7 +194,7 @@ class DistillModule(DiffusionModule):
         )
 
     def planned_networks(self) -> tuple[PlannedNetwork, ...]:
-        # whole turns of both updates, each over all steps of the list
+        # whole cycles of updates, which use every step of the list
         first, count = self.cycle.fake_score_warmup, _PLANNED_TURNS * self.cycle.generator_every
         passes: dict[str, dict[bool, float]] = {}
         for iteration in range(first, first + count):
@@ -220,7 +218,7 @@ class DistillModule(DiffusionModule):
 
     def load_start(self) -> None:
         super().load_start()
-        # the critic begins as the teacher
+        # the critic is initialised with the teacher's weights
         self.teacher.start.load(self.fake_score.network, gates_from_dense(self.fake_score.network))
 
     def load_frozen(self) -> None:
@@ -266,14 +264,14 @@ class DistillModule(DiffusionModule):
         self.fake_score.recipe.set_lr(critic, self.global_step)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> None:
-        # overfitting repeats the first batches on purpose
+        # overfitting repeats the first batches by design
         trainer: Any = self.trainer
         iteration = self.global_step
         assert batch.step == iteration or trainer.overfit_batches, (batch.step, iteration)
         self._batches.append(batch)
         if len(self._batches) < self.accumulate:
             return
-        # the critic learns from the generator as it is after its update, so the micro-batches are passed twice
+        # the critic learns from the updated generator, so there are two passes over the micro-batches
         generator, critic = trainer.optimizers
         self._generator_moved = False
         if self.cycle.is_generators_turn(iteration):
@@ -282,7 +280,7 @@ class DistillModule(DiffusionModule):
             self._window.add_norms(self.clipper(generator, iteration))
             self.clipper.step(generator)
             self._generator_moved = not self.clipper.skipped
-            # a GAN term's way to the generator leads through the critic
+            # the gradient of a GAN term passes through the critic
             critic.zero_grad(set_to_none=True)
         spread = SpreadMeter()
         for scored in self._scored(self.objective.fake_score_update):
@@ -294,7 +292,7 @@ class DistillModule(DiffusionModule):
         self.fake_score.clipper.step(critic)
         self._batches.clear()
         set_manual_step(trainer, iteration + 1)
-        # here and not when the batch has ended: a checkpoint is written in between
+        # logged here and not in on_train_batch_end, since the checkpoint is written before
         judged = spread.spread(trainer.strategy)
         stop = judged is not None and self._collapse.judge(judged)
         if stop or self.logs_this_step(iteration + 1):
@@ -303,7 +301,7 @@ class DistillModule(DiffusionModule):
             raise FloatingPointError(f"iteration {iteration}: {self._collapse.report(judged)}")  # type: ignore
 
     def _scored(self, update: Callable[..., ScoredRollout], *more: Any) -> Iterator[ScoredRollout]:
-        """Gradients of every micro-batch of the iteration, summed; all ranks add theirs at the last one."""
+        """Accumulate the gradients of all micro-batches of the iteration; ranks reduce them at the last one."""
         iteration = self.global_step
         for number, batch in enumerate(self._batches, 1):
             latents = self.statistics.normalise(batch.latents)
@@ -332,7 +330,7 @@ class DistillModule(DiffusionModule):
         generator, critic = self.trainer.optimizers
         metrics = self._window.metrics(self.trainer.strategy)
         for shown, name in (("loss", "fake_score/loss"), ("gap", "dmd/gap")):
-            # the generator may have had no turn, and what was not finite is left out
+            # missing if the generator had no update or every value was non-finite
             if name in metrics:
                 self.log(shown, metrics[name], prog_bar=True, logger=False)
         self.log_step(
@@ -353,8 +351,8 @@ class DistillModule(DiffusionModule):
         self._validation = IterationMetrics(self.device)
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
-        """Last-step output of the averaged generator from fixed noise, scored at fixed noise levels."""
-        # no classifier: its verdict is not looked at
+        """Score the last-step output of the averaged generator, from fixed noise, at fixed noise levels."""
+        # validation does not use the classifier
         scored = replace(self.objective, gan=None).generator_update(
             self.networks,
             batch,
@@ -370,12 +368,12 @@ class DistillModule(DiffusionModule):
 
     def on_validation_epoch_end(self) -> None:
         if self.status.received is not None:
-            # half a validation is none
+            # an incomplete validation is not logged
             return
         values = self._validation.metrics(self.trainer.strategy)
         metrics = {f"val/{name.rpartition('/')[2]}": value for name, value in values.items() if "loss" not in name}
         self.log_step(metrics, self.global_step)
-        # for callbacks that watch it
+        # for callbacks that monitor it
         self.log("val/gap", metrics.get("val/gap", math.nan), logger=False)
 
     def draw_curves(self, metrics_csv: Path, path: Path, title: str) -> None:

@@ -1,4 +1,4 @@
-"""Finetuning of a pretrained video DiT to sparse attention, with a frozen dense teacher where one is asked for.
+"""Finetuning of a pretrained video DiT to sparse attention, optionally with a frozen dense teacher.
 
 B samples of a micro-batch, C T H W latent dims, L tokens.
 """
@@ -28,7 +28,7 @@ from vsa.training.parallel import ParallelPlan
 from vsa.training.run_state import refuse_missing
 
 if TYPE_CHECKING:
-    # the data module loads the video libraries
+    # not imported at run time, since the data module imports the video libraries
     from vsa.data.datamodule import PlanDataModule
 
 
@@ -36,21 +36,18 @@ if TYPE_CHECKING:
 class FinetuneModule(PretrainModule):
     """Finetune a pretrained checkpoint to sparse attention (VSA paper, section 2.3 and appendix C.5).
 
-    Starts from `init_from`: a run of this project, which brings its latent statistics along, or a folder or hub id in
-    diffusers' Wan layout. The gates of a dense checkpoint start at their documented identity, so with all tiles kept
-    the first step is the pretrained model.
+    Starts from `init_from`: a run, whose latent statistics are used, or a folder or Hugging Face id in diffusers' Wan
+    layout. The gates of a dense checkpoint start at the identity, so that with all tiles kept the first step equals the
+    pretrained model.
 
     Args:
         objective: the loss.
         parallel: see `DiffusionModule`.
-        gates: initial (the checkpoint is dense) or required (it has trained gates and goes on from them).
-        trainable: patterns of parameter names that are trained; None: all, with `lora` the gates only.
-        lora: adapters to train in place of the weights they stand beside.
-        teacher: dense checkpoint for the velocity and attention parts of the loss; None: `init_from`.
+        gates: initial (the checkpoint is dense) or required (the checkpoint has trained gates).
+        trainable: patterns of the names of trained parameters; None: all, with `lora` the gates only.
+        lora: low-rank adapters to train instead of the weights they are added to.
+        teacher: dense checkpoint for the velocity and attention terms of the loss; None: `init_from`.
         **common: see `PretrainModule`.
-
-    Raises:
-        ValueError: unknown `gates`, or attention matching of compiled blocks.
     """
 
     objective: FinetuneLoss
@@ -67,24 +64,26 @@ class FinetuneModule(PretrainModule):
         **common: Any,
     ):
         if objective.attention > 0 and parallel.compile:
-            raise ValueError("task.objective.attention looks into the blocks and cannot be had with parallel.compile")
+            raise ValueError(
+                "task.objective.attention is not supported with parallel.compile: it needs tensors within the blocks"
+            )
         super().__init__(objective=objective, parallel=parallel, **common)
         self.gates: Literal["initial", "required"] = gates
         self.lora = lora
         self.trainable = tuple(trainable) if trainable is not None else None
-        # the trained network with full attention and without adapters
+        # the teacher is the trained network with full attention and without adapters
         make_teacher = partial(self._model_factory, attention=FullAttention)
         self._teacher = Teacher(make_teacher, teacher) if objective.needs_teacher else None
 
     def prepare_model(self, model: VideoDiT) -> None:
-        """Adapters, and what is frozen."""
+        """Add adapters and freeze the other parameters."""
         roles = model.parameter_roles()
         patterns = self.trainable
         if patterns is None:
             patterns = ("*",) if self.lora is None else tuple(name for name in roles if roles[name] == "gate")
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in roles):
-                raise ValueError(f"task.trainable pattern {pattern!r} fits no parameter")
+                raise ValueError(f"task.trainable pattern {pattern!r} matches no parameter")
         chosen = {name for name in roles if any(fnmatchcase(name, pattern) for pattern in patterns)}
         own = dict(model.named_parameters())
         if self.lora is not None:
@@ -107,7 +106,7 @@ class FinetuneModule(PretrainModule):
             self._teacher.find(self.resume, self.init_from, data)
 
     def choose_statistics(self) -> LatentStatistics:
-        """Those that the run it starts from was trained with, on whatever data; else as in pretraining."""
+        """Statistics of the run that provides the initial weights, for any data; otherwise as in pretraining."""
         if self.resume is not None:
             refuse_missing(self.resume, ("latent_mean", "latent_std"))
             return LatentStatistics.of((self.resume.state["latent_mean"], self.resume.state["latent_std"]))

@@ -33,10 +33,10 @@ class PretrainModule(DiffusionModule):
 
     Args:
         objective: the loss.
-        validate_at: where the validation loss is computed: at the current top-k (`val/loss`), with all tiles
-            (`val/loss_dense`), at the end value of the schedule (`val/loss_target`), at half and double the current
-            top-k (`val/loss_half`, `val/loss_double`); each costs a forward. The losses by sample of the last
-            validation stand in `validation.csv` of the run.
+        validate_at: points of the sparsity schedule to validate at: the current top-k (`val/loss`), all tiles
+            (`val/loss_dense`), the end value of the schedule (`val/loss_target`), half and double the current top-k
+            (`val/loss_half`, `val/loss_double`); each costs a forward. The losses of the last validation, by sample,
+            are written to `validation.csv` in the run folder.
         **common: see `DiffusionModule`.
     """
 
@@ -49,7 +49,7 @@ class PretrainModule(DiffusionModule):
     ):
         points = check_points("validate_at", validate_at)
         if "current" not in points:
-            raise ValueError(f"validate_at must hold current, whose loss is val/loss, got {list(validate_at)}")
+            raise ValueError(f"validate_at must contain current, whose loss is val/loss, got {list(validate_at)}")
         super().__init__(**common)
         self.objective: FlowMatchingLoss = objective
         self.validate_at = points
@@ -63,7 +63,7 @@ class PretrainModule(DiffusionModule):
         super().setup(stage)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
-        # overfitting repeats the first batches on purpose
+        # overfitting repeats the first batches by design
         trainer: Any = self.trainer
         assert batch.step == self.global_step or trainer.overfit_batches, (batch.step, self.global_step)
         topk = self.topk(batch.latents.shape[1:], self.global_step)
@@ -75,21 +75,21 @@ class PretrainModule(DiffusionModule):
         }
         self.step_losses.append(loss.detach())
         self._window.add({"loss": loss, **parts}, terms.mse, terms.sigmas)
-        # the trainer divides by the micro-batches, the strategy averages over ranks; the normaliser is global already
+        # the trainer divides by the micro-batches and the strategy averages over ranks, but the normaliser is global
         return loss * self.accumulate * self.trainer.world_size
 
     def go_back(self, checkpoint: Checkpoint) -> None:
-        # the one in hand has losses of steps that are undone
+        # drop the losses of undone steps
         self._window = LossWindow(self.trainer.strategy)
         super().go_back(checkpoint)
 
     def loss_terms(self, batch: VideoBatch, latents: Tensor, topk: Topk) -> LossTerms:
-        """What a training step minimises, of a micro-batch with normalised latents `[B, C, T, H, W]`."""
+        """Terms of the training loss of a micro-batch with normalised latents `[B, C, T, H, W]`."""
         return self.objective(self.model, batch, latents, seed=self.seed, topk=topk)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        # here and not when the batch has ended: a checkpoint is written in between
+        # logged here and not in on_train_batch_end, since the checkpoint is written before
         step = self.global_step + 1
         self._window.end_step()
         if self.logs_this_step(step):
@@ -104,7 +104,7 @@ class PretrainModule(DiffusionModule):
             self.log("loss", self._shown_loss, prog_bar=True, logger=False)
             self._shown_loss = None
         if self.global_step == self.trainer.max_steps:
-            # runs are compared by where they ended
+            # runs are compared by their final validation
             validate_before_stopping(self.trainer)
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
@@ -124,7 +124,7 @@ class PretrainModule(DiffusionModule):
 
     def on_validation_epoch_end(self) -> None:
         if self.status.received is not None:
-            # half a validation is none
+            # an incomplete validation is not logged
             return
         metrics: dict[str, float] = {}
         for at, means in self._validated.items():
@@ -136,7 +136,7 @@ class PretrainModule(DiffusionModule):
             path = Path(self.trainer.default_root_dir) / "validation.csv"
             with never_fatal(str(path)):
                 write_validation(path, self.global_step, rows)
-        # for callbacks that watch it
+        # for callbacks that monitor it
         self.log("val/loss", metrics["val/loss"], logger=False)
 
     def parts(self) -> dict[str, Stateful]:

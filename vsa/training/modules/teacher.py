@@ -1,4 +1,4 @@
-"""A frozen network that a run learns from."""
+"""A frozen teacher network of a run."""
 
 from __future__ import annotations
 
@@ -18,65 +18,65 @@ from vsa.models.video_dit import VideoDiT
 from vsa.training.parallel import ParallelPlan, build_model
 
 if TYPE_CHECKING:
-    # the data module loads the video libraries
+    # not imported at run time, since the data module imports the video libraries
     from vsa.data.datamodule import PlanDataModule
 
 
 def gates_from_dense(model: VideoDiT) -> Gates:
-    """What gates a dense checkpoint leaves `model` with."""
+    """Gates of `model` after loading a dense checkpoint: initial, or absent if it has none."""
     return "initial" if gate_names(model) else "absent"
 
 
 def refuse_other_network(start: WeightSource, make: Callable[[], VideoDiT], role: str) -> None:
-    """Raise ValueError when dense weights do not fit the network that `make` builds; no memory is taken."""
+    """Raise ValueError if dense weights do not fit the network that `make` builds; nothing is allocated."""
     with without_memory():
         network = make()
     try:
         start.check(network, gates_from_dense(network))
     except ValueError as error:
-        # the settings may name no such weights at all
+        # names the role, since the settings may not name its weights explicitly
         raise ValueError(f"as {role}: {error}") from None
 
 
 class Teacher:
-    """Where the teacher comes from, and its network, which neither checkpoints nor optimizers see.
+    """The source of the teacher and its network, which checkpoints and optimizers do not contain.
 
     Args:
-        make: builds its network.
-        spec: dense checkpoint; None: what the run starts from.
+        make: factory of the network.
+        spec: dense checkpoint; None: the initial weights of the run.
     """
 
     def __init__(self, make: Callable[[], VideoDiT], spec: str | None):
         self._make, self._spec = make, spec
         self._start: WeightSource | None = None
         self._digest = ""
-        # no attribute that is a module: the LightningModule that holds this must not find it
+        # in a list, so that the LightningModule does not register the network as a submodule
         self._network: list[VideoDiT] = []
 
     @property
     def start(self) -> WeightSource:
-        """Its weights, once `find` has found them."""
+        """Its weights, after `find`."""
         assert self._start is not None
         return self._start
 
     def planned(self) -> VideoDiT:
-        """Its network without memory."""
+        """Its network on the meta device."""
         with without_memory():
             return self._make()
 
     @property
     def network(self) -> VideoDiT:
-        """Its network, once `build` has made it."""
+        """Its network, after `build`."""
         return self._network[0]
 
     def find(self, resume: Checkpoint | None, init_from: WeightSource | None, data: PlanDataModule) -> None:
-        """Find the weights, on resume those that the run began with, and refuse what does not fit network or data.
+        """Open the weights, on resume those that the run began with, and refuse a mismatch with network or data.
 
         Raises:
-            ValueError: there are none, they changed since, or what differs.
+            ValueError: the weights are missing, were changed since, or do not fit.
         """
         self._start = self._choose(resume, init_from)
-        # once: its folder may be another one, or gone, when a checkpoint is written
+        # computed once, since the folder may be changed or removed before a checkpoint is written
         self._digest = self.start.digest
         if self.start.step_list is not None:
             raise ValueError(
@@ -90,13 +90,13 @@ class Teacher:
         saved = resume.state.get("teacher") if resume is not None else None
         if resume is not None and saved is not None:
             began = resume.state.get("config", {}).get("task", {}).get("teacher")
-            # it may stand elsewhere by now; what it is, its digest says
+            # the weights may have been moved; the digest identifies them
             source = saved["source"] if self._spec in (None, began) else self._spec
             try:
                 start = open_weights(source)
             except (ValueError, OSError) as error:
-                where = "if it was moved, say where to with task.teacher="
-                raise ValueError(f"the teacher of {resume.path} is not to be found ({error}): {where}") from None
+                where = "if it was moved, set task.teacher= to its new place"
+                raise ValueError(f"the teacher of {resume.path} cannot be opened ({error}): {where}") from None
             if start.digest != saved["digest"]:
                 raise ValueError(
                     f"the teacher {source} is not what {resume.path} began with, or has changed since "
@@ -111,7 +111,7 @@ class Teacher:
         return init_from
 
     def build(self, mesh: DeviceMesh | None, plan: ParallelPlan) -> None:
-        """Make the network, frozen; its weights come with `load`."""
+        """Build the network, frozen; `load` fills its weights."""
 
         def make() -> VideoDiT:
             return self._make().eval().requires_grad_(False)
@@ -123,11 +123,11 @@ class Teacher:
                 self._network.append(build_model(make, mesh, own, initialise=None))
 
     def load(self, device: torch.device) -> None:
-        """Fill the network and put it on `device`."""
+        """Load the weights and move the network to `device`."""
         self.start.load(self.network, gates_from_dense(self.network))
         self.network.to(device)
 
     def state(self) -> dict[str, Any]:
-        """What finds these weights again, from any folder, for `state.json`."""
+        """Description that identifies these weights on resume, for `state.json`."""
         path = Path(self.start.source)
         return {"source": str(path.resolve()) if path.exists() else self.start.source, "digest": self._digest}
