@@ -81,7 +81,7 @@ def test_bad_folders_end_in_one_line(tmp_path: Path, command_line):
     status, out, err = command_line("report", str(tmp_path / "run"), "--out", str(tmp_path / "file"))
     assert (status, out) == (1, "")
     assert (
-        err == f"error: cannot write to {tmp_path}/file/report: {tmp_path}/file is no folder that can be written to\n"
+        err == f"error: cannot write to {tmp_path}/file/report: {tmp_path}/file is not a writable folder\n"
     )
 
 
