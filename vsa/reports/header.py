@@ -1,4 +1,4 @@
-"""What a reader has to know before the first number: what was compared, and what speaks against comparing it."""
+"""Header of a report: what was compared, and differences between the runs that limit the comparison."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vsa.reports.run_tables import duration
 from vsa.reports.runs import Missing, Run, code_versions
 from vsa.reports.variants import Variant, shown
 
-# how the data are read, not what they are
+# settings of how the data are read, which do not change the data set
 _READING = ("batch_size", "num_workers", "caption_dropout", "val_batches", "val_fraction")
 
 
 def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing: Sequence[Missing]) -> dict[str, str]:
-    """What the header says about the runs, by heading."""
+    """Facts about the runs for the header, by heading."""
     running = sum(run.status == "running" for run in runs)
     counted = f"{len(runs)} in {len(variants)} variants, seeds {_listed({run.seed for run in runs})}"
     counted += f"; {running} still going on" if running else ""
@@ -44,7 +44,7 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
 
 
 def differences(runs: Sequence[Run], missing: Sequence[Missing]) -> list[str]:
-    """Plain sentences on what the runs do not share, and on what is not finished."""
+    """Sentences about differences between the runs in data, validation and code, and about unfinished runs."""
     return [*_of_data(runs), *_of_validation(runs), *_of_code(runs), *_of_state(runs, missing)]
 
 
@@ -64,7 +64,7 @@ def _of_data(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _data(run: Run) -> dict[str, Any]:
-    """Settings that say what the data are, copies of the run's seed left out."""
+    """Settings that determine the data set, without copies of the run's seed."""
     named = {key: value for key, value in run.settings.items() if key.startswith("data.")}
     return {key: value for key, value in named.items() if key.split(".")[1] not in (*_READING, "seed")}
 
@@ -124,7 +124,7 @@ def _of_state(runs: Sequence[Run], missing: Sequence[Missing]) -> Iterator[str]:
 
 
 def not_shown(variants: Sequence[Variant], drawn: Sequence[str]) -> list[str]:
-    """What is missing for figures that could not be drawn, a sentence each."""
+    """One sentence about each figure that could not be drawn, with what it needs."""
     runs = [run for variant in variants for run in variant.ended]
     said = []
     if "loss" not in drawn:
@@ -164,7 +164,7 @@ def _listed(values: set[Any] | Mapping[Any, Any]) -> str:
 
 
 def shown_path(folder: Path) -> str:
-    """A folder as a page names it."""
-    # a page is handed on: folders of one machine mean nothing elsewhere
+    """A folder as the page shows it, relative to the working directory if it is below it."""
+    # pages are shared, and absolute paths are meaningless on other machines
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)

@@ -1,4 +1,4 @@
-"""The page of one run: how it went, what it made, what it cost and what went wrong, in one file."""
+"""Page of one run in one file: charts, clips, cost, faults, checkpoints and settings."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def write_run_page(run: Run, *, out: Path | None = None, clips_mb: float = CLIPS
     """Write the page of a run.
 
     Args:
-        run: from `read_run`.
+        run: the run, from `read_run`.
         out: folder to write to; None: the run folder.
         clips_mb: most megabytes of sampled clips in the page.
 
     Returns:
-        The page.
+        Path of the page.
     """
     folder = run.folder if out is None else out
     charts = run_charts(run)
