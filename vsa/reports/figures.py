@@ -34,7 +34,7 @@ DIAGNOSTICS = {
 }
 """Labels of the metrics under `diag/` that a report shows by another name."""
 
-SEEDS = "A line is the mean over the seeds, its band reaches from the lowest to the highest."
+SEEDS = "Lines are means over the seeds, bands range from the lowest to the highest."
 
 
 def charts(variants: Sequence[Variant]) -> list[Chart]:
@@ -150,7 +150,7 @@ def pareto_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart 
     return Chart(
         key="pareto",
         title="Loss and step time",
-        note="Lower and further left is better. No variant on the dashed line is beaten in both. Bars: all seeds.",
+        note="Lower and further left is better. The dashed line is the Pareto front; bars range over the seeds.",
         panels={(): Panel(x_label="seconds a step (median)", y_label="final loss", series=[line, *series])},
         columns=("variant", "step_seconds", "loss", "lowest", "highest", "on_front"),
         rows=[(v.name, seconds, loss, min(v.losses), max(v.losses), v.name in names) for v, seconds, loss in known],
@@ -214,7 +214,7 @@ def topk_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | 
     return Chart(
         key="topk_by_length",
         title="Top-k by sequence length",
-        note="Final loss, mean over seeds and whatever else varies. Compare within a column: lengths are other tasks.",
+        note="Final loss, mean over the seeds and other settings. Compare values within a column, not between lengths.",
         panels={
             (): Heat(
                 x_label="tokens of a sample",

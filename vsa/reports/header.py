@@ -22,7 +22,7 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
     """Facts about the runs for the header, by heading."""
     running = sum(run.status == "running" for run in runs)
     counted = f"{len(runs)} in {len(variants)} variants, seeds {_listed({run.seed for run in runs})}"
-    counted += f"; {running} still going on" if running else ""
+    counted += f"; {running} still running" if running else ""
     lost = sum(one.status in ("failed", "refused", "unreadable") for one in missing)
     counted += f"; {lost} failed, refused or unreadable" if lost else ""
     created = sorted(str(run.manifest["created"])[:16] for run in runs if "created" in run.manifest)
@@ -33,7 +33,7 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
     named = {
         "Runs": counted,
         "Where": shown_path(root) + (f", on {_listed(devices)}" if devices else ""),
-        "When": f"begun {created[0]} to {created[-1]}" if created else "",
+        "When": f"started {created[0]} to {created[-1]}" if created else "",
         "Code": ", ".join(f"{version}: {count} runs" for version, count in code_versions(runs).items()),
         "Data": "; ".join(f"{text}: {count} runs" for text, count in _counted(_data_name(run) for run in runs).items()),
         "Validation": "; ".join(_validation_sets(runs)),
@@ -60,7 +60,7 @@ def _of_data(runs: Sequence[Run]) -> Iterator[str]:
     kinds = _counted("distillations" if run.distilled else "trainings on data" for run in runs)
     if len(kinds) > 1:
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        yield f"The runs are of different kinds ({counts}): the gap of a distillation is no loss on data."
+        yield f"The runs are of different kinds ({counts}): the gap of a distillation is not a loss on data."
 
 
 def _data(run: Run) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _of_state(runs: Sequence[Run], missing: Sequence[Missing]) -> Iterator[str]:
     states = _counted(run.status for run in runs if run.status != "finished")
     if states:
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
-        yield f"Not all runs have finished ({counts}): their last losses are not those of their ends."
+        yield f"Not all runs have finished ({counts}): their last losses are not final."
     waiting = sum(one.status == "waiting" for one in missing)
     if waiting:
         yield f"Points of the sweep that have not started: {waiting}."

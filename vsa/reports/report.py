@@ -108,8 +108,8 @@ def _results_note(variants: Sequence[Variant]) -> str:
     role = "the dense control" if partner.control else "the best variant"
     return (
         f"Sorted by the last validation loss. Differences are to {partner.name}, {role}: Student's paired t-test over "
-        "the shared validation samples, seed by seed. Its interval is about other samples for these runs; what other "
-        "seeds would give is the spread below the loss."
+        "the shared validation samples, seed by seed. Its interval covers the choice of samples for these runs; the "
+        "spread below the loss covers the choice of seeds."
     )
 
 
@@ -117,13 +117,13 @@ def _sections(variants: Sequence[Variant], missing: Sequence[Missing], folder: P
     sections = []
     rates, sparsity = tables.lr_table(variants), tables.sparsity_table(variants)
     if rates is not None:
-        note = "Mean loss over the seeds at which several rates were tried; the least is chosen."
+        note = "Mean loss over the seeds at which several rates were tried; the rate with the lowest loss is chosen."
         sections.append(Section(title="Learning rates tried", note=note, table=rates, data=f"{DATA}/learning_rate.csv"))
     if sparsity is not None:
         points, rows = tables.sparsity_rows(variants)
         named = [[variant.name, *row] for variant, row in zip(variants, rows, strict=True)]
         write_csv(folder / "sparsity_points.csv", ("variant", *points), named)
-        note = "The same weights validated at other numbers of tiles; below: change against the current number."
+        note = "The same weights validated with other numbers of tiles; below: change relative to the current number."
         sections.append(
             Section(title="Tiles at inference", note=note, table=sparsity, data=f"{DATA}/sparsity_points.csv")
         )

@@ -68,7 +68,7 @@ def loss_chart(run: Run) -> Chart | None:
     panels = {key: panels[key] for key in sorted(panels, key=lambda key: key != ("steps",))}
     kind = "Losses of the distillation" if run.distilled else "Loss"
     note = f"The running mean is over {window} logged steps. " if window > 1 else ""
-    note += "Validation takes the same samples and noise every time."
+    note += "Every validation uses the same samples and noise."
     return _chart("loss", kind, note, panels, switches=("over",))
 
 
@@ -106,7 +106,7 @@ def timestep_chart(run: Run) -> Chart | None:
             )
     if not panels:
         return None
-    note = "By tenth of the noise levels; a run spends its steps where its timestep distribution is dense."
+    note = "By tenth of the noise levels; the timestep distribution of a run determines how often it trains on each."
     return _chart("loss_by_timestep", "Loss by timestep", note, panels, switches=("what",))
 
 

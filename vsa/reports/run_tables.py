@@ -32,7 +32,7 @@ def settings_sections(run: Run) -> list[Section]:
     told = {k: v for k, v in run.settings.items() if k not in _IDENTITY and not k.endswith(hidden)}
     usual = {key for key, value in told.items() if key in defaults and defaults[key] == value}
     parts = (
-        ("Settings of this run", "Those that differ from the defaults of their classes.", False),
+        ("Settings of this run", "Settings that differ from the defaults of their classes.", False),
         ("Settings left at their defaults", "", True),
     )
     sections = []
@@ -100,7 +100,7 @@ def starts_section(run: Run) -> Section | None:
     rows = []
     for place, start in enumerate(run.starts):
         last = start is run.starts[-1]
-        how = start.get("how") or ("running" if last and run.writing else "killed: it left no last word")
+        how = start.get("how") or ("running" if last and run.writing else "killed: no end was recorded")
         reason = str(start.get("reason", ""))
         end = start.get("last_step", run.steps if last else None)
         began, ended = str(start.get("began", "")), str(start.get("ended", ""))
@@ -109,7 +109,7 @@ def starts_section(run: Run) -> Section | None:
         took = "" if spent is None else duration(spent)
         rows.append([*(Cell(text=text) for text in (*texts, took)), Cell(text=how, sub=reason, long=True)])
     headings = [("start", ""), ("began", ""), ("from step", ""), ("to step", ""), ("took", ""), ("ended", "")]
-    note = "A run that is resumed goes on from a checkpoint: the same run, bit for bit."
+    note = "A resumed run continues from a checkpoint, bit for bit as without the interruption."
     return Section(title="Starts and resumes", note=note, table=Table(headings=headings, rows=rows))
 
 
@@ -117,7 +117,7 @@ def faults_section(run: Run) -> Section:
     """Table of the recorded faults and how they were handled."""
     rows = [[Cell(text=what), Cell(text=many), Cell(text=then, long=True)] for what, many, then in faults(run)]
     if not rows:
-        rows = [[Cell(text="none"), Cell(text=""), Cell(text="Nothing was recorded.", long=True)]]
+        rows = [[Cell(text="none"), Cell(text=""), Cell(text="No faults were recorded.", long=True)]]
     headings = [("fault", ""), ("count", ""), ("what was done", "")]
     return Section(title="Faults", note="", table=Table(headings=headings, rows=rows))
 
@@ -129,19 +129,19 @@ def faults(run: Run) -> Iterator[tuple[str, str, str]]:
         if len(totals) and totals[-1] > 0:
             grown = steps[np.diff(totals, prepend=0) > 0]
             what = "the critic's gradients were not finite" if "/" in name else "gradients were not finite"
-            yield what, f"{totals[-1]:.0f}", f"these updates were dropped; told at {_steps(grown)}"
+            yield what, f"{totals[-1]:.0f}", f"these updates were skipped; logged at {_steps(grown)}"
     bad = run.last("bad_samples")
     if bad:
         causes = {n.partition("/")[2]: c[1][-1] for n, c in run.metrics.items() if n.startswith("bad_samples/")}
         listed = ", ".join(f"{cause} {many:.0f}" for cause, many in sorted(causes.items()))
-        yield "bad samples", f"{bad:.0f}", f"others took their place ({listed}); bad_samples.txt lists them"
+        yield "bad samples", f"{bad:.0f}", f"replaced by other samples ({listed}); bad_samples.txt lists them"
     steps, rollbacks = run.curve("loss_spikes/rollbacks")
     if len(rollbacks) and rollbacks[-1] > 0:
         grown = steps[np.diff(rollbacks, prepend=0) > 0]
         yield (
             "loss spikes",
             f"{rollbacks[-1]:.0f}",
-            f"rolled back and trained past on other data; told at {_steps(grown)}",
+            f"rolled back and continued on other data; logged at {_steps(grown)}",
         )
     steps, losses = run.train
     infinite = steps[~np.isfinite(losses)]
@@ -153,7 +153,7 @@ def faults(run: Run) -> Iterator[tuple[str, str, str]]:
     ends = run.starts if run.status != "running" else run.starts[:-1]
     killed = sum("how" not in start for start in ends)
     if killed:
-        yield "killed", str(killed), "a resume goes on from the newest whole checkpoint"
+        yield "killed", str(killed), "a resume continues from the newest complete checkpoint"
     for how in ("stopped", "failed"):
         reasons = [str(start.get("reason") or "no reason recorded") for start in run.starts if start.get("how") == how]
         if reasons:
@@ -175,7 +175,7 @@ def cost_section(run: Run) -> Section | None:
     processes = [_processes(start) for start in run.starts]
     rows: list[tuple[str, str, str]] = [("optimizer steps", str(run.steps), "")]
     if "seconds" in totals:
-        rows.append(("training", duration(totals["seconds"]), "steps alone, without validation, sampling and saving"))
+        rows.append(("training", duration(totals["seconds"]), "only steps, without validation, sampling and saving"))
     if known:
         part = (
             ""
@@ -226,7 +226,7 @@ def checkpoints_section(run: Run) -> Section | None:
         ("MB", ""),
         ("files", ""),
     ]
-    note = "The newest is where ckpt_path=last goes on and what vsa sample takes."
+    note = "ckpt_path=last continues from the newest checkpoint, and vsa sample uses it."
     return Section(title="Checkpoints", note=note, table=Table(headings=headings, rows=rows))
 
 
