@@ -1,1 +1,1 @@
-"""Results by subject, and the studies that made them; no part of the installed package."""
+"""Results by subject and the studies that produced them; not part of the installed package."""

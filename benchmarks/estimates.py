@@ -1,4 +1,4 @@
-"""Estimates of `vsa plan` beside every training step that was measured: `python -m benchmarks.estimates`."""
+"""Comparison of estimates of `vsa plan` with all measured training steps: `python -m benchmarks.estimates`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vsa.training.estimate.predict import memory, step_seconds
 
 FOLDER = Path(__file__).parent
 WAN, DIT_120M, ABLATION = (12, 128, 8960, 30, 4096), (12, 64, 3072, 12, 4096), (8, 64, 2048, 6, 64)
-"""Heads, head dim, width of the feed-forward layer, layers, text width."""
+"""Heads, head dim, feed-forward width, layers and text width of models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,12 @@ class Comparison:
     """An estimate and its measurement.
 
     Args:
-        what: was measured.
-        file: of `benchmarks/`.
-        calibrates: whether a rate of the GPU was taken from it.
-        job: as it was measured.
-        milliseconds: of a step, measured.
-        gib: of memory, measured; None: nobody did.
+        what: description of the measured step.
+        file: file in `benchmarks/` with the measurement.
+        calibrates: whether a rate of the GPU was derived from it.
+        job: the measured job.
+        milliseconds: measured time of a step.
+        gib: measured memory, None if it was not measured.
     """
 
     what: str
@@ -44,18 +44,18 @@ class Comparison:
 
     @property
     def time_error(self) -> float:
-        """Of the estimated time, as a share of the measured one."""
+        """Error of the estimated time relative to the measured one."""
         gpu = known_gpu("H200")
         assert gpu is not None
         return sum(step_seconds(self.job, gpu).values()) * 1e3 / self.milliseconds - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Of the estimated memory in tensors."""
+        """Relative error of the estimated memory of tensors, None without a measurement."""
         return None if self.gib is None else sum(memory(self.job).values()) / GIB / self.gib - 1
 
     def row(self) -> str:
-        """Of the table in `docs/how-fast.md`."""
+        """Row of the table in `docs/how-fast.md`."""
         estimated = self.milliseconds * (1 + self.time_error)
         taken = "calibrates" if self.calibrates else ""
         gib, error = ("", "") if self.gib is None else (f"{self.gib:.1f}", f"{self.memory_error:+.1%}")
@@ -66,7 +66,7 @@ class Comparison:
 
 
 def comparisons() -> list[Comparison]:
-    """All of them."""
+    """All comparisons."""
     return [*_wan(), *_pretraining(), *_distillation(), *_ablation()]
 
 
@@ -75,7 +75,7 @@ def _read(file: str) -> Any:
 
 
 def _network(size: tuple[int, ...], gates: int | None, tile: tuple[int, int, int] = (4, 4, 4), **use: Any) -> Any:
-    """A network, dense or with one or two gates."""
+    """A network, dense or with one or two gates per layer."""
     heads, head_dim, ffn_dim, layers, text_dim = size
     sparse = partial(VideoSparseAttention, tile_thw=tile, fine_gate=gates == 2)
     with without_memory():
@@ -107,7 +107,7 @@ def _wan() -> Iterator[Comparison]:
                 compiled=compiled, averaged=False, keeps_gradients=False,
             ),
             milliseconds=row["median_ms"],
-            # measured above weights and moments, which were there before the call
+            # the measurement excludes weights and moments, which were allocated before the call
             gib=row["peak_extra_mib"] / 1024 + 12 * network.parameters / GIB,
         )  # fmt: skip
 
@@ -137,7 +137,7 @@ def _distillation() -> Iterator[Comparison]:
         for name in ("dense", "triton"):
             (mean,) = (r for r in rows if r["op"].startswith(f"{name}: mean iteration"))
             (whole,) = (r for r in rows if r["op"].startswith(f"{name}: whole iteration"))
-            # of the three steps in the mean, the generator updated once in five
+            # the mean over the three steps of the list, with a generator update in one of five iterations
             networks = [
                 _network(WAN, 1 if name == "triton" else None, passes={FORWARD: 2.2, TRAINING: 0.2}, updates=0.2),
                 _network(WAN, None, passes={FORWARD: 0.2, TRAINING: 1.0}),

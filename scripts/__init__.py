@@ -1,1 +1,1 @@
-"""Tools for development: benchmark, tune and check kernels, from a checkout."""
+"""Development tools for a checkout: benchmarks, tuning and checks of kernels."""

@@ -1,7 +1,7 @@
 """Hooks of the documentation site (mkdocs.yml): files outside `docs/`, and the configuration reference.
 
-Pages link to files of the repository by relative paths, which is what code hosts follow. The site has these files under
-`repository/`, with their own paths below it.
+Pages link to files of the repository by relative paths, which code hosts resolve. The site has these files under
+`repository/`, with the same paths below it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 OUTSIDE = "repository/"
 OPTIONS = "<!-- options -->"
-"""Where configuration.md takes the generated reference."""
+"""Marker in configuration.md that the generated reference replaces."""
 
 BAR = "\\|"
-"""A bar inside a table."""
+"""Escaped vertical bar inside a Markdown table."""
 
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.M | re.S)
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Add the files outside `docs/` that the navigation or a page names, and those that these name in turn."""
+    """Add the files outside `docs/` that the navigation or a page links to, and those that these link to in turn."""
     from mkdocs.structure.files import File
 
     wanted = list(_named(config.nav))
@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     """Turn links between files of the repository into links between files of the site."""
     parts = FENCE.split(markdown)
     uri = page.file.src_uri
-    # every second part is a block of code
+    # every second part is a code block
     parts[::2] = [
         LINK.sub(lambda m: posixpath.relpath(site_uri(uri, m[1]), posixpath.dirname(uri)), part) for part in parts[::2]
     ]
@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def site_uri(page: str, link: str) -> str:
-    """The place in the site of a file that a page of the site names by its relative path in the repository."""
+    """The path in the site of a file that a page of the site links to by its relative path in the repository."""
     source = page.removeprefix(OUTSIDE) if page.startswith(OUTSIDE) else f"docs/{page}"
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
     if (ROOT / target).is_dir():
@@ -76,9 +76,9 @@ def _named(nav: Any) -> Iterator[str]:
 
 
 def configuration() -> str:
-    """Every config group with its files and options, as Markdown: what `vsa config` prints.
+    """All config groups with their files and options as Markdown, the content of `vsa config`.
 
-    An option that several files of a group have is explained once, at the first of them.
+    An option of several files of a group is explained once, at the first of them.
     """
     from vsa.config import PLAIN
     from vsa.config_help import choices, options
@@ -95,7 +95,7 @@ def configuration() -> str:
             try:
                 listed = options(f"{group}/{file}")
             except ValueError:
-                # its files set options of other groups
+                # raised for groups whose files set options of other groups
                 break
             new = [o for o in listed if o.key not in explained or explained[o.key].meaning != o.meaning]
             shared = [f"`{o.key}={o.default}`" for o in listed if o not in new]

@@ -1,11 +1,11 @@
-"""Draws the pictures of README and docs.
+"""Figures of README and docs.
 
     python -m scripts.draw_docs methods docs/attention
     python -m scripts.draw_docs selection RUN VIDEOS/toy-5-000001.mp4 docs/selection.gif --query 41 --heads 1:2 0:1
 
-`methods` computes every attention method on one small grid and draws the weights that one query gives to all tokens.
+`methods` computes every attention method on a small grid and draws the attention weights of one query on all tokens.
 `selection` draws the tiles that one query tile of a trained model selects over the frames of a clip, as a GIF. The
-run and the clip of the README were made with
+run and the clip of the README were created with
 
     vsa train experiment=quickstart data=toy_online data.toy.size=[16,256,256] tile_thw=[1,2,2] data.batch_size=4 \\
         trainer.max_steps=309 optim.schedule.total_steps=700 trainer.val_check_interval=100
@@ -56,13 +56,13 @@ WEAKEST = 1e-5
 
 
 def attention_weights(method: str, q: Tensor, k: Tensor, layer: int = 0) -> Tensor:
-    """Weights of every query on every key, `[L, L]` in raster order: the output of the method where v is the identity.
+    """Weights of every query on every key, `[L, L]` in raster order: the output of the method for the identity as v.
 
     Args:
-        method: see `parse_method`; VSA's gates are one half each, so that both stages are seen.
+        method: see `parse_method`; the gates of VSA are one half each, so that both stages are visible.
         q: `[1, L, 1, L]` queries in raster order; the head dim is the number of tokens, so that v can be the identity.
         k: keys of the same shape.
-        layer: number of the layer, which decides the groups of `spatial_temporal` and its like.
+        layer: index of the layer, on which the groups of `spatial_temporal` and similar methods depend.
     """
     tokens = q.shape[1]
     asked = parse_method(method, tile_thw=TILE)
@@ -77,10 +77,10 @@ def attention_weights(method: str, q: Tensor, k: Tensor, layer: int = 0) -> Tens
 
 
 def draw_weights(weights: Sequence[Tensor], path: Path) -> None:
-    """The weights of the query over the grid's frames, a row of frames for each of `weights` `[L, L]`."""
+    """Draw the weights of `QUERY` over the frames of the grid, one row of frames for each of `weights` `[L, L]`."""
     frames = GRID[0]
     figure = Figure(figsize=(1.35 * frames, 1.38 * len(weights)), layout="constrained")
-    # the page shows through, which may be light or dark
+    # transparent, because the page may be light or dark
     figure.patch.set_alpha(0)
     grid = figure.subplots(len(weights), frames, squeeze=False)
     token = int(torch.arange(GRID[0] * GRID[1] * GRID[2]).view(GRID)[QUERY])
@@ -88,7 +88,7 @@ def draw_weights(weights: Sequence[Tensor], path: Path) -> None:
         for frame, cell in enumerate(axes):
             row = matrix[token].view(GRID)[frame].detach()
             cell.imshow(row.clamp_min(0).numpy(), cmap="YlOrRd", norm=LogNorm(WEAKEST, 0.1, clip=False))
-            # what is not attended to
+            # background for tokens that are not attended to
             cell.set_facecolor("#b9bec6")
             cell.images[0].get_cmap().set_under(alpha=0)
             cell.set_xticks([])
@@ -100,9 +100,9 @@ def draw_weights(weights: Sequence[Tensor], path: Path) -> None:
 
 
 def methods(args: argparse.Namespace) -> None:
-    """A PNG of every method."""
+    """Draw a PNG of every method."""
     tokens = GRID[0] * GRID[1] * GRID[2]
-    # the second head: fields that change over two tokens
+    # the second head has fields that vary over two tokens
     fields = draw_captures(GRID, heads=2, head_dim=tokens, seed=3).items[0]
     q, k = (x[:, :, 1:].contiguous() for x in (fields.q, fields.k))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def methods(args: argparse.Namespace) -> None:
 
 
 def selection(args: argparse.Namespace) -> None:
-    """A GIF of what one query tile selects: the clip beside the clip with the selected tiles of each head."""
+    """Write a GIF of the tiles that one query tile selects: the clip beside overlays of the tiles of each head."""
     run = open_inspected(args.run)
     clip = open_clip(run, args.clip)
     settings = run.settings(latent_shape=tuple(clip.latents.shape))
@@ -146,13 +146,13 @@ def selection(args: argparse.Namespace) -> None:
 
 
 def layer_head(text: str) -> tuple[int, int]:
-    """A layer and a head of it, written 1:2."""
+    """Layer and head from a text like 1:2."""
     layer, _, head = text.partition(":")
     return int(layer), int(head)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     of_methods = commands.add_parser("methods", help="weights of every attention method")
@@ -164,7 +164,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     of_run.add_argument("out", type=Path, help="GIF to write")
     of_run.add_argument("--heads", type=layer_head, nargs="+", default=[(0, 0)], metavar="LAYER:HEAD")
     of_run.add_argument("--timestep", type=float, default=300, help="1000 is noise")
-    of_run.add_argument("--query", type=int, help="query tile (where the clip changes most)")
+    of_run.add_argument("--query", type=int, help="query tile (default: where the clip changes most)")
     of_run.add_argument("--fps", type=float, default=6)
     of_run.set_defaults(draw=selection)
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Writes shards of random latents, to measure the speed of a training run of any shape without videos or encoders."""
+"""Shards of random latents, for speed measurements of training with any latent shape, without videos and encoders."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Forward and backward of every Triton op on 40 ragged problems: work for compute-sanitizer, see gpu_tests.sh.
+"""Forward and backward of every Triton op on 40 ragged problems, to run under compute-sanitizer, see gpu_tests.sh.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/sanitize_kernels.py
 
-Every tensor has exactly the size that the op asks for, so an access past its end leaves the allocation. Values are not
-checked beyond being finite; that is what tests/kernels is for.
+Every tensor has exactly the size that the op requires, so that an access past its end leaves the allocation. Values are
+only checked to be finite; tests/kernels checks their accuracy.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from vsa.errors import one_line_errors
 
 
 def device() -> torch.device:
-    """The GPU, or the CPU when kernels are interpreted."""
+    """The GPU, or the CPU if kernels are interpreted."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if os.environ.get("TRITON_INTERPRET") == "1":
         return torch.device("cpu")
-    raise ValueError("needs a CUDA device (or TRITON_INTERPRET=1, to try the script itself)")
+    raise ValueError("expected a CUDA device (or TRITON_INTERPRET=1, to try the script itself)")
 
 
 def problem(seed: int, at: torch.device) -> str:
-    """Runs one problem through every op; returns what it was."""
+    """Run all ops on one problem; returns its description."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     half = (torch.bfloat16, torch.float16) if at.type == "cuda" else ()
@@ -103,7 +103,7 @@ def problem(seed: int, at: torch.device) -> str:
 
 
 def _without_gradient(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, sides: dict[str, Any], largest: int) -> None:
-    """Attention that skips, and attention of gathered tiles, over lists of several lengths."""
+    """Run the forward-only ops, skipping and gathered attention, over lists of several lengths."""
     batch, heads, num_q, num_kv = scores.shape
     shares = torch.rand(batch, 1, num_q, device=q.device)
     chosen = select_share(scores, shares, crossing="exceed", backend="triton")
@@ -119,7 +119,7 @@ def _without_gradient(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, sides: di
 
 
 def _groups(mask: Tensor, size: int) -> TileGroups:
-    """Groups of tiles with the lists that any of their members has."""
+    """Groups of tiles with the union of the lists of their members."""
     members = group_tiles(mask, size, backend="triton")
     flat = members.clamp(min=0).long().flatten(2)[..., None].expand(-1, -1, -1, mask.shape[3])
     rows = (mask.gather(2, flat) & (members.flatten(2) >= 0)[..., None]).unflatten(2, members.shape[2:]).any(3)

@@ -1,11 +1,11 @@
-"""Measures launch configurations of the Triton kernels on this machine's GPU.
+"""Tuning of the launch configurations of the Triton kernels on the GPU of this machine.
 
     python -m scripts.tune fwd dq dkv --head-dim 64 128
     python -m scripts.tune coarse_fwd coarse_dq coarse_dkv --write
 
-Each candidate of a fixed grid is checked against an eager result and timed on a problem of 16,384 tokens, 12 heads, 256
-blocks and 32 of them listed per query block (coarse kernels: attention over the 256 block means). Candidates are
-compiled in parallel processes first. `--write` pins the fastest in vsa_kernels/configs.json for this architecture.
+Each candidate of a fixed grid is checked against an eager result and timed on a problem of 16,384 tokens and 12 heads
+with 32 of 256 blocks listed per query block (coarse kernels: attention over the 256 block means). Candidates are
+first compiled in parallel processes. `--write` pins the fastest in vsa_kernels/configs.json for this architecture.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vsa.files import atomic_file
 KERNELS = ("fwd", "dq", "dkv", "coarse_fwd", "coarse_dq", "coarse_dkv")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _HEADS, _TOKENS, _TOPK, _BLOCK = 12, 16384, 32, 64
-# small problems with the divisibility that the compiler sees in the large ones
+# small problems with the same divisibility as the large ones, on which compiled kernels are specialised
 _COMPILE_TOKENS, _COMPILE_TOPK = 1024, 4
 _REPEATS = 50
 _FIELDS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "DESC", "maxnreg", "DP_FIRST")
@@ -48,13 +48,13 @@ Config = dict[str, int | None]
 
 
 def candidates(kernel: str, dtype: torch.dtype, arch: int, pinned: Config) -> list[Config]:
-    """The grid of a kernel, the pinned configuration first.
+    """Candidate configurations of a kernel, the pinned one first.
 
     Args:
         kernel: one of `KERNELS`.
-        dtype: of the tokens.
-        arch: 10 * major + minor of the GPU.
-        pinned: today's configuration; what it holds beside the grid's fields goes into every candidate.
+        dtype: dtype of the tokens.
+        arch: 10 * major + minor of the GPU's compute capability.
+        pinned: current configuration; its fields that are not part of the grid are added to every candidate.
     """
     grid: list[Config] = []
 
@@ -68,7 +68,7 @@ def candidates(kernel: str, dtype: torch.dtype, arch: int, pinned: Config) -> li
         tiles: dict[str, tuple[int | None, ...]] = {"BLOCK_M": (16, 32, 64), "BLOCK_N": (16, 32, 64)}
         add(**tiles, num_warps=(4, 8), num_stages=(1, 2), DESC=(0,), maxnreg=(None,))
     else:
-        # tensor descriptors came with Hopper
+        # tensor descriptors need Hopper or newer
         rest: dict[str, tuple[int | None, ...]] = {"DESC": (1, 0) if arch >= 90 else (0,), "maxnreg": (None,)}
         both: dict[str, tuple[int | None, ...]] = {"BLOCK_M": (64,), "BLOCK_N": (64,)}
         add(**both, num_warps=(4,), num_stages=(1, 2, 3), **{**rest, "maxnreg": (None, 96, 128, 168)})
@@ -86,12 +86,12 @@ def candidates(kernel: str, dtype: torch.dtype, arch: int, pinned: Config) -> li
 
 
 class Problem(NamedTuple):
-    """Inputs of one kernel, with an eager result to compare with.
+    """A launch of one kernel, with an eager result to compare with.
 
     Args:
-        run: the kernel's launch, under the configuration of the moment.
-        want: what it returns.
-        flops: that it needs.
+        run: launches the kernel under the current configuration.
+        want: expected results.
+        flops: floating point operations of the kernel.
     """
 
     run: Callable[[], Any]
@@ -103,14 +103,14 @@ def problem(
     kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device,
     tokens: int = _TOKENS, topk: int = _TOPK, heads: int = _HEADS, block: int = _BLOCK,
 ) -> Problem:  # fmt: skip
-    """A kernel's problem of random data."""
+    """Problem of a kernel with random data."""
     g = torch.Generator(device=device).manual_seed(0)
     coarse, scale = kernel.startswith("coarse_"), head_dim**-0.5
     num = tokens // block
     length = num if coarse else tokens
     size, dtype_in = (1, length, heads, head_dim), torch.float32 if coarse else dtype
     q, k, v, dout = (torch.randn(size, generator=g, device=device).to(dtype_in) for _ in range(4))
-    # the coarse stage is attention that lists its only block
+    # the coarse stage is attention to one block that holds all keys
     blocks = Blocks.from_sizes([length] if coarse else [block] * num, device)
     scores = torch.randn((1, heads, blocks.num, blocks.num), generator=g, device=device)
     index = select_topk(scores, 1 if coarse else topk, backend="reference")
@@ -139,7 +139,7 @@ def _runner(kernel: str, args: Any, saved: Any, half: bool) -> Callable[[], Any]
         return lambda: bwd._run_dq(*saved, *args, Plan.of(kernel, q, k, mask, half), None)
     if mask is None:
         return lambda: bwd._run_dkv(*saved, *args, Plan.of(kernel, q, k, mask, half), (None, None))
-    # made once: the index is no part of the kernel
+    # transposed once, because the transposition is not part of the kernel
     made = triton_bwd.transpose(mask.index.kv_indices, mask.index.kv_num_blocks, mask.kv_blocks.num)
 
     def run() -> Any:
@@ -150,15 +150,11 @@ def _runner(kernel: str, args: Any, saved: Any, half: bool) -> Callable[[], Any]
 
 
 def checked(p: Problem, config: Config, dtype: torch.dtype) -> Callable[[], Any]:
-    """The kernel's launch under a configuration, once its result has been right.
-
-    Raises:
-        ValueError: a wrong result.
-    """
+    """The launch of a kernel under a configuration; raises ValueError if its result is wrong."""
     from vsa_kernels.block_sparse import triton_tiles
 
     def run() -> Any:
-        # a copy: a plan takes what it uses out of it; plans are remembered
+        # plans are cached, and remove the entries that they use from the configuration
         triton_tiles._plan.cache_clear()
         with mock.patch.object(triton_tiles, "config", side_effect=lambda *_: dict(config)):
             return p.run()
@@ -172,7 +168,7 @@ def checked(p: Problem, config: Config, dtype: torch.dtype) -> Callable[[], Any]
 
 
 def measure(kernel: str, head_dim: int, dtype: torch.dtype, configs: list[Config]) -> list[tuple[float, Config]]:
-    """Milliseconds of every candidate that works, fastest first; a line for each."""
+    """Milliseconds of every candidate that works, fastest first; prints a line for each candidate."""
     device = torch.device("cuda")
     p, flush = problem(kernel, head_dim, dtype, device), flush_buffer(device)
     timed: list[tuple[float, Config]] = []
@@ -181,7 +177,7 @@ def measure(kernel: str, head_dim: int, dtype: torch.dtype, configs: list[Config
             run = checked(p, config, dtype)
             gpu_times(run, 10, flush, ahead=True)
             ms = statistics.median(gpu_times(run, _REPEATS, flush, ahead=True))
-        # whatever the compiler or the launch refuses this candidate with; the others go on
+        # the compiler or the launch may raise any exception for a candidate; the others are still measured
         except Exception as error:
             print(
                 f"  failed  {_line(config)}: {' '.join(f'{type(error).__name__}: {error}'.split())[:160]}", flush=True
@@ -194,7 +190,7 @@ def measure(kernel: str, head_dim: int, dtype: torch.dtype, configs: list[Config
 
 
 def compile_all(jobs: Sequence[tuple[str, int, torch.dtype, Config]]) -> None:
-    """Fill Triton's cache from as many processes as there are cores."""
+    """Compile all candidates into Triton's cache, in up to 14 parallel processes."""
     count = max(1, min(14, (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as workers:
         wait([workers.submit(compile_one, *job) for job in jobs])
@@ -202,20 +198,20 @@ def compile_all(jobs: Sequence[tuple[str, int, torch.dtype, Config]]) -> None:
 
 def compile_one(kernel: str, head_dim: int, dtype: torch.dtype, config: Config) -> None:
     """Run a candidate once on a small problem with the compile keys of the large one."""
-    # a candidate that fails here is reported by the measurement
+    # the measurement reports candidates that fail
     with contextlib.suppress(Exception):
         checked(_small_problem(kernel, head_dim, dtype), config, dtype)
 
 
 @functools.cache
 def _small_problem(kernel: str, head_dim: int, dtype: torch.dtype) -> Problem:
-    # the coarse stage is small as it is
+    # the problem of the coarse stage is already small
     size = {} if kernel.startswith("coarse_") else {"tokens": _COMPILE_TOKENS, "topk": _COMPILE_TOPK}
     return problem(kernel, head_dim, dtype, torch.device("cuda"), **size)
 
 
 def write(path: Path, kernel: str, arch: int, bits: int, head_dim: int, config: Config) -> None:
-    """Pin a configuration; a new architecture starts from the newest older one's."""
+    """Pin a configuration; a new architecture starts from the configurations of the newest older one."""
     table = json.loads(path.read_text())
     of_kernel = table[kernel]
     if str(arch) not in of_kernel:
@@ -230,7 +226,7 @@ def write(path: Path, kernel: str, arch: int, bits: int, head_dim: int, config: 
 
 
 def dump(table: dict[str, Any], depth: int = 0) -> str:
-    """JSON with one line per configuration."""
+    """Format a table as JSON with one line per configuration."""
     if not any(isinstance(value, dict) for value in table.values()):
         return json.dumps(table)
     inside = ",\n".join(f'{" " * (depth + 1)}"{key}": {dump(value, depth + 1)}' for key, value in table.items())
@@ -246,13 +242,13 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="+", choices=KERNELS, metavar="KERNEL", help=", ".join(KERNELS))
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the tokens")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="dtype of the tokens")
     parser.add_argument("--write", action="store_true", help="pin the fastest in configs.json")
     args = parser.parse_args(argv)
     if not all(d % 16 == 0 and 16 <= d <= 256 for d in args.head_dim):
         raise ValueError(f"--head-dim must be multiples of 16 from 16 to 256, got {args.head_dim}")
     if not torch.cuda.is_available():
-        raise ValueError("tuning needs a CUDA device, and this torch sees none")
+        raise ValueError("tuning needs a CUDA device, but torch finds none")
     device, dtype = torch.device("cuda"), DTYPES[args.dtype]
     major, minor = launch.capability(device)
     arch = 10 * major + minor

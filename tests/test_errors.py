@@ -35,7 +35,7 @@ def test_folders_that_cannot_be_written_are_named(tmp_path, monkeypatch):
     refuse_unwritable(tmp_path / "new" / "one")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot write to .*file/in: .*file is no folder"):
+    with pytest.raises(ValueError, match=r"cannot write to .*file/in: .*file is not a writable folder"):
         refuse_unwritable(tmp_path / "file" / "in")
     # permissions do not bind a superuser
     monkeypatch.setattr("os.access", lambda path, mode: False)

@@ -1,4 +1,4 @@
-"""How every command reports bad input, a full disk and memory that runs out: one line, exit status 1 (28: the disk)."""
+"""One-line errors of all commands: exit status 1 for bad input or memory that runs out, 28 for a full disk."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 from vsa.secrets import without_secrets
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of the errors of a full disk: no space, over quota, over the process's own limit."""
+"""Error numbers of a full disk: no space, quota exceeded, file size limit of the process exceeded."""
 
 DISK_FULL = 28
-"""Exit status of a process that found no room on a disk, the number that Linux has for it."""
+"""Exit status of a process that ended because a disk was full; the value of ENOSPC on Linux."""
 
 
 @contextmanager
 def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> Iterator[None]:
-    """Turn an error of the user's input into `error: ...` on stderr and exit status 1, of a full disk 28.
+    """Turn input errors into `error: ...` on stderr and exit status 1, or 28 for a full disk.
 
-    Input errors are ValueError and OSError, and whatever stands in `extra`. Anything else is a defect of ours and
+    Input errors are ValueError, OSError and the exceptions in `extra`. Any other exception is a bug of the project and
     keeps its traceback. Secrets are masked.
 
     Args:
         extra: further exceptions that are input errors.
-        traceback: True lets input errors through with theirs too; None follows Hydra's own switch HYDRA_FULL_ERROR=1.
+        traceback: True keeps the tracebacks of input errors too; None follows Hydra's switch HYDRA_FULL_ERROR=1.
     """
     if traceback is None:
         traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -40,7 +40,7 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
     except (ValueError, OSError, *extra) as error:
         message = without_secrets(" ".join(str(error).split())) or type(error).__name__
         full = isinstance(error, OSError) and error.errno in NO_ROOM
-        # standard error may lie on the full disk
+        # stderr may be redirected to the full disk
         with suppress(OSError):
             print(f"error: {message}", file=sys.stderr)
         raise SystemExit(DISK_FULL if full else 1) from error
@@ -50,14 +50,11 @@ def one_line_errors(*extra: type[Exception], traceback: bool | None = None) -> I
 
 
 def usable_device(name: str | None, *, rank: int = 0) -> str:
-    """A device that works here.
+    """Name of an available device; ValueError for a device that cannot be used.
 
     Args:
-        name: as a user gave it; None takes a GPU when there is one.
-        rank: of the process; plain "cuda" shares the GPUs of a machine out by it.
-
-    Raises:
-        ValueError: names the device and why it cannot be used.
+        name: name from the user; None selects a GPU if there is one, else the CPU.
+        rank: rank of the process, which selects the GPU of plain "cuda".
     """
     import torch
 
@@ -74,25 +71,25 @@ def usable_device(name: str | None, *, rank: int = 0) -> str:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise ValueError when nothing can be written under `folder`, which need not exist yet."""
+    """Raise ValueError if `folder`, which need not exist yet, cannot be written to."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ValueError(f"cannot write to {folder}: {nearest} is no folder that can be written to")
+        raise ValueError(f"cannot write to {folder}: {nearest} is not a writable folder")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an allocation on the CPU or a GPU failed."""
     import torch
 
-    # the CPU's allocator has no exception of its own
+    # torch raises a plain RuntimeError if an allocation on the CPU fails
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "allocate memory" in str(error)
     )
 
 
 def too_large(make: Callable[[], Any], error: BaseException | None) -> str:
-    """What to say when `make` ran out of memory: the size of the network that it builds, and what failed."""
-    # the CPU's allocator begins with its place in C++
+    """Message for `make` that ran out of memory: the size of the network that it builds, and the failed allocation."""
+    # messages of the CPU allocator start with a location in C++ code
     reason = str(error).partition("\n")[0].rpartition("Allocator: ")[2] or type(error).__name__
     import torch
     from torch import nn

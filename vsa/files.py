@@ -1,4 +1,4 @@
-"""Files and folders that appear under their final name complete or not at all, and what a full disk says."""
+"""Atomic writes: a file or folder gets its final name only when it is complete; errors of a full disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vsa.errors import NO_ROOM
 
 
 class DiskFullError(OSError):
-    """There is no room for a file; its text is the whole message."""
+    """The disk is full; `strerror` is the complete message."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -22,15 +22,15 @@ class DiskFullError(OSError):
 
 @contextmanager
 def writing(path: Path, temporary: Path | None = None, *, needed: int | None = None) -> Iterator[None]:
-    """Let an OSError inside name what is being written; Python's own names nothing when a write fails.
+    """Add the path to an OSError of a write in the block, which Python's message does not contain.
 
     Args:
-        path: file or folder, under the name it gets in the end.
-        temporary: where it is written until then.
-        needed: bytes of the whole, where they are known.
+        path: final path of the file or folder.
+        temporary: path that is written to until then.
+        needed: total bytes, None if unknown.
 
     Raises:
-        DiskFullError: there is no room; says how much was needed, how much is written and how much is free.
+        DiskFullError: the disk is full; the message gives the needed, written and free bytes.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def _message(error: OSError, path: Path, written: Path, needed: int | None) -> s
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
     parts = [] if needed is None else [f"{_size(needed)} needed"]
     parts += [f"{_size(_bytes(written))} written", f"{_size(shutil.disk_usage(nearest).free)} free"]
-    # not the error's own words, which may hold the temporary name
+    # the text of the error itself may contain the temporary name
     return f"cannot write {path}: {os.strerror(error.errno or 0)} ({', '.join(parts)})"
 
 
@@ -68,19 +68,20 @@ def _size(count: int) -> str:
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; it gets the final name when the block ends without an error.
+    """A temporary path beside `path` to write to; it is renamed to `path` when the block ends without an error.
 
-    The temporary file lies in the same folder, hence on the same file system, so the last step is one rename; file and
-    folder are flushed to the disk around it. On an error the temporary file is removed and `path` stays as it was.
+    The temporary file is in the same folder, hence on the same file system, so that one rename completes the write; the
+    file is flushed to the disk before it and the folder after it. On an error the temporary file is removed and `path`
+    does not change.
 
     Args:
-        path: the final name; its folder is created when missing.
+        path: the final path; its folder is created if missing.
 
     Raises:
-        DiskFullError: names `path`, what was written of it and what is free.
+        DiskFullError: the disk is full; the message gives `path`, the written and the free bytes.
     """
     path = Path(path)
-    # keeps the suffix, by which some writers choose the format
+    # keeps the suffix, because some writers choose the format by it
     temporary = path.parent / f".tmp-{secrets.token_hex(8)}{path.suffix}"
     try:
         with writing(path, temporary):
@@ -95,30 +96,30 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file of some text or bytes, see `atomic_file`."""
+    """Write text or bytes to a file, atomically as in `atomic_file`."""
     with atomic_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def atomic_folder(path: Path, *, needed: int | None = None, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `path` to write into; it gets the final name when the block ends without an error.
+    """A temporary folder beside `path` to write into; it is renamed to `path` when the block ends without an error.
 
-    Every file and folder in it is flushed to the disk first, the folder above it after the rename. On an error the
-    temporary folder is removed and `path` stays as it was.
+    All files and folders in it are flushed to the disk before the rename, and the parent folder after it. On an error
+    the temporary folder is removed and `path` does not change.
 
     Args:
-        path: the final name; folders above it are created when missing.
-        needed: bytes of the whole, where they are known.
-        replace: remove a folder that has the name, right before the rename.
+        path: the final path; its parent folders are created if missing.
+        needed: total bytes, None if unknown.
+        replace: remove an existing folder `path` right before the rename.
 
     Raises:
-        DiskFullError: names `path`, what was written of it and what is free.
+        DiskFullError: the disk is full; the message gives `path`, the written and the free bytes.
     """
     temporary = temporary_folder(path)
     try:
         with writing(path, temporary, needed=needed):
-            # litter of a write that was killed
+            # may be left over from a killed write
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             yield temporary
@@ -129,31 +130,31 @@ def atomic_folder(path: Path, *, needed: int | None = None, replace: bool = Fals
             os.replace(temporary, path)
             flush_to_disk(path.parent)
     except BaseException:
-        # a full disk needs the room
+        # frees the space that a full disk needs
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 def temporary_folder(path: Path) -> Path:
-    """Where `atomic_folder` writes what gets the name `path`."""
+    """The temporary folder of `atomic_folder` for `path`."""
     return path.with_name(f".writing-{path.name}")
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder so that no half of it can ever be taken for a whole one."""
+    """Delete a folder; it is renamed first, so that an interruption leaves no partial folder under its name."""
     doomed = path.with_name(f".removing-{path.name}")
     os.replace(path, doomed)
     shutil.rmtree(doomed)
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """SHA-256 of the bytes of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush_to_disk(path: Path) -> None:
-    """Return when a file or a folder is on the disk."""
+    """Flush a file or a folder to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

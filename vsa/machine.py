@@ -1,4 +1,4 @@
-"""The machine and its software: what places a number, and what can run here."""
+"""Hardware and software of this machine, for records of measurements, and the backends that run on it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KERNEL_PACKAGES = ("triton", "fastvideo-kernel")
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to place the numbers; no host name, no paths."""
+    """Hardware that a measurement depends on, without host name and paths."""
     info: dict[str, Any] = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -35,7 +35,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Of what computes."""
+    """Versions of the software that computes on `device`."""
     known = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         known |= _installed(KERNEL_PACKAGES)
@@ -44,7 +44,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a run computes on and with, for its record."""
+    """Hardware and software of a run, for its record."""
     return {**machine(device), "versions": {**versions(device), **_installed(PACKAGES)}}
 
 
@@ -57,7 +57,7 @@ def _installed(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def describe_here() -> Iterator[str]:
-    """Lines on the machine, its software, its devices, and the attention backends of each device."""
+    """Lines that describe the machine, its software, its devices and the attention backends of each device."""
     cpu = torch.device("cpu")
     here = machine(cpu)
     yield f"machine   {here['cpu']}, {here['cores']} cores, {here['threads']} threads, {platform.system()}"
@@ -71,7 +71,7 @@ def describe_here() -> Iterator[str]:
     if len(devices) == 1:
         yield f"gpu       none{'' if torch.version.cuda else ', this torch is built without CUDA'}"
     for device in devices:
-        # the dtype a training computes in there, and its usual head dim
+        # the compute dtype of training on this device, and the usual head dim
         dtype, head_dim = (torch.float32 if device.type == "cpu" else torch.bfloat16), 128
         chosen = resolve_backend(None, device, dtype, head_dim)
         for name in BLOCK_SPARSE_BACKENDS:

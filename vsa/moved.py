@@ -1,4 +1,4 @@
-"""Where the classes named in configs of earlier versions stand today."""
+"""Current names of classes that configs of earlier versions name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MOVED = {
     "vsa.training.pretrain.FlowMatchingLoss": "vsa.objectives.flow_matching.FlowMatchingLoss",
     "vsa.training.pretrain.": "vsa.training.modules.pretrain.",
 }
-"""Old beginnings of a `_target_` and the new ones; of several that fit, the longest holds."""
+"""Old prefixes of a `_target_` and their replacements; the longest matching prefix applies."""
 
 
 def moved_target(target: str) -> str:
-    """Today's name of a class that a config of any version names."""
+    """Current name of a class that a config of any version names."""
     fitting = [old for old in MOVED if target.startswith(old)]
     if not fitting:
         return target
@@ -32,7 +32,7 @@ def moved_target(target: str) -> str:
 
 
 def moved_targets(config: Any) -> Any:
-    """A config of plain values with today's names under every `_target_`."""
+    """A config of plain values with the current class name under every `_target_`."""
     if isinstance(config, dict):
         return {
             key: moved_target(value) if key == "_target_" and isinstance(value, str) else moved_targets(value)

@@ -1,6 +1,6 @@
-"""What every picture shares: files that appear whole, and text of any language and length.
+"""Helpers for all figures: atomic PNG files, and text of any language and length.
 
-Matplotlib's object interface only: no window system, no global figure state.
+They use only the object interface of Matplotlib, without window system and global figure state.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from matplotlib.ft2font import LoadFlags
 
 from vsa.files import atomic_file
 
-# of matplotlib's own families: boxes for every letter, or signs at other code points than Unicode's
+# families of Matplotlib that draw boxes for every letter, or symbols at other code points than those of Unicode
 _NO_TEXT = ("Last Resort", "STIXNonUnicode", "STIXSize", "cm")
 
 LETTER = 0.69
-"""Ems that a letter may take of a line: 13 letters of 8 points are an inch."""
+"""Width of a letter in ems: 13 letters of 8 points take one inch."""
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:
-    """Write a PNG so that no half of it ever stands under its name."""
+    """Write a PNG atomically."""
     with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=110)
     return Path(path)
 
 
 class Fitted(NamedTuple):
-    """Text that fits its place.
+    """Text that was wrapped and cut to fit.
 
     Args:
         text: lines to draw.
-        style: arguments of the matplotlib text.
+        style: arguments of the Matplotlib text.
     """
 
     text: str
@@ -50,23 +50,23 @@ class Fitted(NamedTuple):
 
 
 def fit_text(text: str, width: int, lines: int) -> Fitted:
-    """At most `lines` lines of about `width` Latin letters; a text that is longer ends with an ellipsis.
+    """Wrap text to at most `lines` lines of about `width` Latin letters; longer text ends with an ellipsis.
 
-    A letter that no installed font has is written as its code point (`\\u732b`). Dollar signs are no formulas.
+    A letter that no installed font has is written as its code point (`\\u732b`). Dollar signs are not formulas.
 
     Args:
-        text: of a user, in any language.
-        width: letters in a line; of scripts with letters twice as wide, half as many.
-        lines: most lines.
+        text: text of a user, in any language.
+        width: letters per line; half as many in scripts with letters twice as wide.
+        lines: largest number of lines.
     """
     words = " ".join(text.split())
     families, missing = _fonts_for({ord(letter) for letter in words})
     wide = any(unicodedata.east_asian_width(letter) in "WF" for letter in words if ord(letter) not in missing)
-    # code points in place of the missing letters
+    # missing letters are replaced by their code points
     shown = "".join(s.encode("unicode_escape").decode() if ord(s) in missing else s for s in words)
     letters = width // 2 if wide else width
     cut = textwrap.wrap(shown, letters, max_lines=lines, placeholder=" …")
-    # capitals and the like need more room than letters do on average
+    # some letters, like capitals, are wider than the average
     while letters > 2 and (widest := max((_ems(line, families) for line in cut), default=0)) > width * LETTER:
         letters = max(2, min(letters - 1, int(letters * width * LETTER / widest)))
         cut = textwrap.wrap(shown, letters, max_lines=lines, placeholder=" …")
@@ -74,7 +74,7 @@ def fit_text(text: str, width: int, lines: int) -> Fitted:
 
 
 def set_title(setter: Callable[..., Any], title: str, *, width: int) -> None:
-    """Call `set_title` of axes or `suptitle` of a figure with a title of any length, its lines cut after two."""
+    """Call `set_title` of axes or `suptitle` of a figure; each line of the title is wrapped to at most two lines."""
     fitted = [fit_text(line, width, 2) for line in title.splitlines()]
     families = [family for line in fitted for family in line.style["family"]]
     if fitted:
@@ -83,7 +83,7 @@ def set_title(setter: Callable[..., Any], title: str, *, width: int) -> None:
 
 
 def _fonts_for(letters: Iterable[int]) -> tuple[list[str], set[int]]:
-    """Font families that together have the letters, the usual ones first, and the letters that none has."""
+    """Font families that together have the letters, default families first, and the letters that no family has."""
     families = list(rcParams["font.family"])
     missing = set(letters).difference(*map(_letters_of, families))
     for family in _upright_families() if missing else ():
@@ -94,7 +94,7 @@ def _fonts_for(letters: Iterable[int]) -> tuple[list[str], set[int]]:
 
 
 def _ems(line: str, families: list[str]) -> float:
-    """Width of a line in ems, its letters side by side."""
+    """Width of a line in ems, the sum of the widths of its letters."""
     having = ((letter, next((f for f in families if ord(letter) in _letters_of(f)), None)) for letter in line)
     return sum(LETTER if family is None else _advance(letter, family) for letter, family in having)
 
@@ -108,13 +108,13 @@ def _advance(letter: str, family: str) -> float:
 
 @cache
 def _upright_families() -> tuple[str, ...]:
-    """Installed families of text in the normal weight: matplotlib warns about each one it has to replace."""
+    """Installed text families with a normal weight; for others, Matplotlib would warn about a replacement."""
     fonts = [font for font in fontManager.ttflist if font.style == "normal" and font.weight in (400, "normal")]
     return tuple(sorted({font.name for font in fonts if not font.name.startswith(_NO_TEXT)}))
 
 
 @cache
 def _letters_of(family: str) -> frozenset[int]:
-    """Code points that a font family has; none of a bitmap font, which cannot be drawn at any size."""
+    """Code points of a font family; empty for bitmap fonts, which do not scale."""
     font = get_font(findfont(FontProperties(family=[family])))
     return frozenset(font.get_charmap()) if font.scalable else frozenset()

@@ -1,4 +1,4 @@
-"""The progress bar of long work."""
+"""Progress bar of long operations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress_bar(title: str, total: int, *, done: int = 0, **options: Any) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal; gives the function that moves it on by a count.
+    """A progress bar on the terminal; yields a function that advances it by a count.
 
     Args:
-        title: what is being done.
+        title: text beside the bar.
         total: count at the end.
         done: count at the start.
-        options: of rich's `Progress`.
+        options: options of rich's `Progress`.
     """
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, **options) as bar:

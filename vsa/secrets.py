@@ -1,7 +1,7 @@
-"""What counts as a secret, and how it stays out of files and messages.
+"""Detection of secrets, and their removal from files and messages.
 
-A secret is the value of a setting or of an environment variable whose name says so, and what stands before the @ of a
-URL. Files and messages have `MARKER` in its place.
+Secrets are values of settings and environment variables with the name of a secret, and the credentials before the @ of
+a URL. Files and messages contain `MARKER` instead.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 MARKER = "<secret>"
 SHORTEST = 8
-"""Characters of a value that is searched for in other texts: a shorter one would be found in innocent words."""
+"""Least characters of a secret that is searched for in other texts; shorter values also occur in ordinary words."""
 
 _WORDS = {"apikey", "credential", "credentials", "passphrase", "passwd", "password", "secret", "secrets"}
-# a token budget and a tokenizer are none
+# secret only as the last word: a token budget and a tokenizer are not secrets
 _LAST = {"authorization", "bearer", "token"}
 _LAST_OF_SEVERAL = {"pass", "pwd"}
 _KEYS_OF = {"access", "account", "api", "auth", "deploy", "encryption", "master", "private", "signing", "ssh"}
-# AWS_WEB_IDENTITY_TOKEN_FILE says where a secret is
+# last words of names that hold the place of a secret: AWS_WEB_IDENTITY_TOKEN_FILE
 _PLACES = {"dir", "file", "folder", "path"}
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -33,7 +33,7 @@ _USER_OF_URL = re.compile(r"(\w://)[^/\s@]+@")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the value under a name is a secret: WANDB_API_KEY, `hf_token`, `logger.x.password`."""
+    """Whether a name is that of a secret: WANDB_API_KEY, `hf_token`, `logger.x.password`."""
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
     if not words or words[-1] in _PLACES:
         return False
@@ -46,19 +46,19 @@ def is_secret_name(name: str) -> bool:
 
 
 def known_secrets() -> tuple[str, ...]:
-    """Secrets of the environment and of this process's command line that are searched for, the longest first."""
+    """Secrets of the environment and of the command line of this process, the longest first."""
     values = [value for name, value in os.environ.items() if is_secret_name(name)]
     values += [value["quoted"] or value[0] for word in sys.argv for value in _named_secrets(word)]
     return _searched(values)
 
 
 def without_secrets(text: str, secrets: Iterable[str] | None = None, *, named: bool = True) -> str:
-    """A text with `MARKER` in place of every secret.
+    """Replace every secret in a text by `MARKER`.
 
     Args:
-        text: of a message, or a value.
-        secrets: to look for beside those that the text itself names (`api_key=...`); None: `known_secrets`.
-        named: whether the text names secrets; a caption (a sign that says "secret: keep out") does not.
+        text: a message or a value.
+        secrets: secrets to replace beside those that the text itself names (`api_key=...`); None: `known_secrets`.
+        named: whether the text may name secrets; a caption (a sign that says "secret: keep out") does not.
     """
     named_here = list(_named_secrets(text)) if named else []
     own = [value["quoted"] or value[0] for value in named_here]
@@ -70,9 +70,9 @@ def without_secrets(text: str, secrets: Iterable[str] | None = None, *, named: b
 
 
 def masked(config: Any) -> Any:
-    """A config of plain values with `MARKER` in place of every secret, wherever else its value stands too.
+    """A config of plain values in which `MARKER` replaces every secret, also where its value is part of other values.
 
-    Names of settings and of classes stay as they are.
+    Names of settings and of classes do not change.
     """
     return _masked(config, _searched((*known_secrets(), *map(str, _under_secret_names(config)))))
 
@@ -110,7 +110,7 @@ def _tells(value: Any) -> bool:
 
 
 def _named_secrets(text: str) -> Iterator[re.Match[str]]:
-    """Values in a text that stand after a name of a secret: `api_key=...`, `"password": "..."`."""
+    """Values in a text that follow the name of a secret: `api_key=...`, `"password": "..."`."""
     end = 0
     for name in _NAME.finditer(text):
         value = _VALUE.match(text, name.end())
@@ -120,10 +120,10 @@ def _named_secrets(text: str) -> Iterator[re.Match[str]]:
 
 
 def _searched(values: Iterable[str]) -> tuple[str, ...]:
-    # of two that overlap the longer one goes first, or its rest would stay
+    # longer secrets first: replacing one that is part of another would leave the rest of the longer one
     return tuple(sorted({v for v in values if len(v) >= SHORTEST and v != MARKER}, key=lambda v: (-len(v), v)))
 
 
 def print_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A traceback on stderr without secrets, for `sys.excepthook`."""
+    """Print a traceback without secrets on stderr, for `sys.excepthook`."""
     sys.stderr.write(without_secrets("".join(traceback.format_exception(kind, error, trace))))

@@ -1,6 +1,6 @@
-"""The signals that end a run, and what they do while there is nothing to save.
+"""Signals that end a run, and their handlers while there is nothing to save.
 
-It imports next to nothing, so that a command can set its handlers before anything else is loaded.
+This module imports only the standard library, so that a command can set its handlers before slow imports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-"""What a terminal, a person or a scheduler sends."""
+"""Signals from a terminal, a user or a scheduler that end a run."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -23,7 +23,7 @@ NOTHING_SAVED = "stopped, there was nothing to save"
 
 
 class Stopped(SystemExit):
-    """A signal, 128 + whose number is the status, while no step was in hand."""
+    """Exit with status 128 + number after a signal that arrived while no step was running."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
@@ -31,12 +31,12 @@ class Stopped(SystemExit):
 
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
-    """Handler that ends the process with one line and status 128 + number, wherever it is."""
+    """Handler that ends the process immediately with one line and status 128 + number."""
     exit_now(128 + number, f"{signal.Signals(number).name}: {NOTHING_SAVED}")
 
 
 def exit_now(status: int, line: str) -> NoReturn:
-    """End the process from any thread, with a line where there is one; nothing else is put away."""
+    """End the process from any thread without cleanup, and print `line` on stderr unless it is empty."""
     if line:
         print(line, file=sys.stderr, flush=True)
     os._exit(status)
@@ -44,7 +44,7 @@ def exit_now(status: int, line: str) -> NoReturn:
 
 @contextmanager
 def handled_by(handler: Handler) -> Iterator[None]:
-    """Let `handler` take the signals of `ENDING` inside; what stood before stands after."""
+    """Set `handler` for the signals of `ENDING` in the block and restore the previous handlers afterwards."""
     before = current_handlers()
     set_handlers(dict.fromkeys(before, handler))
     try:
@@ -54,9 +54,10 @@ def handled_by(handler: Handler) -> Iterator[None]:
 
 
 def current_handlers() -> dict[int, Handler]:
-    """Handlers of `ENDING` by number, of those that can be set here.
+    """Handlers of `ENDING` by number, restricted to those that may be set.
 
-    Other threads than the main one cannot set any; a run under `nohup` goes on when its terminal is closed.
+    Only the main thread can set handlers; an ignored SIGHUP is left alone, so that a run under `nohup` continues after
+    its terminal is closed.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -65,34 +66,34 @@ def current_handlers() -> dict[int, Handler]:
 
 
 def is_foreign(handler: Handler) -> bool:
-    """Whether another program's code takes a signal, as that of a cluster's launcher which queues the job again."""
+    """Whether a handler belongs to another package, for example a cluster launcher that requeues the job."""
     module = getattr(handler, "__module__", None)
     return callable(handler) and module not in (None, "_signal", "signal") and not str(module).startswith("vsa.")
 
 
 def set_handlers(handlers: Mapping[int, Handler]) -> None:
-    """Set handlers by number; one that was not set by Python, hence is not known, becomes the default."""
+    """Set handlers by number; None, the value for a handler that Python did not set, becomes the default handler."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def leave_signals_to_parent(worker: int = 0) -> None:
-    """Let the worker process of a loader live through what is sent to all processes of a job.
+    """Let a worker process of a data loader ignore the signals that are sent to all processes of a job.
 
-    Terminals and schedulers signal every process: the run then finishes its step, for which it needs its workers.
-    Only its own parent can end it.
+    Terminals and schedulers signal every process, and the run needs its workers to finish its step. Only the parent
+    process can end a worker.
 
     Args:
-        worker: number of the worker.
+        worker: index of the worker, unused.
     """
     if not hasattr(signal, "sigwaitinfo"):
-        # only Linux tells who sent a signal
+        # without sigwaitinfo, the sender of a signal is unknown
         return
-    # no byte of it may reach the parent's watch, which listens at the same descriptor
+    # the parent's handler listens at the inherited wakeup descriptor, which must not receive signals of the worker
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     for number in {*ENDING} - {signal.SIGTERM}:
-        # a thread that a package started in this process may not have the mask
+        # threads that a package started in this process may not have the mask
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 

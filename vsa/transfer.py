@@ -1,4 +1,4 @@
-"""Copies to a GPU that the host does not wait for."""
+"""Asynchronous copies to a GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def sent(x: Tensor, device: torch.device | str) -> Tensor:
-    """`x` on `device`; from the CPU to a GPU through page-locked memory.
+    """`x` on `device`; copies from the CPU to a GPU are asynchronous, through page-locked memory.
 
-    A copy from other memory waits for all work that the GPU still has, so that what is launched next begins late.
+    A copy from pageable memory would block the host until the GPU has finished all queued work.
     """
     if x.device.type != "cpu" or torch.device(device).type != "cuda":
         return x.to(device)
@@ -17,5 +17,5 @@ def sent(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def staging(size: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """Uninitialised float32 memory of the CPU, page-locked where `sent` to this device gains by it."""
+    """Uninitialised float32 CPU memory, page-locked if `device` is a GPU, for copies with `sent`."""
     return torch.empty(size, dtype=torch.float32, pin_memory=torch.device(device).type == "cuda")

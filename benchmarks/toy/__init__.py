@@ -1,1 +1,1 @@
-"""Studies on toy clips: run from a checkout as `python -m benchmarks.toy.score RUN` and the like."""
+"""Studies with toy clips: run from a checkout, for example as `python -m benchmarks.toy.score RUN`."""

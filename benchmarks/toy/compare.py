@@ -1,4 +1,4 @@
-"""Train dense attention at the training FLOPs of a finished sparse quickstart run, score both, print them side by side.
+"""Dense training with the training FLOPs of a finished sparse quickstart run, and a table of the scores of both.
 
 python -m benchmarks.toy.compare outputs/quickstart/default outputs/quickstart/dense
 """
@@ -22,18 +22,14 @@ from vsa.evaluation.figures import read_metric
 
 
 def command(*arguments: str) -> None:
-    """Run one of this project's commands with its progress bars.
-
-    Raises:
-        ValueError: it failed; its own message stands above.
-    """
+    """Run a command of this project with its progress bars; raises ValueError if it fails."""
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT)
     if done.returncode:
         raise ValueError(f"{' '.join(arguments)} ended with status {done.returncode}")
 
 
 def row(run: Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a run cost and reached, from its metrics, checkpoint and score."""
+    """Cost and scores of a run, from its metrics, checkpoint and score.json."""
     score = json.loads((run / "score.json").read_text(encoding="utf-8"))
     metrics = run / "metrics.csv"
     return {
@@ -49,9 +45,11 @@ def row(run: Path, checkpoint: Checkpoint) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sparse", type=Path, help="folder of a finished and scored quickstart run")
-    parser.add_argument("dense", type=Path, help="folder of the dense run to make: OUTPUT_DIR/quickstart/NAME")
-    parser.add_argument("--guidance", default="3", help="of the dense run's score; use the sparse run's")
-    parser.add_argument("--steps", default="20", help="Euler steps of the dense run's score; use the sparse run's")
+    parser.add_argument("dense", type=Path, help="folder of the dense run to train: OUTPUT_DIR/quickstart/NAME")
+    parser.add_argument("--guidance", default="3", help="guidance of the dense run's score; use that of the sparse run")
+    parser.add_argument(
+        "--steps", default="20", help="Euler steps of the dense run's score; use those of the sparse run"
+    )
     args = parser.parse_args()
     if not (args.sparse / "score.json").is_file():
         raise ValueError(f"{args.sparse} has no score.json: run benchmarks.toy.score on it first")

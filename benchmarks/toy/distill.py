@@ -1,8 +1,8 @@
-"""Distil the toy model to a few steps in three ways, draw and print what each student is worth beside its teacher.
+"""Few-step distillation of the toy model in three ways, with a figure and a table of students and teacher.
 
-Students: dense, sparse (both by distribution matching) and merged (the dense student's deltas added to those of a
-sparse adaptation of the teacher, `vsa merge`). Every seed has a teacher of its own. Finished runs of as
-many steps are kept: use another folder for other settings.
+Students: dense, sparse (both by distribution matching) and merged (the weight deltas of the dense student added to
+those of a sparse adaptation of the teacher, `vsa merge`). Every seed has its own teacher. Finished runs with the same
+number of steps are kept: use another folder for other settings.
 
 python -m benchmarks.toy.distill outputs/distill_toy --seeds 0 1 2
 """
@@ -52,14 +52,14 @@ ARMS = {
     ),
 }
 STUDENTS = ("dense", "sparse", "merged")
-# rendered sets that no training uses: two for each seed
+# first seed of rendered sets that no training uses; each seed has two
 REAL_SETS = 1_000_000
-# clips in the picture: other colours and other directions
+# clips in the figure, of different colours and directions
 SHOWN = [0, 7, 14, 21]
 
 
 def merge(folder: Path) -> None:
-    """The merged student of one seed; it takes seconds and is made anew, so that it always fits its sources."""
+    """Write the merged student of one seed; always recomputed, in seconds, so that it matches its sources."""
     merged, teacher, adapted, dense = (folder / name for name in ("merged", "teacher", "adapted", "dense"))
     shutil.rmtree(merged, ignore_errors=True)
     merge_checkpoints(str(teacher), merged, sparse=str(adapted), few_step=str(dense))
@@ -69,8 +69,8 @@ def load_runs(folder: Path, device: str | None) -> dict[str, LoadedRun]:
     """Teacher and students of one seed.
 
     Raises:
-        ValueError: a run is missing, or the students cannot be compared: other step lists, other losses, other top-k
-            of the two sparse ones, or other latent statistics than the teacher's.
+        ValueError: a run is missing, or the students cannot be compared because of different step lists, losses, top-k
+            of the two sparse ones, or latent statistics than those of the teacher.
     """
     runs = {name: load_run(folder / name, device=device) for name in ("teacher", *STUDENTS)}
     teacher, dense = runs["teacher"], runs["dense"]
@@ -93,11 +93,7 @@ def objective(run: LoadedRun) -> Mapping[str, Any]:
 
 
 def refuse_other_objectives(runs: Sequence[LoadedRun]) -> None:
-    """Refuse runs of other losses: finished ones are kept, whatever settings they were trained with.
-
-    Raises:
-        ValueError: names the first setting that differs.
-    """
+    """Raise ValueError for runs with different losses, because finished runs with any settings are kept."""
     first = objective(runs[0])
     for run in runs[1:]:
         found = objective(run)
@@ -112,7 +108,7 @@ def refuse_other_objectives(runs: Sequence[LoadedRun]) -> None:
 def sampled(
     runs: Mapping[str, LoadedRun], seed: int, steps: int, guidance: float, batch_size: int
 ) -> dict[str, tuple[LoadedRun, SampleSettings]]:
-    """What is compared: a run and how it is sampled, by the name of its row."""
+    """The compared rows by name, each a run with its sampling settings."""
     few = len(runs["dense"].step_list or ())
     how: dict[str, tuple[LoadedRun, dict[str, Any]]] = {
         "teacher": (runs["teacher"], {"steps": steps, "guidance": guidance}),
@@ -129,11 +125,7 @@ def sampled(
 
 
 def sample(run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, progress: ProgressFn) -> Tensor:
-    """Normalised latents `[N, C, T, H, W]` on the CPU, clip i from the noise of (seed, i).
-
-    Raises:
-        ValueError: clips that are not finite.
-    """
+    """Normalised latents `[N, C, T, H, W]` on the CPU; clip i starts from the noise of (seed, i)."""
     seeds = clip_seeds(settings.seed, len(prompts))
     batches = []
     for start in range(0, len(prompts), settings.batch_size):
@@ -149,7 +141,7 @@ def sample(run: LoadedRun, prompts: Sequence[str], settings: SampleSettings, pro
 
 
 def matching_clips(prompts: Sequence[str], seed: int) -> list[int]:
-    """Numbers of distinct clips of the rendered set `seed` whose captions are the prompts, in the order of these."""
+    """Indices of distinct clips of the rendered set `seed` with the prompts as captions, in the order of prompts."""
     open_places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         open_places.setdefault(prompt, []).append(place)
@@ -166,7 +158,7 @@ def matching_clips(prompts: Sequence[str], seed: int) -> list[int]:
 
 
 def real_latents(run: LoadedRun, prompts: Sequence[str], seed: int, shape: Sequence[int]) -> Tensor:
-    """Rendered clips of the prompts as the run's training would see them: `[N, C, T, H, W]`, normalised."""
+    """Rendered clips of the prompts as normalised latents of the run: `[N, C, T, H, W]`."""
     frames, height, width = run.codec.decode(torch.zeros(*shape)).shape[:3]
     clips = (render_clip(seed, index, size=(frames, height, width))[0] for index in matching_clips(prompts, seed))
     return run.statistics.normalise(torch.stack([run.codec.encode(clip) for clip in clips]))
@@ -179,10 +171,10 @@ def evaluate(
     out: Path,
     progress: Progress,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """Measures of the rows of one seed, and of real clips that went through the codec.
+    """Metrics of the rows of one seed, and of real clips reconstructed by the codec.
 
     Returns:
-        record of each row, and the middle frames of the clips in the picture, uint8 `[P, H, W, 3]`.
+        The record of each row, and the middle frames of the clips in the figure, uint8 `[P, H, W, 3]`.
     """
     teacher, settings = rows["teacher"]
     reference, other = (
@@ -201,14 +193,14 @@ def evaluate(
     for name, (run, settings) in rows.items():
         task = progress.add_task(f"seed {seed}, {name}", total=len(prompts) * settings.steps)
         latents = sample(run, prompts, settings, lambda clips, task=task: progress.advance(task, clips))
-        # the folder of all runs is one machine's
+        # relative, because absolute paths are meaningless on other machines
         place = Path(run.source).relative_to(out)
         measure(name, latents, {**settings_dict(settings, run), "checkpoint": str(place)})
     return records, pictures
 
 
 def summary(seeds: Sequence[int], records: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Each measure of each row: its value of every seed, their mean and their standard deviation (None of one seed)."""
+    """Values of all seeds, mean and standard deviation (None for a single seed) of each metric of each row."""
     rows: dict[str, Any] = {}
     for name in records[0]:
         rows[name] = {"settings": [record[name]["settings"] for record in records]}
@@ -224,18 +216,22 @@ def summary(seeds: Sequence[int], records: Sequence[Mapping[str, Mapping[str, An
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     parser.add_argument("--teacher-steps", type=int, default=5000)
-    parser.add_argument("--distill-steps", type=int, default=1000, help="of the dense and the sparse student")
-    parser.add_argument("--adapt-steps", type=int, default=800, help="of the sparse adaptation that is merged")
-    parser.add_argument("--evaluate-only", action="store_true", help="train nothing, score the runs that are there")
-    parser.add_argument("--clips", type=int, default=192, help="of each row, 132 or more; multiples of 24 are balanced")
+    parser.add_argument("--distill-steps", type=int, default=1000, help="steps of the dense and the sparse student")
+    parser.add_argument("--adapt-steps", type=int, default=800, help="steps of the sparse adaptation that is merged")
+    parser.add_argument("--evaluate-only", action="store_true", help="score existing runs without training")
+    parser.add_argument(
+        "--clips", type=int, default=192, help="clips of each row, 132 or more; multiples of 24 are balanced"
+    )
     parser.add_argument("--steps", type=int, default=50, help="Euler steps of the teacher (default %(default)s)")
-    parser.add_argument("--guidance", type=float, default=1.0, help="of the teacher (default %(default)s)")
-    parser.add_argument("--sample-seed", type=int, default=1, help="noise of the clips, the same in all rows")
+    parser.add_argument("--guidance", type=float, default=1.0, help="guidance of the teacher (default %(default)s)")
+    parser.add_argument(
+        "--sample-seed", type=int, default=1, help="seed of the noise of the clips, the same in all rows"
+    )
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--device", help="of sampling: cpu, cuda, ... (cuda when there is one)")
+    parser.add_argument("--device", help="device of sampling: cpu, cuda, ... (default: cuda if there is one)")
     counts = ("teacher_steps", "distill_steps", "adapt_steps", "clips", "steps", "batch_size")
     args = parse_counts(parser, argv, *counts)
-    # told now, not after hours of training
+    # checked now, not after hours of training
     refuse_too_few(args.clips, HaarCodec().channels)
     return args
 
@@ -243,13 +239,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if not args.evaluate_only:
-        # the generator's learning rate ends with the run: its schedule counts its own updates, one in five iterations
+        # the generator's schedule counts its updates, one in five iterations, and ends with the run
         decay = f"optim.schedule.total_steps={math.ceil(args.distill_steps / 5)}"
         students = {arm: (args.distill_steps, (*ARMS[arm], decay)) for arm in ("dense", "sparse")}
         arms = {**students, "adapted": (args.adapt_steps, ARMS["adapted"])}
         train_all(args, "teacher", args.teacher_steps, arms, then=merge)
     prompts = evaluation_prompts(args.clips)
-    # all seeds are looked at before the first is sampled
+    # the runs of all seeds are checked before the first is sampled
     loaded = {seed: load_runs(args.out / f"seed-{seed}", args.device) for seed in args.seeds}
     refuse_other_objectives([runs["dense"] for runs in loaded.values()])
     records, pictures = [], []

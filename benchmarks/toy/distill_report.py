@@ -1,4 +1,4 @@
-"""The picture and the table of `distill.py`, from what it measured."""
+"""Figure and table of the results of `distill.py`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ RECONSTRUCTIONS = "codec reconstructions"
 
 
 def label(name: str, row: Mapping[str, Any]) -> str:
-    """Name of a row with what it costs."""
+    """Name of a row with its cost."""
     return f"{name}\n{row['forwards']} forwards" if "forwards" in row else name
 
 
 def draw(found: Mapping[str, Any], prompts: Sequence[str], pictures: Mapping[str, Tensor], path: Path) -> None:
-    """The values of all rows as bars with a point for each seed, and below the middle frames of the first seed's clips.
+    """Draw the metrics of all rows as bars with a point per seed, above middle frames of clips of the first seed.
 
     Args:
-        found: from `summary`.
+        found: results of `summary`.
         prompts: P captions of the pictures.
         pictures: uint8 `[P, H, W, 3]` by row.
-        path: PNG to write.
+        path: path of the PNG.
     """
     rows = found["rows"]
     figure = Figure(figsize=(11, 4.2 + 1.7 * len(prompts)), layout="constrained")
@@ -64,7 +64,7 @@ def draw(found: Mapping[str, Any], prompts: Sequence[str], pictures: Mapping[str
 
 
 def draw_bars(axes: Axes, values: Mapping[str, Mapping[str, Any]], *, share: bool) -> None:
-    """Mean of each row as a bar with its number, and the seeds as points."""
+    """Draw the mean of each row as a bar with its number, and the seeds as points."""
     places = range(len(values))
     axes.barh(places, [row["mean"] for row in values.values()], color="tab:blue", alpha=0.5)
     for place, row in zip(places, values.values(), strict=True):
@@ -76,13 +76,13 @@ def draw_bars(axes: Axes, values: Mapping[str, Mapping[str, Any]], *, share: boo
     axes.set_yticks(places, list(values), fontsize=8)
     # the first row on top
     axes.invert_yaxis()
-    # room for the numbers
+    # space for the numbers
     axes.margins(x=0.25)
     axes.set_xlim(left=0)
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """The rows as a table that fits 80 columns, mean and standard deviation over the seeds."""
+    """Print mean and standard deviation over the seeds of all rows as a table of at most 80 columns."""
     caption = "distance: Fréchet, on latents; the first row: between two rendered sets"
     title = f"toy distillation, {found['clips']} clips, seeds {found['seeds']}"
     numbers = (Column(name, justify="right") for name in ("forwards", "colour %", "direction %", "distance"))

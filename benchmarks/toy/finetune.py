@@ -1,8 +1,8 @@
-"""Pretrain the toy model dense, finetune it in ten ways, draw and print what each one lost.
+"""Dense pretraining of the toy model and ten ways of finetuning, with a figure and a table of the validation losses.
 
 Arms: dense (no sparsity), annealed, at once (the target sparsity from the first step), velocity (annealed, trained
-on the frozen dense model's velocity alone), and attention with a pooled tail of order 1, of order 2, and of order 2
-with the score `mass`, each at once and annealed. Every seed has a dense model of its own. Finished runs are kept.
+only on the velocity of the frozen dense model), and attention with a pooled tail of order 1, of order 2, and of order 2
+with the score `mass`, each at once and annealed. Every seed has its own dense model. Finished runs are kept.
 
 python -m benchmarks.toy.finetune outputs/finetune_toy --seeds 0 1 2
 """
@@ -44,7 +44,7 @@ ARMS = {
 
 
 def summary(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """Curves and end values of all runs."""
+    """Curves and final values of all runs."""
 
     def read(seed: int, run: str, column: str) -> tuple[list[float], list[float]]:
         steps, values = read_metric(run_folder(out, seed, run) / "metrics.csv", column)
@@ -61,7 +61,7 @@ def summary(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = study_parser(__doc__)
     parser.add_argument("--pretrain-steps", type=int, default=2500)
     parser.add_argument("--steps", type=int, default=800)
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Validation loss of every arm over the steps, mean over seeds and each seed faintly, and the tiles kept."""
+    """Draw the validation loss of every arm over the steps, as mean and faint seeds, and the number of kept tiles."""
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     losses, tiles = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     colours = {arm: f"C{i}" for i, arm in enumerate(ARMS)}
@@ -103,7 +103,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def show(found: dict[str, Any]) -> None:
-    """End values as a table, each against the dense arm of its seed."""
+    """Print a table of the final values, each relative to the dense arm of its seed."""
     headings = ("arm", *(f"seed {seed}" for seed in found["seeds"]), "mean")
     table = Table(*headings, title="validation loss at the end (against dense finetuning of the same seed)")
     dense = np.array(found["end"]["dense"])

@@ -1,7 +1,7 @@
-"""Score a run on toy prompts: does a sampled clip show the colour, the direction and the shape its prompt names?
+"""Scores of a run on toy prompts: the shares of sampled clips with the colour, direction and shape of their prompts.
 
-Clips are scored on their pixels, beside what chance gives and what the codec's own reconstructions of rendered clips
-reach, which is the most a model behind that codec can get.
+Clips are scored by their pixels, beside the chance level and the scores of codec reconstructions of rendered clips,
+which are an upper bound for a model with this codec.
 
 python -m benchmarks.toy.score outputs/quickstart/default
 """
@@ -41,8 +41,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, help="tiles per query tile (that of the training)")
     parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--device", help="cpu, cuda, ... (cuda when there is one)")
-    parser.add_argument("--any-data", action="store_true", help="score a run whose settings do not name toy clips, too")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
+    parser.add_argument("--any-data", action="store_true", help="also score a run whose settings do not name toy clips")
     parser.add_argument("--min-colour", type=float, default=0.0, help="fail below this share of right colours")
     parser.add_argument("--min-direction", type=float, default=0.0, help="fail below this share of right directions")
     parser.add_argument("--min-shape", type=float, default=0.0, help="fail below this share of right shapes")
@@ -50,12 +50,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def refuse_other_data(checkpoint: Checkpoint) -> None:
-    """Raise ValueError when the settings of a run do not say that it was trained on toy clips."""
+    """Raise ValueError if the settings of a run do not name toy clips as its data."""
     data = (checkpoint.state.get("config") or {}).get("data") or {}
     if data.get("toy") is None:
         raise ValueError(
-            f"{checkpoint.path} was trained on other videos than the toy clips, as far as its settings say (they have "
-            "no data.toy): judge it with `vsa evaluate`, or add --any-data if it does know red circles"
+            f"{checkpoint.path} was not trained on the toy clips according to its settings (data.toy is missing): "
+            "score it with `vsa evaluate`, or add --any-data if it was"
         )
 
 
@@ -74,9 +74,9 @@ def reconstructions(codec: Codec, count: int, seed: int, size: tuple[int, int, i
     """Rendered clips after a round trip through the codec, and their captions.
 
     Args:
-        codec: of the run.
+        codec: codec of the run.
         count: number of clips.
-        seed: of the rendered set.
+        seed: seed of the rendered set.
         size: frames, height and width.
     """
     rendered = [render_clip(seed, i, size=size) for i in range(count)]
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     run = load_run(args.run, weights=args.weights, device=args.device)
     settings = run.settings(
         seed=args.seed,
-        # the same for every run, however it samples its own clips; a distilled one has no other steps than its own
+        # the same for all runs, except for distilled ones, which have a fixed step list
         steps=32 if args.steps is None and run.step_list is None else args.steps,
         guidance=1.0 if args.guidance is None else args.guidance,
         flow_shift=args.shift,

@@ -1,6 +1,6 @@
-"""What the toy studies share: their options, trainings of all seeds that are kept, and the record.
+"""Common parts of the toy studies: options, training of all seeds, and the record of the results.
 
-Every seed has a dense base model of its own in `OUT/seed-N`, and every arm of a study starts from it.
+Every seed has its own dense base model in `OUT/seed-N`, from which all arms of a study start.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from vsa.training.typed import without_tiles_kept
 
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 60
-"""Time for runs to save themselves after a signal."""
+"""Seconds that runs have to save a checkpoint after a signal."""
 
 Run = tuple[int, Sequence[str]]
 """Steps and settings of a training."""
 
 
 def study_parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options of every study; parse them with `parse_counts`."""
+    """A parser of the options that all studies share; parse them with `parse_counts`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of all runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel trainings (default %(default)s)")
     parser.add_argument("overrides", nargs="*", help="settings for all runs, e.g. data.root=FOLDER data.videos=FOLDER")
     return parser
 
 
 def parse_counts(parser: argparse.ArgumentParser, argv: list[str] | None, *counts: str) -> argparse.Namespace:
-    """Parsed arguments, of which `jobs` and `counts` are at least 1."""
+    """Parse the arguments; raises ValueError unless `jobs` and `counts` are at least 1."""
     args = parser.parse_intermixed_args(argv)
     for name in ("jobs", *counts):
         if getattr(args, name) < 1:
@@ -51,15 +51,15 @@ def run_folder(out: Path, seed: int, name: str) -> Path:
 
 
 def train(runs: Mapping[Path, Run], jobs: int) -> None:
-    """Train runs in processes of their own; finished ones of as many steps are kept.
+    """Train runs in separate processes; finished runs with the same number of steps are kept.
 
     Args:
-        runs: by folder, in the order in which they start.
-        jobs: trainings at a time.
+        runs: runs by folder, in the order of their starts.
+        jobs: number of parallel trainings.
 
     Raises:
-        ValueError: one failed, the others have ended; names the log.
-        SystemExit: a signal ended them.
+        ValueError: a training failed; raised after the others have ended, with the path of its log.
+        SystemExit: a signal ended the trainings.
     """
     queue = [_job(folder, *run) for folder, run in runs.items() if not _is_finished(folder, run[0])]
 
@@ -83,7 +83,7 @@ def _is_finished(folder: Path, steps: int) -> bool:
 def _job(folder: Path, steps: int, overrides: Sequence[str]) -> Job:
     own = (f"trainer.max_steps={steps}", "overwrite=true", f"run_dir={folder}", "callbacks.samples=null")
     quiet = ("callbacks.progress=null", "trainer.enable_progress_bar=false")
-    # dense arms have no use for the sparsity of all arms
+    # dense arms do not use the sparsity that is set for all arms
     used = without_tiles_kept(overrides) if "attention=full" in overrides else overrides
     command = [sys.executable, str(ROOT / "train.py"), *used, *own, *quiet]
     return Job(str(folder), command, folder.parent / f"{folder.name}.log")
@@ -101,13 +101,13 @@ def train_all(
     Args:
         args: parsed options of `study_parser`.
         base: name of the base models.
-        base_steps: of their training.
-        arms: by name.
+        base_steps: steps of their training.
+        arms: runs of the arms by name.
         then: called with the folder of a seed when its runs are finished.
 
     Raises:
-        ValueError: a training failed; names the log.
-        SystemExit: a signal ended them.
+        ValueError: a training failed; the message names its log.
+        SystemExit: a signal ended the trainings.
     """
     bases: dict[Path, Run] = {}
     runs: dict[Path, Run] = {}
@@ -123,6 +123,6 @@ def train_all(
 
 
 def write_json(path: Path, record: Any) -> None:
-    """A record of a study, whole or not at all."""
+    """Write the record of a study atomically."""
     with atomic_file(path) as temporary:
         temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")

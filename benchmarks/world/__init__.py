@@ -1,1 +1,1 @@
-"""Studies in the world: run from a checkout as `python -m benchmarks.world.score RUN` and the like."""
+"""Studies with clips of the world: run from a checkout, for example as `python -m benchmarks.world.score RUN`."""

@@ -1,8 +1,8 @@
-"""Score clips of the world: does each show the colours, shapes and motions that its caption names, and the camera's?
+"""Scores of clips of the world: whether they show the colours, shapes, motions and camera motion of their captions.
 
-Clips are those of a folder that `vsa sample` or a training wrote, or are sampled from a run for captions of clips that
-no training drew. Beside them stand what chance gives, what rendered clips reach, and their reconstructions by the
-codec, which is the most a model behind that codec can get.
+Clips are read from a folder of `vsa sample` or of a training, or sampled from a run for captions of clips that no
+training draws. The table also has the chance level, the scores of rendered clips, and those of their reconstructions by
+the codec, which are an upper bound for a model with this codec.
 
 python -m benchmarks.world.score outputs/world/default                             a run: samples and scores clips
 python -m benchmarks.world.score outputs/world/default/samples/step-00010000       a folder of clips
@@ -32,14 +32,16 @@ from vsa.evaluation.world_score import ATTRIBUTES, chance, score_clips
 from vsa.progress import progress_bar
 from vsa.sampling.pipeline import generate, load_run, settings_dict
 
-# a world that no training draws: clip sets of this and following seeds
+# first seed of clip sets that no training draws
 _UNSEEN = 1_000_000
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clips_or_run", type=Path, help="folder with samples.json, run folder or checkpoint folder")
-    parser.add_argument("--clips", type=int, default=96, help="clips to sample of a run, and rendered ones beside them")
+    parser.add_argument(
+        "--clips", type=int, default=96, help="clips to sample from a run, and rendered clips to compare with"
+    )
     parser.add_argument("--out", type=Path, help="JSON to write (score.json in the folder of the clips or of the run)")
     parser.add_argument("--weights", choices=("ema", "model"), help="averaged (where there are any) or trained weights")
     parser.add_argument("--seed", type=int, default=1)
@@ -49,7 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, help="tiles per query tile (that of the training)")
     parser.add_argument("--sparsity", type=float, help="share of tiles skipped, instead of --topk")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--device", help="cpu, cuda, ... (cuda when there is one)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
     return parser.parse_args(argv)
 
 
@@ -64,11 +66,7 @@ def unseen_clips(count: int, seed: int, size: tuple[int, int, int]) -> list[Tens
 
 
 def read_clips(folder: Path) -> tuple[list[Tensor], list[str], dict[str, Any], Codec]:
-    """Clips of a folder of samples, their captions, what made them, and its codec.
-
-    Raises:
-        ValueError: a caption is not one of the world, or the codec is another one than the embedded.
-    """
+    """Clips of a folder of samples, their captions, the settings of their sampling, and their codec."""
     made = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
     clips, codec = made.pop("clips"), HaarCodec()
     theirs = (made.get("codec") or {}).get("hash")
@@ -81,19 +79,19 @@ def read_clips(folder: Path) -> tuple[list[Tensor], list[str], dict[str, Any], C
 
 
 def refuse_other_data(checkpoint: Checkpoint) -> None:
-    """Raise ValueError when the settings of a run do not say that it was trained on the world."""
+    """Raise ValueError if the settings of a run do not name the world as its data."""
     data = (checkpoint.state.get("config") or {}).get("data") or {}
     if data.get("world") is None:
         raise ValueError(f"{checkpoint.path} was not trained in the world: its settings have no data.world")
 
 
 def sample(args: argparse.Namespace) -> tuple[Tensor, list[str], dict[str, Any], Codec]:
-    """Clips of a run for captions that it has not seen, with what made them."""
+    """Clips of a run for captions that it has not seen, the captions, the sampling settings, and the codec."""
     refuse_other_data(resolve_checkpoint(args.clips_or_run))
     run = load_run(args.clips_or_run, weights=args.weights, device=args.device)
     settings = run.settings(
         seed=args.seed,
-        # the same for every run, however it samples its own clips; a distilled one has no other steps than its own
+        # the same for all runs, except for distilled ones, which have a fixed step list
         steps=32 if args.steps is None and run.step_list is None else args.steps,
         guidance=3.0 if args.guidance is None and run.step_list is None else args.guidance,
         flow_shift=args.shift,
@@ -110,7 +108,7 @@ def sample(args: argparse.Namespace) -> tuple[Tensor, list[str], dict[str, Any],
 def score_beside(
     videos: Tensor | Sequence[Tensor], captions: Sequence[str], codec: Codec, *, rendered: int, seed: int
 ) -> dict[str, dict[str, float]]:
-    """Scores of clips, of rendered ones of their size, of those rendered ones behind the codec, and of chance."""
+    """Scores of clips, of rendered clips of the same size, of their codec reconstructions, and of chance."""
     frames, height, width = videos[0].shape[:3]
     real, truth = unseen_clips(rendered, seed, (frames, height, width)), unseen_captions(rendered, seed)
     return {

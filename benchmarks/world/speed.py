@@ -1,4 +1,4 @@
-"""Time of drawing and encoding clips of the world on a device, which a training step pays for each of its samples.
+"""Time of drawing and encoding clips of the world on a device, which is part of a training step for each sample.
 
 python -m benchmarks.world.speed --device cuda --out world_speed.json
 """
@@ -28,19 +28,15 @@ GRIDS = ("8x8x8", "16x16x16", "16x32x32")
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grids", nargs="+", default=GRIDS, help="token grids, time x height x width (%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="clips at a time (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=10, help="timed batches, after two warm ones (%(default)s)")
-    parser.add_argument("--device", help="cpu, cuda, ... (cuda when there is one)")
+    parser.add_argument("--batch", type=int, default=8, help="clips per batch (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed batches after two warm-up batches (%(default)s)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda if there is one)")
     parser.add_argument("--out", type=Path, help="JSON to write")
     return parser.parse_args(argv)
 
 
 def parse_grid(text: str) -> tuple[int, int, int]:
-    """The grid of text such as 8x16x16.
-
-    Raises:
-        ValueError: other text.
-    """
+    """Parse a grid such as 8x16x16."""
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(f"expected a grid such as 8x16x16, got {text!r}")
@@ -49,7 +45,7 @@ def parse_grid(text: str) -> tuple[int, int, int]:
 
 
 def measure(grid: tuple[int, int, int], device: str, batch: int, repeats: int) -> dict[str, Any]:
-    """Median milliseconds a clip: choosing the scene (in the loader), drawing, and drawing with encoding."""
+    """Median milliseconds per clip: choosing the scene (in the loader), drawing, and drawing with encoding."""
     codec = HaarCodec()
     size = clip_size(grid, codec)
 

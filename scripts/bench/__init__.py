@@ -1,1 +1,1 @@
-"""What `python -m scripts.bench` measures, how, and against whom."""
+"""Benchmarks of `python -m scripts.bench`: problems, timing, checks and peers."""

@@ -1,23 +1,24 @@
-"""Speed of the kernels beside dense attention and other packages, after their answers have been checked.
+"""Speed of the kernels beside dense attention and other packages, after their results have been checked.
 
     python -m scripts.bench fine --device cuda --out F.json
     python -m scripts.bench table benchmarks/*.json
 
 fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
-selection  which blocks: by share beside top-k and a sort, and SpargeAttn's prediction beside dense attention
+selection  selection by share beside top-k and a sort, and SpargeAttn's prediction beside dense attention
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
-fine_grained  FG-Attn's kernel on random masks of small tiles, its planning apart, and on lists of uneven length
-dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with what its selections cost
+fine_grained  FG-Attn's kernel on random masks of small tiles, its planning, and the kernel on lists of uneven length
+dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with the cost of its selections
 vsa     the whole operator
 layer   a DiT layer, dense against sparse
 step    a training step of a whole DiT
 distill an iteration of distillation with its three networks
-denoise from noise to latents: the few-step sparse generator against the model of many steps with guidance
+denoise from noise to latents: the few-step sparse generator against the many-step model with guidance
 
-A case compares its op with fp64 first and prints no speed when that fails. Useful TFLOP/s count real token pairs of
-the listed blocks: 4 * D each forward, 14 * D forward + backward. Executed TFLOP/s count what is multiplied, padding
-and recomputed logits included: 18 * D where the backward is split. benchmarks/README.md explains the rest.
+A case first compares its op with fp64 and prints no speed if the comparison fails. Useful TFLOP/s count real token
+pairs of the listed blocks: 4 * D FLOPs per pair forward, 14 * D forward + backward. Executed TFLOP/s count all
+multiplications, including padding and recomputed logits: 18 * D if the backward is split. benchmarks/README.md explains
+the rest.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from .problems import LISTS, choose_shapes
 from .timing import Setup, Strategy
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
-# first words of ops that skip nothing
+# prefixes of the names of ops without sparsity
 _NO_SPARSITY = ("dense", "free", "text", "VAE", "permutation", "reorder", "scores of", "top-")
 
 
 def table(report: dict[str, Any]) -> str:
-    """A report as Markdown; keys that older reports lack are left out."""
+    """Format a report as a Markdown table, without columns that older reports lack."""
     rows, shown = report["rows"], report["machine"]
     where = shown.get("gpu") or f"{shown['cpu']}, {shown['cores']} cores, {shown['threads']} threads"
     named = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
@@ -79,7 +80,7 @@ def table(report: dict[str, Any]) -> str:
         "share of the FLOP bound": lambda r: _percent(r.get("share_of_bound")),
     }
     cells = {name: [show(r) for r in rows] for name, show in columns.items()}
-    # a column that says nothing about any row
+    # columns without values are left out
     cells = {name: values for name, values in cells.items() if any(v not in (None, "-") for v in values)}
     lines = [
         f"`{report['command']}` on {report['date']}: {where}; {named}",
@@ -106,30 +107,26 @@ def _percent(value: float | None) -> str:
 
 
 def _tflops_digits(rows: list[dict[str, Any]]) -> int:
-    # a CPU's are fractions
+    # rates of a CPU are below 1
     return 1 if max((r.get("executed_tflops") or 0 for r in rows), default=0) > 10 else 3
 
 
 def saved_table(path: Path) -> str:
-    """The table of a report's file.
-
-    Raises:
-        ValueError: the file is no JSON.
-    """
+    """The table of a report file."""
     try:
         report = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no report: {error}") from error
+        raise ValueError(f"{path} is not a report: {error}") from error
     if not isinstance(report, dict) or not {"rows", "machine", "versions"} <= set(report):
         return f"{path.name}: not a report of scripts.bench"
     return table(report)
 
 
 def run_case(args: argparse.Namespace, command: str) -> None:
-    """Check, measure, print and save a case."""
+    """Check a case, measure it, print the table and save the report."""
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, and this torch sees no CUDA device")
+        raise ValueError("device cuda was requested, but torch finds no CUDA device")
     if args.repeats is not None and args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     plain = "reference" if args.case == "fine_grained" else "gather"
@@ -170,7 +167,7 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         report["rows"] += got.rows
         report["notes"] += got.notes
         report["skipped"] += [{"name": shape.name, "op": op, "reason": why} for op, why in got.skipped.items()]
-        # after every shape: what was measured survives a later failure
+        # saved after every shape, so that a later failure loses nothing
         if args.out:
             with atomic_file(args.out) as temporary:
                 temporary.write_text(json.dumps(report, indent=1) + "\n")
@@ -190,13 +187,13 @@ def main(argv: list[str]) -> None:
             "--backends",
             nargs="+",
             choices=BLOCK_SPARSE_BACKENDS,
-            help="ours (default gather, of fine_grained reference; triton on cuda)",
+            help="backends of vsa_kernels (default gather, for fine_grained reference; triton on cuda)",
         )
         which = sub.add_mutually_exclusive_group()
         which.add_argument(
-            "--shapes", nargs="+", metavar="NAME", help="problems by name (default: all but the big one)"
+            "--shapes", nargs="+", metavar="NAME", help="problems by name (default: all but the largest)"
         )
-        which.add_argument("--all", action="store_true", help="the big one too")
+        which.add_argument("--all", action="store_true", help="all problems, the largest too")
         if name in ("fine", "vsa"):
             sub.add_argument(
                 "--against", nargs="+", default=list(PEERS), choices=[*PEERS, "none"],
@@ -207,16 +204,16 @@ def main(argv: list[str]) -> None:
         if name in ("step", "distill", "denoise"):
             sub.add_argument(
                 "--modes", nargs="+", choices=["eager", "compiled"],
-                help="of the networks' blocks (default eager; on cuda both)",
+                help="modes of the networks' blocks (default eager; both on cuda)",
             )  # fmt: skip
         if name == "step":
             sub.add_argument(
                 "--levels", nargs="+", default=["full"], choices=get_args(Level),
-                help="of activation checkpointing (default full)",
+                help="levels of activation checkpointing (default full)",
             )  # fmt: skip
             sub.add_argument(
                 "--strategies", nargs="+", default=["plain"], choices=get_args(Strategy),
-                help="one device as it is, or FSDP2 over it alone (default plain)",
+                help="plain single-device training, or FSDP2 over one device (default plain)",
             )  # fmt: skip
         if name == "neighborhood":
             sub.add_argument("--window", type=grid_of, metavar="TxHxW", help="keys of a query (default by shape)")
@@ -224,18 +221,24 @@ def main(argv: list[str]) -> None:
             sub.add_argument(
                 "--q-tile", type=grid_of, metavar="TxHxW", help="tokens of a query tile (default by shape)"
             )
-            sub.add_argument("--kv-tile", type=grid_of, metavar="TxHxW", help="of a kv tile; one divides the other")
+            sub.add_argument(
+                "--kv-tile", type=grid_of, metavar="TxHxW", help="tokens of a kv tile; one tile divides the other"
+            )
         elif name == "fine_grained":
             sub.add_argument(
-                "--q-tokens", type=tokens_of, nargs="+", metavar="M", help="of a query tile (default by shape)"
+                "--q-tokens", type=tokens_of, nargs="+", metavar="M", help="tokens of a query tile (default by shape)"
             )
-            sub.add_argument("--kv-tokens", type=tokens_of, nargs="+", metavar="N", help="of a kv tile")
-            sub.add_argument("--sparsities", type=share_of, nargs="+", metavar="SHARE", help="of the tiles, dropped")
+            sub.add_argument("--kv-tokens", type=tokens_of, nargs="+", metavar="N", help="tokens of a kv tile")
+            sub.add_argument(
+                "--sparsities", type=share_of, nargs="+", metavar="SHARE", help="shares of skipped kv tiles"
+            )
         elif name not in OWN_LISTS:
             sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
-        sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; by time on cuda)")
+        sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; on cuda a time budget)")
         sub.add_argument(
-            "--ahead", action="store_true", help="cuda: queue each call whole first, so that launches cost nothing"
+            "--ahead",
+            action="store_true",
+            help="cuda: queue each call completely before its time starts, which hides launches",
         )
         sub.add_argument("--out", type=Path, help="JSON file to write")
     show = commands.add_parser("table", help="print saved reports as Markdown")
@@ -248,7 +251,7 @@ def main(argv: list[str]) -> None:
 
 
 def _command(argv: list[str]) -> str:
-    # where the report went is no part of what was measured
+    # the output path is not part of the measurement
     at = argv.index("--out") if "--out" in argv else len(argv)
     return " ".join(["python -m scripts.bench", *argv[:at], *argv[at + 2 :]])
 

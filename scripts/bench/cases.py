@@ -1,4 +1,4 @@
-"""The cases: which ops are timed on a problem, each after its correctness check.
+"""Cases of the benchmark: the ops that are timed on a problem, each after a correctness check.
 
 B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks.
 """
@@ -30,7 +30,7 @@ from .selection import check_selection, selection
 from .step import TEXT_TOKENS, TrainingStep, attention_of
 from .timing import BACKWARD, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
 
-# of the scores that exist at a time, as in the operator
+# most bytes of scores in memory at a time, as in the operator
 _SCORE_BYTES = 64 << 20
 
 
@@ -66,7 +66,7 @@ def vsa(shape: Shape, setup: Setup) -> Measured:
 
 
 def coarse(shape: Shape, setup: Setup) -> Measured:
-    """All of the operator's forward but fine stage and gates, and the transposed index: each piece and their sum."""
+    """The parts of the operator's forward before the fine stage, and the transposed index: each one and their sum."""
     p = problem(shape, setup.lists, setup.dtype, setup.device)
     rows = []
     for backend in setup.backends:
@@ -95,7 +95,7 @@ def layer(shape: Shape, setup: Setup) -> Measured:
         built = Layer.build(
             method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device, text_tokens=TEXT_TOKENS
         )
-        # most of its products are projections: no TFLOP/s
+        # no TFLOP/s, because most matrix products are projections
         read: dict[str, Any] = {"inputs": (built.x, *built.block.parameters()), "dout": built.dout}
         for part, call in (("attention", built.attention), ("block", built.whole)):
             ops.append(Op(name=f"{part}, {name}", call=call, against=(f"{part}, dense",), **read))
@@ -104,7 +104,7 @@ def layer(shape: Shape, setup: Setup) -> Measured:
 
 
 def step(shape: Shape, setup: Setup) -> Measured:
-    """A training step (forward, backward, AdamW) of the shape's model: dense, sparse, and were attention free."""
+    """A training step (forward, backward, AdamW) of the shape's model: dense, sparse, and without attention cost."""
     rows: list[dict[str, Any]] = []
     skipped = Skipped()
     for mode, level, strategy in product(setup.modes, setup.levels, setup.strategies):
@@ -131,7 +131,7 @@ def step(shape: Shape, setup: Setup) -> Measured:
 
 
 class Case(NamedTuple):
-    """A case of the command line: what runs, the checks before it, and its shapes on a GPU (None: the usual ones)."""
+    """A case of the command line: its run, the checks before it, and its shapes on a GPU (None: the default ones)."""
 
     run: Callable[[Shape, Setup], Measured]
     check: Callable[[str, Setup], list[str]]
@@ -162,18 +162,18 @@ CASES = {
     "denoise": Case(denoise, _check_network, ["wan1.3b-distill"]),
 }
 NETWORK_CASES = ("layer", "step", "distill", "denoise")
-"""Those of whole layers and networks."""
+"""Cases of whole layers and networks."""
 OWN_LISTS = (*NETWORK_CASES, "neighborhood", "fine_grained", "dynamic_hilbert")
-"""Those that list their own blocks."""
+"""Cases that do not use the block lists of the problem."""
 
 
 def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
-    """The rows of one shape, complete."""
+    """Rows of one shape, with the columns of the shape."""
     say(f"{case} {shape.name}")
     if shape.group > 1 and case in NETWORK_CASES:
-        return Measured([], {case: "has query blocks of one tile"})
+        return Measured([], {case: "requires query blocks of one tile"})
     if shape.group > 1 and case not in ("fine", "selection"):
-        raise ValueError(f"shape {shape.name} has query blocks of its own: it is for the cases fine and selection")
+        raise ValueError(f"shape {shape.name} has query blocks of several tiles: only fine and selection support it")
     with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():
         got = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
@@ -193,7 +193,7 @@ def _check_operator_of(p: Problem, backend: str) -> None:
 
 def _ours(name: str, p: Problem, backend: str, call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Op:
     pairs, executed = pair_counts(p.case, backend)
-    # triton's backward is split: dq and dk, dv each recompute the logits
+    # the split backward of triton recomputes the logits twice, for dq and for dk, dv
     return Op(
         name=name, call=call, inputs=leaves, dout=p.case.dout, head_dim=p.shape.head_dim,
         pairs=pairs, executed=executed, products=7 if backend == "triton" else 5,
@@ -227,7 +227,7 @@ def _triton_pieces(p: Problem) -> Pieces:
         return scores(q_mean, k_mean, scale, first, count, precision="tf32" if half else "ieee")
 
     def score_all() -> None:
-        # one part's memory is free for the next
+        # results are not kept, so that the parts reuse memory
         for part in parts:
             score(*part)
 

@@ -1,5 +1,5 @@
-"""What has to hold before a speed is printed: agreement with fp64 on small ragged problems, with a damaged control
-each, and on parts of the measured problem itself.
+"""Correctness checks before a speed is printed: agreement with fp64 on small ragged problems and on parts of the
+measured problem. Each check on a small problem is itself tested with a damaged result.
 
 B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks.
 """
@@ -31,10 +31,10 @@ _SIZES = [5, 9, 3, 10, 7, 16]
 
 
 def check(backend: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Compare the fine stage with its fp64 definition on ragged blocks, and the comparison with a wrong answer.
+    """Compare the fine stage with its fp64 definition on ragged blocks, and test the comparison with a wrong result.
 
     Raises:
-        ValueError: an error above its budget, or a damaged input that the budget does not notice.
+        ValueError: an error exceeds its budget, or a damaged result stays within the budget.
     """
     case = make_case(
         [5, 9, 3, 10], [7, 2, 11, 1, 6], batch=2, heads=4, kv_heads=2, head_dim=32,
@@ -89,10 +89,10 @@ def check_layer(backend: str, device: torch.device) -> str:
 def compare(
     what: str, got: dict[str, Tensor], damaged: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> None:
-    """Compare `got` with `exact` where `plain` shows what rounding does, and the comparison with a wrong answer.
+    """Compare `got` with `exact` within a budget from the rounding error of `plain`; `damaged` has to exceed it.
 
     Raises:
-        ValueError: an error above its budget, or a damaged input that the budget does not notice.
+        ValueError: an error exceeds its budget, or the damaged result stays within the budget.
     """
 
     def agrees(got: dict[str, Tensor]) -> None:
@@ -111,12 +111,12 @@ def compare(
 
 
 def _separated(blocks: Blocks, topk: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """q, k, v, both gates and dout whose selection no rounding can change."""
+    """q, k, v, both gates and dout with well-separated scores, so that rounding cannot change the selection."""
     for seed in range(100):
         g = torch.Generator().manual_seed(seed)
         size = (2, sum(_SIZES), 4, 32)
         q, k, v, gate_coarse, gate_fine, dout = (torch.randn(size, generator=g) for _ in range(6))
-        # every block has a direction of its own, which spreads the scores
+        # a random vector per block spreads the scores
         own = (torch.randn(2, len(_SIZES), 4, 32, generator=g) for _ in range(2))
         q, k = (x + y.repeat_interleave(torch.tensor(_SIZES), dim=1) for x, y in zip((q, k), own, strict=True))
         inputs = tuple(x.to(device, dtype) for x in (q, k, v, gate_coarse, gate_fine, dout))
@@ -128,20 +128,16 @@ def _separated(blocks: Blocks, topk: int, dtype: torch.dtype, device: torch.devi
 
 
 def refuse_far(what: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a result in `dtype` that is further from fp64 than rounding explains.
-
-    Raises:
-        ValueError: it is.
-    """
+    """Raise ValueError for a result in `dtype` whose distance from fp64 exceeds rounding errors."""
     error = float((got.double() - want).norm() / want.norm())
-    # rounding of the result and, in half precision, of the probabilities; sums of thousands of terms in fp32
+    # bounds the rounding of the result and of half-precision probabilities, and fp32 sums of thousands of terms
     if not error <= torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 100):
         raise ValueError(f"{what} is off by {error:.3g}, no speed is printed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
-    """fp64 attention of single query blocks of a large problem: one batch and one head."""
+    """fp64 attention of single query blocks of a large problem, in one sample and head."""
 
     case: Case
     b: int
@@ -171,11 +167,7 @@ class Spot:
 
 
 def check_forward(case: Case, out: Tensor, what: str) -> None:
-    """Compare some query blocks of an output `[B, L, H, D]` of the measured problem with their fp64 softmax.
-
-    Raises:
-        ValueError: an output further from fp64 than rounding explains.
-    """
+    """Compare some query blocks of an output `[B, L, H, D]` of the measured problem with fp64 attention."""
     last = case.q_blocks.num - 1
     for b, h, n in {(0, 0, 0), (0, 0, last // 2), (case.q.shape[0] - 1, case.q.shape[2] - 1, last)}:
         spot = Spot(case=case, b=b, h=h)
@@ -185,11 +177,7 @@ def check_forward(case: Case, out: Tensor, what: str) -> None:
 
 
 def check_measured(case: Case, backend: str) -> None:
-    """Compare parts of the fine stage's output and gradients on the measured problem with fp64.
-
-    Raises:
-        ValueError: a result further from fp64 than rounding explains.
-    """
+    """Compare parts of the output and gradients of the fine stage on the measured problem with fp64."""
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     out = block_sparse_attn(q, k, v, case.index, **case.blocks, backend=backend)[0]
     check_forward(case, out.detach(), f"backend {backend}")
@@ -198,7 +186,7 @@ def check_measured(case: Case, backend: str) -> None:
     n = case.q_blocks.num // 2
     rows, columns, _, ds = spot.block(n)
     found = {f"dq of query block {n}": (spot.take(dq, rows), ds @ spot.take(case.k, columns))}
-    # the kv block that this query block lists last, from all query blocks that list it
+    # gradients of the last kv block of this list, summed over all query blocks that list it
     j = spot.listed(n)[-1]
     own = spot.tokens(case.kv_blocks, [j])
     want_k = want_v = torch.zeros((), dtype=torch.float64, device=q.device)
@@ -214,11 +202,7 @@ def check_measured(case: Case, backend: str) -> None:
 
 
 def check_measured_operator(p: Problem, got: CoarseFineOutput, what: str) -> None:
-    """Compare the selection and some outputs of `coarse_fine_attn` on the measured problem with fp64.
-
-    Raises:
-        ValueError: a block listed that is not among the best, or an output that rounding does not explain.
-    """
+    """Compare the selection and some outputs of `coarse_fine_attn` on the measured problem with fp64."""
     case = replace(p.case, index=got.index)
     check_forward(case, got.fine, what)
     at = case.q_blocks.offsets.tolist()
@@ -229,10 +213,12 @@ def check_measured_operator(p: Problem, got: CoarseFineOutput, what: str) -> Non
         scores = k_mean @ spot.take(case.q, rows).mean(0) * case.q.shape[-1] ** -0.5
         listed = spot.listed(n)
         if listed != sorted(set(listed)) or len(listed) != min(p.shape.topk, case.kv_blocks.num):
-            raise ValueError(f"{what}: query block {n} has a wrong list of {len(listed)}, no speed is printed")
+            raise ValueError(
+                f"{what}: query block {n} has an invalid list of {len(listed)} blocks, no speed is printed"
+            )
         rest = torch.ones_like(scores, dtype=torch.bool)
         rest[listed] = False
-        # products of means may be tf32
+        # scores may be computed in tf32
         slack = float(scores.abs().max()) * (4e-3 if p.dtype.itemsize == 2 else 1e-5)
         if rest.any() and float(scores[listed].min()) < float(scores[rest].max()) - slack:
             raise ValueError(f"{what}: query block {n} does not list its best blocks, no speed is printed")
@@ -251,12 +237,12 @@ def _means(x: Tensor, blocks: Blocks) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A DiT block on one video, with everything it reads.
+    """A DiT block on one video, with all of its inputs.
 
     Args:
         block: the block.
-        x: `[B, L, C]` hidden states, a leaf.
-        dout: `[B, L, C]`.
+        x: `[B, L, C]` hidden states, a leaf tensor.
+        dout: `[B, L, C]` gradient of the output.
         cond: modulation, RoPE tables and text.
         ctx: layout and top-k.
     """
@@ -281,7 +267,7 @@ class Layer:
         torch.nn.init.normal_(block.scale_shift_table, std=dim**-0.5)
         block.to(device, dtype)
         with warnings.catch_warnings():
-            # short tiles are meant here
+            # short tiles are intended here
             warnings.simplefilter("ignore")
             layout = method.layout([Segment(grid_thw)], device)
         g = torch.Generator().manual_seed(1)
@@ -299,9 +285,9 @@ class Layer:
         return cls(block=block, x=x.requires_grad_(), dout=dout, cond=cond, ctx=ctx)
 
     def attention(self) -> Tensor:
-        """Self-attention alone, projections and norms included."""
+        """Self-attention with its projections and norms."""
         return self.block.self_attention(F.layer_norm(self.x, self.x.shape[-1:]), self.cond.rope, self.ctx)
 
     def whole(self) -> Tensor:
-        """The block."""
+        """Output of the whole block."""
         return self.block(self.x, self.cond, self.ctx)

@@ -1,4 +1,4 @@
-"""From noise to latents: the few-step sparse generator against the model of many steps, text encoder and VAE apart."""
+"""Denoising from noise to latents: few-step sparse generator against many-step model; text encoder and VAE apart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .problems import Shape
 from .step import TEXT_TOKENS, fill_zeros, latent_size, named_model, random_source, video_dit
 from .timing import Measured, Op, Setup, Skipped, added, against, attempt, breakdown, measure
 
-# Wan's own sampling at 480p (diffusers 0.42.1, WanPipeline)
+# sampling settings of Wan at 480p (diffusers 0.42.1, WanPipeline)
 _STEPS, _GUIDANCE, _FLOW_SHIFT = 50, 5.0, 3.0
 # VSA (arXiv 2505.13389), section 3: 3 sparse steps against 50 dense ones
 _PAPER = 50.9
@@ -29,13 +29,13 @@ _VAE_DTYPES = ("float32", "bfloat16")
 
 
 class Clip:
-    """One clip to denoise: the noise it starts from, its caption and the empty one.
+    """One clip to denoise: its initial noise, its caption and the empty caption.
 
     Args:
         shape: token grid and batch.
-        model: for latent channels and text width.
-        dtype: of the noise.
-        device: where it lies.
+        model: determines latent channels and text width.
+        dtype: dtype of the noise.
+        device: device of the tensors.
     """
 
     def __init__(self, shape: Shape, model: VideoDiT, dtype: torch.dtype, device: torch.device):
@@ -48,7 +48,7 @@ class Clip:
         )
 
     def conditioned(self, model: VideoDiT, topk: int) -> VelocityFn:
-        """Velocity for the caption alone: one forward."""
+        """Velocity for the caption without guidance: one forward."""
 
         def velocity(x: Tensor, timestep: Tensor) -> Tensor:
             return model(x, timestep, self.text, topk=topk)
@@ -56,7 +56,7 @@ class Clip:
         return velocity
 
     def guided(self, model: VideoDiT, topk: int, together: bool) -> VelocityFn:
-        """Guided velocity: with and without caption, `together` in a batch or one after the other."""
+        """Guided velocity: forwards with and without caption, `together` in one batch or one after the other."""
         both = torch.cat((self.text, self.null))
 
         def velocity(x: Tensor, timestep: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Clip:
 
 
 def denoise(shape: Shape, setup: Setup) -> Measured:
-    """From noise to latents: the sparse few-step generator against the dense model, and text encoder and VAE apart."""
+    """Denoising: the sparse few-step generator against the dense model, with text encoder and VAE timed apart."""
     models = _same_weights(shape, setup)
     clip = Clip(shape, models["dense"], torch.float32, setup.device)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def denoise(shape: Shape, setup: Setup) -> Measured:
     around, skipped = _text_and_vae(shape, clip.noise, setup)
     rows, notes = list(around.values()), list[str]()
     for mode in setup.modes:
-        # a graph for every batch and top-k, none for all of them
+        # one static graph per batch size and top-k, no dynamic shapes
         with torch.no_grad(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             torch.compiler.reset()
             if mode == "compiled":
@@ -104,7 +104,7 @@ def denoise(shape: Shape, setup: Setup) -> Measured:
 
 
 def _same_weights(shape: Shape, setup: Setup) -> dict[str, VideoDiT]:
-    """The dense model and, with its weights, the sparse ones of the backends asked for."""
+    """The dense model and, with the same weights, one sparse model per requested backend."""
     torch.manual_seed(0)
     models = {name: video_dit(shape, name, setup.device) for name in ("dense", *setup.backends)}
     fill_zeros(models["dense"])
@@ -115,25 +115,25 @@ def _same_weights(shape: Shape, setup: Setup) -> dict[str, VideoDiT]:
 
 
 def _exact_latents(shape: Shape, dense: VideoDiT, setup: Setup) -> Tensor:
-    """What the dense model's 3 steps give in the next higher precision."""
+    """Latents of the dense model after 3 steps in the next higher precision."""
     dtype = torch.float32 if setup.dtype.itemsize == 2 else torch.float64
     clip = Clip(shape, dense, dtype, setup.device)
     return clip.few_steps(clip.conditioned(copy.deepcopy(dense).to(dtype), shape.tiles))
 
 
 def _check_latents(shape: Shape, clip: Clip, models: dict[str, VideoDiT], plain: Tensor, exact: Tensor) -> None:
-    """Compare the sparse generators with all tiles kept with the dense model, then let the gates have a say.
+    """Compare the sparse generators with all tiles kept with the dense model, then set their gates to random values.
 
     Raises:
-        ValueError: latents further from the exact ones than the dense model's rounding explains, or sparse latents that
-            this comparison does not tell from dense ones.
+        ValueError: the distance from the exact latents exceeds the rounding error of the dense model, or the comparison
+            does not distinguish sparse from dense latents.
     """
     dense = clip.few_steps(clip.conditioned(models["dense"], shape.tiles))
     for name, model in list(models.items())[1:]:
         roles = model.parameter_roles()
         gates = [p for key, p in model.named_parameters() if roles[key] == "gate"]
         for gate in gates:
-            # the identity: no coarse output
+            # zero gates leave out the coarse output
             gate.zero_()
         whole, sparse = (clip.few_steps(clip.conditioned(model, topk)) for topk in (shape.tiles, shape.topk))
         compare(
@@ -150,14 +150,14 @@ def _check_latents(shape: Shape, clip: Clip, models: dict[str, VideoDiT], plain:
 def _denoising_rows(
     shape: Shape, clip: Clip, models: dict[str, VideoDiT], mode: str, setup: Setup
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """Rows by op, and how the guided forwards were made."""
+    """Rows by op, and the form of the guided forwards."""
     kind = "compiled denoising" if mode == "compiled" else "denoising"
 
     def kept(name: str) -> int:
         return shape.tiles if name == "dense" else shape.topk
 
     def timed(calls: dict[str, Callable[[int], Tensor]], steps: int) -> dict[str, dict[str, Any]]:
-        """Rows of calls that take a number of steps, each warmed up with a single one."""
+        """Rows of calls that take a number of steps, each warmed up with a single step."""
         ops = [
             Op(name=op, call=partial(call, steps), passes=(kind,), warm_up=partial(call, 1))
             for op, call in calls.items()
@@ -167,7 +167,7 @@ def _denoising_rows(
     def guided(name: str, together: bool) -> Callable[[int], Tensor]:
         return partial(clip.many_steps, clip.guided(models[name], kept(name), together))
 
-    # all models are guided as the dense one is fastest
+    # all models use the form of guidance that is fastest for the dense one
     forms = {
         f"dense, 1 step, guidance {_GUIDANCE:g}, {form}": together
         for form, together in (("two forwards", False), ("one forward of two", True))
@@ -195,12 +195,12 @@ def _denoising_rows(
 
 
 def _few(name: str) -> str:
-    """Op of a model's few-step sampling."""
+    """Name of the op of few-step sampling."""
     return f"{name}, {len(STEP_LIST)} steps"
 
 
 def _many(name: str, *, guided: bool) -> str:
-    """Op of a model's Euler sampling."""
+    """Name of the op of Euler sampling."""
     return f"{name}, {_STEPS} steps" + (f", guidance {_GUIDANCE:g}" if guided else "")
 
 
@@ -217,7 +217,7 @@ def _ratios(name: str, mode: str, rows: dict[str, dict[str, Any]], form: str) ->
 def _whole_rows(
     mode: str, names: list[str], rows: dict[str, dict[str, Any]], around: dict[str, dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Sums from caption to pixels, of what could be measured; guidance needs the empty caption too."""
+    """Sums from caption to pixels, for the parts that could be measured; guidance also needs the empty caption."""
     found, notes = list[dict[str, Any]](), list[str]()
     for codec in (key for key in around if key.startswith("VAE")):
         if not {_captions(1), _captions(2)} <= set(around):
@@ -237,7 +237,7 @@ def _whole_rows(
 
 
 def _text_and_vae(shape: Shape, latents: Tensor, setup: Setup) -> tuple[dict[str, dict[str, Any]], Skipped]:
-    """Rows of Wan's text encoder and VAE decoder with random weights; beside a model that has no name tiny ones."""
+    """Rows of Wan's text encoder and VAE decoder with random weights; tiny ones unless the shape has a named model."""
     large, device = named_model(shape) is not None, setup.device
 
     def encode(name: str, captions: int) -> Op:
@@ -262,11 +262,11 @@ def _text_and_vae(shape: Shape, latents: Tensor, setup: Setup) -> tuple[dict[str
         return Op(name=name, call=call, passes=("pixels",), warm_up=call)
 
     makes = {_captions(n): partial(encode, _captions(n), n) for n in (1, 2)}
-    # the codec of the data computes in float32
+    # the codec of data sets computes in float32
     makes |= {f"VAE decode in {d}": partial(decode, f"VAE decode in {d}", getattr(torch, d)) for d in _VAE_DTYPES}
     rows, skipped = dict[str, dict[str, Any]](), Skipped()
     for name, make in makes.items():
-        # one network at a time: the encoder takes 23 GB as it is made
+        # one network at a time, because building the encoder takes 23 GB
         ops = list[Op]()
         attempt(ops, skipped, name, make)
         rows |= {row["op"]: row for row in measure(ops, setup)}

@@ -1,4 +1,4 @@
-"""An iteration of distillation: three networks, prepared as a training run prepares them."""
+"""An iteration of distillation with three networks that are prepared as in training."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from .timing import Measured, Op, Setup, added, against, breakdown, measure
 STEP_LIST = (1000.0, 757.0, 522.0)
 """Timesteps of the published generator (FastVideo's script of the VSA paper)."""
 
-# of the same script: shift of the scores' noise levels, iterations per update of the generator
+# from the same script: shift of the scores' noise levels, iterations per update of the generator
 _SCORE_SHIFT, _EVERY = 8.0, 5
 
 
 class Distillation:
-    """Three networks with their optimizers and a fixed random batch, prepared as a distillation run prepares them.
+    """Three networks with their optimizers and a fixed random batch, prepared as in a distillation run.
 
     Args:
         shape: token grid, heads, head dim, top-k, batch.
-        attention: of the generator, `dense` or the backend of sparse attention; the scores are dense.
+        attention: attention of the generator, `dense` or the backend of sparse attention; the score networks are dense.
         compile: compile the blocks.
-        device: where it runs; on CUDA as in training: bf16 compute over fp32 weights.
+        device: compute device; on CUDA, bf16 compute over fp32 weights as in training.
     """
 
     def __init__(self, shape: Shape, attention: str, compile: bool, device: torch.device):
@@ -85,9 +85,9 @@ class Distillation:
         self.average = [local(p).detach().clone() for p in generator.parameters()]
 
     def gradients(self, trained: Update, index: int) -> ScoredRollout:
-        """Gradients of the generator or of the critic for the output at step `index` of the list."""
+        """Compute gradients of the generator or the critic for the output at step `index` of the list."""
         self.optimizers[trained].zero_grad(set_to_none=True)
-        # the first iteration that looks at this step
+        # the first iteration that draws this step
         iteration = next(i for i in count() if self.objective.index(seed=0, iteration=i, update=trained) == index)
         given: dict[str, Any] = {"seed": 0, "iteration": iteration, "topk": self.topk}
         if trained == "generator":
@@ -99,7 +99,7 @@ class Distillation:
 
     @torch.no_grad()
     def step(self, trained: Update) -> None:
-        """Finite check, clipping and AdamW on the gradients that there are, and the average of the generator."""
+        """Check that gradients are finite, clip them, step AdamW, and update the average of the generator."""
         self.clipper(self.optimizers[trained], 0)
         self.optimizers[trained].step()
         if trained == "generator":
@@ -112,18 +112,14 @@ class Distillation:
             optimizer.zero_grad(set_to_none=True)
 
     def iteration(self, index: int) -> None:
-        """An iteration in which both networks are updated, with rollouts to the same step."""
+        """Run an iteration that updates both networks, with rollouts to the same step."""
         for trained, optimizer in self.optimizers.items():
             self.gradients(trained, index)
             self.step(trained)
             optimizer.zero_grad(set_to_none=True)
 
     def check(self) -> None:
-        """Refuse losses and gradients that are not finite or land in a network that the update does not train.
-
-        Raises:
-            ValueError: names the update and what is wrong.
-        """
+        """Raise ValueError for losses or gradients that are not finite, or gradients of untrained networks."""
         last = len(self.objective.timesteps) - 1
         for trained in self.optimizers:
             self.forget_gradients()
@@ -151,7 +147,7 @@ def distill(shape: Shape, setup: Setup) -> Measured:
         dense: dict[str, dict[str, Any]] = {}
         for name in ("dense", *setup.backends):
             torch.compiler.reset()
-            # three networks at a time: what points at itself stays until it is collected
+            # frees the previous three networks, which are part of reference cycles
             gc.collect()
             if setup.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -165,7 +161,7 @@ def distill(shape: Shape, setup: Setup) -> Measured:
 
 
 def _iteration_rows(shape: Shape, name: str, mode: str, setup: Setup) -> dict[str, dict[str, Any]]:
-    """Rows by what they time: the parts of an iteration, what follows from them, and a whole one."""
+    """Rows by part: the timed parts of an iteration, sums of them, and a whole iteration."""
     at_work = Distillation(shape, name, mode == "compiled", setup.device)
     kind = "compiled distillation" if mode == "compiled" else "distillation"
     steps = range(len(STEP_LIST))
@@ -183,7 +179,7 @@ def _iteration_rows(shape: Shape, name: str, mode: str, setup: Setup) -> dict[st
     rows: dict[str, dict[str, Any]] = {}
     for trained, update, optimizer in zip(at_work.optimizers, updates, steppers, strict=True):
         parts = {f"{update}, step {i + 1}": partial(at_work.gradients, trained, i) for i in steps}
-        # an optimizer is timed on the gradients that the calls before it leave
+        # the optimizer is timed on the gradients of the preceding calls
         rows |= timed(parts | {optimizer: partial(at_work.step, trained)})
     whole = partial(at_work.iteration, len(STEP_LIST) // 2)
     rows |= timed({f"whole iteration, step {len(STEP_LIST) // 2 + 1}": whole})
@@ -196,7 +192,7 @@ def _iteration_rows(shape: Shape, name: str, mode: str, setup: Setup) -> dict[st
     def total(part: str, weights: dict[str, float]) -> None:
         rows[part] = added(f"{name}: {part}", [(weight, rows[key]) for key, weight in weights.items()])
 
-    # the step is uniform
+    # training draws the step uniformly
     for update in updates:
         total(f"{update}, mean", {f"{update}, step {i + 1}": 1 / len(steps) for i in steps})
     without, both = (f"iteration {word} generator update" for word in ("without", "with"))

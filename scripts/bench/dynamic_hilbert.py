@@ -1,7 +1,7 @@
-"""DFSAttn over its schedule against dense attention: the kernel at each budget, and what its selections cost.
+"""DFSAttn over its schedule against dense attention: the kernel at each budget, and the cost of its selections.
 
-Blocks are runs along the Hilbert curve of as many tokens as the shape's tile has, with sub-blocks of an eighth. Lists
-come from the method's own scores of structured fields, so that they are as uneven as those of a video.
+Blocks are runs along the Hilbert curve with as many tokens as a tile of the shape, and sub-blocks are an eighth of
+them. Lists come from the scores of the method on structured fields, so that they are as uneven as those of a video.
 
 B batch, L tokens, H heads, D head dim.
 """
@@ -33,7 +33,7 @@ from .problems import Shape, pair_counts
 from .timing import FORWARD, Measured, Op, Setup, Skipped, added, against, attempt, measure, say
 
 _PLAN = Path(__file__).parents[2] / "configs" / "denoising" / "dfs.yaml"
-# of the schedule
+# steps of the schedule
 _STEPS = 50
 
 
@@ -44,7 +44,7 @@ def dynamic_hilbert(shape: Shape, setup: Setup) -> Measured:
     schedule = Schedule.of(p.layout.num_video_tiles)
     ops, skipped = list[Op](), Skipped()
     for name, make in dense_ops(p.case, ("dense-cudnn", "dense")).items():
-        # the method has no training of its own
+        # the method is used without training
         attempt(ops, skipped, name, lambda make=make: replace(make(), passes=(FORWARD,)))
     if not ops:
         raise ValueError(f"dense attention did not run, so there is nothing to compare with: {skipped}")
@@ -95,11 +95,11 @@ def dynamic_hilbert(shape: Shape, setup: Setup) -> Measured:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The sparse steps of a denoising.
+    """Sparse steps of a denoising.
 
     Args:
-        steps: how many of them keep so many blocks.
-        selecting: how many of these select.
+        steps: number of steps by the number of kept blocks.
+        selecting: number of these steps with a new selection, by the number of kept blocks.
     """
 
     steps: Counter[int]
@@ -107,8 +107,8 @@ class Schedule:
 
     @classmethod
     def of(cls, num_tiles: int) -> Schedule:
-        """Of `denoising=dfs` on a grid of so many blocks."""
-        # machines that only measure kernels lack these two, and other cases do without
+        """Schedule of `denoising=dfs` on a grid of `num_tiles` blocks."""
+        # imported here, because the other cases do not need these packages
         from hydra.utils import instantiate
         from omegaconf import OmegaConf
 
@@ -127,17 +127,17 @@ class Schedule:
 
     @property
     def count(self) -> int:
-        """Sparse steps."""
+        """Number of sparse steps."""
         return sum(self.steps.values())
 
     def sparsity(self, num_tiles: int) -> float:
-        """Mean over the sparse steps."""
+        """Mean sparsity over the sparse steps."""
         return 1 - sum(topk * n for topk, n in self.steps.items()) / (self.count * num_tiles)
 
     def parts(
         self, rows: dict[str, dict[str, Any]], backend: str, reorders: float
     ) -> list[tuple[float, dict[str, Any]]]:
-        """What a sparse step consists of in the mean: rows with how often each runs."""
+        """Parts of an average sparse step: rows with their mean number of runs per step."""
         parts = [(n / self.count, rows[f"{backend}, top-{topk}"]) for topk, n in self.steps.items()]
         parts += [(n / self.count, rows[f"top-{topk}"]) for topk, n in self.selecting.items()]
         parts.append((sum(self.selecting.values()) / self.count, rows["scores of sub-blocks"]))
@@ -149,9 +149,9 @@ class HilbertProblem:
     """Structured fields with the method that attends to them.
 
     Args:
-        method: of one layer.
-        layout: of its blocks.
-        case: the fields in the order of the curve; its index lists everything.
+        method: method of one layer.
+        layout: layout of its blocks.
+        case: the fields in the order of the curve, with a dense index.
     """
 
     method: DynamicHilbertAttention
@@ -160,11 +160,7 @@ class HilbertProblem:
 
     @classmethod
     def of(cls, shape: Shape, dtype: torch.dtype, device: torch.device) -> HilbertProblem:
-        """Fields of a shape.
-
-        Raises:
-            ValueError: blocks that have no eighths.
-        """
+        """Structured fields of a shape."""
         heads, head_dim = shape.heads, shape.head_dim
         if shape.block % 8:
             raise ValueError(f"shape {shape.name} has blocks of {shape.block} tokens, which must be a multiple of 8")
@@ -187,15 +183,15 @@ class HilbertProblem:
         return cls(method=method, layout=layout, case=case)
 
     def reorder(self) -> None:
-        """What a layer pays that has its tokens in raster order; a model permutes them once for all layers."""
+        """Permute the inputs and the output of one layer; a model permutes tokens only once for all layers."""
         for x in (self.case.q, self.case.k, self.case.v):
             self.layout.permute(x)
         self.layout.unpermute(self.case.dout)
 
     def scores(self) -> Tensor:
-        """Of the method, `[B, H, N, N]`."""
+        """Scores of the method, `[B, H, N, N]`."""
         return self.method.scores(self.case.q, self.case.k, self.layout)
 
     def attend(self, case: Case, backend: str) -> Tensor:
-        """Output of the kernel, of tokens that lie along the curve."""
+        """Output of the kernel for tokens in the order of the curve."""
         return block_sparse_attn(case.q, case.k, case.v, case.index, **case.blocks, backend=backend)[0]

@@ -1,21 +1,23 @@
 """FG-Attn's kernel on random masks of small tiles, the problems of the paper's Figures 5 and 6.
 
-Expected on an H200, not measured yet: 70% sparsity, tiles of 128 x 32, 24 heads, D=128, 32,768 tokens, bf16. Dense
-attention by cuDNN runs at 615 TFLOP/s (benchmarks/), 21.5 ms; of it 30% are multiplied here, so 2.3x asks for 424
-TFLOP/s and the paper's 2.56x for 472.
+Estimate for an H200, not measured yet: 70% sparsity, tiles of 128 x 32, 24 heads, D=128, 32,768 tokens, bf16. Dense
+attention of cuDNN runs at 615 TFLOP/s (benchmarks/), 21.5 ms. The kernel multiplies 30% of the pairs, so a speed-up of
+2.3x needs 424 TFLOP/s and the 2.56x of the paper need 472.
 
-- A step multiplies 128 queries with 64 keys, 4.2 MFLOP in wgmma of 64 x 64 x 16 and 64 x 128 x 16, for 32 KiB of keys
-  and values: at 424 TFLOP/s that is 3.3 TB/s from L2, in its reach, and in that of memory (4.8) only if all else waits.
-  Keys and values of three heads fit into L2: `longest_first` therefore sorts by eighths, which leaves heads together.
-- A row is 256 bytes, two whole lines, so scattered tiles of 32 keys, and even single ones, cost no further bytes; they
-  cost list entries and addresses: 8 copies of 16 bytes a thread and step, each with an address of its own.
-- Compiled for sm_90: 210 registers without spills and 97 KiB of shared memory, one program of 8 warps a multiprocessor.
-  No second one hides the softmax, which is what keeps plain Triton at 407 to 487 TFLOP/s in dense attention on an H100.
+- A step multiplies 128 queries with 64 keys, 4.2 MFLOP in wgmma of 64 x 64 x 16 and 64 x 128 x 16, and reads 32 KiB of
+  keys and values. At 424 TFLOP/s this is 3.3 TB/s from L2, which L2 sustains; memory (4.8 TB/s) does so only without
+  other traffic. Keys and values of three heads fit into L2; `longest_first` therefore sorts by eighths, which keeps
+  heads together.
+- A row is 256 bytes, two whole cache lines, so scattered tiles of 32 keys, and even single keys, read no further bytes.
+  They cost list entries and addresses: 8 copies of 16 bytes per thread and step, each with its own address.
+- Compiled for sm_90, the kernel takes 210 registers without spills and 97 KiB of shared memory, one program of 8 warps
+  per multiprocessor. No second program hides the softmax, which limits plain Triton to 407 to 487 TFLOP/s in dense
+  attention on an H100.
 
-So 390 to 450 TFLOP/s, 2.1x to 2.4x: 2.3x is likely after tuning, 2.56x is not. What would get there is the Gluon kernel
-of `block_sparse` (506 TFLOP/s, 2.7x at this sparsity) with 64 / N boxes for each of its tiles of keys. Smaller query
-tiles pay for the union: at random 51, 76 and 94% of all tiles for 64, 32 and 16 queries, which is slower than dense at
-the end, as in the paper.
+The estimate is 390 to 450 TFLOP/s, 2.1x to 2.4x: 2.3x is likely after tuning, 2.56x is not. The Gluon kernel of
+`block_sparse` (506 TFLOP/s, 2.7x at this sparsity) could reach it with 64 / N boxes for each of its tiles of keys.
+Smaller query tiles compute the union of their lists: with random masks 51, 76 and 94% of all tiles for 64, 32 and 16
+queries; the last is slower than dense attention, as in the paper.
 
 B batch, L tokens, H heads, M / N tokens of a query / kv tile, R = 128 / M tiles of a group.
 """
@@ -46,15 +48,15 @@ _ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class MaskShape(Shape):
-    """Random masks to measure.
+    """A problem with random masks.
 
     Args:
-        q_tokens: M.
-        kv_tokens: N.
-        sparsities: share of the kv tiles that a query tile does not keep.
-        skews: (Lmax - Lmin) / Lmax of the lists, for tiles of `skewed_tiles` at `skewed_sparsity`.
-        skewed_tiles: M and N.
-        skewed_sparsity: mean of the lists.
+        q_tokens: values of M.
+        kv_tokens: values of N.
+        sparsities: shares of the kv tiles that a query tile skips.
+        skews: values of (Lmax - Lmin) / Lmax of the list lengths, for `skewed_tiles` at `skewed_sparsity`.
+        skewed_tiles: M and N of the skewed masks.
+        skewed_sparsity: mean sparsity of the skewed masks.
     """
 
     q_tokens: tuple[int, ...] = (128, 64, 32, 16)
@@ -70,19 +72,19 @@ def _shape(name: str, tokens: int, heads: int, head_dim: int, **rest: Any) -> Ma
 
 
 GPU_MASKS = (_shape("32k-h24-d128", 32768, 24, 128),)
-# its last tiles are short
+# 1,000 tokens, so that the last tiles are short
 CPU_MASKS = (_shape("1k", 1000, 2, 32, q_tokens=(128, 16), kv_tokens=(32, 16), sparsities=(0.7,), skews=(0.5,)),)
 
 
 def tokens_of(text: str) -> int:
-    """Tokens of a tile, for argparse."""
+    """Parse the tokens of a tile, for argparse."""
     if not text.isdigit() or int(text) < 1 or _ROWS % int(text):
         raise argparse.ArgumentTypeError(f"must divide {_ROWS}, got {text!r}")
     return int(text)
 
 
 def share_of(text: str) -> float:
-    """A sparsity, for argparse."""
+    """Parse a sparsity, for argparse."""
     try:
         share = float(text)
     except ValueError:
@@ -93,11 +95,7 @@ def share_of(text: str) -> float:
 
 
 def mask_shapes(args: argparse.Namespace, device: torch.device) -> list[MaskShape]:
-    """The problems of the command line.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The problems of the command line."""
     known = {shape.name: shape for shape in (*CPU_MASKS, *GPU_MASKS)}
     unknown = [name for name in args.shapes or () if name not in known]
     if unknown:
@@ -109,7 +107,7 @@ def mask_shapes(args: argparse.Namespace, device: torch.device) -> list[MaskShap
 
 
 def fine_grained(shape: Shape, setup: Setup) -> Measured:
-    """FG-Attn's kernel on random masks by tile size and sparsity, its planning apart, and on lists of uneven length."""
+    """FG-Attn's kernel by tile size and sparsity of random masks, its planning, and the kernel on uneven lists."""
     assert isinstance(shape, MaskShape)
     g = torch.Generator(device=setup.device).manual_seed(0)
     size = (shape.batch, shape.tokens, shape.heads, shape.head_dim)
@@ -140,9 +138,9 @@ def fine_grained(shape: Shape, setup: Setup) -> Measured:
 
 
 def skewed(shape: MaskShape, skew: float, g: torch.Generator) -> Tensor:
-    """Mask `[B, H, Nq, Nkv]` whose rows keep from Lmin to Lmax = Lmin / (1 - skew) tiles, evenly spread, in any order.
+    """Mask `[B, H, Nq, Nkv]` with list lengths evenly spaced from Lmin to Lmax = Lmin / (1 - skew), in random order.
 
-    The mean stays that of `skewed_sparsity`. The paper varies the skew in section 6.1; the even spread is our reading.
+    The mean sparsity is `skewed_sparsity`. The paper varies the skew in section 6.1; the even spacing is our reading.
     """
     num_q, num_kv = (-(-shape.tokens // n) for n in shape.skewed_tiles)
     rows = (shape.batch, shape.heads, num_q)
@@ -166,7 +164,7 @@ def _runs(num_tokens: int, size: int, device: torch.device) -> Blocks:
 
 
 def _attend(name: str, backend: str, case: Case, groups: TileGroups) -> Op:
-    """The kernel alone, after parts of its result have been compared with fp64."""
+    """The op of the kernel without planning, after parts of its result have been compared with fp64."""
     call = partial(gathered_attn, case.q, case.k, case.v, groups, **case.blocks, backend=backend)
     seen = groups.tile_index(case.q_blocks.num, case.kv_blocks.num)
     check_forward(replace(case, index=seen), call()[0], f"gathered attention on backend {backend}")
@@ -177,7 +175,7 @@ def _attend(name: str, backend: str, case: Case, groups: TileGroups) -> Op:
 
 
 def _measured(ops: list[Op], case: Case, setup: Setup, dense: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Rows of ops on one mask, with its tiles and what it keeps before and after merging."""
+    """Rows of ops on one mask, with its tiles, its sparsity, and the share of pairs computed after merging tiles."""
     rows = measure(ops, setup)
     all_pairs = case.q.shape[0] * case.q.shape[2] * case.q.shape[1] ** 2
     computed = ops[0].executed / all_pairs
@@ -192,10 +190,10 @@ def _measured(ops: list[Op], case: Case, setup: Setup, dense: dict[str, Any] | N
 
 
 def check_groups(backend: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Compare gathered attention of groups with fp64 on ragged tiles, and the comparison with a wrong answer.
+    """Compare gathered attention of groups with fp64 on ragged tiles, and test the comparison with a wrong result.
 
     Raises:
-        ValueError: an error above its budget, or a damaged input that the budget does not notice.
+        ValueError: an error exceeds its budget, or a damaged result stays within the budget.
     """
     sizes: Any = ([16, 16, 16, 16, 7], [8, 8, 8, 8, 8, 5])
     case = make_case(*sizes, heads=2, kv_heads=1, head_dim=32, dtype=dtype, device=device)
@@ -211,5 +209,5 @@ def check_groups(backend: str, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _listed(case: Case) -> BlockIndex:
-    # entries past the counts of a made case are out of range
+    # the entries past the counts that `make_case` generates are out of range
     return BlockIndex.from_dense(case.index.to_dense(case.kv_blocks.num))

@@ -1,8 +1,8 @@
 """Neighborhood attention against dense attention: problems, their correctness check, and the case that times them.
 
-Tokens are stored in raster order; the kernel wants them tile by tile. A model permutes them once for all of its layers,
-so an op is timed on tokens that lie in tiles, and again with what a single call on raster tokens would pay: q, k, v
-there and the result back, in the backward the gradients the other way.
+Tokens are stored in raster order, but the kernel expects tile-major order. A model permutes them once for all layers,
+so an op is timed on tile-major tokens, and again with the permutations of a single call on raster tokens: of q, k, v
+and back of the result, and of the gradients in the backward.
 
 B batch, L tokens, H heads, D head dim, T / Y / X tokens along time, height, width.
 """
@@ -32,17 +32,17 @@ from .peers import dense_ops
 from .problems import Shape, pair_counts
 from .timing import FORWARD, Measured, Op, Setup, Skipped, attempt, measure
 
-# queries whose logits exist at a time in the check, fp64
+# queries with fp64 logits in memory at a time, in the check
 _CHUNK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowShape(Shape):
-    """A grid, a window over it and the strides to measure.
+    """A grid with a window and the strides to measure.
 
     Args:
         window_thw: keys that a query sees along time, height, width.
-        strides: neighbouring queries that share a window along each.
+        strides: neighbouring queries that share a window along each axis.
         q_tile_thw: tokens of a query tile; one of the two tiles divides the other.
     """
 
@@ -57,12 +57,12 @@ class WindowShape(Shape):
 
     @property
     def bound(self) -> float:
-        """Speed-up by FLOPs: tokens of the grid over those of the window."""
+        """Bound of the speed-up by FLOPs: tokens of the grid over those of the window."""
         return self.tokens / math.prod(self.window_thw)
 
     def layout(self, device: torch.device) -> TileLayout:
         with warnings.catch_warnings():
-            # short tiles are part of what is measured
+            # short tiles are part of the measurement
             warnings.simplefilter("ignore")
             return TileLayout.build(
                 [Segment(self.grid_thw)], tile_thw=self.q_tile_thw, kv_tile_thw=self.tile_thw, device=device
@@ -106,7 +106,7 @@ CPU_WINDOWS = (
 
 
 def grid_of(text: str) -> Grid:
-    """`18x24x24` as three numbers, for argparse."""
+    """Parse `18x24x24` as three numbers, for argparse."""
     sides = tuple(int(side) if side.isdigit() else 0 for side in text.split("x"))
     if len(sides) != 3 or min(sides) < 1:
         raise argparse.ArgumentTypeError(f"must be three positive numbers as in 18x24x24, got {text!r}")
@@ -114,11 +114,7 @@ def grid_of(text: str) -> Grid:
 
 
 def window_shapes(args: argparse.Namespace, device: torch.device) -> list[WindowShape]:
-    """The problems of the command line.
-
-    Raises:
-        ValueError: an unknown name, a window or stride that does not fit, tiles that do not divide each other.
-    """
+    """The problems of the command line."""
     usual = GPU_WINDOWS if device.type == "cuda" else CPU_WINDOWS
     known = {shape.name: shape for shape in (*CPU_WINDOWS, *GPU_WINDOWS)}
     unknown = [name for name in args.shapes or () if name not in known]
@@ -134,7 +130,7 @@ def window_shapes(args: argparse.Namespace, device: torch.device) -> list[Window
         }
         topk = -(-math.prod(changes["window_thw"]) // math.prod(changes["tile_thw"]))
         shape = replace(shape, **changes, topk=topk)
-        # what does not fit is told before the first measurement
+        # raises for values that do not fit before the first measurement
         for stride in shape.strides:
             shape.axes(stride)
         shape.layout(torch.device("cpu"))
@@ -143,7 +139,7 @@ def window_shapes(args: argparse.Namespace, device: torch.device) -> list[Window
 
 
 def neighborhood(shape: Shape, setup: Setup) -> Measured:
-    """Neighborhood attention over strides: on tokens in tiles, and with the permutation of raster tokens."""
+    """Neighborhood attention over strides: on tile-major tokens, and with the permutation of raster tokens."""
     assert isinstance(shape, WindowShape)
     p = WindowProblem.of(shape, setup.dtype, setup.device)
     ops, skipped = list[Op](), Skipped()
@@ -179,7 +175,7 @@ def neighborhood(shape: Shape, setup: Setup) -> Measured:
 
 
 def _listed(case: Case) -> dict[str, Any]:
-    """What an index lists: shares of the tiles that are skipped and, of the listed ones, that carry a mask."""
+    """Statistics of an index: the share of skipped tiles, and the share of listed tiles with a fine mask."""
     index = case.index
     counts = index.kv_num_blocks.double()
     full = counts if index.kv_num_full_blocks is None else index.kv_num_full_blocks.double()
@@ -192,7 +188,7 @@ def _listed(case: Case) -> dict[str, Any]:
 
 
 class _Reordered(torch.autograd.Function):
-    """Tokens of x `[B, L, H, D]` in another order; the gradient is copied back, `index_select` would add it up."""
+    """Permutation of the tokens of x `[B, L, H, D]`; the gradient is copied, not scatter-added as in `index_select`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -205,7 +201,7 @@ class _Reordered(torch.autograd.Function):
 
 
 def _rows(x: Tensor, order: Tensor) -> Tensor:
-    # copied as words of 8 bytes where a token has whole ones
+    # copied as 8-byte words if the size of a token is a multiple of them
     flat = x.contiguous().flatten(2)
     wide = flat.view(torch.int64) if flat.shape[2] * flat.element_size() % 8 == 0 else flat
     return wide.index_select(1, order).view(x.dtype).view(x.shape)
@@ -216,9 +212,9 @@ class WindowProblem:
     """A shape with its inputs.
 
     Args:
-        shape: of the problem.
+        shape: shape of the problem.
         tiles: layout of the tokens.
-        raster: inputs in raster order; its index lists everything.
+        raster: inputs in raster order, with an index of all tiles.
     """
 
     shape: WindowShape
@@ -240,36 +236,36 @@ class WindowProblem:
 
     @cached_property
     def tiled(self) -> Case:
-        """The inputs tile by tile."""
+        """The inputs in tile-major order."""
         names = ("q", "k", "v", "dout")
         return replace(self.raster, **{name: self.tiles.permute(getattr(self.raster, name)) for name in names})
 
     def case(self, stride: Grid) -> Case:
-        """The inputs tile by tile, with the index of a stride."""
+        """The inputs in tile-major order, with the index of a stride."""
         return replace(self.tiled, index=neighborhood_index(self.tiles, self.shape.axes(stride)))
 
     def attend(self, case: Case, leaves: tuple[Tensor, ...], backend: str, *, permuted: bool) -> Tensor:
-        """Output of the op on leaves that lie in tiles, or in raster order with the permutation around it."""
+        """Output of the op on tile-major leaves, or with permutations on leaves in raster order."""
         order, inverse = self.tiles.order, self.tiles.inverse
         q, k, v = (_Reordered.apply(x, order, inverse) for x in leaves) if permuted else leaves
         out = block_sparse_attn(q, k, v, case.index, **case.blocks, backend=backend)[0]
         return _Reordered.apply(out, inverse, order) if permuted else out
 
     def permute_all(self) -> None:
-        """What a forward on raster tokens pays for their order."""
+        """Permute all inputs and the output of a forward on raster tokens."""
         case, order = self.raster, self.tiles.order
-        # one after the other: as in the op, one result's memory is free for the next
+        # results are not kept, so that they reuse memory as in the op
         for x in (case.q, case.k, case.v, case.dout):
             _rows(x, order)
 
 
 def check_strides(backend: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Compare strides with and without fine masks on a small grid with fp64, and the comparison with a wrong stride.
+    """Compare strides with and without fine masks on a small grid with fp64, and test it with a wrong stride.
 
     Raises:
-        ValueError: an error above its budget, or a damaged input that the budget does not notice.
+        ValueError: an error exceeds its budget, or the result of a wrong stride stays within the budget.
     """
-    # a ragged grid: short tiles along every axis
+    # a ragged grid, with short tiles along every axis
     shape = replace(
         CPU_WINDOWS[0], grid_thw=(5, 9, 10), window_thw=(3, 5, 4), heads=2, q_tile_thw=(2, 4, 4), tile_thw=(2, 2, 4)
     )
@@ -290,10 +286,7 @@ def check_strides(backend: str, dtype: torch.dtype, device: torch.device) -> str
 def check_windows(p: WindowProblem, case: Case, stride: Grid, backend: str) -> None:
     """Compare some rows of the output and the gradients of the measured problem with dense fp64 attention.
 
-    The rows' keys come from the rule of each axis, not from the index; everything is in raster order.
-
-    Raises:
-        ValueError: a result further from fp64 than rounding explains.
+    The keys of the rows come from the rule of each axis, not from the index; all tensors are in raster order.
     """
     leaves = tuple(x.detach().requires_grad_() for x in (p.raster.q, p.raster.k, p.raster.v))
     out = p.attend(case, leaves, backend, permuted=True)
@@ -319,7 +312,7 @@ def check_windows(p: WindowProblem, case: Case, stride: Grid, backend: str) -> N
 
 @dataclass(frozen=True)
 class _Spot:
-    """Dense fp64 attention of one head, `[L, D]` each, row by row; sees: by axis, bool `[n, n]`."""
+    """Dense fp64 attention of one head, row by row: tensors `[L, D]`, and a bool mask `[n, n]` per axis in `sees`."""
 
     q: Tensor
     k: Tensor

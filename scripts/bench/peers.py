@@ -1,4 +1,4 @@
-"""Whom the ops are measured against: dense attention, FlexAttention and `fastvideo-kernel`.
+"""Peers that the ops are compared with: dense attention, FlexAttention and `fastvideo-kernel`.
 
 B batch, L tokens, H heads, D head dim, N tiles.
 """
@@ -29,7 +29,7 @@ _FASTVIDEO = ("fastvideo-tk", "fastvideo-triton")
 
 
 def _dense(case: Case, name: str) -> Op:
-    """Dense SDPA: cuDNN or FlashAttention-2 by name, else torch's choice."""
+    """Dense SDPA with the backend of `name` (cuDNN or FlashAttention-2), else with torch's choice."""
     q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     batch, tokens, heads, head_dim = q.shape
     pairs = batch * heads * tokens**2
@@ -43,44 +43,40 @@ def _dense(case: Case, name: str) -> Op:
 
 
 def dense_ops(case: Case, names: tuple[str, ...] = (*_DENSE, "dense")) -> dict[str, Callable[[], Op]]:
-    """What makes the dense ops on a problem's device, by name: those of `_DENSE` on a GPU, else torch's choice."""
+    """Factories of the dense ops by name: those of `_DENSE` on a GPU, else torch's choice."""
     here = _DENSE if case.q.is_cuda else ("dense",)
     return {name: partial(_dense, case, name) for name in here if name in names}
 
 
 def flex_lists(p: Problem) -> tuple[Tensor, Tensor]:
-    """Lists over blocks of 128 with as many pairs as the problem's: indices `[B, H, N, N]` and counts `[B, H, N]`.
-
-    Raises:
-        ValueError: the problem has no such lists.
-    """
+    """Lists over blocks of 128 with as many pairs as in the problem: indices `[B, H, N, N]`, counts `[B, H, N]`."""
     shape = p.shape
     listed, rest = divmod(shape.topk * shape.block, _FLEX_BLOCK)
     if rest or shape.tokens % _FLEX_BLOCK or shape.group > 1 or p.lists != "random":
-        raise ValueError(f"needs random lists of whole blocks of {_FLEX_BLOCK} tokens on both sides")
+        raise ValueError(f"requires random lists of whole blocks of {_FLEX_BLOCK} tokens on both sides")
     num = shape.tokens // _FLEX_BLOCK
     g = torch.Generator(device=p.device).manual_seed(0)
     scores = torch.rand(shape.batch, shape.heads, num, num, generator=g, device=p.device)
     chosen = torch.zeros_like(scores, dtype=torch.int32).scatter_(-1, scores.topk(listed, -1).indices, 1)
-    # full width, as `BlockMask` wants it: the listed blocks first, ascending
+    # `BlockMask` requires the full width: the listed blocks come first, ascending
     indices = chosen.sort(dim=-1, descending=True, stable=True).indices.int()
     return indices, torch.full_like(indices[..., 0], listed)
 
 
 def _flex(p: Problem) -> Op:
-    """FlexAttention, compiled, on random lists over blocks of 128: its backward refuses blocks of 64."""
+    """Compiled FlexAttention on random lists over blocks of 128, since its backward does not support blocks of 64."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     indices, counts = flex_lists(p)
-    # all blocks are full: none asks for a mask inside
+    # all blocks are full blocks, so that no mask is evaluated inside
     mask = BlockMask.from_kv_blocks(
         torch.zeros_like(counts), indices, counts, indices, BLOCK_SIZE=_FLEX_BLOCK,
         seq_lengths=(p.shape.tokens, p.shape.tokens),
     )  # fmt: skip
-    # every shape compiles anew: past a number of them dynamo would run it uncompiled
+    # every shape is recompiled, and past its recompile limit dynamo would run it uncompiled
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    # its own layout [B, H, L, D]
+    # the layout of FlexAttention is [B, H, L, D]
     q, k, v, dout = (x.detach().transpose(1, 2).contiguous() for x in (p.case.q, p.case.k, p.case.v, p.case.dout))
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
     pairs = int(counts.sum()) * _FLEX_BLOCK**2
@@ -100,16 +96,16 @@ def _fastvideo(p: Problem, name: str, whole: bool) -> Op:
     """`block_sparse_attn_from_indices` of `fastvideo-kernel`, or the whole `video_sparse_attn`."""
     shape, case = p.shape, p.case
     if shape.block != 64 or shape.group != 1 or shape.batch != 1:
-        raise ValueError("takes one sample and blocks of 64 tokens")
+        raise ValueError("requires one sample and blocks of 64 tokens")
     import fastvideo_kernel  # type: ignore[import-not-found]
 
     if name == "fastvideo-tk":
-        # its fallback would be timed under a wrong name
+        # otherwise its fallback would be timed under this name
         from fastvideo_kernel._C import fastvideo_kernel_ops  # type: ignore[import-not-found]
 
         assert fastvideo_kernel_ops.block_sparse_fwd is not None
         if torch.cuda.get_device_capability(p.device) != (9, 0):
-            raise ValueError("runs on compute capability 9.0 only")
+            raise ValueError("requires compute capability 9.0")
     slots = padded_slots(p)
     q, k, v, gate, dout = (pad(x, slots, p) for x in (case.q, case.k, case.v, p.gate_coarse, case.dout))
     sizes = case.kv_blocks.sizes.contiguous()
@@ -126,7 +122,7 @@ def _fastvideo(p: Problem, name: str, whole: bool) -> Op:
         )
 
     def call() -> Tensor:
-        # the package reads it at every call
+        # the package reads this variable at every call
         os.environ["FASTVIDEO_VSA_TRITON"] = "1" if name == "fastvideo-triton" else "0"
         return operator() if whole else fine()
 
@@ -142,13 +138,13 @@ def _fastvideo(p: Problem, name: str, whole: bool) -> Op:
 
 
 def padded_slots(p: Problem) -> Tensor:
-    """Place of each token where every tile has room for `shape.block` of them: int64 `[L]`."""
+    """Index of each token in tiles that are padded to `shape.block` tokens: int64 `[L]`."""
     block, place = token_places(p.case.kv_blocks, p.shape.tokens)
     return block * p.shape.block + place
 
 
 def pad(x: Tensor, slots: Tensor, p: Problem) -> Tensor:
-    """`[B, H, N * block, D]` contiguous of x `[B, L, H, D]`, zeros where a tile has no token."""
+    """Contiguous `[B, H, N * block, D]` of x `[B, L, H, D]`, padded with zeros in short tiles."""
     B, _, H, D = x.shape
     padded = x.new_zeros((B, p.case.kv_blocks.num * p.shape.block, H, D))
     padded[:, slots] = x.detach()
@@ -156,7 +152,7 @@ def pad(x: Tensor, slots: Tensor, p: Problem) -> Tensor:
 
 
 def add_peers(ops: list[Op], skipped: Skipped, p: Problem, peers: list[str], whole: bool = False) -> None:
-    """The peers that fit a problem and are installed."""
+    """Append the ops of the installed peers that support a problem."""
     cuda = p.device.type == "cuda"
     known: dict[str, dict[str, Callable[[], Op]]] = {
         "dense": dense_ops(p.case),

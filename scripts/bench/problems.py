@@ -1,4 +1,4 @@
-"""The measured problems: token grids, block lists and inputs.
+"""Problems of the benchmark: token grids, block lists and inputs.
 
 B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks, K = topk.
 """
@@ -18,15 +18,15 @@ from vsa_kernels.testing import Case
 from vsa.attention.layout import Segment, TileLayout
 
 LISTS = ("random", "local")
-"""Block lists: independent of place, or near tiles first so that neighbouring query blocks share most of theirs."""
+"""Kinds of block lists: random, or near tiles first, so that neighbouring query blocks share most of their lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One problem: a video's token grid cut into tiles, `topk` kv tiles listed by every query block.
+    """The shape of a problem: the token grid of a video, tiles, and `topk` kv tiles listed by every query block.
 
     Args:
-        name: selects it on the command line.
+        name: name on the command line.
         grid_thw: tokens along time, height, width.
         heads: H.
         head_dim: D.
@@ -63,12 +63,12 @@ class Shape:
 
     def layout(self, device: torch.device) -> TileLayout:
         with warnings.catch_warnings():
-            # short tiles are what the ragged grids are here for
+            # the ragged grids are meant to have short tiles
             warnings.simplefilter("ignore")
             return TileLayout.build([Segment(self.grid_thw)], tile_thw=self.tile_thw, device=device)
 
     def row(self) -> dict[str, Any]:
-        """The shape's part of a report's row."""
+        """Columns of the shape in a row of a report."""
         plain = ("name", "batch", "heads", "tokens", "head_dim", "block", "topk", "sparsity")
         more = {"grid": "x".join(map(str, self.grid_thw)), "q_block": self.block * self.group}
         return {name: getattr(self, name) for name in plain} | more
@@ -87,17 +87,17 @@ GPU_SHAPES = (
     Shape(name="21x45x80", grid_thw=(21, 45, 80), heads=12, head_dim=128, topk=180),
     Shape(name="wide-16k-d128", grid_thw=(16, 32, 32), heads=12, head_dim=128, topk=32, group=2),
 )
-# measured when named, or with --all
+# measured if named, or with --all
 EXTRA_SHAPES = (
     Shape(name="wan14b-720p", grid_thw=(16, 60, 80), heads=40, head_dim=128, topk=120),
-    # 80% sparse, as distillation is published
+    # 80% sparse, as in the published distillation
     Shape(name="wan1.3b-distill", grid_thw=(16, 28, 52), heads=12, head_dim=128, topk=73),
-    # tiles of 128, as DFSAttn's blocks
+    # tiles of 128 tokens, like the blocks of DFSAttn
     Shape(name="wan14b-21x45x80", grid_thw=(21, 45, 80), tile_thw=(4, 8, 4), heads=40, head_dim=128, topk=177),
-    # tries the script itself, on any device
+    # a quick test of the script on any device
     Shape(name="smoke", grid_thw=(3, 5, 4), tile_thw=(2, 2, 2), heads=2, head_dim=16, topk=4),
 )
-# of the case selection: blocks of SpargeAttn, 256 to 2,048 of keys
+# for the case selection: blocks of SpargeAttn, 256 to 2,048 key blocks
 SELECTION_SHAPES = tuple(
     Shape(
         name=f"sparge-{16 * n}k", grid_thw=(16 * n, 32, 32), heads=24, head_dim=128, topk=128 * n, group=2,
@@ -110,12 +110,9 @@ def choose_shapes(names: list[str] | None, everything: bool, device: torch.devic
     """The shapes to measure.
 
     Args:
-        names: those asked for; None: the device's defaults.
-        everything: all but `smoke`, whatever their size.
-        device: where they will run.
-
-    Raises:
-        ValueError: an unknown name.
+        names: requested names; None: the defaults of the device.
+        everything: select all shapes of any size except `smoke`.
+        device: compute device.
     """
     defaults = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     known = {shape.name: shape for shape in (*CPU_SHAPES, *GPU_SHAPES, *EXTRA_SHAPES, *SELECTION_SHAPES)}
@@ -132,12 +129,12 @@ class Problem:
     """A shape with its inputs.
 
     Args:
-        shape: of the problem.
+        shape: shape of the problem.
         lists: one of `LISTS`.
         layout: tiles of the tokens.
         case: inputs and, for the fine stage, the index.
-        gate_coarse: `[B, L, H, D]`.
-        gate_fine: `[B, L, H, D]`.
+        gate_coarse: `[B, L, H, D]` coarse gate.
+        gate_fine: `[B, L, H, D]` fine gate.
     """
 
     shape: Shape
@@ -157,7 +154,7 @@ class Problem:
 
 
 def problem(shape: Shape, lists: str, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Random inputs of a shape; with local lists q and k carry their tile's place, so that near tiles score high."""
+    """Random inputs; for local lists, q and k encode the position of their tile, and near tiles score high."""
     g = torch.Generator(device=device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -184,7 +181,7 @@ def problem(shape: Shape, lists: str, dtype: torch.dtype, device: torch.device) 
 
 
 def tile_centres(shape: Shape, layout: TileLayout) -> Tensor:
-    """Mean place of each tile's tokens, in tiles: fp32 `[N, 3]` along time, height, width."""
+    """Mean position of the tokens of each tile, in units of tiles: fp32 `[N, 3]` along time, height, width."""
     _, h, w = shape.grid_thw
     place = torch.stack((layout.order // (h * w), layout.order // w % h, layout.order % w), -1).float()
     block = torch.arange(layout.num_blocks, device=place.device).repeat_interleave(layout.blocks.sizes)
@@ -193,22 +190,22 @@ def tile_centres(shape: Shape, layout: TileLayout) -> Tensor:
 
 
 def listed_pairs(index: BlockIndex, q_sizes: Tensor, kv_sizes: Tensor, batch: int, heads: int) -> int:
-    """Token pairs of the listed blocks, over batches and heads, when the blocks have sizes `[Nq]`, `[Nkv]`."""
+    """Token pairs of the listed blocks over batch and heads, for blocks of sizes `[Nq]`, `[Nkv]`."""
     kept = torch.arange(index.kv_indices.shape[-1], device=q_sizes.device) < index.kv_num_blocks[..., None]
-    # entries past the count are never read
+    # entries past the count are not part of the list
     sizes = kv_sizes.long()[torch.where(kept, index.kv_indices, 0).long()] * kept
     rows = index.kv_indices.shape[0] * index.kv_indices.shape[1]
     return int((sizes.sum(-1) * q_sizes).sum()) * (batch * heads // rows)
 
 
 def pair_counts(case: Case, backend: str) -> tuple[int, int]:
-    """Useful pairs (real tokens of the listed blocks) and those a backend multiplies, whole tiles at a time."""
+    """Useful pairs (real tokens of the listed blocks), and the pairs that a backend multiplies in whole tiles."""
     batch, _, heads, _ = case.q.shape
 
     def padded(blocks: Blocks) -> Tensor:
         size = blocks.max_size
         if backend == "triton":
-            # tiles of a power of two from 16 to 64 rows
+            # tiles have a power of two from 16 to 64 rows
             size = max(16, 1 << (size - 1).bit_length()) if size <= 64 else -(-size // 64) * 64
         return torch.full_like(blocks.sizes, size)
 
@@ -226,7 +223,7 @@ def _merged(blocks: Blocks, group: int) -> Blocks:
 
 
 def _place_features(centres: Tensor, head_dim: int) -> Tensor:
-    # sines and cosines of the place: their products fall with distance
+    # sines and cosines of the position, whose products decrease with distance
     pairs = head_dim // 2
     angle = centres[:, torch.arange(pairs) % 3] * torch.linspace(0.1, 1.0, pairs, device=centres.device)
     return torch.cat((angle.sin(), angle.cos(), angle.new_zeros(len(centres), head_dim - 2 * pairs)), -1)

@@ -1,11 +1,11 @@
 """Selection by share (top-p) beside top-k, a sort and dense attention, and SpargeAttn's whole prediction.
 
-What to expect on an H200 (24 heads, D=128, query blocks of 128 tokens, key blocks of 64), measured in benchmarks/:
+Estimates for an H200 (24 heads, D=128, query blocks of 128 tokens, key blocks of 64), with measurements in benchmarks/:
 
 - Memory: scores are read and lists written once, 8 bytes per entry: 101 MB, 24 us at 64K tokens; 403 MB, 96 us at 128K.
-- Selection is bound by instructions and by what a row waits for, not by memory: 0.11 ms at 64K, 0.43 ms at 128K.
+- Selection is bound by instructions and latency, not by memory: 0.11 ms at 64K, 0.43 ms at 128K.
 - Prediction: two reads of k and one of q take 0.34 ms at 64K, the scores in fp32 0.04 ms: 0.49 ms, 0.57% of dense
-  attention; 1.16 ms, 0.33%, at 128K. The paper's own takes 0.6% and 0.5% (SpargeAttn, Table 3).
+  attention; 1.16 ms, 0.33%, at 128K. The prediction of the paper takes 0.6% and 0.5% (SpargeAttn, Table 3).
 
 B batch, H heads, Nq / Nkv query / kv blocks.
 """
@@ -28,7 +28,7 @@ from .problems import Shape, problem
 from .timing import FORWARD, Measured, Op, Setup, Skipped, attempt, measure
 
 _SHARE, _CROSSING = 0.9, "drop"
-# of the sums in a check, far below the weight of an entry near the share
+# tolerance of sums in a check, far below the weight of an entry near the share
 _SLACK = 1e-5
 
 
@@ -42,7 +42,7 @@ def selection(shape: Shape, setup: Setup) -> Measured:
     g = torch.Generator(device=setup.device).manual_seed(1)
     size = (shape.batch, shape.heads, q_blocks.num, kv_blocks.num)
     scores = 2 * torch.randn(size, generator=g, device=setup.device)
-    # columns of heads that are listed whatever their score, as SpargeAttn's judge makes them
+    # columns that are listed for any score, as for the dissimilar blocks of SpargeAttn
     judged = torch.rand((*size[:2], 1, size[3]), generator=g, device=setup.device) < 0.1
     topk = min(shape.topk, kv_blocks.num)
     for name in _backends(setup):
@@ -66,7 +66,7 @@ def selection(shape: Shape, setup: Setup) -> Measured:
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
-    """A call as a CUDA graph, after one that compiles its kernels."""
+    """A call captured as a CUDA graph, after a first call that compiles its kernels."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -79,15 +79,15 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def predict(q: Tensor, k: Tensor, q_blocks: Blocks, kv_blocks: Blocks) -> BlockIndex:
-    """The first stage of `SpargeAttention`; random blocks are alike for a threshold of 0, so that shares decide."""
+    """The first stage of `SpargeAttention`, with a similarity threshold of 0, at which shares select random blocks."""
     return first_stage(block_statistics(q, k, q_blocks, kv_blocks), sparge_top_p(_SHARE), 0.0)
 
 
 def check_selection(setup: Setup) -> list[str]:
-    """One line per backend once its choice on a small problem is right and a wrong share would have been noticed.
+    """Check the selection of each backend on a small problem, and that a wrong share is noticed; one line per backend.
 
     Raises:
-        ValueError: a wrong choice, or a check that notices nothing.
+        ValueError: a selection is wrong, or the check does not notice a wrong share.
     """
     g = torch.Generator().manual_seed(0)
     scores = 2 * torch.randn(2, 3, 5, 61, generator=g).to(setup.device)
@@ -106,7 +106,7 @@ def refuse_wrong(scores: Tensor, index: BlockIndex, what: str) -> None:
     """Compare some rows of an index with fp64 sums of the softmax.
 
     Raises:
-        ValueError: a row that is no largest set of the best blocks whose sum is at most the share.
+        ValueError: a row is not the largest set of the best blocks with a sum of at most the share.
     """
     B, H, Nq, _ = scores.shape
     for b, h, n in {(0, 0, 0), (0, H // 2, Nq // 2), (B - 1, H - 1, Nq - 1)}:
@@ -115,7 +115,7 @@ def refuse_wrong(scores: Tensor, index: BlockIndex, what: str) -> None:
         listed = index.kv_indices[b, h, n, : int(index.kv_num_blocks[b, h, n])].long()
         inside = torch.zeros_like(row, dtype=torch.bool)
         inside[listed] = True
-        # NaN-free scores: the best block left out
+        # the best block that is not listed; scores have no NaN
         following = row.masked_fill(inside, -torch.inf).argmax()
         ordered = bool((listed.diff() > 0).all()) and (bool(inside.all()) or row[listed].min() >= row[following])
         mass = float(weights[listed].sum())
@@ -126,5 +126,5 @@ def refuse_wrong(scores: Tensor, index: BlockIndex, what: str) -> None:
 
 
 def _backends(setup: Setup) -> list[str]:
-    # selection has no gather of its own
+    # selection has no gather backend
     return list(dict.fromkeys("triton" if name == "triton" else "reference" for name in setup.backends))

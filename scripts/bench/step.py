@@ -1,4 +1,4 @@
-"""A whole training step of a video DiT: forward, backward and AdamW, prepared as a training run prepares it.
+"""A training step of a video DiT, prepared as in training: forward, backward and AdamW.
 
 B batch, L tokens, H heads, D head dim.
 """
@@ -28,7 +28,7 @@ from .problems import Shape
 from .timing import Strategy
 
 TEXT_TOKENS = 512
-"""Of a caption, padding included."""
+"""Tokens of a caption, including padding."""
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 _MODELS = {(12, 64): "dit_120m", (12, 128): "wan_1_3b", (40, 128): "wan_14b"}
@@ -36,13 +36,13 @@ _MODELS = {(12, 64): "dit_120m", (12, 128): "wan_1_3b", (40, 128): "wan_14b"}
 
 
 class FreeAttention(AttentionMethod):
-    """Attention that costs nothing, `out = v`: the ceiling of what any sparsity can gain."""
+    """Attention without cost, `out = v`: an upper bound of the gain of any sparsity."""
 
     def layout(self, segments: Sequence[Segment], device: torch.device | str | None = None) -> TileLayout:
         return TileLayout.build(segments, tile_thw=None, device=device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        # a little of q and k, so that their projections are computed and have gradients
+        # a small term of q and k, so that their projections are computed and have gradients
         return {"out": v + (q + k) * 1e-3}
 
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
@@ -59,9 +59,9 @@ class TrainingStep:
         shape: token grid, heads, head dim, top-k, batch.
         attention: `dense`, `free` or the backend of sparse attention.
         compile: compile the blocks.
-        level: of activation checkpointing.
-        device: where it runs; on CUDA as in training: bf16 compute over fp32 weights.
-        strategy: `plain`, as on one device in training, or `fsdp`, FSDP2 over this process alone.
+        level: level of activation checkpointing.
+        device: compute device; on CUDA, bf16 compute over fp32 weights as in training.
+        strategy: `plain`, as in training on one device, or `fsdp`, FSDP2 over this single process.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class TrainingStep:
 
 
 def named_model(shape: Shape) -> str | None:
-    """The model config that the shape's heads belong to; None: none of them."""
+    """Name of the model config with the heads of the shape, None if there is none."""
     return _MODELS.get((shape.heads, shape.head_dim))
 
 
 def video_dit(shape: Shape, attention: str, device: torch.device) -> VideoDiT:
-    """A network of the shape's heads with random weights; layers of the named models, two of any other.
+    """A network with the heads of the shape and random weights; two layers unless it is a named model.
 
     Args:
         shape: heads, head dim, tile.
         attention: `dense`, `free` or the backend of sparse attention.
-        device: where it is made.
+        device: device of the parameters.
     """
     name = named_model(shape)
     size: dict[str, Any] = {"num_layers": 2, "ffn_dim": 4 * shape.heads * shape.head_dim, "text_dim": 32}
@@ -111,12 +111,12 @@ def video_dit(shape: Shape, attention: str, device: torch.device) -> VideoDiT:
 
 
 def attention_of(shape: Shape, name: str, **options: Any) -> Any:
-    """Makes the attention of a layer from the layer's sizes.
+    """Factory of the attention method of a layer, called with the sizes of the layer.
 
     Args:
-        shape: for its tile.
+        shape: determines the tile.
         name: `dense`, `free` or the backend of sparse attention.
-        options: of sparse attention.
+        options: options of sparse attention.
     """
     if name in ("dense", "free"):
         return FullAttention if name == "dense" else FreeAttention
@@ -125,12 +125,12 @@ def attention_of(shape: Shape, name: str, **options: Any) -> Any:
 
 
 def random_source(device: torch.device, seed: int) -> torch.Generator:
-    """A fresh source of random numbers."""
+    """A new random generator."""
     return torch.Generator(device).manual_seed(seed)
 
 
 def one_process_mesh(device: torch.device) -> Any:
-    """A mesh of one device."""
+    """A device mesh of this single process."""
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531", "RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update({**alone, **os.environ})
     return torch.distributed.device_mesh.init_device_mesh(device.type, (1,))
@@ -138,18 +138,18 @@ def one_process_mesh(device: torch.device) -> Any:
 
 @torch.no_grad()
 def fill_zeros(model: nn.Module) -> None:
-    """Small random values for every parameter that starts at zero, and attention that reaches the output.
+    """Fill parameters that are initialised to zero with small random values, and open the gates of self-attention.
 
-    A network as it is initialised returns zeros whatever it computes, and products with zeros draw less power.
+    An initialised network returns zeros for any input, and products with zeros draw less power.
     """
     for name, p in model.named_parameters():
         if not p.any():
             p.normal_(std=0.02)
         elif name.endswith("scale_shift_table") and p.shape[1] == 6:
-            # the residual gate of the self-attention, near its size in trained models
+            # the residual gate of the self-attention, near its value in trained models
             p[:, 2] += 1
         elif name.endswith(("attn1.norm_q.weight", "attn1.norm_k.weight")):
-            # attention to some tokens and not to all alike
+            # makes attention weights uneven
             p.fill_(1.5)
 
 

@@ -1,4 +1,4 @@
-"""Timing one op after the other, and the rows of a report that come of it."""
+"""Timing of ops, and the resulting rows of a report."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from vsa.models.recompute import Level
 
 Strategy = Literal["plain", "fsdp"]
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
-# of timed calls of one op and pass on a GPU, unless --repeats says how many; and the fewest and the most of them
+# time budget of one op and pass on a GPU without --repeats, and the fewest and the most timed calls
 _BUDGET_MS, _FEWEST, _MOST = 300, 5, 200
 _WARM_MS = 50
-# the same of calls of seconds, those with a warm-up of their own
+# the same for calls that take seconds, which have their own warm-up
 _LONG_BUDGET_MS, _LONG_FEWEST, _LONG_MOST = 5_000, 2, 10
 # larger than any L2 cache
 _FLUSH_BYTES = 256 << 20
-# some milliseconds: more than the host needs to queue one call
+# some milliseconds, longer than the host needs to queue one call
 _AHEAD_CYCLES = 8_000_000
 
 _KINDS = {
@@ -51,26 +51,26 @@ _KINDS = {
     "optimizer": ("multi_tensor_apply", "adam"),
     "copies": ("memcpy", "memset", "copy", "cat"),
 }
-"""What a GPU kernel belongs to, by parts of its name, in the order of trial; others: elementwise and norms. Dense
+"""Kinds of GPU kernels by parts of their names, tried in this order; all others are elementwise and norms. Dense
 cross-attention counts as attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the command line asked for.
+    """Settings of the command line.
 
     Args:
-        backends: of ours.
-        peers: to measure against.
+        backends: backends of vsa_kernels.
+        peers: peers to compare with.
         lists: kind of block lists.
-        device: where to run.
-        dtype: of the tokens.
-        repeats: timed calls of each op and pass; None: 7 on a CPU, as many as take 0.3 s (5 to 200) on a GPU, and 5 s
-            (2 to 10) of calls with a warm-up of their own.
-        ahead: see `Op`, for all ops.
-        modes: of whole networks, `eager` and `compiled`.
-        levels: of activation checkpointing in training steps, see `vsa.models.recompute`.
-        strategies: of training steps.
+        device: compute device.
+        dtype: dtype of the tokens.
+        repeats: timed calls of each op and pass; None: 7 on a CPU, as many as fit into 0.3 s (5 to 200) on a GPU, or
+            into 5 s (2 to 10) for calls with their own warm-up.
+        ahead: `Op.ahead` of all ops.
+        modes: modes of whole networks, `eager` and `compiled`.
+        levels: levels of activation checkpointing in training steps, see `vsa.models.recompute`.
+        strategies: strategies of training steps.
     """
 
     backends: list[str]
@@ -87,21 +87,21 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """Something to time.
+    """An operation to time.
 
     Args:
-        name: in the report.
-        call: the forward; inputs come from its closure.
-        inputs: tensors to differentiate by.
+        name: name in the report.
+        call: the forward, which holds its inputs in its closure.
+        inputs: tensors to differentiate with respect to.
         dout: gradient of the result of `call`.
         head_dim: D.
-        pairs: token pairs that count, over batch and heads; 0: no TFLOP/s.
+        pairs: useful token pairs over batch and heads; 0: no TFLOP/s.
         executed: token pairs that are multiplied.
         products: matrix products of the backward per pair (5 are needed; a split backward recomputes 2).
-        passes: what can be timed.
+        passes: passes to time.
         ahead: on a GPU, let the host queue a whole call before its time starts.
-        against: ops whose time this one's is compared with, the first that was measured.
-        warm_up: of a call of seconds: runs once in place of the usual warm calls, and the call is timed less often.
+        against: names of baselines; the first one that was measured is used.
+        warm_up: for calls that take seconds: runs once instead of the usual warm-up, and the call is timed less often.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Op:
     warm_up: Callable[[], Any] | None = None
 
     def step(self, kind: str) -> None:
-        """One call of a pass."""
+        """Run one call of a pass."""
         if kind == BOTH:
             torch.autograd.grad(self.call(), self.inputs, self.dout, allow_unused=True)
         else:
@@ -136,7 +136,7 @@ Skipped = dict[str, str]
 
 
 class Measured(NamedTuple):
-    """Rows of a report, the ops that could not be measured with the reason, and what follows from the rows."""
+    """Rows of a report, the skipped ops with their reasons, and notes about the rows."""
 
     rows: list[dict[str, Any]]
     skipped: Skipped
@@ -144,14 +144,14 @@ class Measured(NamedTuple):
 
 
 def attempt(ops: list[Op], skipped: Skipped, name: str, make: Callable[[], Op]) -> None:
-    """Append a peer's op once each of its passes has run, or note why it cannot run here."""
+    """Append the op of a peer after each of its passes has run, or record why it cannot run here."""
     try:
         op = make()
         for kind in op.passes:
             op.step(kind)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    # whatever a peer refuses with: it is its own business, our measurement goes on
+    # a peer may raise any exception, which must not end the measurement of the others
     except Exception as error:
         skipped[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         say(f"  {name} skipped: {skipped[name]}")
@@ -160,7 +160,7 @@ def attempt(ops: list[Op], skipped: Skipped, name: str, make: Callable[[], Op]) 
 
 
 def say(line: str) -> None:
-    """Progress, on stderr."""
+    """Print a line of progress on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -185,7 +185,7 @@ Samples = tuple[list[float], int | None]
 
 
 def _cuda_samples(op: Op, kind: str, repeats: int | None, flush: Tensor) -> Samples:
-    """Calls queued one after the other, each with cold caches."""
+    """Time calls that are queued one after the other, each with cold caches."""
     step = partial(op.step, kind)
     (op.warm_up or step)()
     torch.cuda.synchronize()
@@ -210,7 +210,7 @@ def _cuda_samples(op: Op, kind: str, repeats: int | None, flush: Tensor) -> Samp
 
 
 def flush_buffer(device: torch.device) -> Tensor:
-    """What `gpu_times` overwrites to empty the L2 cache."""
+    """Buffer that `gpu_times` overwrites to clear the L2 cache."""
     return torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
 
@@ -219,9 +219,9 @@ def gpu_times(step: Callable[[], object], count: int, flush: Tensor, ahead: bool
 
     Args:
         step: the call.
-        count: of calls.
+        count: number of calls.
         flush: see `flush_buffer`.
-        ahead: the GPU waits until a call is queued whole: launches that take the host longer than the GPU do not count.
+        ahead: let the GPU wait until the whole call is queued, so that the launch time of the host does not count.
     """
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for start, end in events:
@@ -236,13 +236,13 @@ def gpu_times(step: Callable[[], object], count: int, flush: Tensor, ahead: bool
 
 
 def fast_sdpa(device: torch.device) -> AbstractContextManager[Any]:
-    """Where dense attention is cuDNN's on a GPU, also in the cross-attention."""
+    """Context in which SDPA prefers cuDNN on a GPU, also in the cross-attention."""
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order, set_priority=True) if device.type == "cuda" else nullcontext()
 
 
 def added(name: str, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
-    """The row of an op that consists of others: the sum of their times, each `weight` times."""
+    """The row of an op that consists of others: the weighted sum of their times."""
     row = {key: value for key, value in parts[0][1].items() if key not in ("gpu_ms", "baseline", "speedup")}
     row |= {key: round(sum(w * part[key] for w, part in parts), 4) for key in row if key.endswith("_ms")}
     row |= {"op": name, "repeats": min(part["repeats"] for _, part in parts), "peak_extra_mib": None}
@@ -250,7 +250,7 @@ def added(name: str, parts: Sequence[tuple[float, dict[str, Any]]]) -> dict[str,
 
 
 def against(row: dict[str, Any], baseline: dict[str, Any] | None) -> None:
-    """Write into `row` how many times faster it is than `baseline`, where there is one."""
+    """Add to `row` its speed-up over `baseline`, None without a baseline."""
     row |= {"baseline": None, "speedup": None}
     if baseline is not None:
         row |= {"baseline": baseline["op"], "speedup": round(baseline["median_ms"] / row["median_ms"], 3)}
@@ -270,9 +270,9 @@ def breakdown(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def _cpu_samples(steps: Sequence[tuple[Op, str]], repeats: int) -> list[Samples]:
-    """Calls taken in turns, so that a busy machine slows all ops alike."""
+    """Time the ops in turns, so that load on the machine affects all of them equally."""
     times: list[list[float]] = [[] for _ in steps]
-    # the first turns warm caches and the allocator up
+    # the first two turns warm up caches and the allocator
     for turn in range(-2, repeats):
         for (op, kind), taken in zip(steps, times, strict=True):
             if turn < 0 and op.warm_up is not None:
@@ -289,7 +289,7 @@ def _row(op: Op, kind: str, times: list[float], peak: int | None) -> dict[str, A
     median = statistics.median(times)
     row: dict[str, Any] = {"op": op.name, "pass": kind, "median_ms": round(median, 4)}
     row |= {"min_ms": round(min(times), 4), "max_ms": round(max(times), 4), "repeats": len(times)}
-    # of a GPU
+    # peak memory is known only on a GPU
     if peak is not None:
         low, high = torch.tensor(times).quantile(torch.tensor([0.2, 0.8])).tolist()
         row |= {"p20_ms": round(low, 4), "p80_ms": round(high, 4), "ahead": op.ahead}

@@ -1,10 +1,10 @@
-"""Provokes every fault of the reliability scorecard many times and counts what survived.
+"""Fault injection: provokes every fault of the reliability scorecard many times and counts the survived tries.
 
     python -m scripts.soak                       every row, as many tries as the scorecard asks for
     python -m scripts.soak kernels "kill -9"     rows of a file, or with these words in their names
     python -m scripts.soak --list
 
-Exit status 1 when a row lost a try, 130 after Ctrl-C; what was measured until then is written.
+The exit status is 1 if a row lost a try, and 130 after Ctrl-C; results until then are written.
 """
 
 from __future__ import annotations
@@ -36,28 +36,24 @@ TOPICS = (
     "execution",
     "kernels",
 )
-"""Files of this folder that hold rows."""
+"""Modules of this folder that define rows."""
 
 
 ON_GPUS = ("gpu_kernels", "gpu_runs")
-"""Files whose rows need GPUs: they run when they are named, by `scripts/gpu_soak.sh`."""
+"""Modules whose rows need GPUs; they run only if they are named, as in `scripts/gpu_soak.sh`."""
 
 
 def rows_by_topic(topics: Sequence[str] = TOPICS) -> dict[str, tuple[Row, ...]]:
-    """The rows of files."""
+    """Rows by module."""
     there = [topic for topic in topics if find_spec(f"scripts.soak.{topic}") is not None]
     return {topic: import_module(f"scripts.soak.{topic}").ROWS for topic in there}
 
 
 def choose_rows(words: Sequence[str]) -> list[Row]:
-    """Rows of the files, or with the words in their names, in the order of `TOPICS`; all without words.
-
-    Raises:
-        ValueError: a word that no row has.
-    """
+    """Rows of the named modules, or with the words in their names, in the order of `TOPICS`; all rows without words."""
     files = [word for word in words if word in (*TOPICS, *ON_GPUS)]
     names = [word for word in words if word not in files]
-    # a machine may lack what other files import
+    # the machine may lack packages that other modules import
     searched = (*TOPICS, *ON_GPUS) if names else files or TOPICS
     known = rows_by_topic(searched)
     for word in words:
@@ -75,12 +71,12 @@ def run(rows: Sequence[Row], out: Path, *, short: bool, seed: int, jobs: int, ke
     """Run rows, print their table and write it; returns the exit status.
 
     Args:
-        rows: to run.
-        out: the JSON; the table lies beside it.
-        short: few tries a row.
-        seed: of every row.
-        jobs: rows at a time.
-        keep: leaves the folders of the rows here.
+        rows: rows to run.
+        out: JSON file to write; the table is written beside it.
+        short: run few tries per row.
+        seed: seed of every row.
+        jobs: number of parallel rows.
+        keep: folder that keeps the folders of the rows.
     """
     results: list[Result] = []
     began, interrupted = time.monotonic(), False
@@ -117,9 +113,9 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="a file, or a part of a row's name; default all")
     parser.add_argument("--short", action="store_true", help="the few tries of `make test`")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="rows at a time (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of parallel rows (default %(default)s)")
     parser.add_argument("--out", type=Path, help="default benchmarks/soak-DATE.json, outputs/soak.json for a part")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the folders of the rows here, empty before")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the folders of the rows in this empty folder")
     parser.add_argument("--list", action="store_true", help="print the rows and stop")
     args = parser.parse_args()
     with one_line_errors():

@@ -1,4 +1,4 @@
-"""The row about settings that are changed when a run is resumed."""
+"""Row about settings that change when a run is resumed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FREE = (
 
 
 def settings(folder: Path, tries: int, seed: int) -> Outcome:
-    """A setting of the run is changed on resume: refused with its key and both values; a free one is not."""
+    """Resume with a changed setting: an error names its key and both values, but free settings may change."""
     checkpoint = trained(folder)
     whole = shutil.copytree(checkpoint.parent.parent, folder / "whole")
     draw = random.Random(seed)

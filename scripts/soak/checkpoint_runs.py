@@ -1,4 +1,4 @@
-"""A tiny run in this process, its checkpoints, damage to them, and how tries are counted."""
+"""A tiny run in this process, its checkpoints, damage to them, and the counting of tries."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ TINY = (
     "trainer.val_check_interval=1000",
     "trainer.enable_progress_bar=false",
 )
-"""A run of 32 tokens and a tenth of a second a step."""
+"""Settings of a run with 32 tokens and a tenth of a second per step."""
 
 
 def tally(results: Iterator[tuple[bool, str]], *notes: str) -> Outcome:
-    """Count tries that are made one by one."""
+    """Count the results of tries, which run one by one."""
     tried = survived = 0
     failures: list[str] = []
     for good, what in results:
@@ -58,10 +58,10 @@ def tally(results: Iterator[tuple[bool, str]], *notes: str) -> Outcome:
 
 
 def train(folder: Path, *overrides: str) -> str:
-    """Train the tiny run `folder/pretrain/RUN` in this process; returns how it was refused, or nothing."""
+    """Train the tiny run `folder/pretrain/RUN` in this process; returns the message of a refusal, or ""."""
     from vsa.training.train import train as run
 
-    # an option whose default stands in Python is in no file
+    # options with a default in Python are not in a config file
     replaced = {word.partition("=")[0] for word in overrides}
     tiny = [word for word in TINY if word.partition(".")[0] not in replaced]
     words = [f"++{word}" if "." in word.partition("=")[0] else word for word in (*tiny, *overrides)]
@@ -77,7 +77,7 @@ def train(folder: Path, *overrides: str) -> str:
 
 
 def trained(folder: Path) -> Path:
-    """The newest of a run's checkpoints at the steps 2, 4 and 6."""
+    """Train a run with checkpoints at the steps 2, 4 and 6; returns the newest one."""
     if refused := train(folder, "run=source", "trainer.max_steps=6"):
         raise RuntimeError(refused)
     return folder / "pretrain" / "source" / "checkpoints" / "step-00000006"
@@ -92,7 +92,7 @@ def is_good(checkpoint: Path) -> bool:
 
 
 def falls_back(checkpoint: Path) -> tuple[bool, str]:
-    """Whether a damaged newest checkpoint is refused in one line, and the one before it taken."""
+    """Whether a damaged newest checkpoint is reported in one line and the previous checkpoint is used."""
     older = list_checkpoints(checkpoint.parent)[-2]
     try:
         read_checkpoint(checkpoint)
@@ -111,12 +111,12 @@ def falls_back(checkpoint: Path) -> tuple[bool, str]:
 def damage(
     names: tuple[str, ...], cuts: bool, make: Callable[[Path], Path] = trained
 ) -> Callable[[Path, int, int], Outcome]:
-    """A row that flips bits (and cuts) files of the newest checkpoint at random places.
+    """A row that flips bits of (and truncates) files of the newest checkpoint at random places.
 
     Args:
-        names: of the files.
-        cuts: whether every third try cuts.
-        make: writes two checkpoints or more and returns the newest.
+        names: names of the files.
+        cuts: whether every third try truncates a file.
+        make: writes at least two checkpoints and returns the newest.
     """
 
     def run(folder: Path, tries: int, seed: int) -> Outcome:

@@ -1,4 +1,4 @@
-"""Rows about checkpoints: damage, missing state, retention, going back, kills, full disks and changed settings."""
+"""Rows about checkpoints: damage, missing state, retention, resumes from older ones, kills and full disks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOSTILE: tuple[Any, ...] = (None, True, -1, 1.5, "text", [], {}, [[]], 10**400, 
 
 
 def edits(folder: Path, tries: int, seed: int) -> Outcome:
-    """Values of state.json replaced, removed or swapped by hand, as text."""
+    """Replace, remove or swap values in the text of state.json."""
     draw, checkpoint = random.Random(seed), trained(folder)
     file = checkpoint / "state.json"
     good = file.read_text()
@@ -69,7 +69,7 @@ def edits(folder: Path, tries: int, seed: int) -> Outcome:
                 value = draw.choice([value for value in HOSTILE if value != state[key]])
                 what = f"{key}={str(value)[:20]}"
                 state[key] = value
-            # in the layout of the writer, so that the trailing digest is one to its reader
+            # in the layout of the writer, so that the reader recognises the trailing digest
             file.write_text(json.dumps(state, indent=1))
             survived, why = falls_back(checkpoint)
             yield survived, f"{what}: {why}"
@@ -78,7 +78,7 @@ def edits(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def contents(folder: Path, tries: int, seed: int) -> Outcome:
-    """state.json replaced by something else: other JSON, nested without end, no text, a folder."""
+    """Replace state.json by other content: other JSON, very deep nesting, bytes that are not text, a folder."""
     draw, checkpoint = random.Random(seed), trained(folder)
     file = checkpoint / "state.json"
     good = file.read_bytes()
@@ -107,11 +107,11 @@ def contents(folder: Path, tries: int, seed: int) -> Outcome:
     return tally(attempts())
 
 
-# state that is missing
+# missing state
 
 
 def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
-    """One value or tensor is left out of a checkpoint, under digests made anew, and the run is resumed."""
+    """Remove one value or tensor from a checkpoint, recompute its digests, and resume the run."""
     checkpoint = trained(folder)
     whole = folder / "whole"
     shutil.copytree(checkpoint, whole)
@@ -120,13 +120,13 @@ def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
     keys: list[tuple[str, ...]] = [(key,) for key in state]
     keys += [(name, key) for name, value in state.items() if name in ("files", "loss_window") for key in value]
     keys += [(f"{group}.safetensors", key) for group, found in tensors.items() for key in found]
-    # whole parameters without moments, which no single key is
+    # all moments of a parameter, which have several keys
     owners = sorted({key.rpartition("/")[0] for key in tensors["optimizer"]})
     draw = random.Random(seed)
     values = [key for key in keys if not key[0].endswith(".safetensors")]
     whole_parameters = [("moments", owner) for owner in draw.sample(owners, 4)]
     others = draw.sample([key for key in keys if key not in values], 60)
-    # all values first
+    # all values come first
     chosen = (draw.sample([*values, *whole_parameters], len(values) + 4) + others)[:tries]
 
     def attempt(key: tuple[str, ...]) -> tuple[bool, str]:
@@ -157,7 +157,7 @@ def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def retention(folder: Path, tries: int, seed: int) -> Outcome:
-    """A random sequence of saves and damage a try: two good ones are left whenever there ever were two."""
+    """A random sequence of saves and damage per try: once two good checkpoints exist, two are always left."""
 
     def attempt(number: int) -> tuple[bool, str]:
         draw, place = random.Random(seed * 1_000_003 + number), folder / str(number)
@@ -184,7 +184,7 @@ def retention(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def going_back(folder: Path, tries: int, seed: int) -> Outcome:
-    """A run goes back to an older checkpoint and ends early: `last` is of the line it trains, nothing is lost."""
+    """Resume from an older checkpoint and stop early: `last` follows the resumed run, and no checkpoint is lost."""
     draw = random.Random(seed)
     newest = trained(folder / "whole")
     whole = newest.parent.parent
@@ -198,7 +198,7 @@ def going_back(folder: Path, tries: int, seed: int) -> Outcome:
         end = draw.randrange(back + 1, 6)
         source = run / "checkpoints" / f"step-{back:08d}"
         if draw.random() < 0.3:
-            # a copy from elsewhere
+            # a checkpoint that was copied to another folder
             source = shutil.copytree(source, place / "copy")
         later = {path.name for path in list_checkpoints(run / "checkpoints") if path.name > f"step-{back:08d}"}
         refused = train(place, "run=source", f"ckpt_path={source}", f"trainer.max_steps={end}")
@@ -226,7 +226,7 @@ def _save_for_ever(place: Path) -> None:
 
 
 def kills(folder: Path, tries: int, seed: int) -> Outcome:
-    """kill -9 of a process that saves 12 MB back to back, on a disk and in memory, at random moments of a save."""
+    """kill -9 of a process that saves 12 MB in a loop, on a disk and in memory, at random moments of a save."""
     draw = random.Random(seed)
     memory = Path("/dev/shm")
     inside = 0
@@ -239,7 +239,7 @@ def kills(folder: Path, tries: int, seed: int) -> Outcome:
         child = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(place,))
         child.start()
         assert child.pid is not None
-        # from the second save on, some time after one has begun
+        # some time after the start of the second or a later save
         while len(list_checkpoints(place)) < 1 or not list(place.glob(".writing-*")):
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.04))
@@ -271,7 +271,7 @@ def small_files(most: int) -> Iterator[None]:
 
 
 def full_disk(folder: Path, tries: int, seed: int) -> Outcome:
-    """The disk is full at a random byte of a save: no litter, the checkpoint before stays, exit status 28."""
+    """Full disk at a random byte of a save: no files are left over, the previous checkpoint remains, exit status 28."""
     draw = random.Random(seed)
     tensors = {"model": {"w": torch.zeros(20_000)}}
     write_checkpoint(folder, tensors, {"step": 1})
@@ -299,7 +299,7 @@ def full_disk(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def background(folder: Path, tries: int, seed: int) -> Outcome:
-    """Saves that dawdle in the background while training goes on: the bytes of those that training waits for."""
+    """Slow saves in the background during training write the same bytes as saves that training waits for."""
     draw, whole = random.Random(seed), run_checkpoint.save_file
     expected = [read_checkpoint(path).state["files"] for path in list_checkpoints(trained(folder / "sync").parent)]
 

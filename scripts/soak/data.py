@@ -1,4 +1,4 @@
-"""Rows about data: damaged and forged shards and indexes, and runs that meet bad samples."""
+"""Rows about data: damaged and forged shards and indexes, and runs on data with bad samples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _write(root: Path, *, count: int = 24, per_shard: int = 10) -> Path:
 
 
 def _read(root: Path) -> dict[str, list[Tensor] | str]:
-    """Everything that a training reads of each sample, or the cause why it does not."""
+    """The tensors that training reads of each sample, or the cause of its failure."""
     reader = LatentReader(root)
     result: dict[str, list[Tensor] | str] = {}
     for name in reader.index.samples:
@@ -56,7 +56,7 @@ def _read(root: Path) -> dict[str, list[Tensor] | str]:
 
 
 def _same(read: dict[str, Any], good: dict[str, Any]) -> bool:
-    """Whether each sample is what it was, or told as bad."""
+    """Whether each sample is unchanged or reported as bad."""
     return read.keys() == good.keys() and all(
         isinstance(value, str) or all(torch.equal(a, b) for a, b in zip(value, good[name], strict=True))
         for name, value in read.items()
@@ -84,7 +84,7 @@ def _flipped_shards(folder: Path, tries: int, seed: int) -> Outcome:
             if not _same(read, good) or list(reader.damaged_shards()) != [path]:
                 failures.append(what)
         except ValueError as error:
-            # the null embedding is read at opening
+            # opening a data set already reads the null embedding
             told += 1
             if not _one_line(error, path.name, "__null__"):
                 failures.append(f"{what}: {error!r}")
@@ -106,7 +106,7 @@ def _flipped_index(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def _not_refused(root: Path, *words: str) -> str | None:
-    """None when opening a data set is refused in one line with its file's name and these words."""
+    """None if opening a data set raises an error of one line with the name of its file and these words."""
     try:
         LatentReader(root)
     except Exception as error:
@@ -119,7 +119,7 @@ def _cut_shards(folder: Path, tries: int, seed: int) -> Outcome:
     for i in range(tries):
         path = draw.choice(sorted(root.glob("*.tar")))
         content = path.read_bytes()
-        # half at the ends of tar's blocks
+        # every second try cuts at the end of a tar block
         cut = draw.randrange(len(content)) // (512 if i % 2 else 1) * (512 if i % 2 else 1)
         path.write_bytes(content[:cut])
         if (problem := _not_refused(root, path.name)) is not None:
@@ -129,7 +129,7 @@ def _cut_shards(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def edit_index(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the content of an index and give it the digest that belongs to it."""
+    """Change the content of an index and update its digest."""
     content = json.loads((root / INDEX_NAME).read_text())
     content.pop("index_sha256", None)
     change(content)
@@ -139,7 +139,7 @@ def edit_index(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def forge(root: Path, sample: str, kind: str, payload: bytes) -> None:
-    """Put bytes in the place of a member, `kind` latents or texts, with every digest right."""
+    """Replace the bytes of a member, `kind` latents or texts, and update all digests."""
     index = json.loads((root / INDEX_NAME).read_text())
     name = next(s["name"] for s in index["shards"] if any(row[0] == sample for row in s.get(kind, ())))
     content = (root / name).read_bytes()
@@ -156,7 +156,7 @@ def forge(root: Path, sample: str, kind: str, payload: bytes) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Forgery:
-    """A member that is not what it should be: name, which member, its bytes, and the cause that must be told."""
+    """An invalid member: its name, kind and bytes, and the cause that has to be reported."""
 
     name: str
     kind: str
@@ -165,7 +165,7 @@ class Forgery:
 
 
 def forgeries() -> Iterator[Forgery]:
-    """40 members with right digests."""
+    """40 invalid members with correct digests."""
     codec = HaarCodec()
     about = {"codec_id": codec.id, "codec_hash": codec.hash}
     spoken = {"text_encoder_id": _TEXT.id, "text_encoder_hash": _TEXT.hash, "captions": ["a", "b"]}
@@ -234,7 +234,7 @@ def _module(root: Path, **options: Any) -> LatentDataModule:
 
 
 def _forged_members(folder: Path, tries: int, seed: int) -> Outcome:
-    """Each sample is drawn in the first step of a training, which must pass it and tell why."""
+    """Draw each sample in the first step of a training, which has to skip it and report the cause."""
     good, failures = _write(folder / "good", count=8), []
     chosen = list(forgeries())[:tries]
     for i, forgery in enumerate(chosen):
@@ -247,7 +247,7 @@ def _forged_members(folder: Path, tries: int, seed: int) -> Outcome:
             told = [(bad.id, bad.cause) for bad in batch.bad]
             passed = len(batch.sample_ids) == 8 and "clip-003" not in batch.sample_ids
             whole = bool(batch.latents.isfinite().all() and batch.text.isfinite().all())
-            # drawn again in place of itself it is told once
+            # a sample that replaces itself is reported only once
             if set(told) != {("clip-003", forgery.cause)} or not passed or not whole:
                 failures.append(f"try {i}: {forgery.name}: told {told}, expected {forgery.cause}")
         except Exception as error:
@@ -257,7 +257,7 @@ def _forged_members(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def index_tricks() -> dict[str, tuple[Callable[[dict[str, Any]], object], str]]:
-    """Changes of an index that must be refused, and a word of the refusal."""
+    """Changes of an index that must raise an error, each with a part of the message."""
 
     def first(index: dict[str, Any], kind: str = "latents") -> dict[str, Any]:
         return next(shard for shard in index["shards"] if shard.get(kind))
@@ -304,8 +304,8 @@ def _index_tricks(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def _runs_with_bad_samples(folder: Path, tries: int, seed: int) -> Outcome:
-    """A run passes a bad sample; one that is cut and gone on with another number of workers is the same run."""
-    # imports the whole product, which other rows do without
+    """A run skips a bad sample; stopping it and resuming with another number of workers changes nothing."""
+    # imported here, because it imports the whole package, which other rows do not need
     from scripts.soak.tiny import STEPS, metrics, run_folder, start, words, write_shards
     from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 

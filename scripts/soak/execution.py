@@ -1,6 +1,6 @@
-"""Settings that would run code or delete what is not theirs, through the real commands: one line, and nothing touched.
+"""Rows about settings that would run code or delete other files: the commands must end with one line and touch nothing.
 
-Every hostile value leaves a file `proof` when it is executed, or imported.
+Every hostile value creates a file `proof` if it is executed or imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIGS = tiny.ROOT / "configs"
 
 
 def overwrite(folder: Path, tries: int, seed: int) -> Outcome:
-    """`overwrite=true` beside a run of its own: nothing of anybody else's goes."""
+    """`overwrite=true` in folders that hold other files than the run: no other file is deleted."""
     assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
     outputs, run = folder / "outputs", tiny.run_folder(folder)
     mine = folder / "mine"
@@ -44,7 +44,7 @@ def overwrite(folder: Path, tries: int, seed: int) -> Outcome:
         [f"run_dir={outputs}"],
         [f"run_dir={folder / 'link'}"],
         [f"run_dir={folder / 'shards'}"],
-        # its own, and refused for another reason
+        # the folder of the run itself, refused for another reason
         ["optim.lr=-1"],
     ]
     tally = Tally()
@@ -59,7 +59,7 @@ def overwrite(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def two_runs(folder: Path, tries: int, seed: int) -> Outcome:
-    """A second run is started in the folder of one that trains: it is refused, the first ends as it would alone."""
+    """Start a second run in the folder of a running one: it is refused, and the first ends as it would alone."""
     tally, rng = Tally(), random.Random(seed)
     alone = tiny.words(folder, "run=alone")
     assert tiny.start(alone, folder=folder).wait() == 0
@@ -70,7 +70,7 @@ def two_runs(folder: Path, tries: int, seed: int) -> Outcome:
         first = tiny.start(words, folder=folder)
         step = rng.randint(1, tiny.STEPS // 2)
         tiny.wait_for_step(run, step)
-        # its composition takes half a second, in which the first one would end
+        # the second run needs half a second to start, in which the first one would end
         first.send_signal(tiny.signal.SIGSTOP)
         failure = refusal_failure(second := tiny.start([*words, *how], folder=folder))
         if failure is None and "is in use by process" not in second.output():
@@ -84,14 +84,14 @@ def two_runs(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def refused_starts(folder: Path, tries: int, seed: int) -> Outcome:
-    """A start that is refused leaves an existing run folder byte for byte as it was."""
+    """A refused start leaves an existing run folder unchanged, byte for byte."""
     settings = [
         *("optim.lr=-1", "model.num_layers=two", "sparsity.sparsity=2", "data.batch_size=0", "nope=3", "model=nope"),
         *("data.root=nowhere", "init_from=nowhere", "trainer.precision=99", "trainer.max_steps=0", "seed=x"),
         *("attention.tile_thw=[0,2,2]", "model.text_dim=32", f"callbacks.x._target_={PACKAGE}.run"),
     ]
     starts = [(how, setting) for how in ("", "overwrite=true", "ckpt_path=last") for setting in settings]
-    # with these it is a run of other steps, or one that has all of its steps
+    # this combination is not refused, because the run already has all of its steps
     starts = [(how, setting) for how, setting in starts if (how, setting) != ("ckpt_path=last", "trainer.max_steps=0")]
     starts += [("", "trainer.max_steps=9"), ("ckpt_path=nowhere", "seed=0"), ("ckpt_path=last", "seed=1")]
     arm(folder)
@@ -115,7 +115,7 @@ def _hostile_start(arguments: list[str], folder: Path, proof: Path, before: Mapp
 
 
 def hydra_files(folder: Path, tries: int, seed: int) -> Outcome:
-    """Hydra's own nodes in an experiment file of somebody else."""
+    """Hostile `hydra` nodes in an experiment file."""
     proof, tally = arm(folder), Tally()
     experiments = folder / "configs" / "experiment"
     experiments.mkdir(parents=True)
@@ -123,21 +123,21 @@ def hydra_files(folder: Path, tries: int, seed: int) -> Outcome:
     for name, node in drawn([*hydra_nodes(proof).items()], tries, seed):
         text = "# @package _global_\n" + yaml.safe_dump({"hydra": node})
         (experiments / "evil.yaml").write_text(text)
-        # launchers and sweepers of Hydra work for several runs
+        # Hydra uses launchers and sweepers only for several runs
         several = ["-m"] if {"launcher", "sweeper"} & set(node) else []
         tally.add(name, _hostile_start([*several, *words], folder, proof, contents(folder)))
     return tally.outcome()
 
 
 def hydra_overrides(folder: Path, tries: int, seed: int) -> Outcome:
-    """The same nodes on the command line."""
+    """Hostile `hydra` nodes on the command line."""
     proof, tally = arm(folder), Tally()
     words = tiny.words(folder)
     before = contents(folder)
     for name, node in drawn([*hydra_nodes(proof).items()], tries, seed):
         several = ["-m"] if {"launcher", "sweeper"} & set(node) else []
         settings = [
-            # a launcher's own file has other keys
+            # ++ also adds keys that the config of a launcher lacks
             f"++hydra.{top}.{key}={grammar(value)}"
             for top, inner in node.items()
             for key, value in inner.items()
@@ -147,7 +147,7 @@ def hydra_overrides(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def _with_config(run: Path, target: Path, config: Mapping[str, Any]) -> Path:
-    """A whole checkpoint with the tensors of a run's newest one and another config."""
+    """A complete checkpoint with the tensors of the newest one of a run and another config."""
     checkpoint = resolve_checkpoint("last", run)
     state = {name: value for name, value in checkpoint.state.items() if name not in ("schema", "files")}
     return write_checkpoint(
@@ -156,7 +156,7 @@ def _with_config(run: Path, target: Path, config: Mapping[str, Any]) -> Path:
 
 
 def hydra_checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
-    """The same nodes in the config of a checkpoint that is resumed: they are data."""
+    """Hostile `hydra` nodes in the config of a resumed checkpoint, where they are only data."""
     proof, tally = arm(folder), Tally()
     assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
     config = resolve_checkpoint("last", tiny.run_folder(folder)).state["config"]
@@ -173,7 +173,7 @@ def hydra_checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def targets(folder: Path, tries: int, seed: int) -> Outcome:
-    """Classes and functions of others, in four places of a config."""
+    """Classes and functions of other packages, in four places of a config."""
     proof, tally = arm(folder), Tally()
     for target in drawn(TARGETS, tries, seed):
         evil = {"_target_": target}
@@ -202,7 +202,7 @@ def targets(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def keys(folder: Path, tries: int, seed: int) -> Outcome:
-    """A class of somebody else below every key, on the command line."""
+    """A class of another package below every key, on the command line."""
     proof, tally = arm(folder), Tally()
     words = tiny.words(folder)
     before = contents(folder)
@@ -212,7 +212,7 @@ def keys(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
-    """Nodes of a checkpoint's config that name other classes, through three commands that build from it."""
+    """Nodes in the config of a checkpoint that name other classes, through three commands that instantiate it."""
     proof, tally = arm(folder), Tally()
     assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
     config = resolve_checkpoint("last", tiny.run_folder(folder)).state["config"]
@@ -237,7 +237,7 @@ def checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
         }[command]
         started = tiny.start([source, *options], folder=folder, script=command)
         failure = refusal_failure(started)
-        # a command may do without the node
+        # a command may not use the node
         if started.returncode == 0:
             failure = None
         tally.add(f"{command} {node}", "it was executed" if proof.exists() else failure)
@@ -246,7 +246,7 @@ def checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def shipped(folder: Path, tries: int, seed: int) -> Outcome:
-    """Every experiment of the project passes the checks that refuse all the others."""
+    """All experiments of the project pass the checks."""
     tally = Tally()
     names = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
     for name in drawn(names, tries, seed):
@@ -263,7 +263,7 @@ def shipped(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def hostile_files(folder: Path, tries: int, seed: int) -> Outcome:
-    """Experiment files that are no settings."""
+    """Experiment files that are not valid settings."""
     proof, tally = arm(folder), Tally()
     experiments = folder / "configs" / "experiment"
     experiments.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Rows of the kernels that need a GPU and its memory; they import torch, triton and the kernels alone.
+"""Rows about kernels that need the memory of a GPU; they import only torch, triton and the kernels.
 
 B batch, L tokens, H heads, D head dim.
 """
@@ -16,27 +16,27 @@ from scripts.soak.rows import Outcome, Row
 from scripts.soak.tally import Tally
 
 LONG = 99_866
-"""Tokens at which the strides of a fused q, k, v of 56 heads x 128 pass 2^31 elements."""
+"""Number of tokens from which the strides of a fused q, k, v of 56 heads x 128 exceed 2^31 elements."""
 
 
 def long_views(
     tokens: int, *, heads: int, head_dim: int, seed: int, backend: str, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Compare attention on views of one fused tensor with that on copies, and 20 rows with fp64; what is wrong.
+    """Compare attention on views of a fused tensor with that on copies, and 20 rows with fp64; returns the difference.
 
     Args:
         tokens: L; the fused tensor is `[1, L, 3, H, D]`.
         heads: H.
         head_dim: D.
-        seed: of values and lists.
-        backend: of the operator.
-        device: of the tensors.
-        dtype: of the tensors.
+        seed: seed of values and lists.
+        backend: backend of the operator.
+        device: device of the tensors.
+        dtype: dtype of the tensors.
     """
     rng, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     sizes = [64] * (tokens // 64) + ([tokens % 64] if tokens % 64 else [])
     blocks = Blocks.from_sizes(sizes, device)
-    # the last block is in every list: its offsets are the largest
+    # the last block is in every list, because its offsets are the largest
     count, num = min(4, len(sizes)), len(sizes)
     lists = torch.tensor([sorted({*rng.sample(range(num - 1), count - 1), num - 1}) for _ in sizes], device=device)
     counts = torch.full((1, 1, num), count, dtype=torch.int32, device=device)
@@ -55,7 +55,7 @@ def long_views(
     wrong = [name for name, a, b in zip(names, views, copies, strict=True) if not torch.equal(a, b)]
     if wrong:
         return f"{wrong} differ from those of contiguous tensors"
-    # among them the last token
+    # always includes the last token
     for token in [tokens - 1, *rng.sample(range(tokens), min(19, tokens))]:
         block = token // 64
         seen = torch.cat([torch.arange(n * 64, n * 64 + sizes[n], device=device) for n in lists[block].tolist()])
@@ -68,7 +68,7 @@ def long_views(
 
 
 def long_strides(folder: Path, tries: int, seed: int) -> Outcome:
-    """A fused q, k, v of 2^31 elements and more (4.3 GB in bf16), forward and backward."""
+    """Forward and backward on a fused q, k, v of at least 2^31 elements (4.3 GB in bf16)."""
     tally, device = Tally(), torch.device("cuda")
     for number in range(tries):
         dtype = (torch.bfloat16, torch.float16)[number % 2]

@@ -1,4 +1,4 @@
-"""Rows of training on several GPUs: signals, gradients that are no numbers, dead and frozen ranks. They need Hydra."""
+"""Rows about training on several GPUs: signals, NaN and Inf gradients, dead and frozen ranks. They need Hydra."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.soak.tally import Tally
 from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint, resolve_checkpoint
 
 TIMEOUT = 20
-"""Seconds after which a rank that is waited for ends the others."""
+"""Seconds of waiting for a rank after which the others end."""
 
 POISON = """
 import sys
@@ -41,11 +41,11 @@ class Poison(L.Callback):
 training._trainer = lambda cfg, module, callbacks, loggers: make(cfg, module, [*callbacks, Poison()], loggers)
 main(["train", *sys.argv[4:]])
 """
-"""Training in which one element of one gradient of one rank is no number."""
+"""Training in which one element of a gradient of one rank is NaN or Inf."""
 
 
 def gpu_words(folder: Path, *overrides: str) -> list[str]:
-    """The tiny run on all GPUs, sharded, which starts its processes itself."""
+    """Settings of the tiny run, sharded over all GPUs, which starts its processes itself."""
     accelerator = os.environ.get("SOAK_ACCELERATOR", "gpu")
     count = torch.cuda.device_count() if accelerator == "gpu" else 2
     devices = ("trainer=fsdp", f"trainer.accelerator={accelerator}", f"trainer.devices={count}")
@@ -53,11 +53,11 @@ def gpu_words(folder: Path, *overrides: str) -> list[str]:
 
 
 def ranks_of(started: tiny.Started, count: int) -> list[int]:
-    """Processes of a run that starts its ranks itself, the first one first."""
+    """Process ids of a run that starts its ranks itself, rank 0 first."""
 
     def children() -> list[int]:
         text = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text()
-        # workers of a loader are forks: their command is the parent's too, but not its RANK
+        # loader workers have the command line of their parent, but not its RANK
         pids = [int(pid) for pid in text.split()]
         return [pid for pid in pids if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
 
@@ -66,7 +66,7 @@ def ranks_of(started: tiny.Started, count: int) -> list[int]:
 
 
 def signals(folder: Path, tries: int, seed: int) -> Outcome:
-    """SIGTERM and SIGINT to the first rank, another, or all: saved, the documented status, and the run goes on."""
+    """SIGTERM and SIGINT to the first rank, another one, or all: the run saves, has its status, and can be resumed."""
     tally, rng = Tally(), random.Random(seed)
     for number in range(tries):
         kind, whom = (signal.SIGTERM, signal.SIGINT)[number % 2], ("first", "last", "all")[number // 2 % 3]
@@ -99,7 +99,7 @@ def signals(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def poisoned(folder: Path, tries: int, seed: int) -> Outcome:
-    """NaN or Inf in one gradient of one rank: no rank takes the step, and the training goes on."""
+    """NaN or Inf in one gradient of one rank: no rank takes the step, and the training continues."""
     tally, rng = Tally(), random.Random(seed)
     script = folder / "poison.py"
     script.write_text(POISON)
@@ -107,7 +107,7 @@ def poisoned(folder: Path, tries: int, seed: int) -> Outcome:
         step, rank, value = rng.randint(2, 8), number % 2, ("nan", "inf")[number // 2 % 2]
         settings = ("callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=20", "trainer.max_steps=10")
         words, run = gpu_words(folder, *settings, f"run=r{number}"), tiny.run_folder(folder, f"r{number}")
-        # in the place of train.py, which its launcher starts again for the other ranks
+        # replaces train.py, since the launcher starts the same script for the other ranks
         started = tiny.start([str(step), str(rank), value, *words], folder=folder, fresh=True, script=str(script))
         try:
             status = started.wait(300)
@@ -127,7 +127,7 @@ def poisoned(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def lost_ranks(folder: Path, tries: int, seed: int) -> Outcome:
-    """A rank is killed or frozen: the others end within the timeout."""
+    """Kill or freeze a rank: the others end within the timeout."""
     tally, rng = Tally(), random.Random(seed)
     for number in range(tries):
         kind = (signal.SIGSTOP, signal.SIGKILL)[number % 2]

@@ -1,4 +1,4 @@
-"""Settings, files and tensors that would run code, each of which leaves a file `proof` behind when it does."""
+"""Settings, files and tensors that would run code; each creates a file `proof` if it does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 PACKAGE = "evil_package"
-"""A package on the path that leaves the proof when it is imported, before anything of it is called."""
+"""A package on the path that creates the proof on import."""
 
 
 class Bomb:
-    """Unpickling it leaves the proof."""
+    """An object whose unpickling creates the proof."""
 
     def __init__(self, proof: Path):
         self._proof = proof
@@ -30,7 +30,7 @@ class Bomb:
 
 
 def arm(folder: Path) -> Path:
-    """Put the hostile package on the path of this process and its forks; returns where the proof would appear."""
+    """Put the hostile package on the path of this process and its forks; returns the path of the proof."""
     proof, package = folder / "proof", folder / "path" / PACKAGE
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f"from pathlib import Path\n\nPath({str(proof)!r}).touch()\n")
@@ -55,16 +55,16 @@ TARGETS: tuple[Any, ...] = (
     *("timeit.timeit", "cProfile.run", "pdb.run", "doctest.testfile", "unittest.main", "ensurepip.bootstrap"),
     *("logging.config.dictConfig", "logging.config.listen", "logging.os.system", "yaml.unsafe_load", "yaml.load"),
     *("hydra.utils.instantiate", "hydra.utils.call", "hydra.utils.get_method", "omegaconf.OmegaConf.load"),
-    # names that begin as allowed ones do
+    # names with the prefix of allowed ones
     *("vsa.training.train.os.system", "vsa.checkpoints.run_folder.subprocess.run", "vsa.config.instantiate"),
     *("vsa.config.importlib.import_module", "vsa.files.remove_folder", "vsa.training.train.train", "vsa.files.shutil"),
     *("lightning.pytorch.trainer.trainer.os.system", "lightning.pytorch.loggers.wandb.os.getenv", "vsa", "vsa."),
     *("lightning.pytorch.cli.LightningCLI", "lightning.pytorch.Trainers", "lightning.pytorch.LightningModule"),
-    # no names
+    # values that are not names
     *(None, 5, True, "", ["os.system"], {"x": "os.system"}, ".os.system", "os. system", "vsa/../os.system"),
     *(f"{PACKAGE}.run", PACKAGE, f"{PACKAGE}.inner.Class"),
 )
-"""Values of `_target_`."""
+"""Hostile values of `_target_`."""
 
 KEYS = (
     *(
@@ -79,7 +79,7 @@ KEYS = (
     *("task.parallel", "model", "model.norm", "attention", "sparsity", "data", "data.codec", "data.text_encoder"),
     *("optim", "optim.schedule", "trainer"),
 )
-"""Keys of the config below which a class is named."""
+"""Keys of the config with a `_target_`."""
 
 _EVIL: dict[str, Any] = {"_target_": f"{PACKAGE}.run"}
 _HANDLER = {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}
@@ -94,7 +94,7 @@ def _logging(handler: Any, **more: Any) -> dict[str, Any]:
 
 
 def hydra_nodes(proof: Path) -> dict[str, dict[str, Any]]:
-    """40 nodes for Hydra's own part of a config, by what they try."""
+    """40 hostile nodes for the `hydra` part of a config, by a description."""
     bomb = str(proof.with_name("bomb.pt"))
     callbacks = {
         "a package": _EVIL,
@@ -156,7 +156,7 @@ def hydra_nodes(proof: Path) -> dict[str, dict[str, Any]]:
 
 
 def grammar(value: Any) -> str:
-    """A value as Hydra's overrides spell it."""
+    """A value in the grammar of Hydra's overrides."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{_key(name)}:{grammar(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
@@ -186,11 +186,11 @@ FILES: Mapping[str, bytes] = {
     "endless interpolation": b"name: ${run}\nrun: ${name}\n",
     "unknown resolver": b"name: ${evil_package.run:1}\n",
 }
-"""13 experiment files by what they try."""
+"""13 hostile experiment files, by a description."""
 
 
 def payloads(proof: Path) -> dict[str, bytes]:
-    """Files that run code where they are unpickled, extracted or imported, by name."""
+    """Files that would run code if they were unpickled, extracted or imported, by name."""
     bomb, code = pickle.dumps(Bomb(proof)), f"open({str(proof)!r}, 'w')\n".encode()
     saved, legacy, array, archive = io.BytesIO(), io.BytesIO(), io.BytesIO(), io.BytesIO()
     torch.save({"state_dict": Bomb(proof)}, saved)

@@ -1,4 +1,4 @@
-"""A row about encoding: files that are cut, forged, endless or end their decoder, beside good ones."""
+"""Row about encoding of files that are truncated, forged or endless, or that crash the decoder, beside good ones."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from vsa.data.video_files import write_video
 
 _GOOD = 10
 _SIZE = (8, 32, 32)
-# a good file takes a few hundredths of a second, on a busy machine a few seconds
+# limit per file; a good one takes some hundredths of a second, on a busy machine a few seconds
 _SECONDS = 12
-# runs first in the decoder's process: names stand for what real files did to libraries
+# prepended to the decoder process: names of files simulate the faults that real files cause in libraries
 _DECODER = """
 import os, time
 import vsa.data.video_files as video_files
@@ -51,7 +51,7 @@ video_files._opened = opened
 
 @contextmanager
 def faulty_decoder(folder: Path) -> Iterator[None]:
-    """Decoder processes started inside hang, crash, exit or grow at files whose names begin with it."""
+    """Let decoder processes started in the block hang, crash, exit or grow at files with such names."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_DECODER)
     sys.path.insert(0, str(folder))
@@ -70,7 +70,7 @@ def _png(width: int, height: int, rows: bytes) -> bytes:
 
 
 def _hostile_files(folder: Path, good: bytes, draw: random.Random) -> list[tuple[str, bool]]:
-    """Write 56 files; name of each, and whether it may be encoded all the same."""
+    """Write 56 files; returns the name of each, and whether it may still be encoded."""
     files: list[tuple[str, bool]] = []
 
     def add(name: str, content: bytes | Callable[[Path], object], *, may_pass: bool = False) -> None:
@@ -84,7 +84,7 @@ def _hostile_files(folder: Path, good: bytes, draw: random.Random) -> list[tuple
     for name in ("hang", "abort", "exit", "segment", "grow"):
         add(f"{name}.mp4", good)
     for i in range(8):
-        # a film without its last bytes may still decode
+        # a video without its last bytes may still decode
         add(f"cut-{i}.mp4", good[: len(good) * i // 8 + 9], may_pass=i == 7)
     for suffix in ("mp4", "webm", "mkv", "mov", "avi", "gif", "png", "jpg", "webp"):
         add(f"noise.{suffix}", draw.randbytes(5000))

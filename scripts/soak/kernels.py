@@ -1,4 +1,4 @@
-"""The operators on the CPU against plain dense attention in fp64, and against themselves in other layouts."""
+"""Rows about operators on the CPU: compared with dense fp64 attention, and with themselves in other layouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _repeat(seed: int, number: int) -> int:
 
 
 def fuzz(folder: Path, tries: int, seed: int) -> Outcome:
-    """Random problems through every backend of the CPU."""
+    """Random problems on every CPU backend against fp64."""
     tally = Tally()
     for number in range(tries):
         dtype, backend = DTYPES[number % 3], BACKENDS[number // 3 % 2]
@@ -42,7 +42,7 @@ def fuzz(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def operator(folder: Path, tries: int, seed: int) -> Outcome:
-    """The whole operator with both gates against its formula in fp64."""
+    """The coarse-fine operator with both gates against its formula in fp64."""
     tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float64)
@@ -60,7 +60,7 @@ def operator(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def _operator(p: Problem, q: Tensor, k: Tensor, v: Tensor, coarse_gate: Tensor, fine_gate: Tensor, topk: int) -> Tensor:
-    """Means of blocks by a loop, a sort for the top-k, dense attention with the mask that follows."""
+    """The formula: block means by a loop, top-k by a sort, and dense attention with the resulting mask."""
     group = q.shape[2] // k.shape[2]
     means = [
         torch.stack([part.mean(1) for part in x.split(sizes, dim=1)], dim=1)
@@ -77,14 +77,14 @@ def _operator(p: Problem, q: Tensor, k: Tensor, v: Tensor, coarse_gate: Tensor, 
 
 
 def topk(folder: Path, tries: int, seed: int) -> Outcome:
-    """Selection with ties and values that are no numbers, against a sort of Python."""
+    """Selection of scores with ties, NaN and Inf against a sort in Python."""
     tally = Tally()
     for number in range(tries):
         rng, generator = random.Random(_repeat(seed, number)), torch.Generator().manual_seed(_repeat(seed, number))
         rows, columns = rng.randint(1, 6), rng.randint(1, 70)
         scores = torch.randn(1, 2, rows, columns, generator=generator)
         if number % 3 == 1:
-            # many ties
+            # rounded scores have many ties
             scores = scores.round()
         if number % 3 == 2:
             scores[torch.rand(scores.shape, generator=generator) < 0.2] = rng.choice((torch.nan, torch.inf, -torch.inf))
@@ -93,7 +93,7 @@ def topk(folder: Path, tries: int, seed: int) -> Outcome:
         failure = None
         for head in range(2):
             for row in range(rows):
-                # NaN below -inf, ties to the lowest index
+                # NaN ranks below -inf, and ties go to the lowest index
                 keys = [(-1, 0.0) if x != x else (0, x) for x in scores[0, head, row].tolist()]
                 order = sorted(range(columns), key=lambda i, keys=keys: (-keys[i][0], -keys[i][1], i))
                 kept = int(index.kv_num_blocks[0, head, row])
@@ -104,7 +104,7 @@ def topk(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def everything(folder: Path, tries: int, seed: int) -> Outcome:
-    """All blocks in fp64 is torch's own attention."""
+    """Attention to all blocks in fp64 equals SDPA of torch."""
     tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float64)
@@ -124,7 +124,7 @@ def everything(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def gradcheck(folder: Path, tries: int, seed: int) -> Outcome:
-    """Gradients in fp64 against differences, through out and lse."""
+    """fp64 gradients through out and lse against finite differences."""
     tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float64, most=3, dims=(2, 3), least=1)
@@ -140,7 +140,7 @@ def gradcheck(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def indices(folder: Path, tries: int, seed: int) -> Outcome:
-    """Queries that see nothing, and lists with blocks that are not there."""
+    """Queries with empty lists, and lists with block indices out of range."""
     tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float32)
@@ -166,7 +166,7 @@ def indices(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def extremes(folder: Path, tries: int, seed: int) -> Outcome:
-    """NaN or Inf in one key reaches only the queries that see it; logits of 1e4 and more stay finite."""
+    """NaN or Inf in one key affects only the queries that attend to it; logits of 1e4 and more give finite results."""
     tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float32, least=1)
@@ -186,14 +186,14 @@ def extremes(folder: Path, tries: int, seed: int) -> Outcome:
         sees[1:] = False
         sees[:, [h for h in range(q.shape[2]) if h // group != head]] = False
         reached = ~out.isfinite().all(-1).transpose(1, 2)
-        # an infinite key may leave a query finite, where its logit is -inf
+        # a query with the logit -inf for an infinite key may stay finite
         wrong = (reached & ~sees).any() or (value != value and not torch.equal(reached, sees))
         tally.add(f"problem {number}, {value} in key {token}", "other queries are hit" if wrong else None)
     return tally.outcome()
 
 
 def repeats(folder: Path, tries: int, seed: int) -> Outcome:
-    """The same call many times over gives the same bits."""
+    """Repeated calls are bitwise equal."""
     tally, first = Tally(), {}
     for number in range(tries):
         kind = number % 5
@@ -206,7 +206,7 @@ def repeats(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def _far(x: Tensor) -> Tensor:
-    # the stride of a dim of size 1 counts for nothing, and must not overflow either
+    # the stride of a dimension of size 1 has no effect, and must not overflow either
     strides = [2**31 + 8 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
     return x.as_strided(x.shape, strides)
 
@@ -229,7 +229,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def layouts(folder: Path, tries: int, seed: int) -> Outcome:
-    """Tensors in odd layouts, zero strides, no batch: the bits of the contiguous ones."""
+    """Results for tensors in unusual layouts, with zero strides or without batch equal those of contiguous tensors."""
     tally, names = Tally(), [*LAYOUTS, "expanded", "no batch", "one token"]
     for number in range(tries):
         name, backend = names[number % len(names)], BACKENDS[number // len(names) % 2]
@@ -239,7 +239,7 @@ def layouts(folder: Path, tries: int, seed: int) -> Outcome:
         blocks: dict[str, Any] = p.blocks
         laid = LAYOUTS.get(name, lambda x: x)
         if name == "expanded":
-            # one clip for all of a batch, and a gradient without memory of its own
+            # one clip expanded over the batch, and a gradient with zero strides
             q, k, v = (x[:1].expand(2, -1, -1, -1) for x in (q, k, v))
             d_out = torch.ones(()).expand(q.shape)
             index = BlockIndex(kv_indices=index.kv_indices[:1], kv_num_blocks=index.kv_num_blocks[:1])
@@ -268,7 +268,7 @@ def layouts(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def interpreted(tries: int, seed: int) -> dict[str, Any]:
-    """Small problems through the Triton kernels; needs TRITON_INTERPRET=1 from the start of the process."""
+    """Run small problems on the Triton kernels; TRITON_INTERPRET=1 must be set at the start of the process."""
     tally = Tally()
     for number in range(tries):
         p = problem(_repeat(seed, number), torch.float32, most=12, dims=(16, 24, 32))
@@ -279,7 +279,7 @@ def interpreted(tries: int, seed: int) -> dict[str, Any]:
 
 
 def triton(folder: Path, tries: int, seed: int) -> Outcome:
-    """The same fuzz through the Triton kernels in the interpreter, in a process of its own."""
+    """Random problems on the Triton kernels in the interpreter, in a separate process, against fp64."""
     path = os.pathsep.join((str(tiny.ROOT), str(tiny.ROOT / "kernels"), os.environ.get("PYTHONPATH", "")))
     code = f"import json; from scripts.soak.kernels import interpreted; print(json.dumps(interpreted({tries}, {seed})))"
     env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}

@@ -1,4 +1,4 @@
-"""Rows about numbers: values that are not finite, the replay of a dropped step, loss spikes."""
+"""Rows about numerics: values that are not finite, the replay of a skipped step, loss spikes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vsa.training.replay import replay_step
 
 NAN, INF = math.nan, math.inf
 STEP = 5
-"""In which something is spoilt; one in which both networks of a distillation are updated."""
+"""The step with the fault, which updates both networks of a distillation."""
 
 DISTILL = (
     "task=distill",
@@ -38,7 +38,7 @@ TOY = ("data=toy_online", "data.toy.size=[8,64,64]", "data.toy.count=48", "tile_
 
 @contextmanager
 def with_callbacks(*callbacks: L.Callback) -> Iterator[None]:
-    """Trainings inside have these callbacks beside those of their config."""
+    """Add callbacks to those of the config for trainings in the block."""
     make = training._trainer
 
     def made(cfg: Any, module: Any, configured: list[L.Callback], loggers: list[Any]) -> L.Trainer:
@@ -52,7 +52,7 @@ def with_callbacks(*callbacks: L.Callback) -> Iterator[None]:
 
 
 def train(folder: Path, *overrides: str, callbacks: Sequence[L.Callback] = ()) -> None:
-    """A tiny run in this process, with callbacks of a row."""
+    """Train a tiny run in this process, with callbacks of a row."""
     torch.set_num_threads(1)
     settings = words(folder, *overrides)
     if TOY[0] in overrides:
@@ -63,18 +63,18 @@ def train(folder: Path, *overrides: str, callbacks: Sequence[L.Callback] = ()) -
         training.train(config)
 
 
-# what is not finite
+# values that are not finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a value that is not finite comes up.
+    """The place of a value that is not finite.
 
     Args:
-        what: loss, gradient, gradients, batch, or the name of a network whose output it is in.
-        value: put there.
-        name: of the tensor of the batch.
-        always: from the step on, until the run ends itself.
+        what: loss, gradient, gradients, batch, or the name of the network whose output has the value.
+        value: the value, NaN or Inf.
+        name: name of the tensor of the batch.
+        always: insert it in all steps from `STEP` on, until the run ends itself.
     """
 
     what: str
@@ -104,7 +104,7 @@ PLACES = (
 
 
 class Spoil(L.Callback):
-    """Puts a value somewhere at a step, and compares what a dropped update must leave with what was before it."""
+    """Inserts a value at a step, and compares the state that a skipped update must not change."""
 
     def __init__(self, place: Place):
         self.place = place
@@ -138,7 +138,7 @@ class Spoil(L.Callback):
                 grad.view(-1)[0] = self.place.value
 
     def compare(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """After everything that a step changes."""
+        """Compare the state after all changes of a step."""
         for name, clipper in pl_module.clippers.items():
             turn = name != "model" or not self.place.distilled or pl_module.cycle.is_generators_turn(STEP)
             if self._now and turn and clipper.skipped:
@@ -150,7 +150,7 @@ class Spoil(L.Callback):
 
 
 class Compare(L.Callback):
-    """Lets a `Spoil` compare last of all."""
+    """Lets a `Spoil` compare after all other callbacks."""
 
     order = 9
 
@@ -166,7 +166,7 @@ def _plus(output: Any, value: float) -> Any:
 
 
 def _kept(trainer: L.Trainer, module: Any, network: str) -> dict[str, Tensor]:
-    """Weights, moments and average of a network."""
+    """Weights, optimizer moments and weight average of a network."""
     owner = module.model if network == "model" else module.fake_score.network
     optimizer = trainer.optimizers[0 if network == "model" else 1]
     kept = {f"weight {name}": p.detach().clone() for name, p in owner.named_parameters()}
@@ -212,17 +212,17 @@ def _survives(folder: Path, place: Place, run: str, seed: int) -> str | None:
     return None
 
 
-# the replay of a dropped step
+# the replay of a skipped step
 
 
 class SpoilAt(L.Callback):
-    """Spoils a value of the batch or of a weight at a step."""
+    """Replaces a value of the batch or of a weight at a step."""
 
     def __init__(self, what: str, step: int, value: float):
         self.what, self.step, self.value = what, step, value
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        # a weight before the step, a sample in its last micro-batch
+        # a weight is changed before the step, a sample in its last micro-batch
         micro_batch = batch_idx % pl_module.accumulate
         wanted = pl_module.accumulate - 1 if self.what == "latents" else 0
         if trainer.global_step != self.step or micro_batch != wanted:
@@ -236,7 +236,7 @@ SPOILT = (
     ("latents", NAN, "latents of sample"),
     ("model.blocks.1.attn1.to_q.weight", INF, "weight model.blocks.1.attn1.to_q.weight"),
     ("latents", INF, "latents of sample"),
-    # finite itself: the output or its gradient is too large for fp32
+    # a finite weight, with which the output or its gradient overflows fp32
     ("model.blocks.1.attn1.to_q.weight", 3e38, "output of model.blocks.1.attn1.to_q"),
 )
 
@@ -260,7 +260,7 @@ def replayed(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 class Outlier(L.Callback):
-    """Multiplies the batch that the plan has for a step by 40, whenever it is drawn."""
+    """Multiplies the planned batch of a step by 40 whenever it is drawn."""
 
     def __init__(self, step: int):
         self.step = step
@@ -289,7 +289,7 @@ def provoked(folder: Path, tries: int, seed: int) -> Outcome:
         step = numbers.randrange(20, 38)
         settings = _watched(number, seed, 40)
         train(folder, *settings, *TOY, callbacks=(Outlier(step),))
-        # and the same again
+        # a second, equal run
         train(folder, *settings[1:], "run=again", "overwrite=true", *TOY, callbacks=(Outlier(step),))
         rows = metrics(run_folder(folder, f"s{number}"))
         again = metrics(run_folder(folder, "again"))

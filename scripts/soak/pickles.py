@@ -1,4 +1,4 @@
-"""Files that run code when they are unpickled, in every place where weights or data are read."""
+"""Row about files that would run code if they were unpickled, in all places that read weights or data."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ROOTS = (
 
 
 def unpickle(folder: Path, tries: int, seed: int) -> Outcome:
-    """13 payloads as checkpoints, weights, tensors with the right digest, 6 as latents, and 7 roots of data."""
+    """13 payloads as checkpoints, weights and tensors with correct digests, 6 as latents, and 7 data roots."""
     proof = arm(folder)
     assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
     found = payloads(proof)
     cases = [(place, name) for place in ("ckpt_path", "init_from", "tensors", "sample") for name in found]
-    # in the order of the payloads' kinds: an object array, an archive and a script among them
+    # in the order of the payloads, whose last six include an object array, an archive and a script
     cases += [("latents", name) for name in [*found][-6:]] + [("root", root) for root in ROOTS]
     tally = Tally()
     for number, (place, name) in enumerate(drawn(cases, tries, seed)):
@@ -68,7 +68,7 @@ def _failure(place: str, name: str, payload: bytes, own: Path, folder: Path, pro
 
 
 def _as_tensors(source: Path, target: Path, payload: bytes) -> Path:
-    """A copy of a checkpoint whose weights are the payload, with digests made anew wherever they stand."""
+    """A copy of a checkpoint with the payload as weights and with updated digests."""
     files = {path.relative_to(source): path.read_bytes() for path in source.rglob("*") if path.is_file()}
     (weights,) = (path for path in files if path.name == "model.safetensors")
     renewed = {file_digest(source / weights): hashlib.sha256(payload).hexdigest()}
@@ -86,7 +86,7 @@ def _as_tensors(source: Path, target: Path, payload: bytes) -> Path:
 
 
 def _as_latents(source: Path, target: Path, payload: bytes) -> Path:
-    """A copy of a data set in which every sample's latents are the payload, with the right digests."""
+    """A copy of a data set with the payload as the latents of every sample and with updated digests."""
     target.mkdir()
     for path in source.iterdir():
         (target / path.name).write_bytes(path.read_bytes())

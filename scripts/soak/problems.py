@@ -1,4 +1,4 @@
-"""Random problems of block-sparse attention, and plain dense attention that knows tokens and a mask and no blocks.
+"""Random problems of block-sparse attention, and dense attention with a token mask to compare with.
 
 B batch, L / S query / kv tokens, H / Hkv heads, D head dim, Nq / Nkv query / kv blocks.
 """
@@ -16,7 +16,7 @@ from vsa_kernels import BlockIndex, Blocks, block_sparse_attn
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention over the tokens of a mask `[B, H, L, S]`; queries without any get 0 and -inf."""
+    """Softmax attention with a token mask `[B, H, L, S]`; out and lse of queries without keys are 0 and -inf."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     logits = torch.einsum("blhd,bshd->bhls", q, k) * scale
@@ -40,7 +40,7 @@ class Problem:
         q, k, v: `[B, L, H, D]`, `[B, S, Hkv, D]` in fp64, exact in the dtype of the problem.
         d_out: gradient of the output.
         q_sizes, kv_sizes: tokens of the blocks.
-        lists: for each of B x H x Nq rows the kv blocks it sees.
+        lists: listed kv blocks of each of the B x H x Nq rows.
     """
 
     q: Tensor
@@ -70,7 +70,7 @@ class Problem:
 
     def index(self) -> BlockIndex:
         capacity = max(1, *(len(row) for b in self.lists for head in b for row in head))
-        # what is past the count is never read
+        # entries past the count are never read, so that they may be out of range
         padded = [[[[*row, *[10**6] * (capacity - len(row))] for row in head] for head in b] for b in self.lists]
         counts = [[[len(row) for row in head] for head in b] for b in self.lists]
         return BlockIndex(
@@ -86,7 +86,7 @@ def problem(
     dims: Sequence[int] = (8, 16, 24, 64, 80, 128, 256),
     least: int = 0,
 ) -> Problem:
-    """A random problem; `least` kv blocks in every list at least."""
+    """A random problem with at least `least` kv blocks in every list."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     batch, kv_heads, group, head_dim = rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((1, 2, 3)), rng.choice(dims)
     q_sizes, kv_sizes = (tuple(rng.randint(1, most) for _ in range(rng.randint(1, 5))) for _ in range(2))
@@ -116,7 +116,7 @@ Results = dict[str, Tensor]
 def gradients(
     function: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor
 ) -> Results:
-    """Output, lse and the three gradients of an attention."""
+    """Output, lse and the gradients of q, k and v of an attention function."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out, lse = function(q, k, v)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), d_out.to(out.dtype))
@@ -124,7 +124,7 @@ def gradients(
 
 
 def expected(p: Problem, dtype: torch.dtype) -> tuple[Results, Results]:
-    """The definition in fp64, and the same formula in the dtype of the problem, whose error is the measure."""
+    """Results of the definition in fp64, and of the same formula in `dtype`, whose error sets the tolerance."""
     mask = p.mask()
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,16 +144,16 @@ def computed(p: Problem, dtype: torch.dtype, backend: str) -> Results:
 
 
 def difference(p: Problem, dtype: torch.dtype, got: Results) -> str | None:
-    """What is further from fp64 than twice the plain formula in the same dtype, plus the rounding of its terms."""
+    """The first result whose error exceeds twice that of the plain formula plus the rounding of its terms, or None."""
     exact, plain = expected(p, dtype)
-    # dq and dk are sums of differences dout . v - dout . out: where these cancel, their own rounding stays
+    # dq and dk are sums of differences dout . v - dout . out, whose rounding errors remain where they cancel
     terms = 1 + p.d_out.abs().max() * p.v.abs().max() * max(p.q.abs().max(), p.k.abs().max())
-    # in fp64 the plain formula is the definition itself
+    # in fp64, the plain formula has no error relative to the definition
     epsilon = torch.finfo(dtype).eps * (100 if dtype == torch.float64 else 1)
     for name, right in exact.items():
         if right.numel() == 0:
             continue
-        # queries without keys: the same -inf
+        # queries without keys have the same -inf
         if not torch.equal(got[name].isinf(), right.isinf()) or got[name].isnan().any():
             return f"{name} is not finite where it must be"
         size = right.masked_fill(right.isinf(), 0.0)

@@ -1,6 +1,6 @@
-"""Ranks that are frozen, dead or slow, and whether any number of ranks trains what one process does.
+"""Rows about frozen, dead and slow ranks, and about the equality of training on any number of ranks.
 
-`python -m scripts.soak.ranks` prints the last as a table.
+`python -m scripts.soak.ranks` prints a table of the differences between numbers of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vsa.checkpoints.run_checkpoint import resolve_checkpoint
 from vsa.training.watch import LOST_STATUS
 
 TIMEOUT = 6.0
-"""Seconds; the others have ten more to leave their stacks and to end."""
+"""Timeout in seconds; the other ranks have ten more seconds to write their stacks and to end."""
 
 ENDLESS = (
     *tiny.TWO_RANKS,
@@ -47,7 +47,7 @@ def _children_of(pid: int) -> list[int]:
 
 
 def _wrong(run: Path, lost: int, told: str, status: int | None, seconds: float) -> str | None:
-    """What is wrong with the end of a rank whose partner was lost; None: nothing."""
+    """Failure of a rank to end correctly after its partner was lost, None if it did."""
     lines = [line for line in told.splitlines() if line.startswith("error: ")]
     if status != LOST_STATUS:
         return f"status {status} after {seconds:.1f} s: {told[-300:]}"
@@ -55,12 +55,12 @@ def _wrong(run: Path, lost: int, told: str, status: int | None, seconds: float) 
         return f"it said {lines}: {told[-300:]}"
     if not (run / f"stacks-rank-{1 - lost}.txt").read_text():
         return "no stacks"
-    # the ranks may see it half a beat apart
+    # the ranks may notice it half a heartbeat apart
     return None if seconds < TIMEOUT + 10 else f"{seconds:.1f} s"
 
 
 def _lost(folder: Path, name: str, number: int, lost: int, rng: random.Random) -> str | None:
-    """Freeze or kill one of two bare ranks."""
+    """Freeze or kill one of two ranks that run without a launcher."""
     run = tiny.run_folder(folder, name)
     job = tiny.start_ranks(settings_of(folder, *ENDLESS, f"run={name}"), folder=folder)
     try:
@@ -81,26 +81,26 @@ def _lost(folder: Path, name: str, number: int, lost: int, rng: random.Random) -
 def _lost_of_launcher(
     folder: Path, name: str, number: int, lost: int, start: Callable[..., tiny.Started], expected: int
 ) -> str | None:
-    """Freeze or kill one of two ranks that a launcher has started; nothing of the run may be left."""
+    """Freeze or kill one of two ranks of a launcher; no process of the run may be left."""
     run = tiny.run_folder(folder, name)
     started = start(settings_of(folder, *ENDLESS, f"run={name}"), folder=folder)
     try:
         if not tiny.wait_for_step(run, 3, seconds=240):
             return f"no steps: {started.output()[-300:]}"
         family = _children_of(started.pid)
-        # of torchrun both ranks are children, else rank 0 is the launcher
+        # torchrun has both ranks as children, otherwise rank 0 is the launcher
         ranks = family if len(family) > 1 else [started.pid, *family]
         began = time.monotonic()
         os.kill(ranks[lost], number)
         if ranks[lost] != started.pid:
-            # torchrun waits for half a minute before it kills a frozen one
+            # torchrun waits for half a minute before it kills a frozen rank
             status = started.wait(TIMEOUT + 60)
             if status != expected:
                 return f"status {status}: {started.output()[-300:]}"
         gone = [pid for pid in ranks if pid != ranks[lost]]
         if not tiny.wait_for(lambda: not any(map(_alive, gone)), seconds=TIMEOUT + 20):
             return f"a rank is left after {time.monotonic() - began:.1f} s"
-        # torchrun may see it first, and ends the other by SIGTERM
+        # torchrun may notice it first and end the other rank by SIGTERM
         named = (f"error: rank {lost} (pid ", f"SIGTERM: rank {lost} (pid ")
         lines = [line for line in started.output().splitlines() if line.startswith(named)]
         return None if len(lines) == 1 else f"it said {lines}: {started.output()[-300:]}"
@@ -115,7 +115,7 @@ def _own_launcher(words: Sequence[str], *, folder: Path) -> tiny.Started:
 
 
 def frozen(folder: Path, tries: int, seed: int) -> Outcome:
-    """SIGSTOP to one of two ranks, the last time below the launcher."""
+    """SIGSTOP to one of two ranks, in the last try with the launcher."""
     tally, rng = Tally(), random.Random(seed)
     for number in range(tries):
         name, lost = f"frozen{number}", number % 2
@@ -128,7 +128,7 @@ def frozen(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def dead(folder: Path, tries: int, seed: int) -> Outcome:
-    """SIGKILL to one of two ranks: four times bare, twice below the launcher, once below torchrun."""
+    """SIGKILL to one of two ranks: four times without a launcher, twice with it, once with torchrun."""
     tally, rng = Tally(), random.Random(seed)
     for number in range(tries):
         name, lost = f"dead{number}", number % 2
@@ -137,14 +137,14 @@ def dead(folder: Path, tries: int, seed: int) -> Outcome:
         elif number < 6:
             failure = _lost_of_launcher(folder, name, signal.SIGKILL, lost, _own_launcher, LOST_STATUS)
         else:
-            # its status is its own
+            # torchrun has its own status
             failure = _lost_of_launcher(folder, name, signal.SIGKILL, 1, tiny.start_torchrun, 1)
         tally.add(f"rank {lost}, try {number}", failure)
     return tally.outcome()
 
 
 def waiting(folder: Path, tries: int, seed: int) -> Outcome:
-    """SIGTERM to a rank that waits for a frozen one."""
+    """Send SIGTERM to a rank that waits for a frozen one."""
     tally, rng = Tally(), random.Random(seed)
     for number in range(tries):
         name, lost = f"waiting{number}", number % 2
@@ -169,7 +169,7 @@ def waiting(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def slow(folder: Path, tries: int, seed: int) -> Outcome:
-    """One of two ranks is stopped half of the time: it is named within 60 steps; nobody is in a run left alone."""
+    """Stop one of two ranks half of the time: it is named within 60 steps; without stops, no rank is named."""
     tally = Tally()
     for number in range(tries):
         name, one = f"slow{number}", (None, 1, 0)[number % 3]
@@ -189,9 +189,9 @@ def slow(folder: Path, tries: int, seed: int) -> Outcome:
     return tally.outcome()
 
 
-# every task in every number of processes is one process
+# equality of every task on any number of processes
 
-# the large eps keeps Adam from turning the rounding of gradients near zero into whole steps
+# the large eps prevents Adam from amplifying the rounding of gradients near zero to whole steps
 COMMON = ("optim.eps=0.01", "trainer.max_steps=6", "callbacks.checkpoint.every_n_steps=6", "name=parity")
 DENSE = (*COMMON, "attention=full", "start=dense", "run=dense")
 TASKS: dict[str, tuple[str, ...]] = {
@@ -204,7 +204,7 @@ TASKS: dict[str, tuple[str, ...]] = {
 }
 STRATEGIES, WORLDS = ("ddp", "fsdp"), (1, 2, 4)
 TOLERANCE = 2e-6
-"""Of weights, averages and moments of size 1 to 10 after six steps: the order of sums in fp32."""
+"""Tolerance of weights, averages and moments of size 1 to 10 after six steps, due to the order of fp32 sums."""
 
 
 def _trained(folder: Path, words: Sequence[str], world: int) -> str | None:
@@ -214,7 +214,7 @@ def _trained(folder: Path, words: Sequence[str], world: int) -> str | None:
 
 
 def difference(one: Path, other: Path) -> float:
-    """Largest difference of weights, averages, moments of all networks, and relative one of the losses."""
+    """Largest difference of weights, averages and moments of all networks, and largest relative one of losses."""
     a, b = resolve_checkpoint("last", one), resolve_checkpoint("last", other)
     largest = 0.0
     for group in a.groups:
@@ -232,7 +232,7 @@ def difference(one: Path, other: Path) -> float:
 
 
 def parity(folder: Path, cells: Sequence[tuple[str, str, int]]) -> dict[tuple[str, str, int], float | str]:
-    """By task, strategy and ranks: the difference to one process without a strategy, or what went wrong."""
+    """The difference to one process without a strategy, or the failure, by task, strategy and number of ranks."""
     differences: dict[tuple[str, str, int], float | str] = {}
     dense = tiny.run_folder(folder, "dense", name="parity")
     for task in dict.fromkeys(task for task, _, _ in cells):
@@ -248,7 +248,7 @@ def parity(folder: Path, cells: Sequence[tuple[str, str, int]]) -> dict[tuple[st
             spread = (f"trainer={strategy}", f"trainer.devices={world}", f"run={name}")
             failure = _trained(folder, settings_of(folder, *common, *spread), world)
             differences[cell] = failure or difference(alone, tiny.run_folder(folder, name, name="parity"))
-        # control: another batch is no rounding
+        # control: other batches must differ by more than rounding
         other = settings_of(folder, *common, "data.seed=1", f"run={task}-other")
         assert _trained(folder, other, 0) is None
         assert difference(alone, tiny.run_folder(folder, f"{task}-other", name="parity")) > 100 * TOLERANCE
@@ -259,7 +259,7 @@ CELLS = tuple((task, strategy, world) for task in TASKS for strategy in STRATEGI
 
 
 def parity_row(folder: Path, tries: int, seed: int) -> Outcome:
-    """Every task in every strategy and number of ranks."""
+    """All tasks with all strategies and numbers of ranks."""
     tally = Tally()
     for (task, strategy, world), found in parity(folder, CELLS[:tries]).items():
         alike = isinstance(found, float) and found < TOLERANCE
@@ -268,7 +268,7 @@ def parity_row(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def table(differences: dict[tuple[str, str, int], float | str]) -> str:
-    """The differences as a table in Markdown."""
+    """Format the differences as a Markdown table."""
     lines = ["| task | strategy | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in WORLDS) + " |"]
     lines.append("|---|---|" + "---|" * len(WORLDS))
     for task in TASKS:

@@ -1,4 +1,4 @@
-"""How a command must refuse: status 1, one line, and no file touched."""
+"""Check of refusals: a command must end with status 1 and one line, and change no file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.soak import tiny
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Every file below with its bytes, every folder and link; without what this row's processes printed."""
+    """All files below a folder with their bytes, all folders and links, without the logs of this row."""
     return {
         str(path.relative_to(folder)): path.readlink()
         if path.is_symlink()
@@ -24,7 +24,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def refusal_failure(run: tiny.Started, *, seconds: float = 60) -> str | None:
-    """What is wrong with how a command refused: it must end with status 1 and one line."""
+    """Failure of a command to end with status 1 and one line, None if it did."""
     try:
         status = run.wait(seconds)
     except TimeoutError as error:
@@ -37,6 +37,6 @@ def refusal_failure(run: tiny.Started, *, seconds: float = 60) -> str | None:
 
 
 def drawn(values: Sequence[Any], tries: int, seed: int) -> list[Any]:
-    """All values, or as many as there are tries, in their order."""
+    """A random choice of as many values as tries, in their order."""
     chosen = sorted(random.Random(seed).sample(range(len(values)), min(tries, len(values))))
     return [values[number] for number in chosen]

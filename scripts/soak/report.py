@@ -1,4 +1,4 @@
-"""What a soak found: a table to read and a JSON to repeat it from."""
+"""Report of a soak: a table, and a JSON with the commands to repeat it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vsa.machine import machine, versions
 
 
 def table(results: Sequence[Result]) -> str:
-    """Rows in Markdown, failures and notes below."""
+    """Format rows as a Markdown table, with failures and notes below."""
     lines = ["| row | tried | survived | seconds |", "|---|---|---|---|"]
     for result in results:
         outcome = result.outcome
@@ -34,9 +34,9 @@ def write_report(path: Path, results: Sequence[Result], **run: Any) -> None:
     """Write `path` as JSON and, with the suffix .md, as a table.
 
     Args:
-        path: of the JSON.
-        results: of the rows that ended.
-        run: the seed, the form, the seconds altogether, rows that were not run.
+        path: path of the JSON.
+        results: results of the rows that ended.
+        run: seed, form, total seconds, and rows that were not run.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = {

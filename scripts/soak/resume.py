@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped and resumed: bit for bit the run that nothing happened to."""
+"""Rows about runs that are killed, stopped and resumed, which must be bitwise equal to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ KILLED: tuple[tuple[str, ...], ...] = (
     (*tiny.TWO_RANKS, ACCUMULATED),
     ("data.num_workers=0", "task.grad_clip=0.01"),
 )
-"""Settings of the runs that are killed, in turns."""
+"""Settings of the killed runs, used in turn."""
 
 
 def settings_of(folder: Path, *overrides: str) -> list[str]:
-    """The words of a run; dense attention and a schedule of the top-k have no fixed sparsity."""
+    """Settings of a run, without the fixed sparsity if it has dense attention or a schedule of the top-k."""
     words = tiny.words(folder, *overrides)
     other = {ANNEALED[0], DENSE[0]} & set(words)
     return [word for word in words if not (other and word.startswith("sparsity.sparsity="))]
 
 
 def begin(folder: Path, words: Sequence[str]) -> tiny.Ranks:
-    """Start a run on as many ranks as its settings say."""
+    """Start a run on the number of ranks in its settings."""
     if "trainer.devices=2" in words:
         return tiny.start_ranks(words, folder=folder)
     return tiny.Ranks(ranks=(tiny.start(words, folder=folder),), store=None)
 
 
 def ended(job: tiny.Ranks, seconds: float = 120) -> list[int | None]:
-    """The status of each rank; those that hang are killed, and have none."""
+    """The exit status of each rank; None for ranks that hang, which are killed."""
     end = time.monotonic() + seconds
     statuses: list[int | None] = []
     for rank in job.ranks:
@@ -70,14 +70,14 @@ def ended(job: tiny.Ranks, seconds: float = 120) -> list[int | None]:
 
 
 def finished(folder: Path, words: Sequence[str]) -> str | None:
-    """Run to the end; what is wrong when it did not get there."""
+    """Run to the end; returns the failure, or None."""
     job = begin(folder, words)
     statuses = ended(job)
     return None if not any(statuses) and None not in statuses else f"status {statuses}: {job.ranks[0].output()[-300:]}"
 
 
 def killed(folder: Path, words: Sequence[str], run: Path, step: int, rng: random.Random) -> bool:
-    """Kill all ranks some milliseconds after a step; False where the run had ended before."""
+    """Kill all ranks some milliseconds after a step; returns False if the run had ended before."""
     job = begin(folder, words)
     first = job.ranks[0]
     tiny.wait_for(lambda: run.is_dir() or first.poll() is not None)
@@ -89,11 +89,11 @@ def killed(folder: Path, words: Sequence[str], run: Path, step: int, rng: random
 
 
 def reached(run: Path, step: int) -> bool:
-    """Whether metrics.csv has a step, 0: any state at all."""
+    """Whether metrics.csv has reached a step; always true for step 0."""
     if step == 0:
         return True
     try:
-        # the last line may be half written
+        # the last line may be incomplete
         lines = (run / "metrics.csv").read_text().splitlines()[1:]
     except OSError:
         return False
@@ -117,10 +117,10 @@ def _kill_row(folder: Path, tries: int, seed: int, kinds: Sequence[Sequence[str]
             straight[kind] = tiny.digest_of_run(tiny.run_folder(folder, name))
         name, failure = f"killed{number}", None
         run, words = tiny.run_folder(folder, name), settings_of(folder, *kind, f"run={name}")
-        # twice of the ends of an epoch's 9 steps, where the loader starts anew
+        # two of three choices are ends of an epoch of 9 steps, where the loader restarts
         steps = [rng.choice((rng.randint(0, tiny.STEPS - 2), 8, 17)) for _ in range(1 + number % 2)]
         for step in sorted(steps):
-            # from a run that was killed before its first checkpoint there is nothing to go on
+            # a run that was killed before its first checkpoint starts again
             goes_on = [] if not step_of(run) else ["ckpt_path=last"]
             kills += killed(folder, [*words, *goes_on], run, step, rng)
         goes_on = [] if not step_of(run) else ["ckpt_path=last"]
@@ -133,7 +133,7 @@ def _kill_row(folder: Path, tries: int, seed: int, kinds: Sequence[Sequence[str]
 
 
 def kills(folder: Path, tries: int, seed: int) -> Outcome:
-    """kill -9 at a random moment, once or twice, of all ranks."""
+    """kill -9 of all ranks at a random moment, once or twice."""
     return _kill_row(folder, tries, seed, KILLED)
 
 
@@ -143,21 +143,21 @@ def _with_teacher(folder: Path) -> str:
 
 
 def kills_of_finetunes(folder: Path, tries: int, seed: int) -> Outcome:
-    """The same in a finetune from dense weights whose top-k is annealed."""
+    """The same for a finetune from dense weights with an annealed top-k."""
     teacher = _with_teacher(folder)
     kinds = [(*FINETUNE, teacher), (*FINETUNE, teacher, "data.num_workers=1", ACCUMULATED)]
     return _kill_row(folder, tries, seed, kinds)
 
 
 def kills_of_distillations(folder: Path, tries: int, seed: int) -> Outcome:
-    """The same in a distillation of three networks with five critic steps for one of the generator."""
+    """The same for a distillation of three networks with five critic steps per generator step."""
     teacher = _with_teacher(folder)
     kinds = [(*DISTILL, teacher), (*DISTILL, teacher, "data.num_workers=2"), (*DISTILL, teacher, *tiny.TWO_RANKS)]
     return _kill_row(folder, tries, seed, kinds)
 
 
 def stopped(folder: Path, words: Sequence[str], run: Path, step: int) -> int:
-    """SIGTERM after a step; the step that was saved, 0: the run ended before."""
+    """Send SIGTERM after a step; returns the saved step, 0 if the run had ended before."""
     process = tiny.start(words, folder=folder)
     tiny.wait_for(lambda: reached(run, step) or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
@@ -165,13 +165,13 @@ def stopped(folder: Path, words: Sequence[str], run: Path, step: int) -> int:
 
 
 def annealed_topk(step: int) -> int:
-    """K of `ANNEALED` on 8 tiles: all for 3 steps, then down to 2 in a straight line of 20 steps, rounded up."""
+    """K of `ANNEALED` on 8 tiles: all tiles for 3 steps, then linearly down to 2 in 20 steps, rounded up."""
     left = 20 - min(max(step - 3, 0), 20)
     return 2 + -(-6 * left // 20)
 
 
 def annealed(folder: Path, tries: int, seed: int) -> Outcome:
-    """A schedule of the top-k that is cut: every step has the K of the formula and the run its bits."""
+    """Stop a run with a schedule of the top-k: every step has the K of the formula, and the result is bitwise equal."""
     tally, rng = Tally(), random.Random(seed)
     words = settings_of(folder, *ANNEALED, "run=straight")
     assert finished(folder, words) is None
@@ -192,7 +192,7 @@ def annealed(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def orders(folder: Path, tries: int, seed: int) -> Outcome:
-    """The loader from a cut: the samples and noise seeds of the whole run from there on, for any number of workers."""
+    """A resumed loader has the same further samples and noise seeds as an uninterrupted one, for any worker count."""
     tally, rng = Tally(), random.Random(seed)
     root = tiny.write_shards(folder / "shards")
 
@@ -214,7 +214,7 @@ def orders(folder: Path, tries: int, seed: int) -> Outcome:
     whole = order(0, 0)
     epoch = [sample for _, samples, _ in whole[:9] for sample in samples]
     assert len(set(epoch)) == len(epoch) == 36
-    # the ends of epochs, and others
+    # ends of epochs and other steps
     cuts = [9, 18, 8, 10, *rng.sample([1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 14, 15, 16, 17, 19, 20, 21, 22, 23], 19)]
     for number in range(tries):
         cut, workers = cuts[number % len(cuts)], number % 3
@@ -224,7 +224,7 @@ def orders(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def workers_changed(folder: Path, tries: int, seed: int) -> Outcome:
-    """Another number of workers after the resume."""
+    """Resume with another number of workers."""
     tally, rng = Tally(), random.Random(seed)
     assert finished(folder, settings_of(folder, "run=straight")) is None
     expected = tiny.digest_of_run(tiny.run_folder(folder, "straight"))
@@ -241,9 +241,9 @@ def workers_changed(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def ranks_changed(folder: Path, tries: int, seed: int) -> Outcome:
-    """One process after two, and two after one: the same samples, equal up to the order of sums."""
+    """Resume on one process after two, and on two after one: the same samples, equal up to the order of sums."""
     tally, rng = Tally(), random.Random(seed)
-    # a large eps keeps Adam from turning the rounding of gradients near zero into whole steps
+    # the large eps prevents Adam from amplifying the rounding of gradients near zero to whole steps
     common = ("optim.eps=0.01", "callbacks.checkpoint.every_n_steps=1")
     assert finished(folder, settings_of(folder, *common, "run=straight")) is None
     straight = tiny.run_folder(folder, "straight")
@@ -257,7 +257,7 @@ def ranks_changed(folder: Path, tries: int, seed: int) -> Outcome:
             rows, others = tiny.metrics(straight), tiny.metrics(run)
             losses = [abs(float(rows[at]["train/loss"]) - float(others[at]["train/loss"])) for at in rows]
             gap = max(_largest_difference(straight, run), *losses)
-            # another sample in a batch moves the losses by 1e-2
+            # a different sample in a batch would change the losses by 1e-2
             failure = None if set(rows) == set(others) and gap < 2e-4 else f"they differ by {gap:.1e}"
         tally.add(f"{len(kinds[0]) // 2 + 1} ranks, cut at {cut}", failure)
     return tally.outcome()
@@ -270,7 +270,7 @@ def _largest_difference(one: Path, other: Path) -> float:
 
 
 def few_samples(folder: Path, tries: int, seed: int) -> Outcome:
-    """1 to 30 samples, on more ranks and workers than there are shards: they train, or one line refuses them."""
+    """Train on 1 to 30 samples with more ranks and workers than shards: it works, or ends with one line."""
     tally, rng = Tally(), random.Random(seed)
     for number in range(tries):
         count, workers, batch = rng.choice((1, 2, 3, 5, 7, 30)), rng.randint(0, 3), rng.choice((2, 4, 6))
@@ -282,7 +282,7 @@ def few_samples(folder: Path, tries: int, seed: int) -> Outcome:
         statuses = ended(job, 60)
         run = tiny.run_folder(folder, f"few{number}")
         trained = not any(statuses) and None not in statuses and step_of(run) == 4
-        # the other rank may be ended by its launcher
+        # the launcher may end the other rank
         refused = None not in statuses and all(statuses) and len(job.ranks[0].error_lines()) == 1
         failure = None if trained or refused else f"statuses {statuses}: {job.ranks[0].output()[-300:]}"
         tally.add(f"{count} samples, {workers} workers, batches of {batch}, {len(job.ranks)} ranks", failure)
@@ -290,8 +290,8 @@ def few_samples(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def memory(folder: Path, tries: int, seed: int) -> Outcome:
-    """Memory and descriptors do not grow from the quarter to the end of a run with saves and validation."""
-    # the short form has too few steps for a bound on bytes, descriptors are counted in both
+    """Memory and descriptors do not grow after the first quarter of a run with saves and validation."""
+    # the short form has too few steps for a bound on memory, but descriptors are compared in both forms
     tally, full = Tally(), tries > 1
     steps = 400 if full else 40
     for number in range(tries):
@@ -307,7 +307,7 @@ def memory(folder: Path, tries: int, seed: int) -> Outcome:
             (before, opened), (after, open_then) = sizes
             said = f"{workers} workers: {before} to {after} kB ({after / before - 1:+.2%}), {opened} to {open_then} fds"
             tally.notes.append(said)
-            # a file that is being written at the moment
+            # allows for files that are currently written
             grew = open_then > opened + 2 or (full and after > 1.01 * before)
             failure = said if grew else None
         tally.add(f"{steps} steps, {workers} workers", failure)
@@ -315,7 +315,7 @@ def memory(folder: Path, tries: int, seed: int) -> Outcome:
 
 
 def _size_at(process: tiny.Started, run: Path, step: int) -> tuple[int, int] | None:
-    """kB in memory and open descriptors after a step; None: it had ended."""
+    """Resident memory in kB and open descriptors after a step, None if the process had ended."""
     tiny.wait_for(lambda: reached(run, step) or process.poll() is not None, seconds=300)
     if process.poll() is not None:
         return None
@@ -330,7 +330,7 @@ def _resident(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
-# one thread: sums keep their order
+# one thread, so that sums keep their order
 torch.set_num_threads(1)
 
 ROWS = (

@@ -1,4 +1,4 @@
-"""A row of the reliability scorecard: one kind of fault, provoked many times, and how often it was survived."""
+"""Rows of the reliability scorecard: one kind of fault each, which is provoked many times."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What happened in the tries of a row.
+    """Results of the tries of a row.
 
     Args:
-        tried: how often the fault was provoked.
-        survived: how often the required behaviour followed.
-        failures: one line a try that went wrong, with what is needed to repeat it.
-        notes: facts worth a line beside the numbers.
+        tried: number of tries.
+        survived: number of tries with the required behaviour.
+        failures: one line per failed try, with the values that are needed to repeat it.
+        notes: further facts, one line each.
     """
 
     tried: int
@@ -24,15 +24,15 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A fault, and how to provoke it.
+    """A kind of fault and the function that provokes it.
 
     Args:
-        name: what a stranger reads in the table, "bit flips in state.json".
-        tries: how many tries the full form makes.
-        short_tries: how many make the form that `make test` runs, a few seconds at most; 0: too heavy for it, the
-            short form is one try and its test is slow.
+        name: name in the table, like "bit flips in state.json".
+        tries: number of tries of the full form.
+        short_tries: number of tries of the short form in `make test`, which takes a few seconds at most; 0: too slow
+            for it, the short form is one try and its test is marked as slow.
         run: `run(folder, tries, seed)` provokes the fault in an empty folder; equal seeds provoke equal faults.
-        seconds: after which the full form is stopped and has lost its tries.
+        seconds: time limit of the full form, after which it is stopped and all of its tries are lost.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Runs rows, each in a process and an empty folder of its own, and ends everything that a row leaves behind."""
+"""Runner of rows: each runs in its own process and empty folder, and all processes that it leaves behind are ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A row and what came of it."""
+    """A row and its outcome."""
 
     row: Row
     outcome: Outcome
@@ -48,14 +48,14 @@ class _Running:
 def run_rows(
     rows: Sequence[Row], folder: Path, *, short: bool = False, seed: int = 0, jobs: int = 1
 ) -> Generator[Result]:
-    """Run rows and yield each as it ends; whoever stops taking them ends those that run.
+    """Run rows and yield each result as its row ends; closing the generator ends the running rows.
 
     Args:
-        rows: to run, in this order.
-        folder: gets a folder a row, `00`, `01` and so on, with what the row printed in `row.log`.
-        short: `short_tries` instead of `tries`, at least one.
-        seed: of every row.
-        jobs: rows at a time.
+        rows: rows to run, in this order.
+        folder: gets one folder per row, `00`, `01` and so on, with the output of the row in `row.log`.
+        short: run `short_tries` instead of `tries`, at least one.
+        seed: seed of every row.
+        jobs: number of parallel rows.
     """
     waiting = list(enumerate(rows))
     running: list[_Running] = []
@@ -67,7 +67,7 @@ def run_rows(
                 own.mkdir()
                 running.append(_start(row, own, max(1, row.short_tries) if short else row.tries, seed))
             ends = [one.began + one.row.seconds for one in running]
-            # what a row that died left behind holds its pipe open: not forever
+            # with a timeout, because processes that a dead row left behind keep its pipe open
             wait([one.pipe for one in running], timeout=min(1.0, max(0.0, min(ends) - time.monotonic())))
             for one in [one for one in running if _has_ended(one)]:
                 result = _finished(one)
@@ -98,15 +98,15 @@ def _finished(one: _Running) -> Result:
     why = f"not finished in {one.row.seconds:g} s" if status is None else f"the process of the row has status {status}"
     seconds = time.monotonic() - one.began
     _end(one.process)
-    # what a row had survived until then is not known
+    # the survived tries of an unfinished row are unknown
     outcome = outcome or Outcome(tried=one.tries, survived=0, failures=(why,))
     return Result(row=one.row, outcome=outcome, seconds=seconds)
 
 
 def _run(row: Row, folder: Path, tries: int, seed: int, pipe: Connection) -> None:
-    # a session of its own: Ctrl-C of a terminal reaches the runner alone, which ends the rows
+    # a new session, so that Ctrl-C of a terminal reaches only the runner, which ends the rows
     os.setsid()
-    # what its runs leave behind becomes a child of the row, where it is found
+    # orphaned processes become children of the row, so that they can be found
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with open(folder / "row.log", "wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
@@ -118,7 +118,7 @@ def _run(row: Row, folder: Path, tries: int, seed: int, pipe: Connection) -> Non
         outcome = row.run(folder, tries, seed)
         if outcome.tried != outcome.survived and not outcome.failures:
             outcome = Outcome(
-                tried=outcome.tried, survived=outcome.survived, failures=("it says not what",), notes=outcome.notes
+                tried=outcome.tried, survived=outcome.survived, failures=("unknown failure",), notes=outcome.notes
             )
     except BaseException as error:
         traceback.print_exc()
@@ -129,9 +129,9 @@ def _run(row: Row, folder: Path, tries: int, seed: int, pipe: Connection) -> Non
 
 
 def _end(process: ForkProcess) -> None:
-    """Kill a row's process and everything below it."""
+    """Kill the process of a row and all of its descendants."""
     assert process.pid is not None
-    # stopped first, so that it starts nothing more; its orphans are its children
+    # stopped first, so that it starts no further processes; orphans are its children
     with suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGSTOP)
     for _ in range(100):
@@ -151,7 +151,7 @@ def _descendants(pid: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            # those that a row which died left behind have another parent, and its session; the dead wait for a parent
+            # processes that a dead row left behind have another parent, but its session; zombies wait for their parent
             above, own = pid if int(session) == pid else int(parent), int(path.parent.name)
             if state != "Z" and own != pid:
                 children.setdefault(above, []).append(own)

@@ -1,4 +1,4 @@
-"""Rows about secrets, and about a tracker without a server."""
+"""Rows about secrets, and about a tracker with a faulty server."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SHORT = ("trainer.max_steps=2", "callbacks.checkpoint.every_n_steps=1")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A way in which a secret may come into a run.
+    """A way in which a secret may enter a run.
 
     Args:
-        name: for the report.
-        settings: of the run, which may hold `{folder}`.
-        status: that the command must exit with.
-        typed: it stands in the command line or a file alone, and in no environment.
-        env: further variables.
-        fresh: in a new interpreter: a forked process prints tracebacks in a way of its own.
+        name: name in the report.
+        settings: settings of the run, which may contain `{folder}`.
+        status: expected exit status of the command.
+        typed: the secret is only in the command line or a file, not in the environment.
+        env: further environment variables.
+        fresh: run in a new interpreter, because a forked process prints tracebacks differently.
         experiment: content of `experiment/mine.yaml` in the folder.
     """
 
@@ -108,7 +108,7 @@ def _leaks(folder: Path, case: Case) -> str | None:
     process = start(arguments, folder=folder, env=env, fresh=case.fresh)
     status = process.wait()
     (folder / "experiment" / "mine.yaml").unlink(missing_ok=True)
-    # without separators, as names of files have it
+    # separators are optional, because names of files may lack them
     wanted = re.compile(re.sub(r"\W", r"[^a-z0-9]?", CANARY).encode())
     found = [
         str(path.relative_to(folder))

@@ -1,4 +1,4 @@
-"""Web servers of this machine with shards of a folder, and with the faults that tests ask for."""
+"""Local web servers with the shards of a folder, and with faults for tests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 
 
 class ShardServer:
-    """What a server does, and what it was asked for.
+    """Behaviour of a server, and the requests that it received.
 
     Args:
-        root: folder whose files it sends.
+        root: folder of the files.
 
     Attributes:
-        url: of the folder.
-        breaks: how many more answers of a file end in the middle, by its name.
-        ends: the byte of a file beyond which nothing is ever sent, by name.
-        status: what it answers instead of a file, by name.
-        ranges: whether it knows ranges.
-        asked: how often each file was asked for.
-        starts: files in the order in which they were sent, and from which byte on.
+        url: URL of the folder.
+        breaks: number of further responses that end in the middle, by file name.
+        ends: byte of a file after which nothing is sent, by file name.
+        status: status of the response instead of a file, by file name.
+        ranges: whether the server supports range requests.
+        asked: number of requests by file name.
+        starts: names and first bytes of the files in the order of the responses.
     """
 
     def __init__(self, root: Path) -> None:
@@ -38,7 +38,7 @@ class ShardServer:
 
 @contextmanager
 def serve(root: Path) -> Iterator[ShardServer]:
-    """A server of a folder on a free port, for as long as the context lasts."""
+    """A server of a folder on a free port, which runs in the block."""
     about = ShardServer(root)
 
     class Handler(BaseHTTPRequestHandler):

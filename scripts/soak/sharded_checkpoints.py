@@ -28,14 +28,14 @@ RANKS = 2
 
 
 def _start(function: Callable[[Path], None], folder: Path) -> list[ForkProcess]:
-    """Run a function on ranks that are processes of this one."""
-    # its server is a thread of this process, which outlives every rank
+    """Run a function on ranks that are child processes."""
+    # the server of the store is a thread of this process, which outlives all ranks
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_run, args=(function, folder, rank, store.port)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
-        # as long as a rank lives
+        # keeps the store alive as long as the rank
         rank.store = store  # type: ignore[attr-defined]
     return ranks
 
@@ -43,12 +43,12 @@ def _start(function: Callable[[Path], None], folder: Path) -> list[ForkProcess]:
 def _run(function: Callable[[Path], None], folder: Path, rank: int, port: int) -> None:
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=RANKS)
     function(folder)
-    # no rank leaves while another one still says something
+    # no rank ends while another one still communicates
     dist.barrier()
 
 
 def _tensors(rows: int, count: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors in shards, of a number of rows that the ranks do not divide."""
+    """Sharded tensors with a number of rows that is not divisible by the number of ranks."""
     mesh = init_device_mesh("cpu", (RANKS,))
     generator = torch.Generator().manual_seed(0)
     return {
@@ -68,7 +68,7 @@ def _save_twice(folder: Path) -> None:
 
 
 def written_by_ranks(folder: Path) -> Path:
-    """The newer one of two checkpoints."""
+    """Write two checkpoints on two ranks; returns the newer one."""
     for rank in _start(_save_twice, folder):
         rank.join()
         assert rank.exitcode == 0
@@ -81,12 +81,12 @@ def _save_for_ever(folder: Path) -> None:
         written = write_checkpoint(folder, tensors, {"step": step}, together=True)
         if dist.get_rank() == 0:
             prune_checkpoints(folder, written, 2)
-        # as the ranks of a run agree
+        # the ranks of a run synchronise in the same way
         dist.barrier()
 
 
 def kills(folder: Path, tries: int, seed: int) -> Outcome:
-    """kill -9 of one of two ranks that save 12 MB together back to back, at random moments of a save."""
+    """kill -9 of one of two ranks that save 12 MB together in a loop, at random moments of a save."""
     draw = random.Random(seed)
     inside = 0
 
@@ -104,7 +104,7 @@ def kills(folder: Path, tries: int, seed: int) -> Outcome:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGKILL)
             rank.join()
-            # what the other one does until the watch of a run would end it
+            # lets the other rank continue for the time until a run would end it
             time.sleep(0.3)
         litter = [path.name for path in place.iterdir() if path.name.startswith(".")]
         inside += bool(litter)

@@ -1,4 +1,4 @@
-"""Signals of every kind at every moment: the step in hand is saved, and the run goes on bit for bit."""
+"""Rows about signals of all kinds at all moments: the current step is saved, and a resume is bitwise equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vsa.signals import ENDING
 from vsa.training.watch import LOST_STATUS
 
 STEPS = 400
-"""Of the run that nothing happens to; the signals come in the first tenth."""
+"""Steps of the uninterrupted run; the signals are sent in its first tenth."""
 
 VALIDATES = ("trainer.val_check_interval=1", "data.val_fraction=0.5", "data.val_batches=8")
 EVERY = "callbacks.checkpoint.every_n_steps={}"
@@ -26,15 +26,15 @@ EVERY = "callbacks.checkpoint.every_n_steps={}"
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When a signal comes, and to what.
+    """The moment of a signal, and the process that receives it.
 
     Args:
-        name: of the moment.
-        signalled: sends signals of a kind to a run that it starts: (its words, number, rng) to the exit status of what
-            was started and what that printed.
-        settings: of the run.
-        steps: whether a step is made by then.
-        status: what has to be the status, of a signal's number.
+        name: name of the moment.
+        signalled: function of (folder, words, number, rng) that starts a run and sends signals of a kind to it; returns
+            the exit status and the output.
+        settings: settings of the run.
+        steps: whether the run has completed a step by then.
+        status: expected exit status as a function of the signal number.
     """
 
     name: str
@@ -59,7 +59,7 @@ def _ended(started: tiny.Started) -> tuple[int, str]:
 
 def _while_loading(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
     started = tiny.start(words, folder=folder, fresh=True)
-    # the first statement stands after that of the interpreter
+    # the handlers are set by the first statement, after the start of the interpreter
     time.sleep(rng.uniform(0.5, 3))
     started.send_signal(number)
     return _ended(started)
@@ -99,9 +99,9 @@ def _to_one_rank(step: int) -> Callable[..., tuple[int, str]]:
             statuses = job.wait(90)
         except TimeoutError as error:
             return -1, str(error)
-        # rank 0 tells for all
+        # rank 0 reports for all ranks
         told = job.ranks[0].output()
-        # one that had not met the signalled one yet sees that it has gone
+        # a rank that has not yet connected to the signalled one may only notice that it is gone
         alike = statuses[1] in ((0,) if step else (0, statuses[0], LOST_STATUS))
         return (statuses[0], told) if alike else (-1, f"{told} (statuses {statuses})")
 
@@ -138,11 +138,11 @@ MOMENTS = (
         steps=False,
     ),
 )
-"""In turns with the kinds: as their numbers have no common divisor, every pair comes."""
+"""Moments, used in turn with the kinds of signals: the two counts are coprime, so all pairs occur."""
 
 LAUNCHED = (
     Moment(name="to the launcher of two ranks", signalled=_by_launcher(_own_launcher), settings=tiny.TWO_RANKS),
-    # it passes SIGTERM and SIGINT on, and ends with a status of its own
+    # torchrun passes SIGTERM and SIGINT on, and ends with its own status
     Moment(
         name="to torchrun",
         signalled=_by_launcher(tiny.start_torchrun),
@@ -153,16 +153,16 @@ LAUNCHED = (
 
 
 def _wrong(folder: Path, moment: Moment, number: int, words: Sequence[str], status: int, told: str) -> str | None:
-    """What is wrong with the end of a run; None: nothing."""
+    """Failure of a run to end correctly, None if it did."""
     run, name = _run_of(words, folder), signal.Signals(number).name
     if status != moment.status(number):
         return f"status {status}, expected {moment.status(number)}: {told[-300:]}"
     saved = list_checkpoints(run / "checkpoints")
     says = [line for line in told.splitlines() if line.startswith(f"{name}: ") and "saving after" not in line]
     expected = "saved " if saved else "stopped, there was nothing to save"
-    # a second Ctrl-C ends a run at once
+    # a second Ctrl-C ends a run immediately
     at_once = moment.name == "twice" and name == "SIGINT"
-    # torchrun has a traceback of its own
+    # torchrun prints its own traceback
     if re.search('File ".*/vsa/', told) or (not at_once and (len(says) != 1 or expected not in says[0])):
         return f"it said {says}: {told[-300:]}"
     if moment.steps and not saved:
@@ -171,7 +171,7 @@ def _wrong(folder: Path, moment: Moment, number: int, words: Sequence[str], stat
 
 
 def _goes_on(folder: Path, words: Sequence[str], straight: Path) -> str | None:
-    """Whether a run goes on for three steps as the one that nothing happened to."""
+    """Failure of a resumed run to have the losses of the uninterrupted one for three steps, None if it has."""
     run = _run_of(words, folder)
     last = resolve_checkpoint("last", run).step + 3
     ends = [word for word in words if not word.startswith("trainer.max_steps=")]
@@ -190,7 +190,7 @@ def _goes_on(folder: Path, words: Sequence[str], straight: Path) -> str | None:
 
 
 def _straight(folder: Path, moment: Moment) -> Path:
-    """The run that nothing happens to, made once for each set of samples and ranks."""
+    """The uninterrupted run, trained once for each set of samples and number of ranks."""
     ranks = tiny.TWO_RANKS if tiny.TWO_RANKS[0] in moment.settings else ()
     held_out = VALIDATES if VALIDATES[0] in moment.settings else ()
     name = f"straight{len(ranks)}{len(held_out)}"

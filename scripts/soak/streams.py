@@ -1,4 +1,4 @@
-"""Rows about `data=stream`: a web server that cuts, refuses and damages, and runs that end in the middle."""
+"""Row about `data=stream`: a web server that truncates, refuses and damages files, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vsa.data.text import HashedNgramEncoder
 
 _SHAPE = (16, 2, 2, 4)
 _TEXT = HashedNgramEncoder(dim=8, max_tokens=5)
-# answers that stay and answers that may be others later
+# permanent and temporary HTTP errors
 _STATUSES = (403, 404, 429, 503)
 
 
@@ -43,7 +43,7 @@ def _module(urls: Sequence[str], *, shuffle_buffer: int, num_workers: int) -> St
 
 
 def _batches(module: StreamDataModule, *, rank: int, world: int, steps: int, start: int) -> Iterator[VideoBatch]:
-    """The batches of one rank, without the process group that a run has."""
+    """Batches of one rank, without a process group."""
     module._part = lambda: RankSlice(rank=rank, world=world)  # type: ignore[method-assign]
     module._first_shard = start
     stream = module.train_dataloader().dataset
@@ -62,7 +62,7 @@ def _write(root: Path, shards: int, per_shard: int, seed: int) -> LatentReader:
 
 
 def _damage(server: ShardServer, parts: dict[str, list[SampleEntry]], draw: random.Random) -> set[str]:
-    """Break a server and what it sends; the samples that may be lost by it."""
+    """Add faults to a server and its files; returns the samples that may be lost."""
     lost: set[str] = set()
     server.ranges = draw.random() < 0.7
     server.breaks = {name: draw.randrange(len(remote.PAUSES)) for name in parts if draw.random() < 0.6}
@@ -86,7 +86,7 @@ def _damage(server: ShardServer, parts: dict[str, list[SampleEntry]], draw: rand
 
 
 def _one(root: Path, draw: random.Random) -> str | None:
-    """Stream a part of an epoch past faults, end, and go on elsewhere; what was wrong."""
+    """Stream a part of an epoch with faults, stop, and resume with other settings; returns the failure, or None."""
     reader = _write(root, shards := draw.randint(3, 6), draw.randint(5, 10), draw.randrange(1 << 30))
     good = {name: reader.latent(name) for name in reader.index.samples}
     parts = samples_by_shard(reader.index)
@@ -112,7 +112,7 @@ def _one(root: Path, draw: random.Random) -> str | None:
         for rank in range(world):
             for batch in _batches(module, rank=rank, world=world, steps=steps, start=0):
                 take(batch)
-            # alone, as there is no process group
+            # set by hand, because there is no process group
             module._part = lambda rank=rank: RankSlice(rank=rank)  # type: ignore[method-assign]
             ends.append(module._next_shard())
         start = min(ends)
@@ -121,7 +121,7 @@ def _one(root: Path, draw: random.Random) -> str | None:
             return f"a resume would leave out {sorted(before - seen - told)[:3]}"
         module = _module(urls, shuffle_buffer=buffer, num_workers=draw.choice((0, 0, 0, 1)))
         world = draw.choice((1, 2, 3))
-        # a reader has its share of the shards of an epoch, and a buffer that it empties late
+        # enough steps for the share of a reader in the shards of an epoch, and for its shuffle buffer
         steps = 2 * shards * len(next(iter(parts.values()))) * world // 12 + 3 * buffer
         for rank in range(world):
             for batch in _batches(module, rank=rank, world=world, steps=steps, start=start):
@@ -135,7 +135,7 @@ def _one(root: Path, draw: random.Random) -> str | None:
 
 
 def _faults(folder: Path, tries: int, seed: int) -> Outcome:
-    # of this row's process
+    # changes only the process of this row
     remote.PAUSES = (0.0, 0.0, 0.0)
     tally = Tally()
     for number in range(tries):

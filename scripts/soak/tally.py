@@ -1,4 +1,4 @@
-"""Counting the tries of a row."""
+"""Counter of the tries of a row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from scripts.soak.rows import Outcome
 
 
 class Tally:
-    """How many tries were made, and what went wrong in which."""
+    """Number of tries, and the failures by name."""
 
     def __init__(self) -> None:
         self.tried = 0
@@ -17,8 +17,8 @@ class Tally:
         """Count a try.
 
         Args:
-            name: what is needed to repeat it.
-            failure: what went wrong; None: it was survived.
+            name: description of the try, with the values that are needed to repeat it.
+            failure: description of the failure, None for a survived try.
         """
         self.tried += 1
         if failure is not None:

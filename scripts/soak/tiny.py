@@ -1,7 +1,7 @@
-"""A tiny run to start from: random latents, a model of two layers 12 wide on 64 tokens, 24 steps, a checkpoint every 3.
+"""A tiny run on random latents: a model of two layers and width 12 on 64 tokens, 24 steps, a checkpoint every 3 steps.
 
-`start` forks this process after its imports (one second a run); with `fresh=True` it is `python train.py`, which takes
-the imports' time more and is needed where those matter. `start_ranks` starts several ranks with torchrun's environment.
+`start` forks this process after its imports (one second per run); with `fresh=True` it runs `python train.py`, which
+also takes the time of the imports. `start_ranks` starts several ranks with the environment of torchrun.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vsa.data.codecs import HaarCodec
 from vsa.data.shard_writer import ShardWriter
 from vsa.data.text import HashedNgramEncoder
 
-# what a run imports: a fork has it already
+# imports of a run, which forks inherit
 import vsa.training.launch  # noqa: F401  isort: skip
 
 ROOT = Path(__file__).parents[2]
@@ -64,10 +64,10 @@ SETTINGS = (
 """Settings of the tiny run; `words` adds its folders."""
 
 TWO_RANKS = ("trainer=fsdp", "trainer.devices=2")
-"""Further settings of a run that `start_ranks` starts, or that starts its second process itself (`fresh=True`)."""
+"""Further settings of a run of `start_ranks`, or of a run that starts its second process itself (`fresh=True`)."""
 
 TIMES = ("time", "second", "tflops", "mfu", "wait", "memory")
-"""Parts of the names of columns of metrics.csv in which equal runs differ."""
+"""Parts of the names of metrics that differ between equal runs."""
 
 
 def write_shards(folder: Path, *, count: int = SAMPLES, per_shard: int = 10, seed: int = 0) -> Path:
@@ -82,7 +82,7 @@ def write_shards(folder: Path, *, count: int = SAMPLES, per_shard: int = 10, see
 
 
 def words(folder: Path, *overrides: str) -> list[str]:
-    """Settings of the run `folder/outputs/pretrain/default` on `folder/shards`, which are written when missing."""
+    """Settings of the run `folder/outputs/pretrain/default` on `folder/shards`, which are written if missing."""
     shards = folder / "shards"
     if not any(override.startswith("data.root=") for override in overrides) and not shards.exists():
         write_shards(shards)
@@ -92,17 +92,17 @@ def words(folder: Path, *overrides: str) -> list[str]:
 
 
 def run_folder(folder: Path, run: str = "default", *, name: str = "pretrain") -> Path:
-    """Where the run of `words(folder, ...)` lies."""
+    """Run folder of `words(folder, ...)`."""
     return folder / "outputs" / name / run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A process that trains, with the methods of `subprocess.Popen` and what it printed.
+    """A training process, with the methods of `subprocess.Popen` and its output.
 
     Args:
         process: the forked or started process.
-        log: its stdout and stderr.
+        log: file of its stdout and stderr.
     """
 
     process: subprocess.Popen[bytes] | ForkProcess
@@ -115,18 +115,14 @@ class Started:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, the negative number of the signal that killed it, or None."""
+        """Exit status, or the negative number of the signal that killed the process; None while it runs."""
         return self.poll()
 
     def poll(self) -> int | None:
         return self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
 
     def wait(self, timeout: float = 120) -> int:
-        """The exit status.
-
-        Raises:
-            TimeoutError: it still runs.
-        """
+        """Wait for the exit status; raises TimeoutError if the process still runs after `timeout` seconds."""
         if isinstance(self.process, subprocess.Popen):
             try:
                 return self.process.wait(timeout)
@@ -144,16 +140,16 @@ class Started:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, also to one that is stopped, and wait."""
+        """Send SIGKILL, which also ends a stopped process, and wait."""
         self.send_signal(signal.SIGKILL)
         self.wait()
 
     def output(self) -> str:
-        """What it printed until now."""
+        """Output until now."""
         return self.log.read_text(errors="replace")
 
     def error_lines(self) -> list[str]:
-        """The lines that begin with `error: `."""
+        """Lines of the output that start with `error: `."""
         return [line for line in self.output().splitlines() if line.startswith("error: ")]
 
 
@@ -168,10 +164,10 @@ def start(
     """Start `python train.py ARGUMENTS` in `folder`.
 
     Args:
-        arguments: of `words`, or flags and settings of Hydra.
-        folder: the working directory; the output goes to a new file `log-N` in it.
-        fresh: a new interpreter instead of a fork of this process.
-        env: further variables of the environment.
+        arguments: settings from `words`, or flags and settings of Hydra.
+        folder: working directory; the output goes to a new file `log-N` in it.
+        fresh: start a new interpreter instead of a fork of this process.
+        env: further environment variables.
         script: train.py, or a command of `vsa` ("sample") with its arguments.
     """
     log = folder / f"log-{len(list(folder.glob('log-*')))}"
@@ -201,14 +197,14 @@ def _run_command(command: list[str], folder: Path, log: Path, env: dict[str, str
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
     for name in ("lightning.pytorch", "lightning.fabric"):
-        # those of the process that forked are bound to its streams
+        # inherited handlers are bound to the streams of the parent
         logging.getLogger(name).handlers = [logging.StreamHandler(sys.stderr)]
-    # as a shell starts it, whatever the process that forked does with them
+    # the handlers that a shell would leave, independent of those of the parent
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     os.environ |= env
-    # set from the environment when the modules were imported
+    # the modules read these from the environment on import
     rank_zero.rank_zero_only.rank = rank_zero_only.rank = int(env.get("RANK", "0"))
     torch.set_num_threads(1)
     os.chdir(folder)
@@ -222,17 +218,13 @@ def _run_command(command: list[str], folder: Path, log: Path, env: dict[str, str
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Processes that train together, rank 0 first, and the store that they meet in, which must outlive them."""
+    """Processes of one training, rank 0 first, and their rendezvous store, which must outlive them."""
 
     ranks: tuple[Started, ...]
     store: TCPStore | None
 
     def wait(self, timeout: float = 120) -> list[int]:
-        """The exit status of each rank; those that still run then are killed.
-
-        Raises:
-            TimeoutError: a rank still ran.
-        """
+        """Wait for the exit status of each rank; after `timeout` seconds, kill the others and raise TimeoutError."""
         end = time.monotonic() + timeout
         try:
             return [rank.wait(max(0.01, end - time.monotonic())) for rank in self.ranks]
@@ -252,8 +244,8 @@ def start_ranks(
     fresh: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Ranks:
-    """Start `world` gloo ranks of one run as torchrun would, without its agent; for settings with `TWO_RANKS`."""
-    # as torchrun does, the parent holds the store: its port is taken from the start, and it outlives every rank
+    """Start `world` gloo ranks of one run like torchrun, without its agent; for settings with `TWO_RANKS`."""
+    # the parent holds the store, as in torchrun: its port is reserved from the start, and it outlives all ranks
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(world):
@@ -273,7 +265,7 @@ def start_ranks(
 
 
 def start_torchrun(arguments: Sequence[str], *, folder: Path, world: int = 2) -> Started:
-    """Start torchrun itself, which starts its ranks in sessions of their own."""
+    """Start torchrun, which starts its ranks in separate sessions."""
     log = folder / f"log-{len(list(folder.glob('log-*')))}"
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")))
     flags = ["--standalone", "--nproc-per-node", str(world)]
@@ -299,7 +291,7 @@ def metrics(run: Path) -> dict[int, dict[str, str]]:
 
 
 def digest_of_run(run: Path) -> str:
-    """SHA-256 of everything that equal runs have in common: weights, averages, moments, step and metrics."""
+    """SHA-256 of the weights, averages, moments, step and metrics of a run, which equal runs share."""
     checkpoint = resolve_checkpoint("last", run)
     digest = hashlib.sha256(f"step {checkpoint.step}".encode())
     for group in sorted(checkpoint.groups):
@@ -312,7 +304,7 @@ def digest_of_run(run: Path) -> str:
 
 
 def wait_for(condition: Callable[[], bool], *, seconds: float = 60, every: float = 0.005) -> bool:
-    """Whether `condition()` became true in time."""
+    """Wait until `condition()` is true; returns False after a timeout of `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -322,7 +314,7 @@ def wait_for(condition: Callable[[], bool], *, seconds: float = 60, every: float
 
 
 def wait_for_step(run: Path, step: int, *, seconds: float = 60, of: Started | None = None) -> bool:
-    """Whether metrics.csv of a run reached a step in time, and before the process `of` ended."""
+    """Wait until metrics.csv of a run has a step; returns False after a timeout, or if the process `of` has ended."""
 
     def reached() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A server of Weights & Biases for tests, on this machine."""
+"""A local server of Weights & Biases for tests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Mood = Literal["answers", "hangs", "stalls", "dies"]
 
 
 class TrackerServer:
-    """The part of the service's HTTP interface that a run of its client speaks to, inside a `with` block.
+    """The part of the HTTP interface of the service that its client uses in a run, inside a `with` block.
 
     Args:
-        mood: whether it answers, takes connections and says nothing, says nothing but that it is there, or goes away
-            once it got metrics.
+        mood: whether the server answers, accepts connections without answering, answers only health checks, or closes
+            after the first metrics.
 
     Attributes:
-        bodies: of all requests that it understood.
+        bodies: bodies of all understood requests.
         got_metrics: whether metrics have arrived.
     """
 
@@ -44,7 +44,7 @@ class TrackerServer:
         self.close()
 
     def close(self) -> None:
-        """Go away: further connections are refused."""
+        """Stop the server: further connections are refused."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -59,7 +59,7 @@ class TrackerServer:
 
             def handle_one_request(self) -> None:
                 if server.mood == "hangs":
-                    # until the test is over
+                    # waits until the end of the test
                     server._stop.wait()
                     self.close_connection = True
                     return
@@ -90,7 +90,7 @@ class TrackerServer:
                 elif self.path == "/graphql":
                     self._answer({"data": _answers(json.loads(body))})
                 else:
-                    # what it counts about itself
+                    # usage statistics of the client
                     self._answer({})
 
             def _body(self) -> str:
@@ -108,7 +108,7 @@ class TrackerServer:
 
 
 def _answers(request: dict[str, Any]) -> dict[str, Any]:
-    """What the client of version 0.31 wants to know, see its queries."""
+    """Answers to the queries of the client, version 0.31."""
     query, variables = request.get("query", ""), request.get("variables") or {}
     project = {"id": "cA==", "name": variables.get("project") or "p", "entity": {"id": "ZQ==", "name": "e"}}
     run = {

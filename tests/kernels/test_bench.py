@@ -623,12 +623,12 @@ def test_old_reports_still_print(bench, capsys):
         (["fine", "--shapes", "nowhere"], "--shapes must be of tiny, .*, got nowhere"),
         (
             ["vsa", "--shapes", "wide-16k-d128"],
-            "wide-16k-d128 has query blocks of its own: it is for the cases fine and selection",
+            "wide-16k-d128 has query blocks of several tiles: only fine and selection support it",
         ),
         (["fine", *FAST, "--repeats", "0"], "--repeats must be at least 1, got 0"),
         pytest.param(
             ["fine", "--device", "cuda"],
-            "sees no CUDA device",
+            "finds no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],
@@ -644,7 +644,7 @@ def test_bad_arguments_are_refused(bench, monkeypatch, argv, message):
 
 def test_a_table_of_no_report_is_refused(bench, tmp_path):
     (tmp_path / "x.json").write_text("{")
-    with pytest.raises(ValueError, match=r"x\.json is no report"):
+    with pytest.raises(ValueError, match=r"x\.json is not a report"):
         bench.main(["table", str(tmp_path / "x.json")])
 
 
@@ -654,7 +654,7 @@ def test_tuning_without_a_gpu_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / "scripts" / "tune.py"), run_name="__main__")
     assert stop.value.code == 1
-    assert capsys.readouterr().err == "error: tuning needs a CUDA device, and this torch sees none\n"
+    assert capsys.readouterr().err == "error: tuning needs a CUDA device, but torch finds none\n"
 
 
 def test_tuned_configurations_are_written_as_they_are_read(tmp_path):

@@ -80,9 +80,7 @@ def test_bad_folders_end_in_one_line(tmp_path: Path, command_line):
     (tmp_path / "file").write_text("")
     status, out, err = command_line("report", str(tmp_path / "run"), "--out", str(tmp_path / "file"))
     assert (status, out) == (1, "")
-    assert (
-        err == f"error: cannot write to {tmp_path}/file/report: {tmp_path}/file is no folder that can be written to\n"
-    )
+    assert err == f"error: cannot write to {tmp_path}/file/report: {tmp_path}/file is not a writable folder\n"
 
 
 @pytest.mark.usefixtures("pictures_left_out")

@@ -133,7 +133,7 @@ def test_a_loss_that_is_not_finite_is_told_and_spoils_no_mean(tmp_path: Path):
 def test_every_fault_that_was_recorded_is_told(tmp_path: Path):
     run = write_run(tmp_path / "run")
     assert [*faults(read_run(run))] == []
-    assert table_of(report([run]).read_text(), "Faults") == [["none", "", "Nothing was recorded."]]
+    assert table_of(report([run]).read_text(), "Faults") == [["none", "", "No faults were recorded."]]
     add_columns(
         run,
         skipped_steps={4: 0, 8: 2, 12: 2, 16: 3},
@@ -159,7 +159,7 @@ def test_every_fault_that_was_recorded_is_told(tmp_path: Path):
     assert told["failed"][1] == "OSError: no space"
     text = Page(report([run]).read_text()).text
     assert "The run failed: OSError: no space." in text
-    assert "killed: it left no last word" in text
+    assert "killed: no end was recorded" in text
 
 
 def test_a_run_that_goes_on_and_one_without_metrics_have_pages(tmp_path: Path):
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_and_one_without_metrics_have_pages(tmp_path: Path):
         note_start(run, step=0, environment=HERE)
         text = Page(report([run]).read_text()).text
     assert "running at step 40 of 40" in text
-    assert "still going on" in text
+    assert "still running" in text
     # the process that ends it holds the folder still
     with locked(run):
         note_end(run, how="finished", reason="", step=40)

@@ -33,7 +33,7 @@ class Modulation(NamedTuple):
 
 
 class Conditioning(NamedTuple):
-    """What every block reads beside the hidden states.
+    """Inputs that all blocks share beside the hidden states.
 
     Args:
         modulation: `[B, M, 6, C]`, at least float32.
@@ -56,7 +56,7 @@ class AttentionProjections(nn.Module):
     Args:
         num_heads: H.
         head_dim: D.
-        eps: of the norms.
+        eps: epsilon of the norms.
     """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float):
@@ -82,7 +82,7 @@ class CrossAttention(AttentionProjections):
     Args:
         num_heads: H.
         head_dim: D.
-        eps: of the norms.
+        eps: epsilon of the norms.
         added_kv_proj_dim: width of the image tokens, None without an image branch.
     """
 
@@ -108,12 +108,12 @@ class TransformerBlock(nn.Module):
     """Modulated self-attention, text cross-attention and feed-forward, each with a residual.
 
     Args:
-        method: self-attention of this layer; its extra modules are registered here under their own names.
+        method: self-attention method of this layer; its extra modules are registered here under their own names.
         num_heads: H.
         head_dim: D.
         ffn_dim: width of the feed-forward layer.
         cross_attn_norm: affine norm before the cross-attention.
-        eps: of every norm.
+        eps: epsilon of every norm.
         added_kv_proj_dim: width of image tokens in the cross-attention, None without them.
     """
 
@@ -142,11 +142,11 @@ class TransformerBlock(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
         self._register(method)
         self.activation_checkpointing: Level = "none"
-        # an unbound function, so that a deep copy of the block never runs the original's weights
+        # an unbound function, because a bound one in a deep copy would still use the weights of the original block
         self.run: Callable[..., Tensor] = TransformerBlock.body
 
     def replace_method(self, method: AttentionMethod) -> TransformerBlock:
-        """Attend with another method, whose extra modules take the place of the former one's; returns the block."""
+        """Replace the attention method and its extra modules; returns the block."""
         for name in self.method.extra_modules():
             del self._modules[name]
         self._register(method)
@@ -155,7 +155,7 @@ class TransformerBlock(nn.Module):
     def _register(self, method: AttentionMethod) -> None:
         for name, module in method.extra_modules().items():
             self.register_module(name, module)
-        # not a submodule: its parameters are registered once, under the block's own prefix
+        # bypasses nn.Module's registration, since the method's modules are already registered under the block's prefix
         object.__setattr__(self, "method", method)
 
     def forward(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
@@ -164,9 +164,9 @@ class TransformerBlock(nn.Module):
         Args:
             x: `[B, L, C]` in the layout's order.
             cond: modulation, RoPE tables, text and image.
-            ctx: this layer's context (scalar top-k).
+            ctx: context of this layer (scalar top-k).
         """
-        # Python callables and mappings would break the graph of a compiled body; a selection that is reused does not
+        # recorders and stored selections are Python callables and mappings, which would break the compiled graph
         selects = self.method.selects or self.method.predicts
         traceable = ctx.recorder is None and not (ctx.keeps_selection and selects and not ctx.dense)
         run = self.run if traceable else TransformerBlock.body
@@ -175,7 +175,7 @@ class TransformerBlock(nn.Module):
         return run(self, x, cond, ctx)
 
     def body(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
-        """The block itself: what is compiled."""
+        """The computation of the block, which `VideoDiT.compile_blocks` compiles."""
         level = self.activation_checkpointing if torch.is_grad_enabled() else "none"
         if level == "attention_mlp":
             return computed_again_without_attention(self._sublayers, x, cond, ctx)

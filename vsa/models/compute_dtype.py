@@ -1,8 +1,8 @@
-"""Layers that compute in another dtype than their parameters have: bf16 products over fp32 weights.
+"""Layers that compute in another dtype than that of their parameters: bf16 products over fp32 weights.
 
-A layer rounds its parameters when it runs, hence inside a compiled block and inside what activation checkpointing
-computes again, which keeps no rounded copy until its backward. Gradients arrive, and are summed, in the dtype of the
-parameters.
+A layer rounds its parameters in its forward pass, hence inside a compiled block and inside the region that activation
+checkpointing recomputes, so that no rounded copy is kept for the backward pass. Gradients arrive, and are summed, in
+the dtype of the parameters.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 
 def rounded(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The parameter in a dtype; None: as it is."""
+    """The parameter in `dtype`; None returns it unchanged."""
     return parameter if dtype is None else parameter.to(dtype)
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer of tokens and parameters in `compute_dtype`."""
+    """A linear layer that computes in `compute_dtype`."""
 
     compute_dtype: torch.dtype | None = None
 
@@ -28,7 +28,7 @@ class RoundedLinear(nn.Linear):
 
 
 class RoundedRMSNorm(nn.RMSNorm):
-    """An RMS norm whose parameters are in `compute_dtype`."""
+    """An RMS norm that rounds its parameters to `compute_dtype`."""
 
     compute_dtype: torch.dtype | None = None
 
@@ -41,16 +41,16 @@ _ROUNDED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: RoundedLinear, nn
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Let every module of `model` round its parameters to `dtype` where it uses them; None: let none do so.
+    """Let every module of `model` round its parameters to `dtype` in its forward pass; None disables the rounding.
 
-    Names and dtype of the parameters stay. Adapters have to be there already.
+    Names and dtypes of the parameters do not change. Adapters must be added before this call.
 
     Raises:
-        ValueError: names a module with parameters that does not know how.
+        ValueError: a module with parameters does not support another compute dtype.
     """
     for name, module in model.named_modules():
         if dtype is not None and type(module) in _ROUNDED:
-            # in place, as adapters and attention methods hold the module too
+            # changed in place, because adapters and attention methods hold references to the module
             module.__class__ = _ROUNDED[type(module)]
         if hasattr(type(module), "compute_dtype"):
             module.compute_dtype = dtype  # type: ignore[assignment] (of that class)

@@ -1,4 +1,4 @@
-"""How latents, timestep, text and image enter the model; module names are diffusers' names for Wan.
+"""Embeddings of latents, timestep, text and image; module names are those of diffusers' Wan.
 
 B batch, L tokens, S text tokens, E text width, C model width.
 """
@@ -18,7 +18,7 @@ Grid = tuple[int, int, int]
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """x in float32, or unchanged when it is float64: norms, modulation and time embedding compute in it."""
+    """x in float32, or unchanged if it is float64; norms, modulation and time embedding compute in this dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -34,7 +34,7 @@ class LinearFp32(nn.Linear):
 
 
 class LayerNormFp32(nn.LayerNorm):
-    """Layer norm that computes in at least float32 and returns that: the caller rounds after modulating."""
+    """Layer norm that computes and returns at least float32: the caller rounds after the modulation."""
 
     compute_dtype: torch.dtype | None = None
 
@@ -45,7 +45,7 @@ class LayerNormFp32(nn.LayerNorm):
 
 
 class PatchEmbedding(nn.Conv3d):
-    """Non-overlapping patches to tokens: a 3-D convolution (its checkpoint shape) computed as one matmul.
+    """Embedding of non-overlapping patches: a 3-D convolution, as in checkpoints, computed as one matmul.
 
     Args:
         in_channels: latent channels.
@@ -66,7 +66,7 @@ class PatchEmbedding(nn.Conv3d):
 
 
 def patchify(x: Tensor, patch_size: Grid) -> Tensor:
-    """Cut latents into patches, tokens in raster order, channels slowest inside a patch.
+    """Split latents into patches, one per token in raster order, with channels as the slowest dimension of a patch.
 
     Args:
         x: `[B, C, T, H, W]` latents, divisible by the patch.
@@ -82,7 +82,9 @@ def patchify(x: Tensor, patch_size: Grid) -> Tensor:
 
 
 def unpatchify(tokens: Tensor, grid_thw: Grid, patch_size: Grid) -> Tensor:
-    """Latents from the head's output, whose channels are fastest inside a patch (Wan's order, unlike `patchify`).
+    """Assemble latents from patches with channels as the fastest dimension of a patch (Wan's order of the head).
+
+    The order differs from that of `patchify`.
 
     Args:
         tokens: `[B, L, prod(patch_size) * C]` in raster order.
@@ -100,7 +102,7 @@ def unpatchify(tokens: Tensor, grid_thw: Grid, patch_size: Grid) -> Tensor:
 def sinusoid(timestep: Tensor, dim: int) -> Tensor:
     """Sinusoidal features `[..., dim]` float32 of timesteps `[...]` in 0..1000, cosines first, period base 1e4.
 
-    The frequencies are rounded to float32 as in Wan: at t = 1000 exact ones would differ by 1e-4.
+    The frequencies are rounded to float32 as in Wan: at t = 1000, exact frequencies change the features by 1e-4.
     """
     half = dim // 2
     exponent = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
@@ -167,13 +169,13 @@ class FeedForward(nn.Module):
     Args:
         dim: input width.
         hidden_dim: width between the two layers.
-        out_dim: output width, dim when None.
+        out_dim: output width, None for dim.
         approximate: "tanh" or "none".
     """
 
     def __init__(self, dim: int, hidden_dim: int, out_dim: int | None = None, approximate: str = "tanh"):
         super().__init__()
-        # the identity stands where diffusers has a dropout, so that the second layer is net.2
+        # the identity replaces the dropout of diffusers, so that the second layer is net.2 as in checkpoints
         self.net = nn.Sequential(
             GeluProjection(dim, hidden_dim, approximate), nn.Identity(), nn.Linear(hidden_dim, out_dim or dim)
         )
@@ -183,7 +185,7 @@ class FeedForward(nn.Module):
 
 
 class ImageEmbedder(nn.Module):
-    """CLIP image tokens to the model's width (image-to-video checkpoints of Wan2.1).
+    """Projection of CLIP image tokens to the model width (image-to-video checkpoints of Wan2.1).
 
     Args:
         image_dim: width of the image encoder.
@@ -203,7 +205,7 @@ class ImageEmbedder(nn.Module):
 
 
 class ConditionEmbedder(nn.Module):
-    """Everything that conditions the blocks: time, text and, for image-to-video, an image.
+    """Embeddings of the conditions: time, text and, for image-to-video, an image.
 
     Args:
         dim: C.

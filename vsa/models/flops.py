@@ -1,4 +1,4 @@
-"""Work of one sample through a `VideoDiT`, counted from its layers.
+"""Floating point operations of one sample through a `VideoDiT`, counted from its layers.
 
 L video tokens, S text tokens, C model width, N parameters.
 """
@@ -17,11 +17,11 @@ class FlopCount:
     """Floating point operations of one sample, a multiply-add counted as two.
 
     Args:
-        executed: what the model does, self-attention by the pairs its methods really visit; recomputation by
-            activation checkpointing is not counted.
+        executed: executed operations, with self-attention counted over the query-key pairs that its methods visit;
+            recomputation by activation checkpointing is not counted.
         self_attention: the part of `executed` in self-attention.
-        dense_equivalent: the VSA paper's accounting of the same model with dense attention,
-            `6 N L + 3.5 * 4 L^2 C * layers` (training) or `2 N L + 4 L^2 C * layers` (forward); N leaves out
+        dense_equivalent: the VSA paper's count for the same model with dense attention,
+            `6 N L + 3.5 * 4 L^2 C * layers` (training) or `2 N L + 4 L^2 C * layers` (forward); N excludes
             parameters that only a sparse method has.
     """
 
@@ -31,7 +31,7 @@ class FlopCount:
 
 
 def weighted_flops(counts: Sequence[tuple[float, FlopCount]]) -> FlopCount:
-    """The sum of counts, each times its weight."""
+    """Weighted sum of counts."""
     names = ("executed", "self_attention", "dense_equivalent")
     return FlopCount(**{name: sum(weight * getattr(count, name) for weight, count in counts) for name in names})
 
@@ -39,8 +39,9 @@ def weighted_flops(counts: Sequence[tuple[float, FlopCount]]) -> FlopCount:
 def count_flops(
     model: Any, pairs: Sequence[float], *, num_tokens: int, text_len: int, image_len: int, training: bool
 ) -> FlopCount:
-    """Linear layers and attention for one sample with one timestep; the backward costs 2x a linear layer and 2.5x
-    attention.
+    """Count linear layers and attention of one sample with one timestep.
+
+    The backward pass costs 2x the forward pass of linear layers and 2.5x that of attention.
 
     Args:
         model: a `VideoDiT`.
@@ -48,7 +49,7 @@ def count_flops(
         num_tokens: L.
         text_len: S.
         image_len: image tokens of image-to-video models.
-        training: count the backward too.
+        training: count the backward pass as well.
 
     Source: VSA paper section 3 and appendix C (attention forward 4 FLOPs per pair and channel, 3.5x with backward).
     """
@@ -68,14 +69,14 @@ def count_flops(
 
 
 def linear_flops(model: Any, *, num_tokens: int, text_len: int, image_len: int = 0, part: str = "") -> float:
-    """Forward of the linear layers for one sample with one timestep.
+    """Operations of the forward pass of the linear layers for one sample with one timestep.
 
     Args:
         model: a `VideoDiT`.
         num_tokens: L.
         text_len: S.
         image_len: image tokens of image-to-video models.
-        part: only layers whose name has it.
+        part: count only layers whose name contains this text.
     """
 
     def tokens(name: str) -> int:

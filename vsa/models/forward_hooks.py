@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 @contextmanager
 def capture_outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """Collects the outputs of some modules in the forward run inside, by their keys.
+    """Collect the outputs of modules, by their keys, during the forward pass in the block.
 
-    What activation checkpointing recomputes afterwards is not collected again.
+    A later recomputation by activation checkpointing is not collected again.
     """
     outputs: dict[int, Tensor] = {}
 
@@ -31,7 +31,7 @@ def capture_outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tens
 
 @contextmanager
 def add_to_output(module: nn.Module, term: Tensor) -> Iterator[None]:
-    """Adds `term` to the module's output in the forward run inside."""
+    """Add `term` to the output of the module during the forward pass in the block."""
 
     def add(module: Any, inputs: Any, output: Tensor) -> Tensor:
         return output + term

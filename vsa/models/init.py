@@ -15,17 +15,17 @@ Init = Literal["gpt_neox", "wan"]
 
 
 def init_parameters(model: nn.Module, *, init: Init, dim: int, num_layers: int) -> None:
-    """Initialise every parameter of a `VideoDiT` except those its attention methods reset afterwards.
+    """Initialise every parameter of a `VideoDiT` except those that its attention methods reset afterwards.
 
-    Both schemes: zero biases, unit norms, N(0, 0.02) text and time MLPs, a zero head (`proj_out`) and
-    modulation tables N(0, 1 / sqrt(dim)) as in diffusers.
+    Both schemes use zero biases, unit norm weights, N(0, 0.02) for the text and time MLPs, a zero head (`proj_out`) and
+    N(0, 1 / sqrt(dim)) for the modulation tables, as in diffusers. The second argument of N is a standard deviation.
 
     - `gpt_neox` (VSA paper, appendix C): every other weight N(0, sqrt(2 / (5 dim))), output projections
       (`to_out.0`, `ffn.net.2`) N(0, 2 / (num_layers sqrt(dim))), as in GPT-NeoX.
     - `wan` (Wan2.1): every other weight Xavier-uniform, a convolution flattened to a matrix.
 
     Args:
-        model: the model, parameters already on a real device.
+        model: the model, with parameters on a device other than meta.
         init: "gpt_neox" or "wan".
         dim: model width.
         num_layers: number of blocks.
@@ -54,13 +54,13 @@ def init_parameters(model: nn.Module, *, init: Init, dim: int, num_layers: int) 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Networks built inside are on the meta device: names and shapes, no values, and none are drawn."""
+    """Build networks in the block on the meta device: names and shapes without values or initialisation."""
     with torch.device("meta"), _NothingDrawn():
         yield
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Leaves out `torch.nn.init`, whose drawing of nothing would take as long as the rest of a network."""
+    """Skips `torch.nn.init`, which takes as long as the rest of the construction even on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,14 +1,14 @@
-"""What a block keeps for its backward, and what it computes again.
+"""Activation checkpointing of a block.
 
-The level says which part of a block is computed again in the backward pass:
+The level names the part of a block that the backward pass recomputes:
 
     none            nothing
-    attention       norms, products and RoPE of both attentions; not the attention itself, the most expensive part
-    attention_mlp   the feed-forward layer too; not the attention itself
-    full            everything: a block keeps its input alone
+    attention       norms, projections and RoPE of both attention layers, without the attention operator
+    attention_mlp   the feed-forward layer as well, without the attention operator
+    full            everything: a block keeps only its input
 
-Each level keeps less than the one before it. What attention itself gives (outputs, their logsumexp, the selected
-lists) is kept in the middle two, so that it runs once.
+Each level keeps fewer activations than the one before it. The middle two keep the results of the attention operator
+(outputs, their logsumexp, the selected lists), so that this most expensive part runs once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Level = Literal["none", "attention", "attention_mlp", "full"]
 
 
 def computed_again(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """`function(*args)`, computed again in the backward pass from its arguments alone."""
+    """`function(*args)`, recomputed in the backward pass from its arguments."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
 def computed_again_without_attention(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """`function(*args)`, computed again in the backward pass but for what attention operators gave."""
+    """`function(*args)`, recomputed in the backward pass except for the results of attention operators."""
     contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 

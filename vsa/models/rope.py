@@ -19,9 +19,6 @@ def axis_dims(head_dim: int) -> tuple[int, int, int]:
 
     Args:
         head_dim: D, even and at least 6.
-
-    Raises:
-        ValueError: a head too narrow for three axes, or one that has no pairs.
     """
     if head_dim < 6 or head_dim % 2:
         raise ValueError(f"attention_head_dim must be even and at least 6 for 3-D RoPE, got {head_dim}")
@@ -31,18 +28,18 @@ def axis_dims(head_dim: int) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=32)
 def rope_tables(grid_thw: tuple[int, int, int], head_dim: int, device: torch.device, theta: float = 10000.0) -> Rope:
-    """Rotation tables of a token grid in raster order, computed in float64 on the CPU and kept per device.
+    """Rotation tables of a token grid in raster order, computed in float64 on the CPU and cached per device.
 
     Args:
         grid_thw: token grid.
         head_dim: D.
-        device: where the tables live.
+        device: device of the tables.
         theta: base of the frequencies.
 
     Returns:
         cos, sin `[L, D / 2]` float32; the pairs of the time axis come first, then height, then width.
     """
-    # tables made under inference_mode could never be saved for a later backward
+    # autograd cannot save cached tables that were created under inference_mode
     with torch.inference_mode(False):
         angles = []
         for axis, (size, dim) in enumerate(zip(grid_thw, axis_dims(head_dim), strict=True)):
@@ -57,12 +54,12 @@ def rope_tables(grid_thw: tuple[int, int, int], head_dim: int, device: torch.dev
 
 @lru_cache(maxsize=32)
 def sincos_table(grid_thw: tuple[int, int, int], dim: int, device: torch.device) -> Tensor:
-    """Fixed absolute positions of a token grid in raster order: sines and cosines, a third of the channels per axis.
+    """Sinusoidal absolute positions of a token grid in raster order, a third of the channels per axis.
 
     Args:
         grid_thw: token grid.
         dim: C; channels past the last multiple of 6 stay zero.
-        device: where the table lives.
+        device: device of the table.
 
     Returns:
         `[L, C]` float32; wavelengths run from 2 pi to 200 pi tokens.

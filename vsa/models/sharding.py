@@ -1,4 +1,4 @@
-"""Parameters that may be spread over ranks: reading and writing them one tensor at a time."""
+"""Reading and writing of parameters, sharded over ranks or not, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor on the CPU, gathered when it is sharded (a collective then: call it on every rank)."""
+    """The full tensor on the CPU; for a sharded tensor this is a collective that every rank must call."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard; the tensor itself when it is not sharded."""
+    """The shard of this rank; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded(module: Module, mesh: DeviceMesh | None) -> Module:
-    """The module, its parameters spread over `mesh` (None: as it is), also after a forward without backward."""
+    """The module with its parameters sharded over `mesh`, also after a forward without backward; None: unchanged."""
     if mesh is not None:
         fully_shard(module.to(mesh.device_type), mesh=mesh, reshard_after_forward=True)
     return module
 
 
 def place(value: Tensor, like: Tensor) -> Tensor:
-    """A copy of `value` with the device and sharding of `like`, in its own dtype; reads only this rank's part."""
+    """A copy of `value` with the device and sharding of `like` in its own dtype; reads only the part of this rank."""
     if not isinstance(like, DTensor):
         return value.to(like.device, copy=True)
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -47,12 +47,12 @@ def place(value: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(parameter: Tensor, rows: Callable[[int, int], Tensor]) -> None:
-    """Copy values into this rank's part of a parameter; nothing is communicated.
+    """Copy values into this rank's part of a parameter without communication.
 
     Args:
         parameter: the target, sharded or not, with at least one dimension.
-        rows: `rows(start, stop)` gives that range of the full tensor's first dimension on the CPU. A rank asks only
-            for the rows it holds.
+        rows: `rows(start, stop)` returns that range of the full tensor's first dimension on the CPU. A rank requests
+            only the rows that it holds.
     """
     if not isinstance(parameter, DTensor):
         parameter.copy_(rows(0, parameter.shape[0]))

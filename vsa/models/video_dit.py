@@ -1,4 +1,4 @@
-"""The video diffusion transformer: Wan2.1's architecture with an exchangeable self-attention method.
+"""Video diffusion transformer: the architecture of Wan2.1 with an exchangeable self-attention method.
 
 B batch, C T H W latent channels, frames, rows, columns, L video tokens, S text tokens, E text width.
 """
@@ -39,7 +39,7 @@ Module = TypeVar("Module", bound=nn.Module)
 TopK = int | Sequence[int] | DenoisingTopk | None
 
 RECOMPILE_LIMIT = 64
-"""Graphs of one compiled block; torch's own limit is 8."""
+"""Most graphs of one compiled block; the default of torch is 8."""
 
 
 @checked
@@ -61,21 +61,18 @@ class VideoDiT(nn.Module):
         freq_dim: width of the timestep sinusoid, even.
         patch_size: latent frames, rows, columns per token.
         cross_attn_norm: affine norm before the cross-attention.
-        eps: of every norm.
+        eps: epsilon of every norm.
         image_dim: width of the image tokens of image-to-video models, None without them.
         added_kv_proj_dim: width of the embedded image tokens in cross-attention (the model width), None without.
         rope_max_seq_len: largest token count along one axis.
-        rope_theta: base of the RoPE frequencies; Wan's is 10000, a small grid wants a smaller one.
-        absolute_positions: add fixed sines and cosines of the position to the patch embedding (Wan does not). RoPE's
-            fastest channels repeat after 6.3 tokens: a small model on a small grid takes it for a torus.
+        rope_theta: base of the RoPE frequencies; 10000 in Wan, small grids need a smaller one.
+        absolute_positions: add a fixed sinusoidal position embedding to the patch embedding (Wan does not). The fastest
+            RoPE channels repeat after 6.3 tokens, so a small model cannot tell the two ends of a small grid apart.
         init: "gpt_neox" (pretraining from scratch, VSA paper) or "wan".
-
-    Raises:
-        ValueError: a size out of range, an unknown init, only one of the two image arguments.
     """
 
     compute_dtype: torch.dtype | None = None
-    """What parameters are rounded to where they are used (`compute_in`); None: they are used as they are."""
+    """Dtype that parameters are rounded to in the forward pass (`compute_in`); None: that of the parameters."""
 
     def __init__(
         self,
@@ -149,7 +146,7 @@ class VideoDiT(nn.Module):
         denoising: DenoisingPass | None = None,
         recorder: Recorder | None = None,
     ) -> Tensor:
-        """Velocity `[B, out_channels, T, H, W]` in the dtype the head computes in.
+        """Velocity `[B, out_channels, T, H, W]` in the compute dtype of the head.
 
         Args:
             x_t: `[B, C, T, H, W]` noisy latents.
@@ -157,17 +154,13 @@ class VideoDiT(nn.Module):
             text: `[B, S, E]` text embeddings.
             text_mask: bool `[B, S]`, True where a text token is real; None attends to all S (Wan's convention:
                 zero-padded to 512, unmasked).
-            cond_latents: `[B, Cc, T, H, W]` conditions concatenated on channels (image-to-video).
+            cond_latents: `[B, Cc, T, H, W]` conditions, concatenated along channels (image-to-video).
             image_embeds: `[B, I, image_dim]` image tokens.
-            topk: kv tiles per query tile, one for all layers or one per layer; None is all tiles. Where it changes
-                during a denoising, each sample has what holds at its own timestep.
-            denoising: which pass of a denoising it is, which then decides what holds, for all samples; None in
+            topk: kv tiles per query tile, one int for all layers or one per layer; None is all tiles. If it changes
+                over a denoising, each sample uses the value at its own timestep.
+            denoising: the current pass of a denoising, which then determines the top-k of all samples; None in
                 training.
-            recorder: receives the methods' internals; blocks then run uncompiled.
-
-        Raises:
-            ValueError: latents that cannot be patched, wrong channels, wrong text width or timestep shape,
-                image tokens missing or not expected, top-k below 1 or not one per layer.
+            recorder: receives the internals of the attention methods; blocks then run uncompiled.
         """
         latents = x_t if cond_latents is None else torch.cat((x_t, cond_latents), dim=1)
         layout = self.layout_for(latents.shape[1:], x_t.device)
@@ -187,7 +180,7 @@ class VideoDiT(nn.Module):
             recorder=recorder,
         )
 
-        # tokens and everything else per token are permuted once, here, and the velocity back at the exit
+        # all values per token are permuted once, here, and the velocity is permuted back at the end
         x = self.patch_embedding(layout.permute(patchify(latents, self.patch_size)))
         if self.absolute_positions:
             x = x + layout.permute(sincos_table(grid, self.dim, layout.device)[None]).type_as(x)
@@ -197,7 +190,7 @@ class VideoDiT(nn.Module):
             modulation=modulation,
             rope=self._rope(grid, layout),
             text=self.condition_embedder.text_embedder(
-                # what a masked token holds must not matter, NaN included
+                # masked tokens must not affect the output, even if they hold NaN
                 text if text_mask is None else text.masked_fill(~text_mask[..., None], 0)
             ),
             text_mask=None if text_mask is None else text_mask[:, None, None],
@@ -212,11 +205,7 @@ class VideoDiT(nn.Module):
         return unpatchify(layout.unpermute(x), grid, self.patch_size)
 
     def grid(self, latent_shape: Sequence[int]) -> Grid:
-        """Token grid of a latent shape `[C, T, H, W]`.
-
-        Raises:
-            ValueError: sizes that are no multiples of the patch, or an axis beyond `rope_max_seq_len`.
-        """
+        """Token grid of a latent shape `[C, T, H, W]`."""
         shape = tuple(latent_shape)
         if len(shape) != 4 or any(n % p or n < p for n, p in zip(shape[1:], self.patch_size, strict=True)):
             raise ValueError(f"latent shape [C, T, H, W] must be divisible by the patch {self.patch_size}, got {shape}")
@@ -226,18 +215,18 @@ class VideoDiT(nn.Module):
         return t, h, w
 
     def layout_for(self, latent_shape: Sequence[int], device: torch.device | str | None = None) -> TileLayout:
-        """The tiles a latent shape `[C, T, H, W]` is cut into by this model's attention."""
+        """Tile layout of a latent shape `[C, T, H, W]` under the attention method of this model."""
         segments = (Segment(grid_thw=self.grid(latent_shape)),)
         return self._block(0).method.layout(segments, device)
 
     @property
     def selects(self) -> bool:
-        """Whether query tiles select kv tiles, so that a top-k has a meaning."""
+        """Whether query tiles select kv tiles by a top-k."""
         return self._block(0).method.selects
 
     @property
     def predicts(self) -> bool:
-        """Whether the tiles that are visited follow from q and k by another rule than a top-k."""
+        """Whether q and k determine the visited tiles by another rule than a top-k."""
         return self._block(0).method.predicts
 
     def reset_parameters(self) -> None:
@@ -247,11 +236,11 @@ class VideoDiT(nn.Module):
             self._block(index).method.reset_extra_parameters()
 
     def parameter_roles(self) -> dict[str, Role]:
-        """Role of every parameter by name: what optimizer groups and weight decay follow.
+        """Role of every parameter by name, which determines its optimizer group and weight decay.
 
-        gate: all parameters of the attention methods' own modules, biases too, which therefore decay with their
-        weights; head: `proj_out.weight`; vector: other biases, norms and modulation tables; embedding: weights that
-        take in latents, time, text or image; matrix: the weights inside the blocks.
+        gate: all parameters of the attention methods' own modules, including biases, which therefore decay with their
+        weights; head: `proj_out.weight`; vector: other biases, norms and modulation tables; embedding: weights of the
+        patch, time, text and image embeddings; matrix: the weights inside the blocks.
         """
         extras = tuple(
             f"blocks.{i}.{name}." for i in range(len(self.blocks)) for name in self._block(i).method.extra_modules()
@@ -270,16 +259,16 @@ class VideoDiT(nn.Module):
 
     @torch.no_grad()
     def with_attention(self, attention: Callable[..., AttentionMethod]) -> VideoDiT:
-        """This network with other methods in its layers; all other parameters are shared, not copied.
+        """This network with other attention methods; all other parameters are shared, not copied.
 
-        A method's own parameters are where its constructor puts them.
+        The parameters of a method have the values that its constructor sets.
 
         Args:
-            attention: as for the constructor.
+            attention: as in the constructor.
         """
         model, blocks = _shallow_copy(self), []
         for layer_idx, block in enumerate(self.blocks):
-            # a comparison must not move the caller's random state
+            # a comparison must not change the random state of its caller
             with torch.random.fork_rng(devices=[]):
                 made = attention(dim=self.dim, num_heads=self.num_heads, head_dim=self.head_dim, layer_idx=layer_idx)
             made.check_model(len(self.blocks))
@@ -291,7 +280,7 @@ class VideoDiT(nn.Module):
 
     @property
     def activation_checkpointing(self) -> Level:
-        """What each block computes again in the backward, see `vsa.models.recompute`."""
+        """The part of each block that the backward pass recomputes, see `vsa.models.recompute`."""
         return self._block(0).activation_checkpointing
 
     @activation_checkpointing.setter
@@ -300,16 +289,16 @@ class VideoDiT(nn.Module):
             self._block(index).activation_checkpointing = level
 
     def compile_blocks(self, *, backend: str = "inductor", mode: str | None = None) -> None:
-        """Compile the body all blocks share as one graph; sharding hooks and full checkpointing stay outside of it.
+        """Compile the body that all blocks share as one graph, without sharding hooks and full checkpointing.
 
         Args:
-            backend: of `torch.compile`.
-            mode: of `torch.compile`.
+            backend: backend of `torch.compile`.
+            mode: mode of `torch.compile`.
         """
-        # a second to import, and needed here only
+        # imported here, because the import takes a second
         from torch._dynamo import config as dynamo
 
-        # graphs are counted by function, which all networks of a process share: three roles, batch sizes, top-k
+        # torch counts graphs per function, which all networks of a process share (three roles, batch sizes, top-k)
         dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
         run = torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, mode=mode)
         for index in range(len(self.blocks)):
@@ -324,14 +313,14 @@ class VideoDiT(nn.Module):
         image_len: int = 0,
         training: bool = True,
     ) -> FlopCount:
-        """Work of one sample (one timestep per sample).
+        """Floating point operations of one sample (one timestep per sample).
 
         Args:
             latent_shape: `[C, T, H, W]`.
-            topk: as in `forward`; one that changes counts with the most it is.
+            topk: as in `forward`; if it changes over a denoising, its largest value is counted.
             text_len: S.
             image_len: image tokens of image-to-video models.
-            training: count forward and backward, not the forward alone.
+            training: count forward and backward instead of the forward only.
         """
         layout = self.layout_for(latent_shape, "cpu")
         pairs = [self._block(i).method.pairs(layout, k) for i, k in enumerate(self._topk_per_layer(topk, layout))]
@@ -384,12 +373,12 @@ class VideoDiT(nn.Module):
                 f"timestep must be [{batch}] or [{batch}, {layout.num_tokens}], got {list(timestep.shape)}"
             )
         if (image_embeds is None) != (self.image_dim is None):
-            given = None if image_embeds is None else list(image_embeds.shape)
-            raise ValueError(f"image_embeds must be given with image_dim only: {self.image_dim}, got {given}")
+            shape = None if image_embeds is None else list(image_embeds.shape)
+            raise ValueError(f"image_embeds must be set exactly if image_dim is: {self.image_dim}, got {shape}")
 
 
 def _shallow_copy(module: Module) -> Module:
-    """A module of its own whose parameters and submodules are those of another one."""
+    """A new module that shares the parameters and submodules of another one."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)
     return copied

@@ -1,1 +1,1 @@
-"""What the pages of `vsa report` and `vsa compare-attention` share: charts, tables, and one file that loads nothing."""
+"""Charts, tables and self-contained pages of `vsa report` and `vsa compare-attention`."""

@@ -1,4 +1,4 @@
-"""A figure of a page, described once: as rows for CSV, as PNG, and as traces for plotly."""
+"""Description of a figure, which is written as CSV rows, as PNG and as plotly traces."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ COLOURS = (
     "#5460c8",
     "#7f9a2d",
 )
-"""Of variants, readable on white and on black."""
+"""Colours of variants, readable on white and on black."""
 
 VISIBLE = 12
-"""Curves that are drawn at first; more are listed in the legend."""
+"""Number of curves that are drawn at first; the legend lists the others too."""
 
 _MARKERS = {"o": "circle", "^": "triangle-up", "s": "square"}
-"""Of points, for matplotlib and plotly: the next one where the colours begin again."""
+"""Markers of points, from Matplotlib to plotly; each repetition of the colours uses the next marker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +45,14 @@ class Series:
     """One curve or cloud of points.
 
     Args:
-        name: in the legend.
-        x, y: the same length.
-        low, high: a band around y, or error bars of points; None: there is none.
-        colour: number of its colour.
-        points: points in place of a line.
-        dashed: whether the line is.
-        faint: whether the line stands behind the others.
-        labels: what each point is called where a reader points at it; empty: the name says it.
+        name: name in the legend.
+        x, y: coordinates, of the same length.
+        low, high: a band around y, or error bars of points; None for neither.
+        colour: index of the colour.
+        points: draw points instead of a line.
+        dashed: draw a dashed line.
+        faint: draw a thin, transparent line.
+        labels: hover text of each point; empty for the name.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Panel:
     """Curves in one pair of axes.
 
     Args:
-        x_label, y_label: of the axes.
-        series: the best first.
+        x_label, y_label: labels of the axes.
+        series: curves, the best first.
         x_log, y_log: whether an axis is logarithmic.
         y_zero: whether the linear y axis begins at 0.
-        visible: curves that are drawn at first.
+        visible: number of curves that are drawn at first.
     """
 
     x_label: str
@@ -90,12 +90,12 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Heat:
-    """A table as colours.
+    """A heat map.
 
     Args:
-        x_label, y_label: of the axes.
-        columns, rows: their values, ascending.
-        values: `[rows, columns]`, NaN where there is none.
+        x_label, y_label: labels of the axes.
+        columns, rows: labels of the columns and rows, ascending.
+        values: `[rows, columns]`, NaN for missing values.
     """
 
     x_label: str
@@ -111,12 +111,12 @@ class Chart:
 
     Args:
         key: file name without ending.
-        title: above it.
+        title: title above the figure.
         note: a sentence or two on how to read it.
-        switches: what the parts of a panel's key are.
-        panels: by key, the first one shown first.
-        columns: of the CSV.
-        rows: of the CSV.
+        switches: names of the parts of a panel's key.
+        panels: panels by key; the first one is shown first.
+        columns: columns of the CSV.
+        rows: rows of the CSV.
     """
 
     key: str
@@ -129,7 +129,7 @@ class Chart:
 
 
 def thinned(count: int, most: int) -> np.ndarray:
-    """Indices of at most `most` of `count` points, evenly spread, the first and the last among them."""
+    """Indices of at most `most` of `count` points, evenly spaced, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)) if count else np.array([], int)
 
 
@@ -151,7 +151,7 @@ def draw_panel(panel: Panel | Heat, path: Path, *, title: str) -> Path:
     else:
         _draw_series(axes, panel)
         axes.grid(alpha=0.25, which="major")
-        # what was never logged has no positive value
+        # a logarithmic axis needs a positive value, which empty series lack
         if panel.x_log and any((series.x > 0).any() for series in panel.series):
             axes.set_xscale("log")
         if panel.y_log and any((series.y > 0).any() for series in panel.series):
@@ -167,7 +167,7 @@ def draw_panel(panel: Panel | Heat, path: Path, *, title: str) -> Path:
 def _draw_series(axes: Axes, panel: Panel) -> None:
     for series in map(_finite, panel.series[: panel.visible]):
         colour, marker = COLOURS[series.colour % len(COLOURS)], list(_MARKERS)[_marker(series)]
-        # no name may begin a formula, or hide itself with an underscore
+        # Matplotlib would read $ as a formula, and hide a label that starts with an underscore
         label = " " + fit_text(series.name, 40, 1).text.replace("$", r"\$")
         if series.points and series.low is not None and series.high is not None:
             error = np.stack([series.y - series.low, series.high - series.y])
@@ -176,7 +176,7 @@ def _draw_series(axes: Axes, panel: Panel) -> None:
             axes.plot(series.x, series.y, marker, color=colour, label=label)
         else:
             picked = thinned(len(series.x), 2000)
-            # a point for every value where they are few
+            # markers for short curves
             few = {"marker": marker, "markersize": 4} if len(picked) <= 20 and not series.dashed else {}
             style = "--" if series.dashed else "-"
             shape: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.35} if series.faint else {"linewidth": 1.3, **few}
@@ -185,19 +185,19 @@ def _draw_series(axes: Axes, panel: Panel) -> None:
                 band = series.low[picked], series.high[picked]
                 axes.fill_between(series.x[picked], *band, color=colour, alpha=0.18, linewidth=0)
     if len(panel.series) > 8:
-        # beside the curves, which it would hide
+        # outside of the axes, because a long legend would hide the curves
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     elif panel.series:
         axes.legend(fontsize=8)
 
 
 def _marker(series: Series) -> int:
-    """Number of the marker of a series."""
+    """Index of the marker of a series."""
     return series.colour // len(COLOURS) % len(_MARKERS)
 
 
 def _finite(series: Series) -> Series:
-    """The series with gaps where it is infinite."""
+    """The series with gaps in place of infinite values."""
     edges = {name: getattr(series, name) for name in ("y", "low", "high")}
     return replace(series, **{name: np.where(np.isfinite(v), v, np.nan) for name, v in edges.items() if v is not None})
 
@@ -215,7 +215,7 @@ def _draw_heat(figure: Figure, axes: Axes, panel: Heat) -> None:
 
 
 def plotly_panel(panel: Panel | Heat, points: int) -> dict[str, Any]:
-    """Traces and axes of a panel, at most `points` points a curve."""
+    """Traces and axes of a panel, with at most `points` points per curve."""
     labelled = {"x": panel.x_label, "y": panel.y_label}
     axes: dict[str, dict[str, Any]] = {axis: {"title": {"text": _plain(text)}} for axis, text in labelled.items()}
     if isinstance(panel, Heat):
@@ -250,7 +250,7 @@ def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]
     picked = np.arange(len(series.x)) if series.points else thinned(len(series.x), points)
     colour, symbol = COLOURS[series.colour % len(COLOURS)], list(_MARKERS.values())[_marker(series)]
     x = _numbers(series.x[picked])
-    # what the page's own legend shows as it is
+    # the legend of the page shows `label` as plain text
     common = {"type": "scatter", "name": _plain(series.name), "label": series.name, "visible": shown, "x": x}
     line = {"color": colour, "width": 1 if series.faint else 2, "dash": "dash" if series.dashed else "solid"}
     main = common | {"y": _numbers(series.y[picked]), "mode": "lines", "line": line}
@@ -280,10 +280,10 @@ def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]
 
 
 def _numbers(values: Iterable[float]) -> list[float | None]:
-    # JSON has no NaN, and a screen no more than five digits
+    # JSON has no NaN, and five digits suffice on a screen
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 
 def _plain(text: str) -> str:
-    """Text that plotly takes for no markup: it draws tags and entities in labels."""
+    """Text escaped for plotly, which interprets tags and entities in labels."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,7 +1,7 @@
-"""A page in one file: what it needs is inside, and it loads nothing.
+"""Self-contained HTML page: one file that loads nothing else.
 
-Whatever a run or a file says (names, captions, reasons) is text of strangers: it goes through `html.escape`, or into
-JSON without a `<`. The page's own policy lets a browser run its two scripts and nothing else, and fetch nothing at all.
+Texts of runs and files (names, captions, reasons) are untrusted: they are escaped by `html.escape`, or written as JSON
+without `<`. The content security policy of the page allows only its own two scripts and no network access.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from vsa.secrets import without_secrets
 
 HERE = Path(__file__).parent
 POINTS = 6_000
-"""Points of all curves of a panel together; a curve has at most 300, and at least 20."""
+"""Most points of all curves of a panel together; the limit per curve is between 20 and 300."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Text of a cell.
+    """A table cell.
 
     Args:
-        text: what it says.
-        sub: smaller, below it.
-        colour: number of the colour of a dot before it.
-        long: whether it is a sentence.
+        text: the text.
+        sub: smaller text below it.
+        colour: index of the colour of a dot before the text, None for no dot.
+        long: whether the text is a sentence.
     """
 
     text: str
@@ -44,9 +44,9 @@ class Table:
     """A table of the page; a click on a heading sorts it.
 
     Args:
-        headings: texts with what explains them, "" for nothing.
-        rows: cells.
-        marked: numbers of the rows that stand out.
+        headings: texts with their explanations, "" for none.
+        rows: cells of the rows.
+        marked: indices of the highlighted rows.
     """
 
     headings: Sequence[tuple[str, str]]
@@ -61,9 +61,9 @@ class Section:
     Args:
         title: the heading.
         note: a sentence or two below it.
-        table: rows.
+        table: the table.
         data: file with the numbers, beside the page; "" for none.
-        folded: None: a reader cannot fold it; else whether it is at first.
+        folded: whether the section is folded at first; None for a section that cannot be folded.
     """
 
     title: str
@@ -85,11 +85,11 @@ def page(
     """The whole page as HTML.
 
     Args:
-        title: of the page.
-        facts: what the header says.
-        careful: what to know before reading on.
-        body: parts in HTML, from `section_html`, `figure_html` and the like; empty ones are left out.
-        charts: those that have a figure in the body.
+        title: title of the page.
+        facts: facts in the header, by heading.
+        careful: warnings below the facts.
+        body: HTML parts from `section_html`, `figure_html` and similar functions; empty parts are left out.
+        charts: charts of the figures in the body.
         footer: one line at the end.
     """
     from plotly.offline import get_plotlyjs
@@ -105,7 +105,7 @@ def page(
         *body,
         f"<footer>{escape(footer)}</footer>",
     ]
-    # scripts stay as they are: the policy holds their digests
+    # secrets are masked in all parts but the scripts, whose digests are in the policy
     title, data, *parts = (without_secrets(text, named=False) for text in (title, _chart_data(charts), *parts))
     return "\n".join(
         [
@@ -130,17 +130,17 @@ def _chart_data(charts: Sequence[Chart]) -> str:
             curves = len(getattr(panel, "series", ()))
             panels.append({"key": [*key], **plotly_panel(panel, max(20, min(300, POINTS // max(curves, 1))))})
         drawn.append({"key": chart.key, "switches": [*chart.switches], "panels": panels})
-    # no text of a run can end the element
+    # without <, no text of a run can close the script element
     return json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def figure_html(chart: Chart, picture: Path | None, data: str) -> str:
-    """A chart with its title, and what stands there without JavaScript.
+    """A chart with its title and a fallback without JavaScript.
 
     Args:
-        chart: what is drawn.
-        picture: PNG of it; None: a line says that it is drawn by JavaScript.
-        data: CSV of it, as the page calls it.
+        chart: the chart.
+        picture: PNG that is shown without JavaScript; None: a line says that the chart needs it.
+        data: path of its CSV relative to the page, "" for none.
     """
     shown = "<noscript>This chart needs JavaScript.</noscript>"
     if picture is not None:
@@ -174,8 +174,8 @@ def section_html(section: Section) -> str:
 
 
 def table_html(table: Table) -> str:
-    """A table that scrolls inside itself."""
-    # a column without a number, or with sentences, reads from the left
+    """A table with its own scroll bar."""
+    # columns without numbers, or with sentences, are aligned left
     columns = [[row[i] for row in table.rows] for i in range(len(table.headings))]
     right = [
         i > 0 and not any(c.long for c in cells) and any(_is_number(c.text) for c in cells)
@@ -210,10 +210,10 @@ def _cell(cell: Cell, kind: str) -> str:
 
 
 def list_html(items: Sequence[str], kind: str) -> str:
-    """A list of sentences of a kind that the style sheet knows; nothing without items."""
+    """An HTML list with the CSS class `kind`; empty without items."""
     return f'<ul class="{kind}">{"".join(f"<li>{escape(item)}</li>" for item in items)}</ul>' if items else ""
 
 
 def data_uri(path: Path, kind: str) -> str:
-    """A file as an address that holds it."""
+    """The content of a file as a data URI."""
     return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"

@@ -1,4 +1,4 @@
-"""Sampled clips of runs, the same prompts beside each other."""
+"""Tables of sampled clips, with the clips of one prompt in a row."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ClipTable:
     """Clips of variants by prompt.
 
     Args:
-        headings: a column each: its variant, and the step and set of the clips.
-        rows: prompts with the GIF of each column, None where a run has none.
-        left_out: prompts that did not fit into the page.
+        headings: one per column: its variant, and the step and set of the clips.
+        rows: the GIF of each column by prompt, None if a run has no clip of it.
+        left_out: number of prompts that did not fit into the page.
     """
 
     headings: Sequence[tuple[str, str]]
@@ -32,11 +32,11 @@ class ClipTable:
 
 
 def clip_table(variants: Sequence[Variant], *, most_bytes: float) -> ClipTable:
-    """The newest clips of the first run of every variant that has some.
+    """The newest clips of each variant, from its first run with clips.
 
     Args:
-        variants: in the order of the columns.
-        most_bytes: of the GIFs together; prompts at the end are left out for it.
+        variants: variants in the order of the columns.
+        most_bytes: largest size of all GIFs together; the last prompts are left out to satisfy it.
     """
     columns: dict[tuple[str, str], dict[str, Path]] = {}
     for variant in variants:
@@ -50,13 +50,13 @@ def clip_table(variants: Sequence[Variant], *, most_bytes: float) -> ClipTable:
 
 
 def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
-    """GIFs by prompt of each set of clips of the last sampled step, by `step N` and the name of the set."""
+    """Clips of the last sampled step: GIFs by prompt, by the label `step N, SET` of their set."""
     for step in sorted((run.folder / "samples").glob("step-*"), reverse=True):
         sets: dict[str, dict[str, Path]] = {}
         for record in sorted(step.glob("**/samples.json")):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 listed = json.loads(record.read_text(encoding="utf-8"))["clips"]
-                # a name in a JSON leads nowhere else
+                # only the last part, so that a path in the file cannot leave the folder
                 paths = {str(clip["prompt"]): record.parent / Path(clip["gif"]).name for clip in listed}
                 name = "/".join(record.parent.relative_to(step).parts)
                 number = int(step.name.removeprefix("step-"))
@@ -68,11 +68,11 @@ def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
 
 
 def run_clip_table(run: Run, *, most_bytes: float) -> ClipTable:
-    """The newest clips of a run beside real ones of the same caption and what the codec makes of those.
+    """The newest clips of a run beside real clips of the same captions and their reconstructions by the codec.
 
     Args:
-        run: whose clips.
-        most_bytes: as for `clip_table`.
+        run: the run.
+        most_bytes: as in `clip_table`.
     """
     columns: dict[tuple[str, str], dict[str, Path]] = {}
     for said, clips in newest_clips(run).items():
@@ -99,13 +99,13 @@ def run_clip_table(run: Run, *, most_bytes: float) -> ClipTable:
 
 def _fitting(columns: Mapping[tuple[str, str], Mapping[str, Path]], most_bytes: float) -> ClipTable:
     prompts = list(dict.fromkeys(prompt for clips in columns.values() for prompt in clips))
-    # those that most columns have first: they are what can be compared
+    # prompts that most columns have come first, because they can be compared
     prompts.sort(key=lambda prompt: -sum(prompt in clips for clips in columns.values()))
     rows: dict[str, Sequence[Path | None]] = {}
     total = 0.0
     for prompt in prompts:
         paths = [clips.get(prompt) for clips in columns.values()]
-        # as text a byte takes four thirds
+        # base64 text takes four thirds of the bytes
         total += sum(path.stat().st_size for path in paths if path is not None) * 4 / 3
         if total > most_bytes:
             break
@@ -114,7 +114,7 @@ def _fitting(columns: Mapping[tuple[str, str], Mapping[str, Path]], most_bytes: 
 
 
 def clips_html(clips: ClipTable, *, title: str, note: str) -> str:
-    """The section of the clips, empty without any."""
+    """The section of the clips as HTML, empty without clips."""
     if not clips.rows:
         return ""
     head = "".join(f'<th>{escape(name)}<span class="sub">{escape(said)}</span></th>' for name, said in clips.headings)

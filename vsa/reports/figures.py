@@ -1,4 +1,4 @@
-"""The figures of a report, from variants."""
+"""Figures of a report that compares variants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPENT = {
     "seconds": "seconds of training",
     "steps": "optimizer steps",
 }
-"""What a loss can be drawn over."""
+"""Labels of the horizontal axes that a loss can be drawn over."""
 
 DIAGNOSTICS = {
     "recall": "recall of the true attention mass",
@@ -32,14 +32,14 @@ DIAGNOSTICS = {
     "overlap_heads": "overlap between heads",
     "entropy": "entropy of the coarse scores",
 }
-"""Metrics under `diag/`, those that a report knows by another name."""
+"""Labels of the metrics under `diag/` that a report shows by another name."""
 
-SEEDS = "A line is the mean over the seeds, its band reaches from the lowest to the highest."
+SEEDS = "Lines are means over the seeds, bands range from the lowest to the highest."
 
 
 def charts(variants: Sequence[Variant]) -> list[Chart]:
-    """All figures that there is something to show in, in the order of the page."""
-    # the same colour in every figure
+    """All figures with data, in the order of the page."""
+    # a variant has the same colour in every figure
     colours = {variant.name: place for place, variant in enumerate(variants)}
     makers: tuple[Callable[[Sequence[Variant], dict[str, int]], Chart | None], ...] = (
         loss_chart,
@@ -64,7 +64,7 @@ def loss_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | 
             series = [one for one in series if len(one.x)]
             if series:
                 ends = [one.x[-1] for one in series]
-                # runs of very different length would hide each other
+                # on a linear axis, a long run would hide much shorter ones
                 log = max(ends) > 20 * min(ends)
                 panels[what, over] = Panel(x_label=label, y_label=f"{what} loss", series=series, x_log=log, y_log=True)
     if not panels:
@@ -87,7 +87,7 @@ def smoothed_train(run: Run) -> Curve:
 
 
 def _banded(variant: Variant, colours: dict[str, int], curves: Sequence[tuple[Run, Curve]], over: str) -> Series:
-    """The curves of a variant's runs as one, over steps or what was spent up to them."""
+    """Mean and range of the curves of a variant's runs, over steps or over what was spent up to them."""
     known = []
     for run, (steps, values) in curves:
         x = steps if over == "steps" else run.spent(over, steps)
@@ -117,12 +117,12 @@ def _loss_rows(variant: Variant, run: Run) -> Iterator[tuple[Any, ...]]:
 
 
 def _texts(values: np.ndarray) -> list[str]:
-    # as metrics.csv has them
+    # the precision of metrics.csv
     return [f"{value:.9g}" if value == value else "" for value in values.tolist()]
 
 
 def pareto_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
-    """Final loss against the time of a step, and the variants that no other beats in both."""
+    """Final loss against the time of a step, with the Pareto front."""
     known = [(v, seconds, loss) for v in variants if (loss := v.finite_loss) and (seconds := v.mean("step_seconds"))]
     if len(known) < 2:
         return None
@@ -150,7 +150,7 @@ def pareto_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart 
     return Chart(
         key="pareto",
         title="Loss and step time",
-        note="Lower and further left is better. No variant on the dashed line is beaten in both. Bars: all seeds.",
+        note="Lower and further left is better. The dashed line is the Pareto front; bars range over the seeds.",
         panels={(): Panel(x_label="seconds a step (median)", y_label="final loss", series=[line, *series])},
         columns=("variant", "step_seconds", "loss", "lowest", "highest", "on_front"),
         rows=[(v.name, seconds, loss, min(v.losses), max(v.losses), v.name in names) for v, seconds, loss in known],
@@ -200,7 +200,7 @@ def _long(key: tuple[str, ...], panel: Panel) -> Iterator[tuple[Any, ...]]:
 
 
 def topk_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
-    """Final loss by sequence length and top-k, where a folder varies both."""
+    """Final loss by sequence length and top-k, if the runs vary both."""
     cells: dict[tuple[int, int], list[float]] = {}
     for variant in variants:
         for run in variant.ended:
@@ -214,7 +214,7 @@ def topk_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | 
     return Chart(
         key="topk_by_length",
         title="Top-k by sequence length",
-        note="Final loss, mean over seeds and whatever else varies. Compare within a column: lengths are other tasks.",
+        note="Final loss, mean over the seeds and other settings. Compare values within a column, not between lengths.",
         panels={
             (): Heat(
                 x_label="tokens of a sample",
@@ -230,13 +230,13 @@ def topk_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | 
 
 
 def sequence_length(run: Run) -> int | None:
-    """Tokens of a sample, in the mean over the steps."""
+    """Tokens per sample, averaged over the steps."""
     batch = run.settings.get("data.batch_size")
     return round(run.tokens_per_step / batch) if run.tokens_per_step and isinstance(batch, int) and batch else None
 
 
 def families(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
-    """Variants that differ in the size of the model and the length of the run alone, by what they share."""
+    """Variants that differ only in model size and run length, by the settings that they share."""
     found: dict[str, list[Variant]] = {}
     for variant in variants:
         length = ("trainer.max_steps", "optim.schedule.total_steps", "flop_budget", "second_budget")
@@ -247,7 +247,10 @@ def families(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
 
 
 def scaling_fits(variants: Sequence[Variant]) -> dict[tuple[str, str], tuple[list[tuple[float, float]], PowerLaw]]:
-    """Power laws of the final loss by (size, family), with their points: parameters or FLOPs, and loss, of each run."""
+    """Power laws of the final loss by (kind of size, family), each with its points (size, loss), one per run.
+
+    The size of a run is its number of parameters or of FLOPs.
+    """
     fits = {}
     for over, size in (("parameters", _parameters), ("flops", _flops)):
         for name, members in families(variants).items():
@@ -306,7 +309,7 @@ def scaling_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart
 
 
 def diagnostics_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
-    """What `callbacks=diagnostics` measured, over the steps."""
+    """Metrics of `callbacks=diagnostics` over the steps."""
     logged = {name for variant in variants for run in variant.runs for name in run.metrics if name.startswith("diag/")}
     known = [f"diag/{name}" for name in DIAGNOSTICS]
     panels: dict[tuple[str, ...], Panel] = {}
@@ -332,7 +335,7 @@ def diagnostics_chart(variants: Sequence[Variant], colours: dict[str, int]) -> C
 
 
 def lr_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
-    """Loss by learning rate on the seeds that chose it."""
+    """Loss by learning rate, on the seeds that the learning rate was chosen on."""
     series, rows = [], []
     for variant in variants:
         tried = {

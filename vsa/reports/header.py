@@ -1,4 +1,4 @@
-"""What a reader has to know before the first number: what was compared, and what speaks against comparing it."""
+"""Header of a report: what was compared, and differences between the runs that limit the comparison."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from vsa.reports.run_tables import duration
 from vsa.reports.runs import Missing, Run, code_versions
 from vsa.reports.variants import Variant, shown
 
-# how the data are read, not what they are
+# settings of how the data are read, which do not change the data set
 _READING = ("batch_size", "num_workers", "caption_dropout", "val_batches", "val_fraction")
 
 
 def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing: Sequence[Missing]) -> dict[str, str]:
-    """What the header says about the runs, by heading."""
+    """Facts about the runs for the header, by heading."""
     running = sum(run.status == "running" for run in runs)
     counted = f"{len(runs)} in {len(variants)} variants, seeds {_listed({run.seed for run in runs})}"
-    counted += f"; {running} still going on" if running else ""
+    counted += f"; {running} still running" if running else ""
     lost = sum(one.status in ("failed", "refused", "unreadable") for one in missing)
     counted += f"; {lost} failed, refused or unreadable" if lost else ""
     created = sorted(str(run.manifest["created"])[:16] for run in runs if "created" in run.manifest)
@@ -33,7 +33,7 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
     named = {
         "Runs": counted,
         "Where": shown_path(root) + (f", on {_listed(devices)}" if devices else ""),
-        "When": f"begun {created[0]} to {created[-1]}" if created else "",
+        "When": f"started {created[0]} to {created[-1]}" if created else "",
         "Code": ", ".join(f"{version}: {count} runs" for version, count in code_versions(runs).items()),
         "Data": "; ".join(f"{text}: {count} runs" for text, count in _counted(_data_name(run) for run in runs).items()),
         "Validation": "; ".join(_validation_sets(runs)),
@@ -44,7 +44,7 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
 
 
 def differences(runs: Sequence[Run], missing: Sequence[Missing]) -> list[str]:
-    """Plain sentences on what the runs do not share, and on what is not finished."""
+    """Sentences about differences between the runs in data, validation and code, and about unfinished runs."""
     return [*_of_data(runs), *_of_validation(runs), *_of_code(runs), *_of_state(runs, missing)]
 
 
@@ -60,11 +60,11 @@ def _of_data(runs: Sequence[Run]) -> Iterator[str]:
     kinds = _counted("distillations" if run.distilled else "trainings on data" for run in runs)
     if len(kinds) > 1:
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        yield f"The runs are of different kinds ({counts}): the gap of a distillation is no loss on data."
+        yield f"The runs are of different kinds ({counts}): the gap of a distillation is not a loss on data."
 
 
 def _data(run: Run) -> dict[str, Any]:
-    """Settings that say what the data are, copies of the run's seed left out."""
+    """Settings that determine the data set, without copies of the run's seed."""
     named = {key: value for key, value in run.settings.items() if key.startswith("data.")}
     return {key: value for key, value in named.items() if key.split(".")[1] not in (*_READING, "seed")}
 
@@ -117,14 +117,14 @@ def _of_state(runs: Sequence[Run], missing: Sequence[Missing]) -> Iterator[str]:
     states = _counted(run.status for run in runs if run.status != "finished")
     if states:
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
-        yield f"Not all runs have finished ({counts}): their last losses are not those of their ends."
+        yield f"Not all runs have finished ({counts}): their last losses are not final."
     waiting = sum(one.status == "waiting" for one in missing)
     if waiting:
         yield f"Points of the sweep that have not started: {waiting}."
 
 
 def not_shown(variants: Sequence[Variant], drawn: Sequence[str]) -> list[str]:
-    """What is missing for figures that could not be drawn, a sentence each."""
+    """One sentence about each figure that could not be drawn, with what it needs."""
     runs = [run for variant in variants for run in variant.ended]
     said = []
     if "loss" not in drawn:
@@ -164,7 +164,7 @@ def _listed(values: set[Any] | Mapping[Any, Any]) -> str:
 
 
 def shown_path(folder: Path) -> str:
-    """A folder as a page names it."""
-    # a page is handed on: folders of one machine mean nothing elsewhere
+    """A folder as the page shows it, relative to the working directory if it is below it."""
+    # pages are shared, and absolute paths are meaningless on other machines
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)

@@ -1,4 +1,4 @@
-"""`vsa report`: the page of one run, or runs beside each other: in the terminal, as a page, pictures and tables."""
+"""`vsa report`: a comparison of runs, or the page of one run, as terminal table, page, PNGs and CSVs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,17 @@ DATA = "report"
 
 
 def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float = 20) -> Path:
-    """Print a table of runs, draw each one's `loss.png`, and write a page.
+    """Print a table of runs, draw the `loss.png` of each run, and write a page.
 
-    The page of one run folder is that run's; otherwise it compares all runs below, with PNGs and CSVs beside it.
+    For one run folder, it is the page of that run; otherwise it compares all runs below, with PNGs and CSVs beside it.
 
     Args:
-        folders: runs, sweeps, or what holds them.
-        out: folder to write to; None: the one that holds all runs.
+        folders: runs, sweeps, or folders that contain them.
+        out: folder to write to; None: the folder that contains all runs.
         clips_mb: most megabytes of sampled clips in the page.
 
     Returns:
-        The page.
-
-    Raises:
-        ValueError: a folder without runs, or nothing can be written to `out`.
+        Path of the page.
     """
     single = len(folders) == 1 and is_run(folders[0])
     root, runs, missing = (folders[0].resolve(), [read_run(folders[0])], []) if single else find_runs(folders)
@@ -62,7 +59,7 @@ def report(folders: Sequence[Path], *, out: Path | None = None, clips_mb: float 
 
 
 def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *, out: Path, clips_mb: float) -> Path:
-    """Write the page with its data and pictures; see `report`."""
+    """Write the page of a comparison with its CSVs and PNGs; see `report`."""
     variants = compared(group(runs))
     folder = out / DATA
     drawn = []
@@ -111,8 +108,8 @@ def _results_note(variants: Sequence[Variant]) -> str:
     role = "the dense control" if partner.control else "the best variant"
     return (
         f"Sorted by the last validation loss. Differences are to {partner.name}, {role}: Student's paired t-test over "
-        "the shared validation samples, seed by seed. Its interval is about other samples for these runs; what other "
-        "seeds would give is the spread below the loss."
+        "the shared validation samples, seed by seed. Its interval covers the choice of samples for these runs; the "
+        "spread below the loss covers the choice of seeds."
     )
 
 
@@ -120,13 +117,13 @@ def _sections(variants: Sequence[Variant], missing: Sequence[Missing], folder: P
     sections = []
     rates, sparsity = tables.lr_table(variants), tables.sparsity_table(variants)
     if rates is not None:
-        note = "Mean loss over the seeds at which several rates were tried; the least is chosen."
+        note = "Mean loss over the seeds at which several rates were tried; the rate with the lowest loss is chosen."
         sections.append(Section(title="Learning rates tried", note=note, table=rates, data=f"{DATA}/learning_rate.csv"))
     if sparsity is not None:
         points, rows = tables.sparsity_rows(variants)
         named = [[variant.name, *row] for variant, row in zip(variants, rows, strict=True)]
         write_csv(folder / "sparsity_points.csv", ("variant", *points), named)
-        note = "The same weights validated at other numbers of tiles; below: change against the current number."
+        note = "The same weights validated with other numbers of tiles; below: change relative to the current number."
         sections.append(
             Section(title="Tiles at inference", note=note, table=sparsity, data=f"{DATA}/sparsity_points.csv")
         )
@@ -138,7 +135,7 @@ def _sections(variants: Sequence[Variant], missing: Sequence[Missing], folder: P
 
 
 def _draw_loss(run: Run) -> None:
-    """The run's `loss.png`, where it is not of these metrics already and the run is not somebody else's."""
+    """Draw the `loss.png` of a run if it is older than the metrics and the folder is writable."""
     picture, metrics = run.folder / "loss.png", run.folder / "metrics.csv"
     if not metrics.is_file():
         return
@@ -149,12 +146,12 @@ def _draw_loss(run: Run) -> None:
 
 def _print(console: Console, root: Path, runs: Sequence[Run], missing: Sequence[Missing]) -> None:
     table = Printed(title=escape(f"runs in {root}"), box=SIMPLE, pad_edge=False)
-    # a name is never cut: runs are told apart by its end as well as by its beginning
+    # names are never cut, because runs may differ in the beginning or in the end of the name
     table.add_column("run", overflow="fold")
     for heading in ("steps", "train loss", "val loss", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
-        # of a distillation: the critic's loss, and the gap between critic and teacher
+        # for a distillation, these are the loss of the critic and the gap between critic and teacher
         train = float(run.train[1][-1]) if len(run.train[1]) else None
         values = (train, run.val_loss, run.last("throughput/tokens_per_second"))
         steps = str(run.train[0][-1]) if len(run.train[0]) else "-"

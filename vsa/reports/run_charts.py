@@ -1,4 +1,4 @@
-"""The charts of the page of one run."""
+"""Charts of the page of one run."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _RATES = {
 _SPARSITY = {"sparsity/density": "density (share of tiles kept)", "sparsity/topk": "top-k (tiles kept)"}
 _DECILE = re.compile(r"(.*)_decile_(\d)$")
 _VALIDATED_AT = re.compile(r"val/(?:loss|gap)_(?!decile_)(\w+)$")
-# curves of the validations by noise level: the first, the last and some between
+# most validations that are drawn by noise level: the first, the last and evenly spaced ones between
 _PROFILES = 5
 
 
 def run_charts(run: Run) -> list[Chart]:
-    """Every chart that the run has logged something for, in the order of the page."""
+    """All charts with logged values, in the order of the page."""
     made = (loss_chart(run), timestep_chart(run), optimizer_chart(run), throughput_chart(run), sparsity_chart(run))
     return [chart for chart in made if chart is not None]
 
 
 def loss_chart(run: Run) -> Chart | None:
-    """Training loss, its running mean and the validation loss, over what they cost."""
-    # one loss that is not finite would make every later mean so
+    """Training loss, its running mean and the validation loss, over steps, time, tokens and FLOPs."""
+    # a single non-finite loss would make every later mean non-finite
     there = np.isfinite(run.train[1])
     steps, losses = run.train[0][there], run.train[1][there]
     window = max(1, len(losses) // 30)
@@ -64,16 +64,16 @@ def loss_chart(run: Run) -> Chart | None:
             panels[(over,)] = Panel(x_label=label, y_label="loss", series=series, y_log=_positive(series))
     if not panels:
         return None
-    # steps are what a reader of one run counts in
+    # for a single run, the panel over steps comes first
     panels = {key: panels[key] for key in sorted(panels, key=lambda key: key != ("steps",))}
     kind = "Losses of the distillation" if run.distilled else "Loss"
     note = f"The running mean is over {window} logged steps. " if window > 1 else ""
-    note += "Validation takes the same samples and noise every time."
+    note += "Every validation uses the same samples and noise."
     return _chart("loss", kind, note, panels, switches=("over",))
 
 
 def timestep_chart(run: Run) -> Chart | None:
-    """The loss by tenth of the noise levels: validations beside each other, and each tenth over the steps."""
+    """Loss by tenth of the noise levels: at several validations, and of each tenth over the steps."""
     deciles: dict[str, dict[int, Curve]] = {}
     for name, curve in run.metrics.items():
         if match := _DECILE.match(name):
@@ -106,7 +106,7 @@ def timestep_chart(run: Run) -> Chart | None:
             )
     if not panels:
         return None
-    note = "By tenth of the noise levels; a run spends its steps where its timestep distribution is dense."
+    note = "By tenth of the noise levels; the timestep distribution of a run determines how often it trains on each."
     return _chart("loss_by_timestep", "Loss by timestep", note, panels, switches=("what",))
 
 
@@ -131,7 +131,7 @@ def optimizer_chart(run: Run) -> Chart | None:
 
 
 def throughput_chart(run: Run) -> Chart | None:
-    """How fast the steps were."""
+    """Throughput, step time and memory over the steps."""
     panels = {
         (label,): _over_steps({label: run.metrics[name]}, label)
         for name, label in _RATES.items()
@@ -147,7 +147,7 @@ def throughput_chart(run: Run) -> Chart | None:
 
 
 def sparsity_chart(run: Run) -> Chart | None:
-    """How many tiles were kept, and what the diagnostics measured about them."""
+    """Density, top-k and the metrics of the diagnostics over the steps."""
     panels = {
         (label,): _over_steps({label: run.metrics[name]}, label)
         for name, label in _SPARSITY.items()
@@ -167,7 +167,7 @@ def sparsity_chart(run: Run) -> Chart | None:
 
 
 def _over_steps(curves: Mapping[str, Curve], label: str, *, log: bool = False) -> Panel:
-    """Curves over the steps; what cannot be negative begins at 0."""
+    """Curves over the steps; a linear axis of values that are never negative begins at 0."""
     series = [
         Series(name=name, x=steps, y=values, colour=place)
         for place, (name, (steps, values)) in enumerate(curves.items())
@@ -180,12 +180,12 @@ def _over_steps(curves: Mapping[str, Curve], label: str, *, log: bool = False) -
 def _positive(series: list[Series]) -> bool:
     values = np.concatenate([one.y for one in series])
     finite = values[np.isfinite(values)]
-    # a linear axis shows less than a factor of two better
+    # a linear axis is clearer for values within a factor of two
     return bool(len(finite)) and finite.min() > 0 and math.log(finite.max() / finite.min()) > math.log(2)
 
 
 def _chart(
     key: str, title: str, note: str, panels: Mapping[tuple[str, ...], Panel], *, switches: tuple[str, ...]
 ) -> Chart:
-    # the numbers stand in metrics.csv already
+    # no CSV, because metrics.csv holds the values
     return Chart(key=key, title=title, note=note, panels=panels, switches=switches, columns=(), rows=())

@@ -1,4 +1,4 @@
-"""The page of one run: how it went, what it made, what it cost and what went wrong, in one file."""
+"""Page of one run in one file: charts, clips, cost, faults, checkpoints and settings."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def write_run_page(run: Run, *, out: Path | None = None, clips_mb: float = CLIPS
     """Write the page of a run.
 
     Args:
-        run: from `read_run`.
+        run: the run, from `read_run`.
         out: folder to write to; None: the run folder.
         clips_mb: most megabytes of sampled clips in the page.
 
     Returns:
-        The page.
+        Path of the page.
     """
     folder = run.folder if out is None else out
     charts = run_charts(run)
@@ -61,11 +61,11 @@ def write_run_page(run: Run, *, out: Path | None = None, clips_mb: float = CLIPS
             clips_html(
                 clips,
                 title="Clips",
-                note="The newest sampled clips, real ones of the same captions, and what the codec makes of those: "
-                "no model that is trained on its latents can be sharper.",
+                note="The newest sampled clips, real clips of the same captions, and their reconstructions by the "
+                "codec, which limit the sharpness of every model that is trained on its latents.",
             ),
             *(figure_html(chart, None, beside) for chart in charts[1:]),
-            picture_html("Attention", "Which tiles a few query tiles of a sampled clip attend to.", attention)
+            picture_html("Attention", "The tiles that a few query tiles of a sampled clip attend to.", attention)
             if attention.is_file()
             else "",
             *(section_html(section) for section in (*tables, *last) if section is not None),
@@ -132,7 +132,7 @@ def _first_and_last(run: Run) -> str:
 
 def _careful(run: Run) -> Iterator[str]:
     if run.status == "running":
-        yield "The run is still going on: this page is what it had logged when it was written."
+        yield "The run is still running: this page shows what it had logged when the page was written."
     elif run.status == "failed":
         yield (
             f"The run failed: {run.starts[-1].get('reason') or 'no reason recorded'}."
@@ -140,7 +140,7 @@ def _careful(run: Run) -> Iterator[str]:
             else "The run failed."
         )
     elif run.status == "stopped":
-        yield "The run has not made all of its steps."
+        yield "The run stopped before its last step."
     for what, many, _ in faults(run):
         if what not in ("stopped", "failed", "killed"):
             yield f"{what[0].upper()}{what[1:]}: {many}. See Faults."
@@ -153,7 +153,7 @@ def _not_shown(run: Run, drawn: list[str], clips: object, attention: Path) -> It
     if "loss" not in drawn:
         yield "Loss: nothing has been logged yet."
     if "loss_by_timestep" not in drawn:
-        yield "Loss by timestep: none has been logged."
+        yield "Loss by timestep: nothing has been logged."
     if not any(name.startswith("diag/") for name in run.metrics):
         yield "Recall and gates: needs callbacks=diagnostics."
     if not clips:

@@ -1,4 +1,4 @@
-"""The tables of the page of one run: settings, environment, starts, faults, cost and checkpoints."""
+"""Tables of the page of one run: settings, environment, starts, faults, cost and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vsa.reports.tables import count, number
 from vsa.reports.variants import shown
 from vsa.settings import arguments_of
 
-# a run is named in the title; copies of its folder say nothing new
+# settings without information: the title names the run, and the others repeat its folder
 _IDENTITY = ("name", "run", "output_dir", "run_dir", "overwrite")
 _FOLDERS = (".run_dir", ".root_dir", ".save_dir")
 _HYDRA = ("._partial_", "._convert_", "._recursive_")
 
 
 def settings_sections(run: Run) -> list[Section]:
-    """The settings that differ from the defaults of the classes they go to, and all others, both foldable."""
+    """Two foldable sections: settings that differ from the defaults of their classes, and all others."""
     if not run.settings:
         return []
     defaults = _defaults(run.settings)
@@ -32,7 +32,7 @@ def settings_sections(run: Run) -> list[Section]:
     told = {k: v for k, v in run.settings.items() if k not in _IDENTITY and not k.endswith(hidden)}
     usual = {key for key, value in told.items() if key in defaults and defaults[key] == value}
     parts = (
-        ("Settings of this run", "Those that differ from the defaults of their classes.", False),
+        ("Settings of this run", "Settings that differ from the defaults of their classes.", False),
         ("Settings left at their defaults", "", True),
     )
     sections = []
@@ -49,14 +49,14 @@ def settings_sections(run: Run) -> list[Section]:
 
 
 def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the constructors that the settings go to, by dotted key; none of a class that is gone."""
+    """Defaults of the constructors that the settings belong to, by dotted key, without classes that no longer exist."""
     defaults: dict[str, Any] = {"seed": 0}
     for key, target in settings.items():
         group = key.removesuffix("._target_")
         if group == key:
             continue
         try:
-            # a file of strangers names no class of theirs
+            # an untrusted file must not import classes of other packages
             check_targets({"_target_": target})
             arguments = arguments_of(target_class(str(target)))
         except (ValueError, ImportError, AttributeError, TypeError):
@@ -71,13 +71,13 @@ def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_section(run: Run) -> Section | None:
-    """Code, versions and devices as the starts recorded them; older runs say the code alone."""
+    """Code, versions and devices as recorded by the starts of the run; older runs recorded only the code."""
     known = {"code": ", ".join(code_versions([run]))} if run.manifest else {}
     environments = [start.get("environment") for start in run.starts]
     environments = [each for each in environments if isinstance(each, Mapping)]
     for name in dict.fromkeys(name for each in environments for name in each):
         values = [_listed(each.get(name)) for each in environments]
-        # of several starts each that was different
+        # only the starts at which the value changed
         known[name] = "; then ".join(
             text for i, text in enumerate(values) if text and (i == 0 or text != values[i - 1])
         )
@@ -94,13 +94,13 @@ def _listed(value: Any) -> str:
 
 
 def starts_section(run: Run) -> Section | None:
-    """Every start of the run: a new one, or a resume."""
+    """Table of all starts of the run, the first one and resumes."""
     if not run.starts:
         return None
     rows = []
     for place, start in enumerate(run.starts):
         last = start is run.starts[-1]
-        how = start.get("how") or ("running" if last and run.writing else "killed: it left no last word")
+        how = start.get("how") or ("running" if last and run.writing else "killed: no end was recorded")
         reason = str(start.get("reason", ""))
         end = start.get("last_step", run.steps if last else None)
         began, ended = str(start.get("began", "")), str(start.get("ended", ""))
@@ -109,39 +109,39 @@ def starts_section(run: Run) -> Section | None:
         took = "" if spent is None else duration(spent)
         rows.append([*(Cell(text=text) for text in (*texts, took)), Cell(text=how, sub=reason, long=True)])
     headings = [("start", ""), ("began", ""), ("from step", ""), ("to step", ""), ("took", ""), ("ended", "")]
-    note = "A run that is resumed goes on from a checkpoint: the same run, bit for bit."
+    note = "A resumed run continues from a checkpoint, bit for bit as without the interruption."
     return Section(title="Starts and resumes", note=note, table=Table(headings=headings, rows=rows))
 
 
 def faults_section(run: Run) -> Section:
-    """What went wrong and what was done about it."""
+    """Table of the recorded faults and how they were handled."""
     rows = [[Cell(text=what), Cell(text=many), Cell(text=then, long=True)] for what, many, then in faults(run)]
     if not rows:
-        rows = [[Cell(text="none"), Cell(text=""), Cell(text="Nothing was recorded.", long=True)]]
+        rows = [[Cell(text="none"), Cell(text=""), Cell(text="No faults were recorded.", long=True)]]
     headings = [("fault", ""), ("count", ""), ("what was done", "")]
     return Section(title="Faults", note="", table=Table(headings=headings, rows=rows))
 
 
 def faults(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Fault, count and what followed, for everything that the run recorded."""
+    """Kind, count and handling of each recorded fault."""
     for name in ("skipped_steps", "fake_score/skipped_steps"):
         steps, totals = run.curve(name)
         if len(totals) and totals[-1] > 0:
             grown = steps[np.diff(totals, prepend=0) > 0]
             what = "the critic's gradients were not finite" if "/" in name else "gradients were not finite"
-            yield what, f"{totals[-1]:.0f}", f"these updates were dropped; told at {_steps(grown)}"
+            yield what, f"{totals[-1]:.0f}", f"these updates were skipped; logged at {_steps(grown)}"
     bad = run.last("bad_samples")
     if bad:
         causes = {n.partition("/")[2]: c[1][-1] for n, c in run.metrics.items() if n.startswith("bad_samples/")}
         listed = ", ".join(f"{cause} {many:.0f}" for cause, many in sorted(causes.items()))
-        yield "bad samples", f"{bad:.0f}", f"others took their place ({listed}); bad_samples.txt lists them"
+        yield "bad samples", f"{bad:.0f}", f"replaced by other samples ({listed}); bad_samples.txt lists them"
     steps, rollbacks = run.curve("loss_spikes/rollbacks")
     if len(rollbacks) and rollbacks[-1] > 0:
         grown = steps[np.diff(rollbacks, prepend=0) > 0]
         yield (
             "loss spikes",
             f"{rollbacks[-1]:.0f}",
-            f"rolled back and trained past on other data; told at {_steps(grown)}",
+            f"rolled back and continued on other data; logged at {_steps(grown)}",
         )
     steps, losses = run.train
     infinite = steps[~np.isfinite(losses)]
@@ -153,7 +153,7 @@ def faults(run: Run) -> Iterator[tuple[str, str, str]]:
     ends = run.starts if run.status != "running" else run.starts[:-1]
     killed = sum("how" not in start for start in ends)
     if killed:
-        yield "killed", str(killed), "a resume goes on from the newest whole checkpoint"
+        yield "killed", str(killed), "a resume continues from the newest complete checkpoint"
     for how in ("stopped", "failed"):
         reasons = [str(start.get("reason") or "no reason recorded") for start in run.starts if start.get("how") == how]
         if reasons:
@@ -175,7 +175,7 @@ def cost_section(run: Run) -> Section | None:
     processes = [_processes(start) for start in run.starts]
     rows: list[tuple[str, str, str]] = [("optimizer steps", str(run.steps), "")]
     if "seconds" in totals:
-        rows.append(("training", duration(totals["seconds"]), "steps alone, without validation, sampling and saving"))
+        rows.append(("training", duration(totals["seconds"]), "only steps, without validation, sampling and saving"))
     if known:
         part = (
             ""
@@ -207,7 +207,7 @@ def _processes(start: Mapping[str, Any]) -> int:
 
 
 def checkpoints_section(run: Run) -> Section | None:
-    """What can be gone on from or sampled."""
+    """Table of the checkpoints, which can be resumed from or sampled."""
     rows = []
     steps, losses = run.val
     for path in list_checkpoints(run.folder / "checkpoints"):
@@ -226,7 +226,7 @@ def checkpoints_section(run: Run) -> Section | None:
         ("MB", ""),
         ("files", ""),
     ]
-    note = "The newest is where ckpt_path=last goes on and what vsa sample takes."
+    note = "ckpt_path=last continues from the newest checkpoint, and vsa sample uses it."
     return Section(title="Checkpoints", note=note, table=Table(headings=headings, rows=rows))
 
 
@@ -235,7 +235,7 @@ def _pairs(name: str, value: str, rows: Sequence[Sequence[Cell]]) -> Table:
 
 
 def seconds_between(began: str, ended: str) -> float | None:
-    """Seconds between two times as the manifest has them, None where one is missing."""
+    """Seconds between two ISO 8601 times of the manifest, None if one is missing."""
     try:
         return (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
     except (ValueError, TypeError):
@@ -243,7 +243,7 @@ def seconds_between(began: str, ended: str) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours."""
+    """A duration as text in seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

@@ -1,4 +1,4 @@
-"""Runs as a report reads them: settings, metrics and what a sweep says about each."""
+"""Runs as a report reads them: settings, metrics and the status in a sweep."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint
 from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use
 
 METRICS, SWEEP = "metrics.csv", "sweep.json"
-# folders of a run that hold no runs
+# folders of a run that contain no other runs
 _INSIDE = ("checkpoints", "samples", "data-clips", "diagnostics", "evaluation", "report")
-# what a comparison draws or prints; the rest of a long file is not turned into numbers
+# metrics that a comparison uses; the others are not parsed, to save time with long files
 _COMPARED = re.compile(
     r"(train/loss(_data)?|val/(loss|gap)(_.*)?|fake_score/loss|throughput/(step_seconds|tokens_per_second|flops_total)"
     r"|sparsity/(topk|density)|diag/(?!.*_layer_).*)"
 )
-# and what the page of a run does
+# metrics that the page of a run uses
 _WHOLE = re.compile(r"(?!.*_layer_|grad_norm/.*layer).*")
 _SEED_OR_LR = re.compile(r"([-_,.]?(lr|seed)[-_=]?\d[\d.e+-]*)+$")
 _WITHOUT_METRICS = {"waiting": "not started yet", "running": "no metrics yet"}
 
 Curve = tuple[np.ndarray, np.ndarray]
-"""Steps and values of one metric, rows without a value left out."""
+"""Steps and values of one metric, without rows that have no value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What a sweep's `sweep.json` says about one of its runs.
+    """Entry of a run in the `sweep.json` of its sweep.
 
     Args:
-        name: of the run in the sweep's folder.
+        name: name of the run in the folder of the sweep.
         status: waiting, running, finished, failed, refused or stopped.
-        reason: why it failed or was refused.
+        reason: why the run failed or was refused.
         control: whether it is the dense control that the others are compared with.
-        device: where it ran.
+        device: device that it ran on.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """A run that is not there to be compared, and why."""
+    """A run that cannot be compared, with the reason."""
 
     name: str
     status: str
@@ -71,15 +71,15 @@ class Run:
     """One run folder.
 
     Args:
-        folder: of the run.
-        name: its path in the folder of the report.
-        settings: values of `config.yaml` by dotted key; empty where there is no such file.
-        metrics: curves by the column of `metrics.csv`.
+        folder: the run folder.
+        name: path of the folder relative to that of the report.
+        settings: values of `config.yaml` by dotted key; empty without this file.
+        metrics: curves by column of `metrics.csv`.
         validation: losses of the last validation by sparsity point, then by (sample, noise level).
         manifest: content of `run.json`.
-        point: of the sweep it belongs to.
-        parameters: of the network, where a checkpoint tells.
-        writing: whether a process writes into the folder now.
+        point: entry in the sweep that the run belongs to, None without a sweep.
+        parameters: number of parameters of the network, None without a readable checkpoint.
+        writing: whether a process is writing to the folder.
     """
 
     folder: Path
@@ -93,27 +93,27 @@ class Run:
     writing: bool
 
     def last(self, *columns: str) -> float | None:
-        """Last value of the first of `columns` that was logged, None where none was."""
+        """Last value of the first of `columns` that was logged, None if none was."""
         curve = self.curve(*columns)
         return float(curve[1][-1]) if len(curve[1]) else None
 
     def curve(self, *columns: str) -> Curve:
-        """Steps and values of the first of `columns` that was logged, empty where none was."""
+        """Steps and values of the first of `columns` that was logged, empty if none was."""
         return next((self.metrics[name] for name in columns if name in self.metrics), (np.array([]), np.array([])))
 
     @property
     def distilled(self) -> bool:
-        """Whether it logged a critic's loss and no loss of its own."""
+        """Whether the run logged a critic's loss and no training loss."""
         return not {"train/loss", "train/loss_data"} & set(self.metrics) and "fake_score/loss" in self.metrics
 
     @property
     def train(self) -> Curve:
-        """The training loss: of a mixture the part that validation measures, of a distillation the critic's."""
+        """The training loss; for a mixture the part that validation measures, for a distillation the critic's loss."""
         return self.curve("train/loss_data", "train/loss", "fake_score/loss")
 
     @property
     def val(self) -> Curve:
-        """The validation loss, of a distillation the gap between critic and teacher."""
+        """The validation loss; for a distillation the gap between critic and teacher."""
         return self.curve("val/gap") if self.distilled else self.curve("val/loss")
 
     @property
@@ -128,51 +128,51 @@ class Run:
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
-        """Every start as the manifest records it; none of a run of an earlier version."""
+        """All starts in the manifest; empty for a run of an earlier version."""
         starts = self.manifest.get("starts")
         return [start for start in starts if isinstance(start, Mapping)] if isinstance(starts, list) else []
 
     @property
     def status(self) -> str:
-        """running, finished, failed or stopped; a run that says nothing else counts as finished."""
-        # a process that writes the last lines of its run holds the folder still
+        """running, finished, failed, stopped or the status in the sweep; without other records a run is finished."""
+        # a process that has recorded the end of its run may still lock the folder
         ended = self.starts[-1].get("how") if self.starts else None
         if self.writing and ended is None:
             return "running"
         if self.point is not None and self.point.status != "running":
             return self.point.status
         if self.starts:
-            # one that was killed had no time to say so
+            # a killed run recorded no end
             return str(ended or "stopped")
         most = self.settings.get("trainer.max_steps")
         return "stopped" if isinstance(most, int) and self.steps < most else "finished"
 
     @property
     def seed(self) -> int | None:
-        """Of the settings, without them that of the name."""
+        """Seed of the settings, else the seed in the name."""
         named = re.search(r"seed[-_=]?(\d+)", self.name)
         return self.settings.get("seed", int(named[1]) if named else None)
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the seconds a training step took, the first tenth of the run left out."""
+        """Median time of a training step in seconds, without the first tenth of the run."""
         values = self.curve("throughput/step_seconds")[1]
         return float(np.median(values[len(values) // 10 :])) if len(values) else None
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens of all samples of a step, in the mean."""
+        """Mean number of tokens of all samples of a step."""
         rate, seconds = (self.curve(f"throughput/{name}") for name in ("tokens_per_second", "step_seconds"))
         return float(np.mean(rate[1] * seconds[1])) if len(rate[1]) and len(rate[1]) == len(seconds[1]) else None
 
     def spent(self, what: str, steps: np.ndarray) -> np.ndarray | None:
-        """FLOPs, tokens or seconds of training up to each of `steps`, None where they were not logged."""
+        """FLOPs, tokens or seconds of training up to each of `steps`, None if they were not logged."""
         at, total = self._totals.get(what, (np.array([]), np.array([])))
         return np.interp(steps, at, total) if len(at) else None
 
     @cached_property
     def _totals(self) -> dict[str, Curve]:
-        """What was spent, by the steps that log lines stand at, from step 0 on."""
+        """Cumulative FLOPs, seconds and tokens at step 0 and at the logged steps."""
         totals: dict[str, Curve] = {}
         at, flops = self.curve("throughput/flops_total")
         totals["flops"] = np.insert(at, 0, 0), np.insert(flops, 0, 0.0)
@@ -182,21 +182,18 @@ class Run:
         rates = self.curve("throughput/tokens_per_second")[1]
         if len(rates) == len(at):
             totals["tokens"] = np.insert(at, 0, 0), np.insert(np.cumsum(rates * between), 0, 0.0)
-        # nothing but the start
+        # a single entry is only that of step 0
         return {name: curve for name, curve in totals.items() if len(curve[0]) > 1}
 
 
 def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
-    """All runs in `folders` at any depth, and the runs that sweeps name or folders hint at and that cannot be compared.
+    """All runs in `folders` at any depth, and the runs that cannot be compared: unreadable, failed or not started.
 
     Args:
-        folders: run folders, sweeps or whatever holds them; a run in two of them counts once.
+        folders: run folders, sweeps or folders that contain them; a run in two of them counts once.
 
     Returns:
-        The folder that holds all of them, the runs by name, and what is missing.
-
-    Raises:
-        ValueError: a folder that does not exist, or without a run and without a sweep.
+        The folder that contains all runs, the runs by name, and the missing ones.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -223,16 +220,12 @@ def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, also of one that has logged nothing yet."""
+    """Whether a folder is a run folder; the run may have logged nothing yet."""
     return (folder / METRICS).is_file() or _manifest(folder / MANIFEST).get("written_by") == PROJECT
 
 
 def read_run(folder: Path) -> Run:
-    """One run with all of its metrics; one that has logged nothing yet has none.
-
-    Raises:
-        ValueError: the metrics are another project's, or a file cannot be read; names it.
-    """
+    """One run with all of its metrics, which are empty if it has logged nothing yet."""
     metrics = folder / METRICS
     manifest = _manifest(folder / MANIFEST)
     columns: list[str] = []
@@ -249,7 +242,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _walk(top: Path) -> Iterator[Path]:
-    """Folders that hold a run or a sweep."""
+    """Folders of runs and sweeps."""
     for place, folders, files in os.walk(top):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSIDE]
         if METRICS in files or SWEEP in files:
@@ -261,7 +254,7 @@ def _name(path: Path, root: Path) -> str:
 
 
 def _points(path: Path) -> Iterator[Point]:
-    """Points of a sweep; none of a file that is no sweep's."""
+    """Points of a sweep; none if the file is not that of a sweep."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         for point in json.loads(path.read_text(encoding="utf-8"))["points"]:
             yield Point(
@@ -289,16 +282,16 @@ def _read_run(folder: Path, root: Path, point: Point | None, *, wanted: re.Patte
 
 
 def read_metrics(path: Path, wanted: re.Pattern[str] = _COMPARED) -> dict[str, Curve]:
-    """Curves of metrics, each with its own steps; a line that a kill cut short is left out.
+    """Curves of metrics, each with its own steps, without a last line that a kill has cut.
 
-    A value that is NaN becomes infinite.
+    NaN values become infinite.
 
     Args:
-        path: the file.
-        wanted: names of the metrics to read.
+        path: path of `metrics.csv`.
+        wanted: pattern of the metrics to read.
 
     Raises:
-        ValueError: a value that is no number; names file, row and column.
+        ValueError: a value is not a number; the message names file, row and column.
     """
     with open(path, encoding="utf-8") as file:
         header = file.readline().rstrip("\n").split(",")
@@ -306,8 +299,8 @@ def read_metrics(path: Path, wanted: re.Pattern[str] = _COMPARED) -> dict[str, C
     names = ["step", *(name for name in header if name != "step" and wanted.fullmatch(name))]
     if "step" not in header or not lines:
         return {}
-    # from here on NaN is an empty cell, and a loss that was NaN is as bad as an infinite one; twice: neighbours share
-    # a comma
+    # NaN marks empty cells from here on, hence a NaN loss becomes infinite, which is equally bad; empty cells are
+    # replaced twice, because neighbouring ones share a comma
     text = "".join(lines).replace("nan", "inf").replace(",,", ",nan,").replace(",,", ",nan,").replace(",\n", ",nan\n")
     columns = [header.index(name) for name in names]
     try:
@@ -332,7 +325,7 @@ def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         for name, value in node.items():
             yield from _leaves(value, f"{key}.{name}" if key else str(name))
     else:
-        # lists can be no keys
+        # lists are not hashable
         yield key, json.dumps(node) if isinstance(node, (list, Mapping)) else node
 
 
@@ -356,7 +349,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _parameters(folder: Path) -> int | None:
     for checkpoint in reversed(list_checkpoints(folder / "checkpoints")):
-        # one that is being written, or of another format
+        # a checkpoint may be incomplete, or of another format
         with suppress(Exception):
             shapes = read_checkpoint(checkpoint, verify=False).open("model").shapes
             return sum(map(math.prod, shapes.values()))
@@ -369,7 +362,7 @@ def short_name(run: Run) -> str:
 
 
 def code_versions(runs: Iterable[Run]) -> dict[str, int]:
-    """How many runs each version of the code trained, as `VERSION (COMMIT)`; a run can have several."""
+    """Number of runs by version of the code, as `VERSION (COMMIT)`; a run can have several versions."""
     counts: dict[str, int] = {}
     for run in runs:
         version = str(run.manifest.get("version", "unknown version"))

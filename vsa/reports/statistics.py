@@ -1,6 +1,6 @@
-"""What a comparison of runs needs: spread over seeds, a paired test, the Pareto front, power laws.
+"""Statistics of a comparison of runs: spread over seeds, a paired test, the Pareto front, power laws.
 
-numpy alone.
+The module needs only numpy.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
-    """Several curves as one.
+    """Mean and range of several curves.
 
     Args:
-        steps: at which at least one of them has a value.
-        mean, low, high: over the curves that have one.
+        steps: steps at which at least one curve has a value.
+        mean, low, high: mean, smallest and largest value at each step, over the curves that have one.
     """
 
     steps: np.ndarray
@@ -28,14 +28,14 @@ class Band:
 
 
 def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band:
-    """Mean, least and largest value of curves (steps, values) by step, over the curves that have the step."""
+    """Mean, smallest and largest value of curves (steps, values) by step, over the curves that have the step."""
     steps = np.unique(np.concatenate([np.asarray(steps) for steps, _ in curves] or [np.array([])]))
     table = np.full((len(curves), len(steps)), np.nan)
     for row, (own, values) in zip(table, curves, strict=True):
         row[np.searchsorted(steps, own)] = values
     if not table.size:
         return Band(steps=steps, mean=steps, low=steps, high=steps)
-    # a loss that is NaN is one of no curve
+    # a NaN counts as a missing value
     there = ~np.isnan(table)
     count = there.sum(0)
     total = np.where(there, table, 0.0).sum(0)
@@ -50,10 +50,10 @@ class Difference:
     """Mean of paired differences.
 
     Args:
-        mean: first minus second.
-        low, high: 95% interval of the mean.
-        p: two-sided, of the mean being 0.
-        samples: pairs that count as independent.
+        mean: mean of first minus second.
+        low, high: 95% confidence interval of the mean.
+        p: two-sided p-value of the hypothesis that the mean is 0.
+        samples: number of pairs that count as independent.
     """
 
     mean: float
@@ -68,15 +68,16 @@ def paired_difference(
 ) -> Difference | None:
     """Student's paired t-test of losses on the same (sample, noise level), run by run.
 
-    The differences of a sample at all its noise levels and in all runs are averaged first: they are not independent.
-    So the interval is about other samples for these runs; what other seeds would give is the spread over seeds.
+    The differences of a sample at all its noise levels and in all runs are averaged first, since they are not
+    independent. The interval therefore covers the choice of samples for these runs; the spread over seeds covers the
+    choice of seeds.
 
     Args:
         first: losses of each run by (sample, noise level).
-        second: of the runs that they are compared with, in the same order.
+        second: losses of the runs that they are compared with, in the same order.
 
     Returns:
-        None where a run and its partner were validated on other pairs, or on fewer than two samples.
+        The difference; None if a run and its partner were validated on different pairs, or on fewer than two samples.
     """
     by_sample: dict[str, list[float]] = {}
     for ours, theirs in zip(first, second, strict=True):
@@ -96,9 +97,9 @@ def paired_difference(
 
 
 def t_p_value(t: float, freedom: int) -> float:
-    """Probability that Student's t of `freedom` whole degrees is at least `|t|` away from 0.
+    """Two-sided p-value of Student's t with `freedom` degrees of freedom.
 
-    Exact finite sums (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    The sums are finite and exact (Abramowitz and Stegun, 26.7.3 and 26.7.4).
     """
     angle = math.atan2(abs(t), math.sqrt(freedom))
     cos2 = math.cos(angle) ** 2
@@ -114,7 +115,7 @@ def t_p_value(t: float, freedom: int) -> float:
 
 
 def t_quantile(freedom: int, p: float = 0.05) -> float:
-    """The t beyond which, on both sides, lies the probability `p`."""
+    """The t with two-sided p-value `p`."""
     low, high = 0.0, 1.0
     while t_p_value(high, freedom) > p:
         high *= 2
@@ -125,7 +126,7 @@ def t_quantile(freedom: int, p: float = 0.05) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm, 1979): each may then be read by itself."""
+    """p-values with Holm's correction for multiple comparisons (Holm, 1979)."""
     adjusted = [0.0] * len(p_values)
     most = 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -135,7 +136,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points to which no other is at most equal in both coordinates and below in one, by the first."""
+    """Indices of the Pareto-optimal points, where smaller is better in both coordinates, sorted by the first one."""
     front: list[int] = []
     best = math.inf
     for i in sorted(range(len(points)), key=lambda i: points[i]):
@@ -150,13 +151,13 @@ class PowerLaw:
     """`loss = scale * size ** exponent`, fitted as a straight line between the logarithms.
 
     Args:
-        exponent: negative where larger is better.
-        interval: of the exponent, 95%.
+        exponent: exponent, negative if larger sizes are better.
+        interval: 95% confidence interval of the exponent.
         scale: loss at size 1.
         error: standard deviation of the residuals of ln loss.
-        mean_log: of ln size.
+        mean_log: mean of ln size.
         spread: sum of squares of ln size around its mean.
-        points: fitted.
+        points: number of fitted points.
     """
 
     exponent: float
@@ -168,7 +169,7 @@ class PowerLaw:
     points: int
 
     def at(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Loss at `sizes`, and the 95% interval of the line there (not of a single run)."""
+        """Loss at `sizes`, and the limits of the 95% confidence interval of the line there (not of a single run)."""
         logs = np.log(sizes)
         line = math.log(self.scale) + self.exponent * logs
         width = self.error * np.sqrt(1 / self.points + (logs - self.mean_log) ** 2 / self.spread)
@@ -177,12 +178,12 @@ class PowerLaw:
 
 
 def fit_power_law(sizes: Sequence[float], losses: Sequence[float]) -> PowerLaw | None:
-    """Least squares in ln size and ln loss, with Student's intervals.
+    """Fit ln loss to ln size by least squares, with Student's intervals.
 
-    An irreducible loss is no part of it: a handful of sizes cannot tell one from a smaller exponent.
+    The fit has no irreducible loss: a handful of sizes cannot distinguish one from a smaller exponent.
 
     Returns:
-        None for fewer than three different sizes, or a value that is not positive.
+        The fit; None for fewer than three different sizes, or a value that is not positive and finite.
     """
     if len(set(sizes)) < 3 or min(*sizes, *losses) <= 0 or not np.isfinite([*sizes, *losses]).all():
         return None

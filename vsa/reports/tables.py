@@ -1,4 +1,4 @@
-"""The tables of a report: cells of text for the page, rows of numbers for CSV."""
+"""Tables of a report: cells of text for the page, rows of numbers for CSV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vsa.reports.variants import Variant, reference, shown
 
 
 def variant_table(variants: Sequence[Variant]) -> Table:
-    """Variants by final loss, their difference to the reference, what they cost, and the settings that differ."""
+    """Variants by final loss, with their difference to the reference, their cost and the settings that differ."""
     partner = reference(variants)
     against = f"mean of the paired differences to {partner.name}, its 95% interval below" if partner else ""
     headings = [
@@ -121,7 +121,7 @@ RUN_COLUMNS = (
 
 
 def run_rows(variants: Sequence[Variant]) -> list[list[Any]]:
-    """Rows of `runs.csv`: every run, those of an lr sweep among them."""
+    """Rows of `runs.csv`: all runs, including those at learning rates that were not chosen."""
     rows = []
     for variant in variants:
         tried = [run for runs in variant.tried.values() for run in runs]
@@ -136,7 +136,7 @@ def run_rows(variants: Sequence[Variant]) -> list[list[Any]]:
 
 
 def lr_table(variants: Sequence[Variant]) -> Table | None:
-    """Final loss of every variant at every learning rate that was tried, the chosen one named."""
+    """Final loss of every variant at every learning rate that was tried, with the chosen one marked."""
     tried = [(place, variant) for place, variant in enumerate(variants) if variant.tried]
     if not tried:
         return None
@@ -153,7 +153,7 @@ def lr_table(variants: Sequence[Variant]) -> Table | None:
 
 
 def sparsity_rows(variants: Sequence[Variant]) -> tuple[list[str], list[list[float | None]]]:
-    """Points at which the runs were last validated, and the mean loss of each variant at each; empty for one point."""
+    """Sparsity points of the last validations, and the mean loss of each variant at each; empty for one point."""
     points = list(dict.fromkeys(at for variant in variants for run in variant.ended for at in run.validation))
     if len(points) < 2:
         return [], []
@@ -169,7 +169,7 @@ def _mean(run: Run, at: str) -> float:
 
 
 def sparsity_table(variants: Sequence[Variant]) -> Table | None:
-    """The loss of trained weights at other numbers of tiles than they were trained with."""
+    """Loss of the trained weights at other numbers of tiles than in training."""
     points, rows = sparsity_rows(variants)
     if not points:
         return None
@@ -193,7 +193,7 @@ def missing_table(missing: Sequence[Missing]) -> Table:
 
 
 def run_table(variants: Sequence[Variant]) -> Table:
-    """Every run."""
+    """Table of all runs."""
     rows = []
     for name, variant, seed, lr, status, steps, train, val, flops, seconds, *_ in run_rows(variants):
         numbers = [number(value, digits) for value, digits in ((train, 5), (val, 5), (flops, 3), (seconds, 3))]
@@ -204,7 +204,7 @@ def run_table(variants: Sequence[Variant]) -> Table:
 
 
 def number(value: float | None, digits: int = 6) -> str:
-    """A number in so many digits, "-" for none."""
+    """A number with `digits` significant digits, "-" for None."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 

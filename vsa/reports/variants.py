@@ -1,4 +1,4 @@
-"""Runs that differ in nothing but their seed are one variant; how variants compare."""
+"""Variants, groups of runs that differ only in their seed, and their comparison."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vsa.reports.runs import Run, short_name
 from vsa.reports.statistics import Difference, holm, paired_difference, pareto_front
 
 LR = "optim.lr"
-# what says which run it is and where it lies, and what it is shown with
+# settings that identify a run, its folders, and its logging; they do not make a variant
 _IDENTITY = ("name", "run", "run_dir", "output_dir", "ckpt_path", "overwrite", "dry_run", "seed")
 _FOLDERS = (".run_dir", ".root_dir", ".save_dir")
 _SHOWN_WITH = ("logger.", "callbacks.progress.", "callbacks.checkpoint.", "resume.")
-# the number of steps follows from these
+# budgets, which determine the number of steps
 _BUDGETS = ("flop_budget", "second_budget", "sample_token_budget")
 _STEPS = "trainer.max_steps"
 _UNSET = "unset"
@@ -26,17 +26,18 @@ _UNSET = "unset"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Runs of one setting.
+    """Runs with the same settings except for the seed.
 
     Args:
-        name: tells it from the others.
-        values: of the settings in which variants differ.
-        runs: one a seed, at the chosen learning rate.
-        tried: learning rates with the runs of the seeds at which several were tried; empty: one was.
-        difference: to the reference on the shared validation set; None: it is the reference, or they do not share it.
+        name: distinguishes the variant from the others.
+        values: values of the settings in which variants differ.
+        runs: one run per seed, at the chosen learning rate.
+        tried: runs by learning rate, for the seeds at which several rates were tried; empty for a single rate.
+        difference: difference to the reference on the shared validation set; None for the reference itself, or if the
+            validation sets differ.
         not_paired: why there is no difference.
-        p_holm: of the difference, corrected for the number of variants.
-        best_trade: whether no other variant has both a lower loss and a shorter step.
+        p_holm: p-value of the difference, corrected for the number of variants.
+        best_trade: whether the variant is on the Pareto front of loss and step time.
     """
 
     name: str
@@ -50,12 +51,12 @@ class Variant:
 
     @property
     def ended(self) -> tuple[Run, ...]:
-        """The runs whose end counts: those that finished, all where none did."""
+        """The finished runs, or all runs if none has finished."""
         return tuple(run for run in self.runs if run.status == "finished") or self.runs
 
     @property
     def losses(self) -> list[float]:
-        """Last validation losses of the runs, without validation the training losses (mean of the last tenth)."""
+        """Last validation losses of the runs, or without validation their training losses (mean of the last tenth)."""
         return [loss for run in self.ended if (loss := final_loss(run)) is not None]
 
     @property
@@ -65,30 +66,30 @@ class Variant:
 
     @property
     def finite_loss(self) -> float | None:
-        """The loss, None where a run diverged."""
+        """The loss, None if a run diverged."""
         return self.loss if self.loss is not None and np.isfinite(self.loss) else None
 
     @property
     def std(self) -> float | None:
-        """Standard deviation of the last losses over the seeds, None of one."""
+        """Standard deviation of the last losses over the seeds, None for a single seed."""
         return float(np.std(self.losses, ddof=1)) if self.finite_loss is not None and len(self.losses) > 1 else None
 
     @property
     def control(self) -> bool:
-        """Whether it is a sweep's dense control, or without a sweep keeps every tile by full attention."""
+        """Whether it is the dense control of a sweep, or, without a sweep, uses full attention."""
         if any(run.point is not None for run in self.runs):
             return any(run.point is not None and run.point.control for run in self.runs)
         return all(str(run.settings.get("attention._target_", "")).endswith(".FullAttention") for run in self.runs)
 
     def mean(self, name: str) -> float | None:
-        """Mean of a number of the runs: an attribute of `Run` or a logged metric's last value."""
+        """Mean over the runs of an attribute of `Run` or of the last value of a metric."""
         values = [run.last(name) if "/" in name else getattr(run, name) for run in self.ended]
         known = [value for value in values if value is not None]
         return fmean(known) if known else None
 
     @property
     def status(self) -> str:
-        """How its runs stand where not all have finished: `1 running`; empty otherwise."""
+        """Numbers of the runs that have not finished, like `1 running`; empty if all have."""
         counts: dict[str, int] = {}
         for run in self.runs:
             if run.status != "finished":
@@ -97,7 +98,7 @@ class Variant:
 
 
 def final_loss(run: Run) -> float | None:
-    """The last validation loss; of a run that was never validated the mean of the last tenth of its training loss."""
+    """The last validation loss, or without validation the mean of the last tenth of the training loss."""
     if run.val_loss is not None:
         return run.val_loss
     losses = run.train[1]
@@ -105,14 +106,14 @@ def final_loss(run: Run) -> float | None:
 
 
 def group(runs: Sequence[Run]) -> list[Variant]:
-    """Variants of runs, the best first, each at its best learning rate where several were tried.
+    """Variants of runs, the best first, each at its best learning rate if several were tried.
 
-    That is the one with the least validation loss on the seeds at which several were tried.
-    Other seeds, where there are any, are what it is then judged by.
+    The best learning rate has the lowest validation loss on the seeds at which several rates were tried. If there are
+    other seeds, only these count for the loss of the variant.
     """
     keys = _own_settings(runs)
     families = _by(runs, lambda run: _key(run, [key for key in keys if key != LR]))
-    # a sweep of the learning rate itself is one of variants
+    # if only the learning rate differs, its values are the variants
     if len(families) < 2:
         families = _by(runs, lambda run: _key(run, keys))
     chosen = [_at_best_lr(family) for family in families]
@@ -126,7 +127,7 @@ def group(runs: Sequence[Run]) -> list[Variant]:
 
 
 def _own_settings(runs: Sequence[Run]) -> list[str]:
-    """Settings in which runs differ, apart from what names a run, its seed, and copies of these."""
+    """Settings in which runs differ, except for those that identify a run, its seed, and copies of these."""
     everything = list(dict.fromkeys(key for run in runs for key in run.settings))
     dropped = {key for key in everything if key in _IDENTITY or key.endswith(_FOLDERS) or key.startswith(_SHOWN_WITH)}
     dropped |= {key for key in everything if key.endswith("seed") and _copies(runs, key, "seed")}
@@ -136,12 +137,12 @@ def _own_settings(runs: Sequence[Run]) -> list[str]:
 
 
 def _copies(runs: Sequence[Run], key: str, of: str) -> bool:
-    """Whether a setting has the value of another one wherever a run has it."""
+    """Whether a setting equals another one in all runs that have it."""
     return all(run.settings[key] == run.settings.get(of) for run in runs if key in run.settings)
 
 
 def _key(run: Run, keys: Sequence[str]) -> tuple[Any, ...]:
-    # of a run without a config there is nothing but its name
+    # a run without a config is identified by its name
     return tuple(run.settings.get(key, _UNSET) for key in keys) if run.settings else (short_name(run), run.distilled)
 
 
@@ -153,7 +154,7 @@ def _by(runs: Sequence[Run], key: Any) -> list[list[Run]]:
 
 
 def _at_best_lr(family: Sequence[Run]) -> tuple[tuple[Run, ...], dict[float, tuple[Run, ...]]]:
-    """The runs of a family at its best learning rate, and the runs that chose it by learning rate."""
+    """The runs of a family at its best learning rate, and by learning rate the runs that it was chosen on."""
     by_lr: dict[float, list[Run]] = {}
     for run in family:
         by_lr.setdefault(run.settings.get(LR), []).append(run)  # type: ignore[arg-type]
@@ -171,7 +172,7 @@ def _at_best_lr(family: Sequence[Run]) -> tuple[tuple[Run, ...], dict[float, tup
 
 
 def _lr(item: tuple[Any, Any]) -> float:
-    # YAML may take 1e-3 for text
+    # YAML parses 1e-3 as text
     return float(item[0] or 0)
 
 
@@ -180,11 +181,11 @@ def _by_seed(run: Run) -> tuple[int, str]:
 
 
 def _columns(members: Sequence[Sequence[Run]], keys: Sequence[str]) -> list[str]:
-    """Settings that differ between variants; of several that say the same the one with the shortest key."""
+    """Settings that differ between variants; of several that separate them in the same way, the shortest key."""
     said: dict[tuple[int, ...], str] = {}
     for key in keys:
         values = [runs[0].settings.get(key, _UNSET) for runs in members]
-        # which variants are alike
+        # equal for settings that separate the variants in the same way
         pattern = tuple(values.index(value) for value in values)
         if len(set(pattern)) > 1 and (pattern not in said or _rank(key) < _rank(said[pattern])):
             said[pattern] = key
@@ -192,12 +193,12 @@ def _columns(members: Sequence[Sequence[Run]], keys: Sequence[str]) -> list[str]
 
 
 def _rank(key: str) -> tuple[bool, int]:
-    # a class says more than the options that come with it
+    # a class is preferred to its options
     return not key.endswith("_target_"), len(key)
 
 
 def _names(members: Sequence[Sequence[Run]], columns: Sequence[str]) -> list[str]:
-    """Folder names without seed and learning rate where they tell variants apart, else settings, else numbers."""
+    """Folder names without seed and learning rate if they distinguish the variants, else settings, else numbers."""
     inside = os.path.commonpath([os.path.dirname(run.name) for runs in members for run in runs]) if members else ""
     from_folders = [short_name(runs[0])[len(inside) :].strip("/") for runs in members]
     alike = all(len({short_name(run) for run in runs}) == 1 for runs in members)
@@ -212,21 +213,21 @@ def _names(members: Sequence[Sequence[Run]], columns: Sequence[str]) -> list[str
 
 
 def shown(value: Any) -> str:
-    """A setting as a reader expects it: the class of a target without its module."""
+    """A setting as the page shows it: the class of a target without its module."""
     text = "null" if value is None else str(value)
     return text.rpartition(".")[2] if text.startswith("vsa.") else text
 
 
 def reference(variants: Sequence[Variant]) -> Variant | None:
-    """What the others are compared with: the dense control where there is one, else the best."""
+    """The variant that the others are compared with: the dense control if there is one, else the best."""
     controls = [variant for variant in variants if variant.control]
     return controls[0] if controls else next(iter(variants), None)
 
 
 def compared(variants: Sequence[Variant]) -> list[Variant]:
-    """The variants with their difference to the reference, and whether they are on the front of loss and step time.
+    """The variants with their differences to the reference and their Pareto front of loss and step time.
 
-    Runs are compared with the reference's run of the same seed, which was validated on the same noise.
+    Each run is compared with the run of the reference with the same seed, which was validated on the same noise.
     """
     partner = reference(variants)
     theirs = {run.seed: run.validation.get("current", {}) for run in partner.ended} if partner else {}
