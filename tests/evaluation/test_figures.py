@@ -20,7 +20,13 @@ from vsa.plotting import COLOURS
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-BLUE, ORANGE = (tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)) for colour in COLOURS[:2])
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return red, green, blue
+
+
+BLUE, ORANGE = map(rgb, COLOURS[:2])
 
 
 def write_metrics(path: Path, rows: list[tuple]) -> Path:
