@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from torch import Tensor
 
 from benchmarks.toy.score import CHANCE
-from vsa.plotting import save_figure
+from vsa.plotting import COLOURS, save_figure
 
 MEASURES = ("colour", "direction", "distance")
 RECONSTRUCTIONS = "codec reconstructions"
@@ -66,9 +66,9 @@ def draw(found: Mapping[str, Any], prompts: Sequence[str], pictures: Mapping[str
 def draw_bars(axes: Axes, values: Mapping[str, Mapping[str, Any]], *, share: bool) -> None:
     """Draw the mean of each row as a bar with its number, and the seeds as points."""
     places = range(len(values))
-    axes.barh(places, [row["mean"] for row in values.values()], color="tab:blue", alpha=0.5)
+    axes.barh(places, [row["mean"] for row in values.values()], color=COLOURS[0], alpha=0.5)
     for place, row in zip(places, values.values(), strict=True):
-        axes.plot(row["seeds"], [place] * len(row["seeds"]), "o", color="tab:blue", markersize=4)
+        axes.plot(row["seeds"], [place] * len(row["seeds"]), "o", color=COLOURS[0], markersize=4)
         number = f"{row['mean']:.0%}" if share else f"{row['mean']:.3g}"
         axes.annotate(
             number, (max(row["seeds"]), place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8

@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.toy.study import parse_counts, run_folder, study_parser, train_all, write_json
 from vsa.errors import one_line_errors
 from vsa.evaluation.figures import read_metric
-from vsa.plotting import save_figure
+from vsa.plotting import COLOURS, save_figure
 
 AT_ONCE = ("sparsity=constant",)
 TAILS = {
@@ -83,7 +83,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     """Draw the validation loss of every arm over the steps, as mean and faint seeds, and the number of kept tiles."""
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     losses, tiles = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    colours = {arm: f"C{i}" for i, arm in enumerate(ARMS)}
+    colours = dict(zip(ARMS, COLOURS, strict=False))
     for arm, seeds in found["curves"].items():
         for curve in seeds:
             losses.plot(curve["step"], curve["val_loss"], color=colours[arm], alpha=0.3, linewidth=0.8)
@@ -94,7 +94,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     losses.axhline(np.mean(found["pretrained"]), color="black", linestyle=":", label="dense, before finetuning")
     losses.set_ylabel("validation loss (at the sparsity of the step)")
     losses.set_title(f"finetuning the toy model, seeds {found['seeds']}")
-    losses.legend()
+    # below the axes, where no curve is
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     tiles.set_ylabel("tiles kept")
     tiles.set_xlabel("optimizer step")
     for axes in (losses, tiles):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,22 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from vsa.evaluation import figures
-from vsa.evaluation.figures import draw_evaluation, loss_curve, read_metric
+from vsa.evaluation.figures import draw_evaluation, health_curves, loss_curve, read_metric
+from vsa.plotting import COLOURS
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-BLUE, ORANGE = (31, 119, 180), (255, 127, 14)
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return red, green, blue
+
+
+BLUE, ORANGE = map(rgb, COLOURS[:2])
 
 
 def write_metrics(path: Path, rows: list[tuple]) -> Path:
@@ -97,6 +106,60 @@ def test_the_legend_names_the_line_that_is_looked_at(tmp_path: Path, drawn: list
     assert np.allclose(np.asarray(line.get_ydata()), wanted)
 
 
+def drawn_texts(figure: Figure) -> list[Text]:
+    """The texts of a figure that are seen, after it was laid out."""
+    for _ in range(2):
+        figure.draw_without_rendering()
+    return [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+
+
+def assert_apart_and_whole(figure: Figure) -> None:
+    """No two texts of a figure lie over each other, and none leaves it."""
+    texts = drawn_texts(figure)
+    # ticks beyond the limits have texts, which are not drawn
+    beyond = {
+        id(tick.label1)
+        for axes in figure.axes
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim()))
+        for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        if not low <= tick.get_loc() <= high
+    }
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts if id(text) not in beyond]
+    assert len(boxes) > 5
+    for i, (name, box) in enumerate(boxes):
+        assert figure.bbox.padded(1).containsx(box.x0), name
+        assert figure.bbox.padded(1).containsx(box.x1), name
+        assert figure.bbox.padded(1).containsy(box.y0), name
+        assert figure.bbox.padded(1).containsy(box.y1), name
+        for other, place in boxes[i + 1 :]:
+            assert not box.padded(-0.5).overlaps(place.padded(-0.5)), (name, other)
+
+
+LOSSES = {
+    "hardly falls": (0.45, 0.447),
+    "halves": (2.0, 1.0),
+    "falls to a tenth": (2.0, 0.2),
+    "falls by far": (300.0, 0.001),
+}
+
+
+@pytest.mark.parametrize(("first", "last"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("steps", [60, 30_000])
+def test_a_loss_has_plain_numbers_at_its_axes_whatever_it_does(
+    tmp_path: Path, drawn: list[Figure], first: float, last: float, steps: int
+):
+    rows = [(steps * i // 20, first * (last / first) ** (i / 20), "", "") for i in range(1, 21)]
+    loss_curve(write_metrics(tmp_path / "metrics.csv", rows), tmp_path / "a.png", title="outputs/run")
+    assert_apart_and_whole(drawn[0])
+    (axes,) = drawn[0].axes
+    for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        seen = [t.label1.get_text() for t in axis.get_major_ticks() if limits[0] <= t.get_loc() <= limits[1]]
+        assert 3 <= len(seen) <= 12, seen
+        assert all(re.fullmatch(r"\d+(\.\d+)?", text) for text in seen), seen
+        # round ones
+        assert axis is axes.yaxis or {float(text) % (steps / 6) for text in seen} == {0}
+
+
 # evaluations
 
 
@@ -125,9 +188,38 @@ def test_an_evaluation_has_a_panel_for_what_was_measured_and_nothing_over_its_cu
         assert not any(box.overlaps(legend.get_window_extent()) for box in boxes)
         # labels within the axes lay over each other
         assert not axes.texts
+        assert axes.get_xlabel() == "optimizer step"
+        assert axes.get_ylabel()
     share = next(axes for axes in panels if "black" in axes.get_title())
     assert share.get_ylim() == (0, 0.1)
     assert "98%" in share.get_title()
+
+
+EVALUATIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "one checkpoint": ((60,), {}),
+    "checkpoints at uneven steps": ((500, 1000, 1500, 3000, 12_000, 120_000), {"lpips": 0.2, "flicker": 1e-4}),
+    "clips that cannot be measured": ((100, 200), {"psnr": math.inf, "ssim": math.nan, "lpips": math.nan}),
+}
+
+
+@pytest.mark.parametrize(("steps", "metrics"), EVALUATIONS.values(), ids=EVALUATIONS)
+def test_no_text_of_an_evaluation_lies_over_another(tmp_path: Path, drawn: list[Figure], steps, metrics):
+    draw_evaluation(evaluated(steps, **metrics), tmp_path / "a.png", title="a run with a long name " * 20)
+    assert_apart_and_whole(drawn[0])
+    for axes in drawn[0].axes:
+        if len(steps) == 1 and axes.get_xlabel():
+            assert [text.get_text() for text in axes.get_xticklabels()] == ["60"]
+
+
+def test_curves_have_the_colours_of_the_pages(tmp_path: Path, drawn: list[Figure]):
+    rows = ["step,fake_score/loss,generated/std,generated/saturation", *(f"{s},{1 / s},1,0" for s in (1, 2, 3))]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
+    health_curves(tmp_path / "metrics.csv", tmp_path / "a.png", title="run")
+    draw_evaluation(evaluated((100, 200)), tmp_path / "b.png", title="run")
+    assert_apart_and_whole(drawn[0])
+    lines = [line for figure in drawn for axes in figure.axes for line in axes.lines if line.get_linewidth() > 1]
+    assert len(lines) > 5
+    assert {line.get_color() for line in lines} <= {*COLOURS}
 
 
 def test_every_noise_level_of_one_checkpoint_is_seen(tmp_path: Path):

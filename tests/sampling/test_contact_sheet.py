@@ -105,7 +105,7 @@ def test_the_record_beside_the_clips_keeps_the_whole_prompt(tmp_path: Path):
 
 def test_a_prompt_is_cut_with_an_ellipsis():
     assert len(LONG.split()) > 110
-    text, _ = fit_text(LONG, 50, 4)
+    text = fit_text(LONG, 50, 4).text
     lines = text.splitlines()
     assert len(lines) == 4
     assert all(40 < len(line) <= 50 for line in lines)
@@ -149,5 +149,52 @@ def test_letters_are_drawn_in_a_font_that_has_them_or_as_code_points(tmp_path: P
     drawn = sheet(["a \u2312"] * 4, tmp_path / "arc.png").read_bytes()
     monkeypatch.setattr(plotting, "_upright_families", tuple)
     assert fit_text("a \u2312\U0001f9ff é", 50, 1).text == r"a \u2312\U0001f9ff é"
-    boxed = sheet(["a \u2312"] * 4, tmp_path / "escaped.png").read_bytes()
-    assert boxed == sheet([r"a \u2312"] * 4, tmp_path / "written.png").read_bytes() != drawn
+    boxed = sheet(["a \u2312"] * 4, tmp_path / "escaped.png")
+    written = sheet([*[r"a \u2312"] * 3, "a \u2312"], tmp_path / "written.png")
+    assert boxed.read_bytes() == written.read_bytes() != drawn
+    # what the code points are is said below the clips, where nothing else stands
+    assert (pixels_of(boxed)[-18:].sum(-1) < 500).sum() > 100
+    # control
+    plain = pixels_of(sheet([r"a \u2312"] * 4, tmp_path / "plain.png"))
+    assert (plain[-5:] == 255).all()
+    assert len(plain) < len(pixels_of(boxed))
+    other = side_by_side({"a": clips((16, 24))}, ["\u2312"] * 4, tmp_path / "pair.png")
+    plain = side_by_side({"a": clips((16, 24))}, ["x"] * 4, tmp_path / "short.png")
+    assert len(pixels_of(other)) > len(pixels_of(plain))
+
+
+@pytest.mark.parametrize("letters", ["\u732b", "\U0001f9ff"])
+def test_a_code_point_stands_whole_in_one_line(monkeypatch: pytest.MonkeyPatch, letters: str):
+    monkeypatch.setattr(plotting, "_upright_families", tuple)
+    for width in (23, 39, 50):
+        fitted = fit_text(f"ab {letters * 40}", width, 4)
+        assert fitted.escaped
+        assert fitted.lines == 4
+        code = letters.encode("unicode_escape").decode()
+        for line in fitted.text.removesuffix(" …").removeprefix("ab").splitlines():
+            assert line.strip().replace(code, "") == ""
+    # control
+    assert not fit_text("ab", 23, 4).escaped
+
+
+@pytest.mark.parametrize(
+    ("prompt", "right"),
+    [
+        ("a red circle", False),
+        ("دائرة حمراء", True),
+        ("12 עיגול אדום", True),
+        ("a دائرة", False),
+        ("猫", False),
+        ("", False),
+    ],
+)
+def test_a_prompt_that_is_read_from_the_right_ends_at_the_right(tmp_path: Path, prompt: str, right: bool):
+    assert fit_text(prompt, 50, 1).leftward == right
+    if not prompt:
+        return
+    pixels = pixels_of(sheet([prompt, "", "", ""], tmp_path / "a.png"))
+    columns = np.nonzero((np.abs(pixels - np.array(COLOURS[0])) < 6).all(-1).any(0))[0]
+    ink = np.nonzero((pixels[:28, : columns.max() + 4].sum(-1) < 300).any(0))[0]
+    # at the edge of its picture
+    assert abs(ink.max() - columns.max() if right else ink.min() - columns.min()) < 8
+    assert right == (ink.mean() > columns.mean())

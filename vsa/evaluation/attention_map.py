@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
@@ -18,7 +19,7 @@ from vsa.attention.layout import TileLayout
 from vsa.data.codecs import Codec
 from vsa.diffusion.flow_matching import add_noise, noise_like, to_timestep
 from vsa.models.video_dit import VideoDiT
-from vsa.plotting import save_figure, set_title
+from vsa.plotting import QUERY, SELECTED, TITLE, save_figure, set_title
 from vsa.sampling.pipeline import (
     LoadedRun,
     SampleSettings,
@@ -28,8 +29,7 @@ from vsa.sampling.pipeline import (
     sample_latents,
 )
 
-QUERY_COLOUR = (0.1, 1.0, 0.3)
-KEY_COLOUR = (1.0, 0.55, 0.0)
+QUERY_COLOUR, KEY_COLOUR = to_rgb(QUERY), to_rgb(SELECTED)
 
 
 @torch.no_grad()
@@ -302,8 +302,7 @@ def attention_sheet(
         Patch(color=KEY_COLOUR, label=f"selected tiles ({strength})"),
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, fontsize=8)
-    # width of the figure in letters
-    set_title(figure.suptitle, title, width=round(9 * figure.get_figwidth()))
+    set_title(figure.suptitle, title, width=round(TITLE * figure.get_figwidth()))
     return save_figure(figure, path)
 
 

@@ -18,10 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 from torch import Tensor
 
-from vsa.plotting import save_figure, set_title
+from vsa.plotting import COLOURS, TITLE, log_axis, save_figure, set_title, step_axis
 
 
 def read_metric(metrics_csv: str | Path, column: str) -> tuple[np.ndarray, np.ndarray]:
@@ -84,14 +83,14 @@ def loss_curve(metrics_csv: str | Path, path: str | Path, *, title: str = "") ->
     steps, losses = _train_loss(metrics_csv)
     window = len(losses) // 30
     if window > 1:
-        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-        axes.plot(steps, running_mean(losses, window), color="tab:blue", label=f"train, mean of {window} rows")
+        axes.plot(steps, losses, color=COLOURS[0], alpha=0.25, linewidth=0.8)
+        axes.plot(steps, running_mean(losses, window), color=COLOURS[0], label=f"train, mean of {window} rows")
     elif len(losses):
         # a curve of one point is a point
-        axes.plot(steps, losses, ".-", color="tab:blue", label="train")
+        axes.plot(steps, losses, ".-", color=COLOURS[0], label="train")
     val_steps, val_losses = _logged(metrics_csv, "val/loss")
     if len(val_losses):
-        axes.plot(val_steps, val_losses, "o-", color="tab:orange", label="validation (fixed noise)")
+        axes.plot(val_steps, val_losses, "o-", color=COLOURS[1], label="validation (fixed noise)")
     _finish_loss_axes(axes, "flow-matching loss (MSE of the velocity)")
     set_title(axes.set_title, title, width=80)
     return save_figure(figure, path)
@@ -115,12 +114,8 @@ def _finish_loss_axes(axes: Axes, label: str) -> None:
         axes.text(0.5, 0.5, "no loss logged yet", ha="center", transform=axes.transAxes)
     if len(values) and values.min() > 0:
         axes.set_yscale("log")
-        # numbers as the log lines have them, no powers of ten
-        between = (2, 3, 4, 6, 8) if values.max() < 10 * values.min() else (2, 5)
-        axes.yaxis.set_minor_locator(LogLocator(subs=between))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        log_axis(axes.yaxis, values.min(), values.max())
+    step_axis(axes.xaxis)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3, which="both")
@@ -141,16 +136,16 @@ def health_curves(metrics_csv: str | Path, path: str | Path, *, title: str = "")
         ("generated latents", {"generated/std": "std (data: 1)", "generated/saturation": "share saturated"}),
     )
     for axes, (label, columns) in zip(figure.subplots(len(panels), 1, sharex=True), panels, strict=True):
-        for column, name in columns.items():
+        for place, (column, name) in enumerate(columns.items()):
             steps, values = _logged(metrics_csv, column)
             if len(values):
-                axes.plot(steps, values, ".-", linewidth=0.8, label=name)
+                axes.plot(steps, values, ".-", color=COLOURS[place], linewidth=0.8, label=name)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
     axes.set_xlabel("iteration")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    step_axis(axes.xaxis)
     set_title(figure.suptitle, title, width=80)
     return save_figure(figure, path)
 
@@ -205,19 +200,20 @@ def layer_heatmaps(
                 if np.isfinite(value):
                     ink = "black" if value > 0.6 * top else "white"
                     axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=6)
-    set_title(figure.suptitle, title, width=round(9 * figure.get_figwidth()))
+    set_title(figure.suptitle, title, width=round(TITLE * figure.get_figwidth()))
     return save_figure(figure, path)
 
 
 SHARE_PANEL = "share of frames that are black (98% of their pixels below 10%) or uniform, of clips that are not finite"
-PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("validation loss (thin: by noise level)", ("val/loss",)),
-    ("PSNR against the reference, dB", ("psnr",)),
-    ("SSIM against the reference", ("ssim",)),
-    ("LPIPS against the reference", ("lpips",)),
-    (SHARE_PANEL, ("black", "uniform", "non_finite")),
-    ("share of the luma range (reference dashed)", ("motion", "flicker", "flicker_excess")),
+PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("validation loss (thin: by noise level)", "loss", ("val/loss",)),
+    ("PSNR against the reference", "dB", ("psnr",)),
+    ("SSIM against the reference", "SSIM", ("ssim",)),
+    ("LPIPS against the reference", "LPIPS", ("lpips",)),
+    (SHARE_PANEL, "share", ("black", "uniform", "non_finite")),
+    ("motion and flicker (reference dashed)", "share of the luma range", ("motion", "flicker", "flicker_excess")),
 )
+"""Title of each panel, label of its y axis, and metrics."""
 
 
 def draw_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> Path:
@@ -229,22 +225,26 @@ def draw_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path, *, titl
         title: above the panels.
     """
     names = {name for row in rows for name in row}
-    panels = [(heading, [m for m in metrics if m in names]) for heading, metrics in PANELS]
-    panels = [(heading, metrics) for heading, metrics in panels if metrics]
+    panels = [(heading, label, [m for m in metrics if m in names]) for heading, label, metrics in PANELS]
+    panels = [(heading, label, metrics) for heading, label, metrics in panels if metrics]
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.8 * columns, 3.8 * lines), layout="constrained")
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+    measured = sorted({int(row["step"]) for row in rows})
     for axes in grid[len(panels) :]:
         axes.axis("off")
-    for axes, (heading, metrics) in zip(grid, panels, strict=False):
+    for axes, (heading, label, metrics) in zip(grid, panels, strict=False):
         if "val/loss" in metrics:
             _draw_deciles(figure, axes, rows)
         for place, metric in enumerate(metrics):
             steps, values = _finite(rows, metric)
             # smaller and smaller: equal curves show each other
-            line = axes.plot(steps, values, "o-", label=metric, markersize=7 - 2 * place, clip_on=False)[0]
-            axes.plot(*_finite(rows, f"reference_{metric}"), "--", color=line.get_color(), alpha=0.6)
+            colour = COLOURS[place]
+            look: dict[str, Any] = {"color": colour, "label": metric, "markersize": 7 - 2 * place}
+            # a line without points has no place of its own, which the layout would ask an unclipped one for
+            axes.plot(steps, values, "o-", clip_on=not steps, **look)
+            axes.plot(*_finite(rows, f"reference_{metric}"), "--", color=colour, alpha=0.6)
             lost = sum(metric in row for row in rows) - len(steps)
             if lost:
                 axes.plot([], [], " ", label=f"{metric}: {lost} infinite or NaN, not drawn")
@@ -253,11 +253,18 @@ def draw_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path, *, titl
             axes.set_ylim(0, max(0.1, axes.get_ylim()[1]))
         axes.set_title(textwrap.fill(heading, 52), fontsize=9)
         axes.set_xlabel("optimizer step")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        axes.set_ylabel(label)
+        step_axis(axes.xaxis, most=6)
+        if not any(np.size(line.get_xdata()) for line in axes.lines):
+            # no point gives the axes a range
+            axes.set_xlim(measured[0] - 1, measured[-1] + 1)
+            axes.set_yticks([])
+        if len(measured) == 1:
+            axes.set_xticks(measured)
         axes.grid(alpha=0.3)
         # below the axes, where no curve is
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
-    set_title(figure.suptitle, title, width=round(9 * figure.get_figwidth()))
+    set_title(figure.suptitle, title, width=round(TITLE * figure.get_figwidth()))
     return save_figure(figure, path)
 
 

@@ -13,25 +13,10 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from vsa.files import atomic_file
-from vsa.plotting import fit_text, save_figure, set_title
-
-COLOURS = (
-    "#3b7dd8",
-    "#dd7a33",
-    "#2f9e6e",
-    "#c94f7c",
-    "#8a63d2",
-    "#b08a00",
-    "#1a9fb5",
-    "#9a5b3c",
-    "#d6453d",
-    "#708090",
-    "#5460c8",
-    "#7f9a2d",
-)
-"""Colours of variants, readable on white and on black."""
+from vsa.plotting import COLOURS, fit_text, log_axis, save_figure, set_title, short_number
 
 VISIBLE = 12
 """Number of curves that are drawn at first; the legend lists the others too."""
@@ -152,10 +137,17 @@ def draw_panel(panel: Panel | Heat, path: Path, *, title: str) -> Path:
         _draw_series(axes, panel)
         axes.grid(alpha=0.25, which="major")
         # a logarithmic axis needs a positive value, which empty series lack
-        if panel.x_log and any((series.x > 0).any() for series in panel.series):
-            axes.set_xscale("log")
-        if panel.y_log and any((series.y > 0).any() for series in panel.series):
-            axes.set_yscale("log")
+        for axis, log, values in (
+            (axes.xaxis, panel.x_log, [series.x for series in panel.series]),
+            (axes.yaxis, panel.y_log, [series.y for series in panel.series]),
+        ):
+            positive = np.concatenate([each[np.isfinite(each) & (each > 0)] for each in values] or [np.array([])])
+            if log and len(positive):
+                getattr(axes, f"set_{axis.axis_name}scale")("log")
+                log_axis(axis, positive.min(), positive.max())
+            else:
+                # no factor apart from the numbers
+                axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
         if panel.y_zero:
             axes.set_ylim(bottom=0)
     axes.set_xlabel(panel.x_label)

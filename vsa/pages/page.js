@@ -19,7 +19,8 @@ function layoutOf(panel) {
     font: { color: ink, size: narrow.matches ? 11 : 13, family: getComputedStyle(document.body).fontFamily },
     hoverlabel: { namelength: -1 },
     xaxis: { ...axis, ...panel.x, nticks: narrow.matches ? 5 : 0 },
-    yaxis: { ...axis, ...panel.y },
+    // the distance makes room for numbers of any length
+    yaxis: { ...axis, ...panel.y, title: { ...panel.y.title, standoff: 12 } },
   };
 }
 
@@ -103,8 +104,8 @@ function sortable(table) {
   const scales = { k: 1e3, M: 1e6, B: 1e9 };
   const valueOf = (row, column) => {
     // without what stands smaller below it
-    const node = [...row.cells[column].childNodes].find((each) => each.nodeType === Node.TEXT_NODE);
-    const text = node ? node.textContent.trim() : "";
+    const nodes = [...row.cells[column].childNodes].filter((each) => each.nodeType === Node.TEXT_NODE);
+    const text = nodes.map((each) => each.textContent).join("").trim();
     const value = text === "inf" ? Infinity : parseFloat(text) * (scales[text.slice(-1)] || 1);
     return { text, value };
   };
@@ -134,5 +135,15 @@ function sortable(table) {
   });
 }
 
+// Long names of settings and methods break after a dot or an underscore, where a narrow column has to break them.
+function breakable(cell) {
+  for (const node of [...cell.childNodes]) {
+    if (node.nodeType !== Node.TEXT_NODE) continue;
+    const parts = node.textContent.split(/(?<=[._])(?=\w)/);
+    node.replaceWith(...parts.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
+  }
+}
+
 charts.forEach(draw);
+document.querySelectorAll("td:first-child").forEach(breakable);
 document.querySelectorAll("section:not(.clips) table").forEach(sortable);

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from vsa.pages.charts import COLOURS, Chart, plotly_panel
+from vsa.pages.charts import Chart, plotly_panel
+from vsa.plotting import COLOURS
 from vsa.secrets import without_secrets
 
 HERE = Path(__file__).parent

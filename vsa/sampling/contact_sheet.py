@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from vsa.plotting import Fitted, fit_text, save_figure
+from vsa.plotting import SOFT, Fitted, fit_text, save_figure
 
 # sizes in inches, and letters and lines of 8-point text that fit into them
 _GAP = 0.1
@@ -34,8 +34,11 @@ class _Page:
         axes.axis("off")
         axes.imshow(pixels, aspect="auto")
 
-    def text(self, fitted: Fitted, left: float, top: float, **style: Any) -> None:
+    def text(self, fitted: Fitted, left: float, top: float, *, within: float = 0, **style: Any) -> None:
+        """Text from `left` on, or up to `left + within` where it is read from the right."""
         w, h = self._size
+        if fitted.leftward and within:
+            left, style = left + within, {"horizontalalignment": "right", **style}
         style = {"fontsize": 8, "verticalalignment": "top", **style}
         self.figure.text(left / w, 1 - top / h, fitted.text, **fitted.style, **style)
 
@@ -61,14 +64,17 @@ def contact_sheet(
     rows = math.ceil(len(videos) / columns)
     # the prompts of a row are aligned at the bottom, above its pictures
     above = [_LINE * max(title.lines for title in titles[row * columns : (row + 1) * columns]) for row in range(rows)]
-    page = _Page(_GAP + columns * (width + _GAP), sum(above) + rows * (height + 2 * _GAP) + _GAP)
+    across = _GAP + columns * (width + _GAP)
+    note = _note(titles, across)
+    page = _Page(across, sum(above) + rows * (height + 2 * _GAP) + _GAP + _LINE * note.lines)
     top = _GAP
     for row, room in enumerate(above):
         for column, clip in enumerate(range(row * columns, min((row + 1) * columns, len(videos)))):
             left = _GAP + column * (width + _GAP)
-            page.text(titles[clip], left, top + room, verticalalignment="bottom")
+            page.text(titles[clip], left, top + room, within=width, verticalalignment="bottom")
             page.picture(strips[clip], left, top + room + _GAP / 2, width, height)
         top += room + height + 2 * _GAP
+    page.text(note, _GAP, top, color=SOFT)
     return save_figure(page.figure, path)
 
 
@@ -97,16 +103,26 @@ def side_by_side(
     across = beside + 2 * _GAP + len(columns) * (width + _GAP)
     heading = fit_text(title, round(across * _LETTERS_PER_INCH), 2)
     head = _GAP + _LINE * heading.lines + _GAP + _LINE * max(name.lines for name in names) + _GAP / 2
-    page = _Page(across, head + down * len(prompts))
+    note = _note([*labels, *names, heading], across)
+    page = _Page(across, head + down * len(prompts) + _LINE * note.lines)
     page.text(heading, across / 2, _GAP, horizontalalignment="center")
     for column, (name, videos) in enumerate(zip(names, columns.values(), strict=True)):
         left = beside + 2 * _GAP + column * (width + _GAP)
-        page.text(name, left, head - _GAP / 2, verticalalignment="bottom")
+        page.text(name, left, head - _GAP / 2, within=width, verticalalignment="bottom")
         for row, video in enumerate(videos):
             page.picture(_strip(video, frames), left, head + row * down, width, height)
     for row, label in enumerate(labels):
-        page.text(label, _GAP, head + row * down)
+        page.text(label, _GAP, head + row * down, within=beside)
+    page.text(note, _GAP, head + down * len(prompts), color=SOFT)
     return save_figure(page.figure, path)
+
+
+def _note(texts: Sequence[Fitted], across: float) -> Fitted:
+    """What stands below a sheet whose texts have letters that no installed font has; empty otherwise."""
+    if not any(text.escaped for text in texts):
+        return Fitted("", {})
+    said = r"\u and \U stand for letters that no installed font has: install one for their script, such as Noto."
+    return fit_text(said, round((across - _GAP) * _LETTERS_PER_INCH), 3)
 
 
 def _strip(video: Tensor, frames: int) -> np.ndarray:

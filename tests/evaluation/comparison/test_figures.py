@@ -9,7 +9,8 @@ import pytest
 
 from vsa.evaluation.comparison.figures import error_chart
 from vsa.evaluation.comparison.measure import Row
-from vsa.pages.charts import COLOURS, VISIBLE, draw_panel, plotly_panel
+from vsa.pages.charts import VISIBLE, draw_panel, plotly_panel
+from vsa.plotting import COLOURS
 
 METHODS = [f"method {number}" for number in range(VISIBLE + 3)]
 

@@ -358,7 +358,11 @@ def _write(
     for chart in charts:
         write_csv(folder / f"{chart.key}.csv", chart.columns, chart.rows)
         pictures = [
-            draw_panel(panel, folder / f"{'-'.join((chart.key, *key)).replace(' ', '_')}.png", title=chart.title)
+            draw_panel(
+                panel,
+                folder / f"{'-'.join((chart.key, *key)).replace(' ', '_')}.png",
+                title=f"{chart.title}: {', '.join(key)}",
+            )
             for key, panel in chart.panels.items()
             if not is_part(key[-1])
         ]

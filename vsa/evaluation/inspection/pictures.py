@@ -12,7 +12,7 @@ from torch import Tensor
 from vsa.evaluation.attention_map import attention_sheet, to_pixels
 from vsa.evaluation.figures import layer_heatmaps
 from vsa.evaluation.inspection.measure import MAPS, Inspection
-from vsa.plotting import save_figure, set_title
+from vsa.plotting import COLOURS, TITLE, save_figure, set_title
 
 HEATMAPS = {
     "recall": "recall of the true attention mass",
@@ -93,7 +93,7 @@ def draw_maps(inspection: Inspection, video: Tensor, times: Sequence[int], path:
         bar = figure.colorbar(shown, ax=list(grid[:, column]), location="bottom", shrink=0.8, pad=0.01)
         bar.ax.tick_params(labelsize=6)
     line = f"frame {frame}, timestep {inspection.timesteps[at]:g}, root mean square over heads and channels"
-    set_title(figure.suptitle, f"{title}\n{line}", width=round(9 * figure.get_figwidth()))
+    set_title(figure.suptitle, f"{title}\n{line}", width=round(TITLE * figure.get_figwidth()))
     return save_figure(figure, path)
 
 
@@ -106,7 +106,11 @@ def draw_popularity(inspection: Inspection, path: Path, *, title: str) -> Path:
         lists = ranked[:, place]
         relative = (lists / lists.mean(-1, keepdim=True).clamp_min(1e-9)).mean((0, 1))
         share = (np.arange(len(relative)) + 0.5) / len(relative)
-        axes.plot(share, relative.numpy(), linewidth=1.2, label=f"layer {layer}")
+        # dashes tell those apart whose colours are the same
+        style = ("-", "--", ":")[place // len(COLOURS) % 3]
+        axes.plot(
+            share, relative.numpy(), style, color=COLOURS[place % len(COLOURS)], linewidth=1.2, label=f"layer {layer}"
+        )
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.axhline(1.5, color="grey", linewidth=0.8, linestyle="--")
     axes.set_xlabel("share of kv tiles, the most popular first")
