@@ -84,7 +84,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     Args:
         trainer: with the callbacks of the run.
         module: what is trained.
-        datamodule: its data; `start_step` is where the run begins.
+        datamodule: its data.
         run_dir: the run folder.
         requeue: give a job of SLURM that SIGUSR1 has stopped back to the queue.
 
@@ -95,9 +95,11 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     began = time.monotonic()
 
     def close(how: str, reason: str = "") -> None:
+        # where this start began; the data may have gone back since
+        start = 0 if module.resume is None else module.resume.step
         step = trainer.global_step
         # one that was refused has no step of the run it would go on with
-        if step <= datamodule.start_step or not trainer.is_global_zero:
+        if step <= start or not trainer.is_global_zero:
             return
         with never_fatal(f"the end of the run in {run_dir / MANIFEST}"):
             note_end(run_dir, how=how, reason=reason, step=step)
@@ -106,7 +108,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
             lines = closing_lines(
                 run_dir,
                 how=how,
-                start=datamodule.start_step,
+                start=start,
                 step=step,
                 max_steps=trainer.max_steps,
                 seconds=time.monotonic() - began,

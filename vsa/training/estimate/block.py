@@ -11,9 +11,6 @@ from typing import NamedTuple
 
 from vsa.models.recompute import Level
 
-LEVELS: tuple[Level, ...] = ("none", "attention", "attention_mlp", "full")
-"""From the one that computes least again to the one that keeps least."""
-
 HALF, SINGLE = 2, 4
 """Bytes of a number in bf16 and in fp32."""
 
