@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ class RunsOut(L.Callback):
         self.levels, self.step, self.micro_batch, self.backward = set(levels), step, micro_batch, backward
         self.always, self.network, self.most = always, network, most
         self.steps: list[int] = []
+        self._held = self._nothing = lambda: None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._module = pl_module
@@ -75,6 +77,9 @@ class RunsOut(L.Callback):
         network.blocks[-1].register_forward_hook(self._after)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # what the pass that was cut off has kept would lie beside what comes
+        assert self._held() is None
+        self._held = self._nothing
         self.steps.append(batch.step)
         self._micro_batch = batch_idx % pl_module.accumulate
 
@@ -82,6 +87,7 @@ class RunsOut(L.Callback):
         due = (self._module.global_step, self._micro_batch) >= (self.step, self.micro_batch)
         if not (due and output.requires_grad and self._level in self.levels and len(output) > self.most):
             return
+        self._held = weakref.ref(output)
         if self.backward:
             output.register_hook(lambda gradient: self._raise())
         else:
@@ -188,7 +194,8 @@ def test_plans_and_dry_runs_choose_too(training, needed, monkeypatch, capsys, co
         ((), {}, [0, 0, 1, 2, 3]),
         # in the second micro-batch of a later step, whose gradients and losses are half there
         (
-            ("trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=4"),
+            # what counts micro-batches, validations among it, must not count those that were lost
+            ("trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=4", "trainer.val_check_interval=4"),
             {"step": 2, "micro_batch": 1, "backward": True},
             [0, 0, 1, 1, 2, 2, 2, 2, 3, 3],
         ),
