@@ -304,17 +304,18 @@ def test_a_resumed_run_keeps_its_level(training, needed, monkeypatch):
     assert level_of(training) == "full"
 
 
-def test_checkpoints_that_do_not_say_their_level_have_that_of_their_settings(training, needed, monkeypatch):
-    for run, settings, level in (("set", (explicit("full"),), "full"), ("default", (), "none")):
-        training(DEEP, "trainer.max_steps=2", f"run={run}", *settings)
+def test_checkpoints_that_do_not_say_their_level_have_that_of_their_settings(training, monkeypatch):
+    # with memory for another level
+    for run, settings, level, memory in (("set", (explicit("full"),), "full", 80 * GIB), ("default", (), "none", 1.0)):
+        training("trainer.max_steps=2", f"run={run}", *settings)
         path = training.last(run).path
         config = training.last(run).state["config"]
         if not settings:
             config["task"]["parallel"].pop("activation_checkpointing", None)
         rewrite_state(path, LEVEL, config=config)
         assert LEVEL not in training.last(run).state
-        here(monkeypatch, needed["attention"])
-        training(DEEP, "trainer.max_steps=4", f"run={run}", "ckpt_path=last")
+        here(monkeypatch, memory)
+        training("trainer.max_steps=4", f"run={run}", "ckpt_path=last")
         assert level_of(training, run) == level
     # a damaged word is none
     checkpoint = training.last()

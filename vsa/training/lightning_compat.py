@@ -49,9 +49,9 @@ def around_micro_batches(trainer: L.Trainer, around: Callable[[Callable[[], Any]
     It may raise StopIteration, which ends the pass over the data; inside a module that steps its own optimizers nothing
     can, as the loop there swallows it.
     """
-    loop = trainer.fit_loop.epoch_loop
+    loop: Any = trainer.fit_loop.epoch_loop
     for inner in (loop.automatic_optimization, loop.manual_optimization):
-        run: Any = inner.run
+        run = inner.run
         inner.run = lambda *args, run=run: around(partial(run, *args))
 
 

@@ -99,7 +99,10 @@ class Estimate:
     @property
     def least_level(self) -> Level:
         """The least recomputation that fits, full where none does."""
-        return next((level for level in LEVELS if self.at(level).fits), "full")
+        for level in LEVELS:
+            if self.at(level).fits:
+                return level
+        return "full"
 
     @property
     def last(self) -> list[tuple[float, Job]]:
