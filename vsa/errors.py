@@ -87,10 +87,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
+class MemoryRanOut(ValueError):
+    """A training step did not fit into memory, and what to set so that it does."""
+
+
+def memory_reason(error: BaseException | None) -> str:
+    """What an allocator said, in a few words."""
+    # the CPU's begins with its place in C++, that of CUDA goes on about everything it holds
+    reason = str(error).partition("\n")[0].rpartition("Allocator: ")[2].partition(". GPU ")[0]
+    return reason or type(error).__name__
+
+
 def too_large(make: Callable[[], Any], error: BaseException | None) -> str:
     """Message for `make` that ran out of memory: the size of the network that it builds, and the failed allocation."""
-    # messages of the CPU allocator start with a location in C++ code
-    reason = str(error).partition("\n")[0].rpartition("Allocator: ")[2] or type(error).__name__
+    reason = memory_reason(error)
     import torch
     from torch import nn
 

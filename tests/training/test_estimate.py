@@ -17,8 +17,9 @@ from vsa.attention.full import FullAttention
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.blocks import TransformerBlock
 from vsa.models.init import without_memory
+from vsa.models.recompute import LEVELS
 from vsa.models.video_dit import VideoDiT
-from vsa.training.estimate.block import LEVELS, BlockShape, kept_bytes, turn_bytes
+from vsa.training.estimate.block import BlockShape, kept_bytes, turn_bytes
 from vsa.training.estimate.gpus import GIB, GPUS, known_gpu
 from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork
 from vsa.training.estimate.predict import fitting, memory, step_seconds, total_memory
@@ -344,7 +345,12 @@ PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--gr
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ((), 0, "take activation_checkpointing=none: the least recomputation that fits"),
+        ((), 0, "activation_checkpointing=auto takes none: the least recomputation that fits"),
+        (
+            ("task.parallel.activation_checkpointing=full",),
+            0,
+            "take activation_checkpointing=none: the least recomputation that fits",
+        ),
         (("--gpu", "RTX 4090"), 0, "RTX 4090 lacks measured rates"),
         (
             ("--gpu", "GT 710"),

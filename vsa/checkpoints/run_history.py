@@ -27,6 +27,14 @@ def note_start(folder: Path, *, step: int, environment: Mapping[str, Any]) -> No
     _write(folder, {**manifest, STARTS: [*manifest.get(STARTS, []), start]})
 
 
+def note_environment(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Say what has changed about the environment of the last start."""
+    manifest = _read(folder)
+    *before, last = manifest[STARTS]
+    now = {**last, "environment": {**last["environment"], **facts}}
+    _write(folder, {**manifest, STARTS: [*before, now]})
+
+
 def note_end(folder: Path, *, how: str, reason: str, step: int) -> None:
     """Record the end of the last start; a killed process leaves no record.
 

@@ -22,6 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 Level = Literal["none", "attention", "attention_mlp", "full"]
 
+LEVELS: tuple[Level, ...] = ("none", "attention", "attention_mlp", "full")
+"""From the one that computes least again to the one that keeps least."""
+
 
 def computed_again(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """`function(*args)`, recomputed in the backward pass from its arguments."""

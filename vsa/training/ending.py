@@ -80,7 +80,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     Args:
         trainer: trainer with the callbacks of the run.
         module: training module.
-        datamodule: data module; the run starts at its `start_step`.
+        datamodule: data module.
         run_dir: the run folder.
         requeue: requeue a SLURM job that SIGUSR1 has stopped.
 
@@ -91,9 +91,11 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
     began = time.monotonic()
 
     def close(how: str, reason: str = "") -> None:
+        # where this start began; the data may have gone back since
+        start = 0 if module.resume is None else module.resume.step
         step = trainer.global_step
         # a run that made no step of its own has nothing to report
-        if step <= datamodule.start_step or not trainer.is_global_zero:
+        if step <= start or not trainer.is_global_zero:
             return
         with never_fatal(f"the end of the run in {run_dir / MANIFEST}"):
             note_end(run_dir, how=how, reason=reason, step=step)
@@ -102,7 +104,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
             lines = closing_lines(
                 run_dir,
                 how=how,
-                start=datamodule.start_step,
+                start=start,
                 step=step,
                 max_steps=trainer.max_steps,
                 seconds=time.monotonic() - began,

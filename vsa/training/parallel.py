@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vsa.errors import is_out_of_memory, too_large
+from vsa.errors import MemoryRanOut, is_out_of_memory, too_large
 from vsa.models.compute_dtype import compute_in
 from vsa.models.init import without_memory
 from vsa.models.recompute import Level
@@ -36,15 +36,22 @@ class ParallelPlan:
     Args:
         activation_checkpointing: parts of each block that the backward pass recomputes to save memory: none, attention
             (norms and linear layers around the attentions, not the attentions themselves), attention_mlp (also the
-            feed-forward layer), or full.
+            feed-forward layer), or full. auto: the least recomputation that fits into the memory of the GPU by the
+            estimate of `vsa plan`, one level more if memory runs out nevertheless; a resumed run keeps the level of
+            its checkpoint.
         compile: `torch.compile` each block.
         compute_dtype: dtype to which the fp32 parameters are rounded for use; auto: bfloat16 on CUDA, float32
             elsewhere.
     """
 
-    activation_checkpointing: Level = "none"
+    activation_checkpointing: Literal["auto", "none", "attention", "attention_mlp", "full"] = "auto"
     compile: bool = False
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+
+    @property
+    def level(self) -> Level:
+        """Of activation checkpointing; of auto none, until one is chosen."""
+        return "none" if self.activation_checkpointing == "auto" else self.activation_checkpointing
 
     def rounds_to(self, device_type: str) -> torch.dtype | None:
         """The dtype to which parameters are rounded on a device type; None: no rounding."""
@@ -66,7 +73,7 @@ def parallelize(model: VideoDiT, mesh: DeviceMesh | None, plan: ParallelPlan, de
         device_type: type of the device on which the model will run.
     """
     low = plan.rounds_to(device_type)
-    model.activation_checkpointing = plan.activation_checkpointing
+    model.activation_checkpointing = plan.level
     if plan.compile:
         model.compile_blocks()
     if mesh is None:
@@ -248,6 +255,8 @@ class ShardedDataParallel(MeshStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         if self.watch is not None:
+            if isinstance(exception, MemoryRanOut):
+                self.watch.fails(str(exception))
             self.watch.settle(exception)
             self.watch.dismiss()
         super().on_exception(exception)

@@ -9,7 +9,7 @@ from typing import Any
 
 from vsa.config import build, build_task, check_settings, check_targets, resolved
 from vsa.training.estimate.gpus import GIB, GPUS, Gpu, known_gpu
-from vsa.training.estimate.run import Estimate, full_lines, jobs_of, steps_of, with_dense_attention
+from vsa.training.estimate.run import estimate_from, full_lines, jobs_of, with_dense_attention
 
 Grid = tuple[int, int, int]
 
@@ -35,7 +35,7 @@ def plan(cfg: Any, *, gpu: str, gib: float | None, grid: Grid | None) -> None:
     shapes = _shapes(cfg, module, grid)
     text = resolved(cfg.data.text_encoder)["max_tokens"]
     jobs = jobs_of(cfg, module, shapes, text, ranks=_ranks(cfg.trainer))
-    estimate = Estimate(gpu=kind, jobs=jobs, steps=steps_of(cfg, jobs))
+    estimate = estimate_from(cfg, jobs, kind)
     print("\n".join(full_lines(str(cfg.name), estimate, with_dense_attention(module))))
     if (refusal := estimate.refusal()) is not None:
         raise ValueError(refusal)

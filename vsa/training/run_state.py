@@ -33,6 +33,9 @@ NEWER = ("sparsity_state", "loss_window", "bad_samples", "loss_spikes")
 WITHOUT_GRADIENT = "without_gradient"
 """Name in `state.json` of the parameters without optimizer state, since they have no gradient, by group."""
 
+LEVEL = "activation_checkpointing"
+"""Name in `state.json` of the level that a run was trained with; earlier checkpoints lack it."""
+
 REPLAY = "replay"
 """Key in the state of a checkpoint that contains networks only, for the replay of one step."""
 
@@ -240,7 +243,7 @@ def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkp
     added = [name for name in ("loss_spikes",) if not checkpoint.state.get("config", {}).get("callbacks", {}).get(name)]
     newer = NEWER if checkpoint.schema == 1 else tuple(added)
     if checkpoint.schema > 1:
-        refuse_missing(checkpoint, (*record, WITHOUT_GRADIENT))
+        refuse_missing(checkpoint, (*(name for name in record if name != LEVEL), WITHOUT_GRADIENT))
     own = {name: part for name, part in parts.items() if not isinstance(part, HasTensors)}
     refuse_missing(checkpoint, (name for name in own if name not in TOP_LEVEL + newer))
     refuse_missing(checkpoint, (key for name in own if name in TOP_LEVEL for key in own[name].state_dict()))

@@ -31,6 +31,7 @@ from vsa.training.callbacks.announcement import Announcement
 from vsa.training.callbacks.bad_samples import BadSamples
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.opening import Opening
+from vsa.training.callbacks.out_of_memory import OutOfMemory
 from vsa.training.callbacks.start_times import StartTimes
 from vsa.training.config_changes import changed_settings, listed, refuse_changes
 from vsa.training.deadline import deadline_of
@@ -92,8 +93,7 @@ def _dry_run(cfg: DictConfig) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     gpu = gpu_here(device)
     if gpu is None:
-        name = torch.cuda.get_device_name(device) if on_gpu else "a CPU"
-        rank_zero_info(f"the run can start; no estimate for {name}: vsa plan --gpu KIND makes one")
+        rank_zero_info("the run can start; no estimate for a CPU: vsa plan --gpu KIND makes one")
         return
     module = build_task(cfg)
     ranks = _processes(cfg.trainer)
@@ -297,7 +297,8 @@ def _step_seconds(cfg: DictConfig, step: int) -> float:
     module.sparsity = module.sparsity.held_at(step)
     datamodule = build(trial.data)
     module.check_weights(datamodule)
-    _trainer(trial, module, [timer], []).fit(module, datamodule=datamodule)
+    # at the level of activation checkpointing that the run will have
+    _trainer(trial, module, [timer, Announcement(trial), OutOfMemory(trial)], []).fit(module, datamodule=datamodule)
     return timer.seconds
 
 
@@ -340,7 +341,7 @@ def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L
     """Callbacks by order: opening of the run, changes of its state (0), saving (1), display of the saved state (2)."""
     built = [build(node) for node in cfg.callbacks.values() if node is not None]
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
-    built += [BadSamples(str(cfg.run_dir)), Announcement(cfg)]
+    built += [BadSamples(str(cfg.run_dir)), Announcement(cfg), OutOfMemory(cfg)]
     return [opening, *sorted(built, key=lambda callback: getattr(callback, "order", 0))]
 
 

@@ -164,6 +164,12 @@ class Watch:
         self._own = replace(self._own, doing=doing, moves=self._own.moves + 1)
         self._stepped = self._stepped or stepped
 
+    def fails(self, why: str) -> None:
+        """Let the other ranks end with this line: they wait in a collective for this one, which ends."""
+        self._own = replace(self._own, verdict=why)
+        if self._meeting is not None:
+            self._meeting.tell()
+
     def settle(self, error: BaseException) -> None:
         """After a failed collective, wait for the report of a lost rank, which ends this process with the reason."""
         words = str(error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from vsa.training.display import never_fatal
@@ -14,9 +16,10 @@ from vsa.training.modules.base import DiffusionModule
 
 
 class Announcement(L.Callback):
-    """Prints the estimate of `vsa plan` on known kinds of GPU, in one line, with a warning when the run does not fit.
+    """Chooses the level of activation checkpointing of a new run under `auto`, and prints the estimate of `vsa plan`.
 
-    It never stops a run, since the estimate may be wrong.
+    It prints one line on GPUs, with a warning when the run does not fit. It never stops a run, since the estimate may
+    be wrong.
 
     Args:
         cfg: config of the run.
@@ -30,8 +33,12 @@ class Announcement(L.Callback):
         gpu = gpu_here(trainer.strategy.root_device)
         if gpu is None:
             return
+        # all ranks take the level that fits on the smallest GPU
+        memory = torch.tensor(gpu.memory, dtype=torch.float64, device=trainer.strategy.root_device)
+        gpu = replace(gpu, memory=float(trainer.strategy.reduce(memory, reduce_op="min")))
         with never_fatal("the estimate of memory and time"):
             datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
             estimate = estimate_of(self._cfg, pl_module, datamodule, gpu, ranks=trainer.world_size)
-            for line in short_lines(estimate):
+            pl_module.recomputation.choose(estimate.largest.level)
+            for line in short_lines(estimate.at(pl_module.recomputation.level)):
                 rank_zero_info(line)

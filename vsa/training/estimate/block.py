@@ -11,9 +11,6 @@ from typing import NamedTuple
 
 from vsa.models.recompute import Level
 
-LEVELS: tuple[Level, ...] = ("none", "attention", "attention_mlp", "full")
-"""Levels of activation checkpointing, from the least recomputation to the least memory."""
-
 HALF, SINGLE = 2, 4
 """Bytes of a number in bf16 and fp32."""
 

@@ -137,9 +137,9 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def gpu_here(device: torch.device) -> Gpu | None:
-    """The kind of a device, with its actual memory; None for an unknown kind or no GPU."""
+    """The kind of a device, with its actual memory and, for an unknown kind, no rates; None for no GPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    gpu = known_gpu(properties.name)
-    return None if gpu is None else replace(gpu, memory=float(properties.total_memory))
+    gpu = known_gpu(properties.name) or Gpu(name=properties.name, memory=0.0, sources={})
+    return replace(gpu, memory=float(properties.total_memory))

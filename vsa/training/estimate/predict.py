@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vsa.models.recompute import Level
+from vsa.models.recompute import LEVELS, Level
 from vsa.training.estimate.block import (
     HALF,
-    LEVELS,
     SINGLE,
     block_traffic,
     head_bytes,

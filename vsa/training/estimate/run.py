@@ -10,9 +10,8 @@ from typing import Any
 
 from vsa.attention.full import FullAttention
 from vsa.models.init import without_memory
-from vsa.models.recompute import Level
+from vsa.models.recompute import LEVELS, Level
 from vsa.training.budgets import budget_of
-from vsa.training.estimate.block import LEVELS
 from vsa.training.estimate.gpus import GIB, MEASURED_BY, Gpu
 from vsa.training.estimate.job import Job, copies_of, layout_of, row_of
 from vsa.training.estimate.predict import fitting, memory, step_seconds, total_memory
@@ -55,7 +54,7 @@ def jobs_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ra
         "sharded": ranks > 1 or strategy != "auto",
         "reduce_each": not isinstance(strategy, str) and bool(strategy.get("reduce_each")),
         "averaged": any(target.endswith(".EMA") for target in targets),
-        "level": cfg.task.parallel.get("activation_checkpointing", "none"),
+        "level": "none" if _is_automatic(cfg) else cfg.task.parallel.activation_checkpointing,
         "compiled": bool(cfg.task.parallel.get("compile", False)),
     }
     total = sum(shapes.values())
@@ -71,6 +70,11 @@ def jobs_of(cfg: Any, module: Any, shapes: Mapping[Shape, int], text: int, *, ra
     return at
 
 
+def _is_automatic(cfg: Any) -> bool:
+    """Whether the level of activation checkpointing is chosen by memory."""
+    return cfg.task.parallel.get("activation_checkpointing", "auto") == "auto"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Memory and time of a run on a kind of GPU.
@@ -79,11 +83,25 @@ class Estimate:
         gpu: the kind of GPU.
         jobs: fraction and job of every latent shape, by optimizer step.
         steps: number of steps of the run; negative: unknown.
+        automatic: whether the level of activation checkpointing is chosen by memory.
     """
 
     gpu: Gpu
     jobs: Callable[[int], list[tuple[float, Job]]]
     steps: int
+    automatic: bool = False
+
+    def at(self, level: Level) -> Estimate:
+        """The same run at another level of activation checkpointing."""
+        return replace(self, jobs=lambda step: [(share, replace(job, level=level)) for share, job in self.jobs(step)])
+
+    @property
+    def least_level(self) -> Level:
+        """The least recomputation that fits, full where none does."""
+        for level in LEVELS:
+            if self.at(level).fits:
+                return level
+        return "full"
 
     @property
     def last(self) -> list[tuple[float, Job]]:
@@ -138,15 +156,20 @@ class Estimate:
         present size or more."""
         job = self.largest
         most = fitting(job, self.gpu.memory)
-        rank_batch = job.batch * job.micro_batches
         for level in LEVELS:
             if most[level] >= job.batch:
                 return f"task.parallel.activation_checkpointing={level} fits"
+        return self.smaller()
+
+    def smaller(self) -> str:
+        """Settings of smaller micro-batches, or of more GPUs, with which the run fits."""
+        job = self.largest
+        rank_batch = job.batch * job.micro_batches
         for level in reversed(LEVELS):
             # gradient accumulation adds the memory of summed gradients
             divided = replace(job, micro_batches=max(2, job.micro_batches))
             size = fitting(divided, self.gpu.memory)[level]
-            batch = next((n for n in range(min(size, rank_batch), 0, -1) if rank_batch % n == 0), 0)
+            batch = next((n for n in range(min(size, job.batch - 1), 0, -1) if rank_batch % n == 0), 0)
             if batch:
                 return (
                     f"trainer.accumulate_grad_batches={rank_batch // batch} with "
@@ -170,7 +193,7 @@ def short_lines(estimate: Estimate) -> list[str]:
     job = estimate.largest
     line = (
         f"estimate: {gib(estimate.needed)} of {gib(estimate.gpu.memory)} GiB of each {estimate.gpu.name} "
-        f"(activation_checkpointing={job.level}, {job.batch} samples a micro-batch)"
+        f"(activation_checkpointing={_told_level(estimate)}, {job.batch} samples a micro-batch)"
     )
     if not estimate.gpu.lacks:
         line += f", {sum(estimate.seconds().values()):.3g} s a step"
@@ -178,6 +201,10 @@ def short_lines(estimate: Estimate) -> list[str]:
             line += f", {estimate.run_seconds() / 3600 * job.ranks:.3g} GPU-hours for {estimate.steps} steps"
     refusal = estimate.refusal()
     return [line] if refusal is None else [line, f"warning: by the estimate {refusal}"]
+
+
+def _told_level(estimate: Estimate) -> str:
+    return f"{estimate.largest.level}{' by auto' if estimate.automatic else ''}"
 
 
 def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None) -> list[str]:
@@ -197,7 +224,7 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
         f"{name} on {job.ranks} x {gpu.name}, parameters in {job.shards} shard{'s' * (job.shards > 1)}",
         f"  each GPU: {job.batch} samples a micro-batch, {job.micro_batches} a step, of "
         f"{layout.num_tokens} tokens{tiles} and {job.text} of text; blocks {'compiled' if job.compiled else 'eager'}, "
-        f"activation_checkpointing={job.level}",
+        f"activation_checkpointing={_told_level(estimate)}",
         "",
         f"{'memory of a GPU':34} GiB",
         *_rows(memory(job), GIB),
@@ -239,7 +266,10 @@ def _levels(estimate: Estimate) -> list[str]:
             line += f"  {sum(estimate.seconds(change=partial(_at_level, level)).values()) * 1e3:13.1f}"
         lines.append(line)
     best = next((level for level in LEVELS if most[level] >= job.batch), None)
-    return lines + ([f"take activation_checkpointing={best}: the least recomputation that fits"] if best else [])
+    take = (
+        f"activation_checkpointing=auto takes {best}" if estimate.automatic else f"take activation_checkpointing={best}"
+    )
+    return lines + ([f"{take}: the least recomputation that fits"] if best else [])
 
 
 def _at_level(level: Level, job: Job) -> Job:
@@ -285,4 +315,10 @@ def estimate_of(cfg: Any, module: Any, datamodule: Any, gpu: Gpu, *, ranks: int)
         ranks: number of GPUs.
     """
     jobs = jobs_of(cfg, module, datamodule.buckets, datamodule.text_encoder.max_tokens, ranks=ranks)
-    return Estimate(gpu=gpu, jobs=jobs, steps=steps_of(cfg, jobs))
+    return estimate_from(cfg, jobs, gpu)
+
+
+def estimate_from(cfg: Any, jobs: Callable[[int], list[tuple[float, Job]]], gpu: Gpu) -> Estimate:
+    """The estimate of a run from what `jobs_of` gave; under `auto` at the least recomputation that fits."""
+    estimate = Estimate(gpu=gpu, jobs=jobs, steps=steps_of(cfg, jobs), automatic=_is_automatic(cfg))
+    return estimate.at(estimate.least_level) if estimate.automatic else estimate
