@@ -11,8 +11,9 @@ RUN := outputs/quickstart/default
 DENSE := outputs/quickstart/dense
 SCORE := --guidance 3 --steps 20
 
-# a thread for each of two workers, more would wait for each other
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# one thread for each worker, more would wait for each other; three workers keep two cores busy, because many tests wait
+# for processes or timeouts
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 # triton decides when it is imported whether its kernels are interpreted
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/kernels -k "triton or coarse_fine or interpreter"
 

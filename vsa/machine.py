@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,18 @@ from vsa_kernels.dispatch import BLOCK_SPARSE_BACKENDS, resolve_backend
 
 PACKAGES = ("vsa-train", "lightning", "hydra-core", "diffusers", "transformers", "peft")
 KERNEL_PACKAGES = ("triton", "fastvideo-kernel")
+
+
+def process_start() -> float:
+    """Start time of this process in seconds since the epoch; the current time if the system does not provide it."""
+    try:
+        with open("/proc/self/stat") as file:
+            # field 22 of the line, counted after the process name, which may contain spaces and brackets
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return time.time()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def usable_cores() -> int:

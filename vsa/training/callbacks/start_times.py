@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from vsa.machine import process_start
 from vsa.training.callbacks.progress import TimedProgressBar
 
 
@@ -146,15 +146,3 @@ def start_line(parts: dict[str, float], compiling: dict[str, float]) -> str:
         f"first step done {sum(parts.values()):.1f} s after the process began: {words}"
         f"{f' (of it {compiled})' if compiled else ''}"
     )
-
-
-def process_start() -> float:
-    """Start time of this process in seconds since the epoch; the current time if the system does not provide it."""
-    try:
-        with open("/proc/self/stat") as file:
-            # field 22 of the line, counted after the process name, which may contain spaces and brackets
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-    except OSError:
-        return time.time()
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
