@@ -72,7 +72,8 @@ def _damage(server: ShardServer, parts: dict[str, list[SampleEntry]], draw: rand
         lost |= {entry.id for entry in parts[gone]}
     if draw.random() < 0.4:
         short = draw.choice(sorted(parts))
-        first = draw.randrange(len(parts[short]))
+        # one sample at least arrives: where hardly any does, the stream ends by itself
+        first = draw.randrange(1, len(parts[short]))
         server.ends[short] = parts[short][first].latent.offset + draw.randrange(parts[short][first].latent.size)
         lost |= {entry.id for entry in parts[short][first:]}
     if draw.random() < 0.6:

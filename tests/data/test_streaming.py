@@ -230,6 +230,16 @@ def test_when_every_shard_is_gone_the_stream_ends(folder):
             next(iter(stream_of(module, 1)))
 
 
+def test_a_batch_with_more_bad_samples_than_that_goes_on_while_good_ones_come_between(folder):
+    with serve(folder) as server:
+        module = module_of(urls_of(server.url), batch_size=160)
+        server.status = {f"{VIDEOS}-0000{i}.tar": 404 for i in range(4)}
+        (batch,) = stream_of(module, 1)
+    # 100 in a row would end it
+    assert len(batch.bad) > 100
+    assert len(batch.sample_ids) == 160
+
+
 def test_what_is_missing_at_the_start_is_named(folder, tmp_path):
     with serve(folder) as server:
         server.status = {INDEX_NAME: 404}

@@ -200,6 +200,8 @@ class StreamedBatches(IterableDataset[VideoBatch]):
         step, slots = self.start_step + number, self.part.slots(self.batch_size, micro)
         samples = [buffer.draw() for _ in slots]
         bad: list[BadSample] = []
+        # the place in the batch that is being filled, and how many samples in a row were bad for it
+        place, in_row = -1, 0
         while True:
             self.store.readers[TRAIN].hold(_payloads(samples))
             drawn = [self._draw(sample.entry, step, slot) for sample, slot in zip(samples, slots, strict=True)]
@@ -209,11 +211,10 @@ class StreamedBatches(IterableDataset[VideoBatch]):
                 )
                 return replace(batch, bad=tuple(bad))
             except BadSampleError as error:
-                if len(bad) == self._hopeless:
-                    raise NoGoodSample(
-                        f"{error}; all of the {len(bad):,} samples drawn before it are bad too"
-                    ) from None
-                place = next(i for i, sample in enumerate(samples) if sample.entry.id == error.sample)
+                before, place = place, next(i for i, sample in enumerate(samples) if sample.entry.id == error.sample)
+                in_row = in_row + 1 if place == before else 0
+                if in_row == self._hopeless:
+                    raise NoGoodSample(f"{error}; all of the {in_row:,} samples drawn before it are bad too") from None
                 bad.append(
                     BadSample(
                         source=TRAIN, id=error.sample, shard=error.shard, cause=error.cause, slot=drawn[place].slot
