@@ -12,6 +12,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from torch.utils.data import DataLoader
 
 import vsa.training.train as run_module
 from tests.training.test_ending import told  # noqa: F401 (a fixture)
@@ -19,6 +20,7 @@ from tests.training.test_resume import SignalAt
 from vsa.signals import ENDING, current_handlers, leave_signals_to_parent
 from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.deadline import SCHEDULER, Deadline, deadline_of
+from vsa.training.ending import stopped_by_signals
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("model.num_layers=1", "trainer.max_steps=6", "callbacks.checkpoint.every_n_steps=1000")
@@ -103,6 +105,35 @@ def test_a_signal_leaves_a_validation_and_what_is_half_validated_is_not_logged(t
     tensors = training.tensors("straight")
     assert all((value == tensors[name]).all() for name, value in training.tensors().items())
     assert training.metrics()[4]["val/loss"] == training.metrics("straight")[4]["val/loss"]
+
+
+def test_a_signal_while_a_loader_starts_is_what_ends_the_run(training, told, monkeypatch):  # noqa: F811
+    start = DataLoader.__iter__
+
+    def signalled(loader):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(loader)
+
+    monkeypatch.setattr(DataLoader, "__iter__", signalled)
+    with pytest.raises(SystemExit) as stop, stopped_by_signals():
+        training(*SMALL)
+    assert stop.value.code == 143
+    assert "SIGTERM: stopped, there was nothing to save" in told
+
+
+@pytest.mark.parametrize("starts", [1, 2], ids=["training", "validation"])
+def test_an_error_while_a_loader_starts_is_what_ends_the_run(training, monkeypatch, starts):
+    start, started = DataLoader.__iter__, []
+
+    def fails(loader):
+        started.append(loader)
+        if len(started) == starts:
+            raise ValueError("no memory for another worker")
+        return start(loader)
+
+    monkeypatch.setattr(DataLoader, "__iter__", fails)
+    with pytest.raises(ValueError, match="no memory for another worker"):
+        training(*SMALL, "trainer.val_check_interval=2", "data.val_fraction=0.4")
 
 
 def test_a_signal_in_a_save_waits_for_no_other_step(training, monkeypatch):

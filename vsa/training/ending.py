@@ -27,7 +27,7 @@ from vsa.signals import NOTHING_SAVED, Stopped, current_handlers, handled_by, se
 from vsa.training.callbacks.steps import Steps
 from vsa.training.deadline import DEADLINE
 from vsa.training.display import never_fatal
-from vsa.training.lightning_compat import keep_signals
+from vsa.training.lightning_compat import keep_signals, tear_down_unread_data
 from vsa.training.modules.base import DiffusionModule
 from vsa.training.parallel import ShardedDataParallel
 from vsa.training.run_state import RunStatus
@@ -117,6 +117,7 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
 
     number: int | None
     keep_signals(trainer)
+    tear_down_unread_data(trainer)
     handlers = current_handlers()
     try:
         with Watch(run_dir, module.status) as watch:

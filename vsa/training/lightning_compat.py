@@ -65,6 +65,27 @@ def keep_signals(trainer: L.Trainer) -> None:
     trainer._signal_connector.register_signal_handlers = lambda: None
 
 
+def tear_down_unread_data(trainer: L.Trainer) -> None:
+    """Let `fit` end with the error or signal that interrupted the start of a loader.
+
+    Lightning's teardown asks such a loader for its length, which is an error of its own and hides the first one.
+    """
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+        _tear_down_unread(loop)
+
+
+def _tear_down_unread(loop: Any) -> None:
+    whole = loop.teardown
+
+    def teardown() -> None:
+        fetcher = loop._data_fetcher
+        if fetcher is not None and fetcher._combined_loader is not None and fetcher._combined_loader._iterator is None:
+            loop._data_fetcher = None
+        whole()
+
+    loop.teardown = teardown
+
+
 def end_validation() -> NoReturn:
     """End a validation after the previous batch; all ranks must call it at the same batch."""
     # the validation loop ends where its batches end
