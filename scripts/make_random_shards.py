@@ -26,13 +26,15 @@ def main() -> None:
         help="latents of a sample, default 16 16 64 64: a token grid of 16 x 32 x 32 with Wan's patches",
     )
     parser.add_argument("--text-dim", type=int, default=4096, help="width of the text embeddings (default %(default)s)")
+    parser.add_argument("--text-tokens", type=int, default=16, help="length of padded captions (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with one_line_errors():
-        if args.count < 1 or min(args.latent) < 1:
-            raise ValueError(f"count and latent must be positive, got {args.count} and {list(args.latent)}")
+        if min(args.count, args.text_tokens, *args.latent) < 1:
+            numbers = f"{args.count}, {list(args.latent)} and {args.text_tokens}"
+            raise ValueError(f"count, latent and text-tokens must be positive, got {numbers}")
         g = torch.Generator().manual_seed(args.seed)
-        codec, text = HaarCodec(channels=args.latent[0]), HashedNgramEncoder(dim=args.text_dim, max_tokens=16)
+        codec, text = HaarCodec(channels=args.latent[0]), HashedNgramEncoder(dim=args.text_dim, max_tokens=args.text_tokens)
         with ShardWriter(args.out, codec=codec, text_encoder=text) as writer:
             for n in range(args.count):
                 latents = torch.randn(*args.latent, generator=g)

@@ -22,6 +22,7 @@ from vsa.attention.layout import Segment, TileLayout
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.recompute import Level
 from vsa.models.video_dit import VideoDiT
+from vsa.training.optimizer import AdamW, Constant
 from vsa.training.parallel import ParallelPlan, parallelize
 
 from .problems import Shape
@@ -78,7 +79,7 @@ class TrainingStep:
             self.timestep = torch.full((shape.batch,), 500.0)
         mesh = one_process_mesh(device) if strategy == "fsdp" else None
         parallelize(self.model, mesh, ParallelPlan(activation_checkpointing=level, compile=compile), device.type)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self.optimizer = AdamW(lr=1e-5, schedule=Constant()).build(self.model, self.model.parameter_roles())
 
     def __call__(self) -> None:
         velocity = self.model(self.x_t, self.timestep, self.text, topk=self.topk)

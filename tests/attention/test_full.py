@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vsa.attention.context import AttnContext
+from vsa.attention.dense import attn_in_parts, cross_attn, query_parts
 from vsa.attention.full import FullAttention, dense_attn
 from vsa.attention.layout import Segment
 
@@ -33,3 +34,46 @@ def test_grouped_kv_heads():
     q, k, v = torch.randn(1, 5, 4, 8), torch.randn(1, 7, 2, 8), torch.randn(1, 7, 2, 8)
     expected = softmax_attn(q, k.repeat_interleave(2, dim=2), v.repeat_interleave(2, dim=2))
     assert dense_attn(q, k, v).double() == pytest.approx(expected, abs=1e-6)
+
+
+def test_queries_in_parts_have_the_same_outputs_and_gradients():
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, n, 3, 8, dtype=torch.float64) for n in (12, 5, 5, 12))
+    mask = torch.rand(2, 1, 1, 5) < 0.6
+    mask[..., 0] = True
+
+    def results(attend, mask):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, mask)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    for shown in (mask, None):
+        expected = results(dense_attn, shown)
+        for parts in (2, 3, 4):
+            torch.testing.assert_close(results(lambda *x, n=parts: attn_in_parts(*x, n), shown), expected)
+    # the mask of each sample belongs to all of its parts
+    assert not torch.allclose(results(dense_attn, mask.flip(0))[0], results(dense_attn, mask)[0])
+
+
+def test_queries_are_divided_evenly():
+    for length in (1, 100, 4096, 16384, 23296, 32760, 75600, 65537):
+        parts = query_parts(length)
+        assert length % parts == 0
+        assert 1 <= parts <= 8
+        assert parts == 1 or length // parts >= 2048
+    assert [query_parts(n) for n in (4095, 16384, 23296, 32760, 75600)] == [1, 8, 8, 8, 8]
+
+
+def test_cross_attention_of_a_training_step(device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, n, 2, 64, dtype=dtype).to(device) for n in (4096, 77, 77, 4096))
+    mask = (torch.arange(77) < 40)[None, None, None].to(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found = torch.autograd.grad(cross_attn(*leaves, mask), leaves, dout)
+    twin = [x.detach().double().requires_grad_() for x in (q, k[:, :40], v[:, :40])]
+    expected = torch.autograd.grad(softmax_attn(*twin), twin, dout.double())
+    for a, b in zip(found, expected, strict=True):
+        b = b if a.shape == b.shape else torch.nn.functional.pad(b, (0, 0, 0, 0, 0, 37))
+        assert (a.double() - b).norm() < 1e-2 * b.norm()
+        assert (a.double() - 1.02 * b).norm() > 1e-2 * b.norm()

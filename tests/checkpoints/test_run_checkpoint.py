@@ -158,23 +158,30 @@ def test_weights_must_fit_name_by_name(tmp_path):
         load({**good, "weight": torch.ones(3, 2)})
 
 
-def test_optimizer_state_round_trip_continues_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_optimizer_state_round_trip_continues_bit_for_bit(tmp_path, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
     def fresh():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).to(device)
         roles = {n: "matrix" for n, _ in model.named_parameters()}
-        return model, AdamW(lr=0.01, schedule=Constant()).build(model, roles)
+        optimizer = AdamW(lr=0.01, schedule=Constant()).build(model, roles)
+        # one kernel on a GPU, which counts the updates on it
+        assert bool(optimizer.defaults["fused"]) == (device == "cuda")
+        return model, optimizer
 
     def step(model, optimizer, i):
         optimizer.zero_grad()
-        model(torch.full((2, 4), float(i))).square().mean().backward()
+        model(torch.full((2, 4), float(i), device=device)).square().mean().backward()
         optimizer.step()
 
     straight, optimizer = fresh()
     for i in range(6):
         if i == 3:
-            weights = {name: p.detach().clone() for name, p in straight.named_parameters()}
-            moments = {name: value.clone() for name, value in optimizer_state(optimizer).items()}
+            weights = {name: p.detach().cpu().clone() for name, p in straight.named_parameters()}
+            moments = {name: value.cpu().clone() for name, value in optimizer_state(optimizer).items()}
         step(straight, optimizer, i)
 
     def resumed(moments):

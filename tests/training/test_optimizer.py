@@ -98,9 +98,12 @@ def adamw(weight: torch.Tensor, grads: list[torch.Tensor], **wrong: bool) -> tor
     return weight
 
 
-def test_update_equals_adamw_written_out():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_update_equals_adamw_written_out(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     model, roles = _model()
-    model = model.double()
+    model = model.double().to(device)
     recipe = AdamW(lr=0.1, schedule=Constant(warmup_steps=2), weight_decay=0.1, betas=(0.9, 0.95))
     optimizer = recipe.build(model, roles)
     weight = model["a"].weight.detach().clone()
@@ -109,10 +112,11 @@ def test_update_equals_adamw_written_out():
     for step, grad in enumerate(grads):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        model["a"].weight.grad = grad
+        model["a"].weight.grad = grad.to(device)
         assert recipe.set_lr(optimizer, step) == min(1.0, (step + 1) / 2)
         optimizer.step()
-    found = model["a"].weight.detach()
+    found = model["a"].weight.detach().cpu()
+    weight = weight.cpu()
     torch.testing.assert_close(found, adamw(weight, grads), rtol=1e-12, atol=1e-12)
     # the tolerance tells it from every rule that is nearly the same
     for wrong in ("no_warmup", "coupled_decay", "no_decay", "no_correction", "eps_inside"):

@@ -109,6 +109,37 @@ def test_every_microsecond_of_a_device_has_one_kind():
     assert times.bytes == {ELEMENTWISE: 3 * 8 * 16 * 2 / 2, COPIES: 3 * 8 * 16 * 2 / 2}
 
 
+def test_compiled_kernels_are_copies_if_they_only_move_or_round():
+    names = {
+        "triton_poi_fused__to_copy_3": COPIES,
+        "triton_poi_fused__to_copy_transpose_view_11": COPIES,
+        "triton_poi_fused_add_clone_2": ELEMENTWISE,
+        "triton_red_fused__to_copy_gelu_gelu_backward_sum_view_6": ELEMENTWISE,
+        "triton_per_fused__to_copy_add_mul_native_layer_norm_view_14": ELEMENTWISE,
+    }
+    trace = [*WINDOW]
+    for n, name in enumerate(names):
+        trace += [*launch(name, 100 * n, n), kernel(name, 100 * n + 10, 1 + n, n)]
+    times = step_times(trace, "window", 1).milliseconds
+    for kind in (COPIES, ELEMENTWISE):
+        assert times[kind] * 1e3 == pytest.approx(sum(1 + n for n, of in enumerate(names.values()) if of == kind))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("aten::mm", [[8, 4], [4, 16]]),
+        # compiled calls have their result among the arguments
+        ("aten::mm", [[8, 4], [4, 16], [8, 16]]),
+        ("aten::addmm", [[16], [8, 4], [4, 16], [], [], [8, 16]]),
+        ("aten::addmm", [[8, 16], [8, 4], [4, 16], [], []]),
+    ],
+)
+def test_flops_of_a_product_are_those_of_its_factors(name, sizes):
+    trace = [*WINDOW, *launch(name, 10, 1, **{"Input Dims": sizes}), kernel("nvjet", 20, 5, 1)]
+    assert step_times(trace, "window", 1).flops == 2 * 8 * 4 * 16
+
+
 def test_the_thread_of_the_window_decides_where_there_is_no_device():
     trace = [
         *WINDOW,

@@ -30,6 +30,32 @@ def dense_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
+def cross_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """`dense_attn` of many queries over few keys.
+
+    Backward kernels of GPUs are parallel over keys, so that few keys leave most of the GPU idle. For training on a GPU
+    the queries are therefore divided into parts that the kernel takes for further samples; the gradients of k and v are
+    the sums over the parts.
+    """
+    parts = query_parts(q.shape[1]) if q.is_cuda and torch.is_grad_enabled() else 1
+    return dense_attn(q, k, v, mask) if parts == 1 else attn_in_parts(q, k, v, mask, parts)
+
+
+def query_parts(num_queries: int, most: int = 8, shortest: int = 2048) -> int:
+    """Number of equal parts that queries are divided into: at most `most`, of at least `shortest` queries each."""
+    return max((n for n in range(1, min(most, num_queries // shortest) + 1) if num_queries % n == 0), default=1)
+
+
+def attn_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parts: int) -> Tensor:
+    """`dense_attn` with the queries in `parts` equal parts of one kernel call; `parts` divides L."""
+
+    def repeated(x: Tensor) -> Tensor:
+        return x[:, None].expand(-1, parts, *x.shape[1:]).flatten(0, 1)
+
+    out = dense_attn(q.unflatten(1, (parts, -1)).flatten(0, 1), repeated(k), repeated(v), None if mask is None else repeated(mask))
+    return out.unflatten(0, (-1, parts)).flatten(1, 2)
+
+
 def dense_attn_per_sample(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> Tensor:
     """Dense attention inside each sample of a row; q, k, v and the result `[B, L, H, D]`."""
     if len(layout.sample_spans) == 1:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vsa.checkpoints.weight_files import TensorFiles, refuse_key_difference, refuse_other_tensors
 
 # fields of the state of AdamW
-_OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def load_optimizer_tensors(
     }
     if without is None:
         without = set(parameters) - {key.rpartition("/")[0] for key in tensors.keys}
-    expected = {f"{name}/{field}" for name in set(parameters) - set(without) for field in _OPTIMIZER_FIELDS}
+    expected = {f"{name}/{field}" for name in set(parameters) - set(without) for field in ("step", *_MOMENTS)}
     refuse_key_difference(expected, tensors.keys, what)
     for key, actual in tensors.shapes.items():
         name, _, field = key.rpartition("/")
@@ -80,16 +80,16 @@ def load_optimizer_tensors(
             raise ValueError(f"{what}: {key} has shape {actual}, the optimizer needs {shape}")
         if field == "step" and not 0 < (updates := float(tensors.read(key))) <= most_updates:
             raise ValueError(f"{what}: {key} counts {updates:g} updates in {most_updates:g} steps")
+    # a fused optimizer counts updates on the device
+    on_device = optimizer.defaults.get("fused", False)
     for name, parameter in parameters.items():
         if name not in without:
-            optimizer.state[parameter] = {
-                field: _restored(tensors, f"{name}/{field}", parameter) for field in _OPTIMIZER_FIELDS
-            }
+            count = tensors.read(f"{name}/step").to(parameter.device if on_device else "cpu", copy=True)
+            moments = {field: _restored(tensors, f"{name}/{field}", parameter) for field in _MOMENTS}
+            optimizer.state[parameter] = {"step": count, **moments}
 
 
 def _restored(tensors: TensorFiles, key: str, like: Tensor) -> Tensor:
-    if not tensors.shape(key):
-        return tensors.read(key).clone()
     value = torch.empty_like(like, dtype=tensors.dtype(key), requires_grad=False)
     tensors.fill(value, key)
     return value

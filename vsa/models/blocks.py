@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
-from vsa.attention.full import dense_attn
+from vsa.attention.dense import cross_attn
 from vsa.models.compute_dtype import rounded
 from vsa.models.embeddings import FeedForward, LayerNormFp32, at_least_fp32
 from vsa.models.recompute import Level, computed_again, computed_again_without_attention
@@ -97,10 +97,10 @@ class CrossAttention(AttentionProjections):
     def forward(self, x: Tensor, text: Tensor, text_mask: Tensor | None, image: Tensor | None) -> Tensor:
         q = self.heads(self.norm_q(self.to_q(x)))
         k = self.heads(self.norm_k(self.to_k(text)))
-        out = dense_attn(q, k, self.heads(self.to_v(text)), text_mask)
+        out = cross_attn(q, k, self.heads(self.to_v(text)), text_mask)
         if image is not None:
             k = self.heads(self.norm_added_k(self.add_k_proj(image)))
-            out = out + dense_attn(q, k, self.heads(self.add_v_proj(image)))
+            out = out + cross_attn(q, k, self.heads(self.add_v_proj(image)))
         return self.to_out[0](out.flatten(2))
 
 

@@ -138,6 +138,8 @@ class AdamW:
             # torch refuses a mix of int and float
             betas=(float(beta1), float(beta2)),
             eps=self.eps,
+            # one pass over weights, gradients and moments, and few launches
+            fused=True if all(p.is_cuda for p in trainable.values()) else None,
         )
 
     def _lr_factor(self, name: str, role: str) -> float:

@@ -6,6 +6,7 @@ kernels and copies, matched to their launch by a correlation id. Times in the tr
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,10 @@ KINDS: tuple[str, ...] = (
 _LINEAR = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"}
 _ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "efficient_attention")
 _COPIES = ("copy", "aten::cat", "aten::clone", "aten::contiguous", "memcpy", "memset", "fsdp::", "chunk_cat")
+_COMPILED = re.compile(r"triton_[a-z]+_fused_(.*)_\d+")
+_MOVES = re.compile(
+    "to_copy|copy|view|clone|transpose|permute|unsqueeze|squeeze|expand|select|slice|split|unbind|cat|stack|detach"
+)
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
 _BYTES = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1,
@@ -182,8 +187,15 @@ def _kind(name: str, call: _Call | None) -> str:
             break
     if any(n in _LINEAR for n in names):
         return LINEAR
-    lowered = [name.lower(), *(n.lower() for n in names[:2])]
-    return COPIES if any(part in n for n in lowered for part in _COPIES) else ELEMENTWISE
+    return COPIES if any(_copies(n.lower()) for n in (name, *names[:2])) else ELEMENTWISE
+
+
+def _copies(name: str) -> bool:
+    """Whether a kernel or an operator only moves data or changes its dtype."""
+    if (compiled := _COMPILED.fullmatch(name)) is not None:
+        # named after all operators that were fused into it
+        return not _MOVES.sub("", compiled[1]).strip("_")
+    return any(part in name for part in _COPIES)
 
 
 def _device_times(
@@ -261,12 +273,12 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 def _product_flops(call: _Call) -> float:
     """FLOPs of a matrix product; a multiply-add counts as two."""
-    if call.name not in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
+    # the factors come after the term that is added and before the result of a compiled call
+    first = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}.get(call.name)
+    factors = () if first is None else call.arguments.get("Input Dims", ())[first : first + 2]
+    if len(factors) < 2:
         return 0.0
-    matrices = [dims for dims in call.arguments.get("Input Dims", ()) if len(dims) >= 2][-2:]
-    if len(matrices) < 2:
-        return 0.0
-    (*outer, rows, inner), (*_, columns) = matrices
+    (*outer, rows, inner), (*_, columns) = factors
     return 2.0 * rows * inner * columns * (outer[0] if outer else 1)
 
 
