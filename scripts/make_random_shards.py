@@ -34,7 +34,8 @@ def main() -> None:
             numbers = f"{args.count}, {list(args.latent)} and {args.text_tokens}"
             raise ValueError(f"count, latent and text-tokens must be positive, got {numbers}")
         g = torch.Generator().manual_seed(args.seed)
-        codec, text = HaarCodec(channels=args.latent[0]), HashedNgramEncoder(dim=args.text_dim, max_tokens=args.text_tokens)
+        codec = HaarCodec(channels=args.latent[0])
+        text = HashedNgramEncoder(dim=args.text_dim, max_tokens=args.text_tokens)
         with ShardWriter(args.out, codec=codec, text_encoder=text) as writer:
             for n in range(args.count):
                 latents = torch.randn(*args.latent, generator=g)

@@ -32,6 +32,7 @@ TOPICS = (
     "data",
     "streams",
     "numbers",
+    "numbers_on_ranks",
     "secrets",
     "execution",
     "kernels",

@@ -274,7 +274,7 @@ class Outlier(L.Callback):
 def clean_runs(folder: Path, tries: int, seed: int) -> Outcome:
     steps, failures, highest = 150, [], 0.0
     for number in range(tries):
-        train(folder, *_watched(number, seed, steps), *TOY)
+        train(folder, *watched(number, seed, steps), *TOY)
         rows = metrics(run_folder(folder, f"s{number}"))
         highest = max(highest, max(float(row["train/loss"]) for row in rows.values()))
         if float(rows[steps]["loss_spikes/rollbacks"]):
@@ -287,7 +287,7 @@ def provoked(folder: Path, tries: int, seed: int) -> Outcome:
     numbers, failures = random.Random(seed), []
     for number in range(tries):
         step = numbers.randrange(20, 38)
-        settings = _watched(number, seed, 40)
+        settings = watched(number, seed, 40)
         train(folder, *settings, *TOY, callbacks=(Outlier(step),))
         # a second, equal run
         train(folder, *settings[1:], "run=again", "overwrite=true", *TOY, callbacks=(Outlier(step),))
@@ -302,7 +302,8 @@ def provoked(folder: Path, tries: int, seed: int) -> Outcome:
     return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures))
 
 
-def _watched(number: int, seed: int, steps: int) -> tuple[str, ...]:
+def watched(number: int, seed: int, steps: int) -> tuple[str, ...]:
+    """Settings of run `sNUMBER`, which watches its losses for spikes."""
     return (f"run=s{number}", "callbacks=loss_spikes", f"seed={seed + number}", f"trainer.max_steps={steps}")
 
 

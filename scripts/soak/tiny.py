@@ -243,6 +243,7 @@ def start_ranks(
     world: int = 2,
     fresh: bool = False,
     env: Mapping[str, str] | None = None,
+    script: str = "train.py",
 ) -> Ranks:
     """Start `world` gloo ranks of one run like torchrun, without its agent; for settings with `TWO_RANKS`."""
     # the parent holds the store, as in torchrun: its port is reserved from the start, and it outlives all ranks
@@ -260,7 +261,7 @@ def start_ranks(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "soak",
         }
-        ranks.append(start(arguments, folder=folder, fresh=fresh, env={**own, **(env or {})}))
+        ranks.append(start(arguments, folder=folder, fresh=fresh, env={**own, **(env or {})}, script=script))
     return Ranks(ranks=tuple(ranks), store=store)
 
 

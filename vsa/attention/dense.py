@@ -52,7 +52,8 @@ def attn_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parts: i
     def repeated(x: Tensor) -> Tensor:
         return x[:, None].expand(-1, parts, *x.shape[1:]).flatten(0, 1)
 
-    out = dense_attn(q.unflatten(1, (parts, -1)).flatten(0, 1), repeated(k), repeated(v), None if mask is None else repeated(mask))
+    mask = None if mask is None else repeated(mask)
+    out = dense_attn(q.unflatten(1, (parts, -1)).flatten(0, 1), repeated(k), repeated(v), mask)
     return out.unflatten(0, (-1, parts)).flatten(1, 2)
 
 
