@@ -4,7 +4,7 @@
 #   OUT     folder of tests.log, CASE.json, CASE.txt, memcheck.log and compare-SHAPE/; default outputs/gpu_methods
 #   PHASES  which parts, default "tests bench memcheck compare"
 #   CASES   of `bench`, default "neighborhood selection fine_grained dynamic_hilbert"; about a minute each
-#   SHAPES  of `compare`, default "mochi wan hunyuan"; 1, 3 and 7 minutes on an H200
+#   SHAPES  of `compare`, default "mochi wan hunyuan"; 1, 3 and 4 minutes on an H200
 # `compare` and dynamic_hilbert need the packages of `pip install -e .`; the others need torch, triton, pytest and hypothesis.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
