@@ -139,10 +139,11 @@ def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=40, help="number of problems (default %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first problem (default %(default)s)")
     args = parser.parse_args()
     with one_line_errors():
         at = device()
-        for seed in range(args.problems):
+        for seed in range(args.first, args.first + args.problems):
             print(f"{seed}: {problem(seed, at)}", flush=True)
         if at.type == "cuda":
             torch.cuda.synchronize()
