@@ -18,8 +18,8 @@ from vsa_kernels.testing import Case
 from vsa.attention.layout import Segment, TileLayout
 
 LISTS = ("random", "local", "sinks")
-"""Kinds of block lists: random; near tiles first, so that neighbouring query blocks share most of their lists; or random
-beside attention sinks, `_SINKS` kv blocks of each head that are in every list."""
+"""Kinds of block lists: random; local, near tiles first, so that neighbouring query blocks share most of their lists;
+or random beside attention sinks, `_SINKS` kv blocks of each head that are in every list (in the index alone)."""
 _SINKS = 4
 
 

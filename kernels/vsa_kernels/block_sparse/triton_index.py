@@ -2,8 +2,8 @@
 
 Three launches, without atomics and without waiting for the device. `_mark` sets one bit per listed (row, column) pair
 in a word per 32 rows and column; `_count` sums the bits of a column; `_list` writes the rows of every column at the
-offsets that follow from the counts. Mask ids pass through a table with one element per pair. `long_first` takes a fourth
-launch to order the kv blocks by the lengths of these lists.
+offsets that follow from the counts. Mask ids pass through a table with one element per pair. `long_first` orders the kv
+blocks by the lengths of these lists in a fourth launch.
 
 B batch, H / Hkv heads, Nq / Nkv query / kv blocks, G groups of 32 rows.
 """
