@@ -139,11 +139,12 @@ def _runner(kernel: str, args: Any, saved: Any, half: bool) -> Callable[[], Any]
         return lambda: bwd._run_dq(*saved, *args, Plan.of(kernel, q, k, mask, half), None)
     if mask is None:
         return lambda: bwd._run_dkv(*saved, *args, Plan.of(kernel, q, k, mask, half), (None, None))
-    # transposed once, because the transposition is not part of the kernel
+    # transposed and ordered once, because that is not part of the kernel
     made = triton_bwd.transpose(mask.index.kv_indices, mask.index.kv_num_blocks, mask.kv_blocks.num)
+    order = triton_bwd.long_first(made, None, q.shape[0], q.shape[2], 1)
 
     def run() -> Any:
-        with mock.patch.object(triton_bwd, "transpose", return_value=made):
+        with mock.patch.multiple(triton_bwd, transpose=lambda *_: made, long_first=lambda *_: order):
             return bwd._run_dkv(*saved, *args, Plan.of(kernel, q, k, mask, half), (None, None))
 
     return run

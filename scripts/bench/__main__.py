@@ -233,7 +233,9 @@ def main(argv: list[str]) -> None:
                 "--sparsities", type=share_of, nargs="+", metavar="SHARE", help="shares of skipped kv tiles"
             )
         elif name not in OWN_LISTS:
-            sub.add_argument("--lists", default="random", choices=LISTS, help="block lists (default random)")
+            # the other cases select by q and k, which know no sinks
+            kinds = [kind for kind in LISTS if kind != "sinks" or name == "fine"]
+            sub.add_argument("--lists", default="random", choices=kinds, help="block lists (default random)")
         sub.add_argument("--repeats", type=int, help="timed calls of each op (default 7; on cuda a time budget)")
         sub.add_argument(
             "--ahead",

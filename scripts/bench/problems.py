@@ -17,8 +17,10 @@ from vsa_kernels.testing import Case
 
 from vsa.attention.layout import Segment, TileLayout
 
-LISTS = ("random", "local")
-"""Kinds of block lists: random, or near tiles first, so that neighbouring query blocks share most of their lists."""
+LISTS = ("random", "local", "sinks")
+"""Kinds of block lists: random; local, near tiles first, so that neighbouring query blocks share most of their lists;
+or random beside attention sinks, `_SINKS` kv blocks of each head that are in every list (in the index alone)."""
+_SINKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,10 @@ def problem(shape: Shape, lists: str, dtype: torch.dtype, device: torch.device) 
         scores = noise / 2 - torch.cdist(near, centres)
     else:
         scores = normal(shape.batch, shape.heads, q_blocks.num, kv_blocks.num)
+    if lists == "sinks":
+        # [B, H, 1, _SINKS]
+        sinks = normal(shape.batch, shape.heads, 1, kv_blocks.num).topk(min(_SINKS, shape.topk)).indices
+        scores.scatter_(-1, sinks.expand(-1, -1, q_blocks.num, -1), math.inf)
     index = select_topk(scores, shape.topk)
     dlse = q.new_zeros((shape.batch, shape.heads, shape.tokens), dtype=torch.float32)
     blocks: dict[str, Any] = {"q_blocks": q_blocks, "kv_blocks": kv_blocks}

@@ -43,6 +43,7 @@ _KINDS = {
             "_group_kernel",
             "_count_kernel",
             "_list_kernel",
+            "_order_kernel",
             "_pad_kernel",
             "_pack_kernel",
         ),

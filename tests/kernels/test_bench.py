@@ -98,17 +98,18 @@ def test_a_training_step_is_timed_at_every_level_of_checkpointing(bench, tmp_pat
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("case", ["fine", "coarse"])
-def test_triton_runs(bench, checks, monkeypatch, capsys, case):
+@pytest.mark.parametrize(
+    ("case", "lists", "part"), [("fine", "sinks", "dk, dv"), ("coarse", "local", "transposed index")]
+)
+def test_triton_runs(bench, checks, monkeypatch, capsys, case, lists, part):
     # the small checks are slow in the interpreter, and test_coarse_fine.py and others make them there
     for name in ("check", "check_operator"):
         monkeypatch.setattr(checks, name, lambda *a: "")
     smaller = replace(bench.tiny, grid_thw=(2, 4, 4), heads=1, head_dim=16)
     monkeypatch.setattr(importlib.import_module("scripts.bench.problems"), "CPU_SHAPES", (smaller,))
-    bench.main([case, "--shapes", "tiny", "--repeats", "1", "--backends", "triton", "--lists", "local"])
+    bench.main([case, "--shapes", "tiny", "--repeats", "1", "--backends", "triton", "--lists", lists])
     printed = capsys.readouterr().out
-    assert "triton" in printed
-    assert case == "fine" or "| triton: transposed index | backward |" in printed
+    assert f"| triton: {part} | backward |" in printed
 
 
 def _damaged(right, tamper):
@@ -342,6 +343,14 @@ def test_local_lists_overlap_more_than_random_ones(bench):
     assert shared["local"] > 2 * shared["random"]
     wide = _problem(replace(grid, group=2), "local").case
     assert (wide.q_blocks.num, wide.kv_blocks.num, wide.q_blocks.max_size) == (32, 64, 16)
+
+
+def test_sinks_are_in_every_list_and_lists_keep_their_length(bench):
+    grid = replace(bench.tiny, grid_thw=(8, 8, 8), topk=8)
+    random, sinks = (_problem(grid, lists).case.index.to_dense(64).sum(-2) for lists in ("random", "sinks"))
+    assert (sinks == 64).sum(-1).tolist() == [[4, 4]]
+    assert int((random == 64).sum()) == 0
+    assert int(sinks.sum()) == int(random.sum()) == 2 * 64 * 8
 
 
 def test_peers_get_the_same_problem(bench):

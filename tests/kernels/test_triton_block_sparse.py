@@ -9,7 +9,16 @@ import torch
 from vsa_kernels import BlockIndex, block_sparse_attn
 from vsa_kernels.block_sparse.mask import BlockMask
 from vsa_kernels.block_sparse.op import block_sparse_bwd
-from vsa_kernels.testing import assert_right, assert_within_budget, define, expand_mask, make_case, run, summed_terms
+from vsa_kernels.testing import (
+    assert_right,
+    assert_within_budget,
+    define,
+    expand_mask,
+    index_of,
+    make_case,
+    run,
+    summed_terms,
+)
 
 from tests.kernels.interpreted import further
 
@@ -162,6 +171,56 @@ def test_parts_over_disjoint_blocks_merge_by_their_lse(triton_device):
     torch.testing.assert_close(merged, whole["out"], rtol=1e-4, atol=1e-5)
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
         torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("q_sizes", "kv_sizes", "fine"),
+    [([16] * 4, [16] * 5, False), ([16, 9, 4], [16, 130, 16, 5, 16], True)],
+    ids=["even", "ragged-fine"],
+)
+def test_the_order_of_programs_changes_no_bit(q_sizes, kv_sizes, fine, triton_device, monkeypatch):
+    """Lists with attention sinks, grouped heads, blocks of one and of several tiles."""
+    from vsa_kernels.block_sparse import triton_bwd
+    from vsa_kernels.block_sparse.triton_tiles import Plan
+
+    sides = {"heads": 4, "kv_heads": 2, "fine": fine, "kv_valid": fine, "dtype": dtype_of(triton_device)}
+    case = make_case(q_sizes, kv_sizes, batch=2, **sides, device=triton_device)
+    g = torch.Generator().manual_seed(0)
+    listed = torch.rand(2, 4, len(q_sizes), len(kv_sizes), generator=g) < 0.2
+    listed[..., 3] = True
+    masked = (torch.rand(listed.shape, generator=g) < 0.5) & listed if fine else None
+    index = vars(index_of(listed, masked, max(q_sizes), max(kv_sizes), g))
+    moved = {name: x.to(triton_device) for name, x in index.items() if isinstance(x, torch.Tensor)}
+    case = replace(case, index=BlockIndex(**{**index, **moved}))
+    mask = BlockMask(index=case.index, **case.blocks, kv_valid=case.kv_valid)
+    lse = run(case, "reference")["lse"].float()
+    plan = Plan.of("dkv", case.q, case.k, mask, False)
+    # any delta will do
+    args = (case.dout, torch.randn_like(lse), lse, case.q, case.k, case.v, mask, 0.2, plan, (None, None))
+
+    def gradients(order=None):
+        if order is not None:
+            monkeypatch.setattr(triton_bwd, "long_first", lambda *_: order)
+        return torch.stack(triton_bwd._run_dkv(*args))
+
+    made = []
+    long_first = triton_bwd.long_first
+    monkeypatch.setattr(triton_bwd, "long_first", lambda *args: made.append(long_first(*args)) or made[-1])
+    want = gradients()
+    assert want.isfinite().all()
+    (order,) = made
+    natural = torch.arange(len(order), dtype=torch.int32, device=triton_device)
+    assert not torch.equal(order, natural)
+    shuffled = torch.randperm(len(order), generator=g).int().to(triton_device)
+    for other in (natural, shuffled):
+        assert torch.equal(gradients(other), want)
+    # control: a block that no program takes keeps what its memory held, here nan
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert gradients(order).isfinite().all()
+        assert gradients(torch.cat([order[:1], order[:-1]])).isnan().any()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_negative_scale_is_refused(triton_device):

@@ -153,6 +153,53 @@ def test_a_lost_entry_is_seen():
         assert_transposed(Index, mask)
 
 
+def assert_long_first(order, lengths):
+    """Every block once; those of more than 1.5 times the mean length first, each class in the order of the blocks."""
+    order, lengths = order.cpu().long(), lengths.flatten()
+    long = 2 * len(lengths) * lengths > 3 * lengths.sum()
+    assert torch.equal(order.sort().values, torch.arange(len(lengths)))
+    assert torch.equal(order, torch.cat([long.nonzero(), (~long).nonzero()]).squeeze(-1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "num_kv", "shared", "fine", "sinks"),
+    [
+        # several programs, and as many blocks as one takes
+        (2, 6, 2, 700, (), True, 4),
+        (2, 4, 1, 256, (), False, 4),
+        # one index for all batches, heads, or both
+        (2, 4, 2, 50, (0,), False, 1),
+        (3, 4, 1, 50, (1,), True, 1),
+        (2, 3, 1, 20, (0, 1), False, 1),
+        (1, 1, 1, 1, (), False, 0),
+        # no entry at all
+        (1, 2, 1, 9, (), True, None),
+    ],
+)
+def test_long_lists_come_first(triton_device, batch, heads, group, num_kv, shared, fine, sinks):
+    from vsa_kernels.block_sparse.triton_index import TransposedIndex, long_first
+
+    g = torch.Generator().manual_seed(0)
+    size = [1 if d in shared else n for d, n in enumerate((batch, heads))]
+    parts, lengths = [], torch.zeros(batch, heads, num_kv, dtype=torch.long)
+    for _ in range(1 + fine):
+        counts = torch.randint(0, 1 if sinks is None else 30, (*size, num_kv), generator=g)
+        if sinks:
+            counts.scatter_(-1, torch.rand(*size, num_kv, generator=g).topk(sinks).indices, 100)
+        offsets = torch.zeros(*size, num_kv + 1, dtype=torch.int32)
+        offsets[..., 1:] = counts.cumsum(-1)
+        parts.append(TransposedIndex(row_offsets=offsets.to(triton_device), rows=offsets, mask_ids=None))
+        lengths += counts
+    order = long_first(parts[0], parts[1] if fine else None, batch, heads, group)
+    lengths = lengths.unflatten(1, (-1, group)).sum(2)
+    assert_long_first(order, lengths)
+    if sinks:
+        # control: the natural order, and one that names a block twice
+        for wrong in (torch.arange(len(order)), torch.cat([order[:1].cpu(), order[:-1].cpu()])):
+            with pytest.raises(AssertionError):
+                assert_long_first(wrong, lengths)
+
+
 @pytest.mark.parametrize(("num", "topk", "heads"), [(1200, 120, 40), (4096, 512, 2)])
 def test_large_and_repeatable(triton_device, num, topk, heads):
     if triton_device.type == "cpu":

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vsa_kernels.block_sparse.mask import BlockMask
-from vsa_kernels.block_sparse.triton_index import transpose
+from vsa_kernels.block_sparse.triton_index import long_first, transpose
 from vsa_kernels.block_sparse.triton_masks import fine_of, hide, load_words, pack_words
 from vsa_kernels.block_sparse.triton_tiles import (
     LOG2E,
@@ -137,7 +137,7 @@ def _dq_kernel(
 @triton.jit(do_not_specialize=["row_b", "row_h", "at_b", "at_h", "L", "S", "H", "num_q", "num_kv"])
 def _dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, k_share, v_share,
-    rows, row_offsets, fine_rows, fine_offsets, fine_ids, mask_words, q_offsets, kv_offsets, kv_valid, scale,
+    order, rows, row_offsets, fine_rows, fine_offsets, fine_ids, mask_words, q_offsets, kv_offsets, kv_valid, scale,
     q_b, q_l, q_h, k_b, k_l, k_h, v_b, v_l, v_h, do_b, do_l, do_h, dk_b, dk_l, row_b, row_h, at_b, at_h,
     word_m, word_c, L, S, H, num_q, num_kv,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -146,10 +146,12 @@ def _dkv_kernel(
     LISTED: tl.constexpr, FINE: tl.constexpr, HAS_VALID: tl.constexpr, SHARED: tl.constexpr, DESC: tl.constexpr,
     PRECISION: tl.constexpr, DP_FIRST: tl.constexpr,
 ):  # fmt: skip
-    i_tile, i_bh = tl.program_id(0) % (num_kv * KV_PARTS), tl.program_id(0) // (num_kv * KV_PARTS)
+    i_column, i_part = tl.program_id(0) // KV_PARTS, tl.program_id(0) % KV_PARTS
+    if LISTED:
+        i_column = tl.load(order + i_column)
+    i_bh, i_n = i_column // num_kv, i_column % num_kv
     Hkv = H // GROUP
     i_b, i_hk = i_bh // Hkv, i_bh % Hkv
-    i_n, i_part = i_tile // KV_PARTS, i_tile % KV_PARTS
     kv_start, kv_size, whole = span(kv_offsets, i_n, i_part, S, KV_SIZE, BLOCK_N, KV_SIZE > 0)
     # rows past the block are not written; of those inside, the ones past kv_valid get zero
     kv_seen = kv_size
@@ -326,12 +328,12 @@ def _run_dkv(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, S, Hkv, D = k.shape
     dk, dv = k.new_empty((B, S, Hkv, D)), v.new_empty((B, S, Hkv, D))
-    lists, list_at, blocks = (None, None), (0, 0, 0, 0), offsets_of(mask)
+    order, lists, list_at, blocks = None, (None, None), (0, 0, 0, 0), offsets_of(mask)
     fine, word_at = (None, None, None, None), (0, 0)
     if mask is not None:
         index = mask.index
         full = index.kv_num_blocks if index.kv_num_full_blocks is None else index.kv_num_full_blocks
-        columns = transpose(index.kv_indices, full, plan.kv.num)
+        columns, masked = transpose(index.kv_indices, full, plan.kv.num), None
         lists = (columns.rows, columns.row_offsets)
         list_at = tuple(x.stride(d) if x.shape[d] > 1 else 0 for x in lists for d in (0, 1))
         if index.mask_bits is not None:
@@ -339,11 +341,12 @@ def _run_dkv(
             masked = transpose(index.kv_indices, index.kv_num_blocks, plan.kv.num, first=full, mask_ids=index.mask_ids)
             words = pack_words(index.mask_bits.transpose(1, 2))
             fine, word_at = (masked.rows, masked.row_offsets, masked.mask_ids, words), words.stride()[:2]
+        order = long_first(columns, masked, B, q.shape[2], plan.constants["GROUP"])
     qo = described((q, dout), plan.q, blocks[0]) if plan.describe else None
     in_q, in_do = qo or (q, dout)
     launch(
         _dkv_kernel, (plan.kv.num * plan.kv.parts * B * Hkv,),
-        in_q, k, v, in_do, lse, delta, dk, dv, *shares, *lists, *fine, *blocks, scale,
+        in_q, k, v, in_do, lse, delta, dk, dv, *shares, order, *lists, *fine, *blocks, scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:2], *list_at, *word_at,
         q.shape[1], S, q.shape[2], plan.q.num, plan.kv.num,
         SHARED=shares[0] is not None, DESC=qo is not None, **plan.constants,

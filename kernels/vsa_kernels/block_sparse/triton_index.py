@@ -2,9 +2,10 @@
 
 Three launches, without atomics and without waiting for the device. `_mark` sets one bit per listed (row, column) pair
 in a word per 32 rows and column; `_count` sums the bits of a column; `_list` writes the rows of every column at the
-offsets that follow from the counts. Mask ids pass through a table with one element per pair.
+offsets that follow from the counts. Mask ids pass through a table with one element per pair. `long_first` orders the kv
+blocks by the lengths of these lists in a fourth launch.
 
-Nq / Nkv query / kv blocks, G groups of 32 rows.
+B batch, H / Hkv heads, Nq / Nkv query / kv blocks, G groups of 32 rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _BLOCK_N = 32
 # Groups and columns that are summed at a time.
 _BLOCK_G = 16
 _BLOCK_SUM = 256
+# Kv blocks that a program of eight warps orders.
+_BLOCK_ORDER = 2048
 
 
 class TransposedIndex(NamedTuple):
@@ -148,6 +151,56 @@ def _list_kernel(
         words = ahead
 
 
+@triton.jit
+def _column_lengths(
+    row_offsets, fine_offsets, o_column, num, at_b, at_h, Hkv, num_kv, GROUP: tl.constexpr, FINE: tl.constexpr
+):
+    """Entries of the kv blocks o_column of all batches and kv heads, over the heads of a group; 0 past the end."""
+    m_column = o_column < num
+    o_bh = o_column // num_kv
+    o_at = o_bh // Hkv * at_b + o_bh % Hkv * GROUP * at_h + o_column % num_kv
+    length = tl.zeros_like(o_column)
+    for _ in range(GROUP):
+        length += tl.load(row_offsets + o_at + 1, mask=m_column, other=0)
+        length -= tl.load(row_offsets + o_at, mask=m_column, other=0)
+        if FINE:
+            length += tl.load(fine_offsets + o_at + 1, mask=m_column, other=0)
+            length -= tl.load(fine_offsets + o_at, mask=m_column, other=0)
+        o_at += at_h
+    return length
+
+
+@triton.jit(do_not_specialize=["at_b", "at_h", "B", "H", "num_kv"])
+def _order_kernel(
+    row_offsets, fine_offsets, order, at_b, at_h, B, H, num_kv,
+    GROUP: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK
+    Hkv = H // GROUP
+    num = B * Hkv * num_kv
+    o = tl.arange(0, BLOCK)
+    entries = tl.zeros((BLOCK,), tl.int64)
+    for i in range(0, B * H, BLOCK):
+        o_end = (i + o) // H * at_b + (i + o) % H * at_h + num_kv
+        entries += tl.load(row_offsets + o_end, mask=i + o < B * H, other=0)
+        if FINE:
+            entries += tl.load(fine_offsets + o_end, mask=i + o < B * H, other=0)
+    # 1.5 times the mean, rounded down
+    most = 3 * tl.sum(entries, 0) // (2 * num)
+    # every program counts the long lists of all blocks, so that none waits for another
+    longs, before = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for i in range(0, num, BLOCK):
+        lengths = _column_lengths(row_offsets, fine_offsets, i + o, num, at_b, at_h, Hkv, num_kv, GROUP, FINE)
+        long = (lengths > most).to(tl.int32)
+        longs += long
+        before += tl.where(i < first, long, 0)
+    lengths = _column_lengths(row_offsets, fine_offsets, first + o, num, at_b, at_h, Hkv, num_kv, GROUP, FINE)
+    long = (lengths > most).to(tl.int32)
+    rank = tl.sum(before, 0) + tl.cumsum(long, 0) - long
+    place = tl.where(long != 0, rank, tl.sum(longs, 0) + first + o - rank)
+    tl.store(order + place, first + o, mask=first + o < num)
+
+
 def transpose(
     kv_indices: Tensor,
     kv_num_blocks: Tensor,
@@ -192,3 +245,29 @@ def transpose(
         FINE=ids is not None, BLOCK_N=_BLOCK_N, BLOCK_SUM=_BLOCK_SUM, num_warps=1,
     )  # fmt: skip
     return TransposedIndex(row_offsets=row_offsets, rows=rows, mask_ids=ids)
+
+
+def long_first(columns: TransposedIndex, masked: TransposedIndex | None, batch: int, heads: int, group: int) -> Tensor:
+    """Permutation int32 `[B * Hkv * Nkv]` of the kv blocks of all batches and kv heads: long lists come first.
+
+    A list is long above 1.5 times the mean, as that of a block in every query block's list (an attention sink). Such
+    a program would run on alone at the end if it started late. Both classes keep their order: blocks of one head run
+    together and share its queries in the cache, and lists of about equal length are not permuted.
+
+    Args:
+        columns: full entries.
+        masked: entries with a token mask, of the same shapes; None without any.
+        batch: B.
+        heads: H.
+        group: query heads per kv head.
+    """
+    offsets = columns.row_offsets
+    num_kv = offsets.shape[-1] - 1
+    order = offsets.new_empty(batch * heads // group * num_kv)
+    at = (offsets.stride(d) if offsets.shape[d] > 1 else 0 for d in (0, 1))
+    launch(
+        _order_kernel, (triton.cdiv(len(order), _BLOCK_ORDER),),
+        offsets, None if masked is None else masked.row_offsets, order, *at, batch, heads, num_kv,
+        GROUP=group, FINE=masked is not None, BLOCK=_BLOCK_ORDER, num_warps=8,
+    )  # fmt: skip
+    return order
