@@ -1,4 +1,4 @@
-"""Block-sparse attention operators: block masks, block pooling, block selection and attention over selected blocks."""
+"""Operators of block-sparse attention: block masks, pooling, selection, attention, and norm with rotation."""
 
 from __future__ import annotations
 

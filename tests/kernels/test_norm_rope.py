@@ -146,7 +146,9 @@ def test_triton_rounds_once(triton_device):
     p.pop("dout")
     exact = define(**p)
     ours, torchs = (norm_rope(**p, backend=name) for name in ("triton", "reference"))
-    assert torch.equal(ours, exact.float().bfloat16()) or (ours.double() - exact).norm() < (torchs.double() - exact).norm()
+    assert (
+        torch.equal(ours, exact.float().bfloat16()) or (ours.double() - exact).norm() < (torchs.double() - exact).norm()
+    )
 
 
 def test_triton_reads_nothing_else(triton_device):

@@ -36,6 +36,7 @@ _LINEAR = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convo
 _ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "efficient_attention")
 _COPIES = ("copy", "aten::cat", "aten::clone", "aten::contiguous", "memcpy", "memset", "fsdp::", "chunk_cat")
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
+_NORM = "vsa_kernels::norm_rope_"
 _BYTES = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1,
 }  # fmt: skip
@@ -118,7 +119,8 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
         kind = _kind(call.name, call)
         if kind == LINEAR:
             flops += _product_flops(call)
-        elif kind in moved and not call.calls_operators:
+        # norm and rotation allocate their results by operators that move nothing
+        elif kind in moved and (not call.calls_operators or call.name.startswith(_NORM)):
             moved[kind] += _bytes(call)
     return StepTimes(
         milliseconds={kind: us / 1e3 / steps for kind, us in spent.items()},
@@ -169,7 +171,7 @@ def _kind(name: str, call: _Call | None) -> str:
     names = [] if call is None else list(call.names())
     if "nccl" in name.lower():
         return COMMUNICATION
-    if any(n.startswith("vsa_kernels::") for n in names):
+    if any(n.startswith("vsa_kernels::") and not n.startswith(_NORM) for n in names):
         return OPERATOR
     if any(part in n for n in names for part in _ATTENTION):
         return ATTENTION

@@ -50,7 +50,7 @@ def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int) 
     if num_heads < 1 or C % (2 * num_heads):
         raise ValueError(f"num_heads must divide the {C} channels of x into heads of an even size, got {num_heads}")
     if list(weight.shape) != [C] or not weight.is_floating_point():
-        raise ValueError(f"weight must be a float {[C]} like the channels of x, got {weight.dtype} {list(weight.shape)}")
+        raise ValueError(f"weight must be a float {[C]} like x, got {weight.dtype} {list(weight.shape)}")
     check_device("weight", weight, "x", x)
     wanted = [L, C // num_heads // 2]
     for name, table in (("cos", cos), ("sin", sin)):

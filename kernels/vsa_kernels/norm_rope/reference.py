@@ -13,7 +13,7 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: in
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring channel pairs `(x0, x1) -> (x0 cos - x1 sin, x0 sin + x1 cos)`, in at least the tables' dtype.
+    """Rotate neighbouring channel pairs `(x0, x1) -> (x0 cos - x1 sin, x0 sin + x1 cos)`, in at least fp32.
 
     Args:
         x: `[B, L, H, D]` queries or keys.

@@ -47,7 +47,7 @@ def _norm_rope_kernel(
     m_p = o_p < D // 2
     b_weight = tl.load(weight + o_c, mask=m_c, other=0.0)
     first = tl.program_id(0) * ROWS
-    for i in range(0, tl.minimum(ROWS, R - first)):
+    for i in range(tl.minimum(ROWS, R - first)):
         i_r = first + i
         i_b, i_l = (i_r // L).to(tl.int64), (i_r % L).to(tl.int64)
         b_x = tl.load(x + i_b * stride_b + i_l * stride_l + o_c, mask=m_c, other=0.0).to(tl.float32)
@@ -75,7 +75,7 @@ def _norm_rope_grad_kernel(
     dw_even = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
     dw_odd = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
     first = tl.program_id(0) * ROWS
-    for i in range(0, tl.minimum(ROWS, R - first)):
+    for i in range(tl.minimum(ROWS, R - first)):
         i_r = first + i
         i_b, i_l = (i_r // L).to(tl.int64), (i_r % L).to(tl.int64)
         b_x = tl.load(x + i_b * stride_b + i_l * stride_l + o_c, mask=m_c, other=0.0)
@@ -112,9 +112,7 @@ def _weight_grad_kernel(partials, dweight, N, C, BLOCK_N: tl.constexpr, BLOCK_C:
     tl.store(dweight + o_c, tl.sum(b_sum, 0).to(dweight.dtype.element_ty), mask=o_c < C)
 
 
-def forward(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float
-) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float) -> tuple[Tensor, Tensor]:
     """Normalised and rotated heads `[B, L, H, D]`, contiguous in x's dtype, and fp32 `[B, L]` inverse roots.
 
     Args:
@@ -149,9 +147,7 @@ def forward(
     return out, rstd
 
 
-def backward(
-    dout: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
+def backward(dout: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x `[B, L, C]`, contiguous, and of the weight `[C]`, the same bits on every device.
 
     Args:

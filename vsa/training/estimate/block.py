@@ -122,8 +122,7 @@ class Traffic(NamedTuple):
 # products.
 _EAGER = {
     "norm1, modulation": (36, 58),
-    "RMSNorm of q and k": (8, 20),
-    "RoPE of q and k": (84, 88),
+    "RMSNorm, RoPE of q and k": (8, 12),
     "gate, residual": (22, 40),
     "norm2": (20, 38),
     "RMSNorm of the second q, residual": (10, 10),
@@ -133,7 +132,7 @@ _EAGER = {
 }
 _COMPILED = {
     "norm1, modulation": (4, 10),
-    "RMSNorm, RoPE of q and k": (8, 20),
+    "RMSNorm, RoPE of q and k": (8, 12),
     "gate, residual, norm2": (8, 18),
     "RMSNorm of the second q": (4, 10),
     "residual, norm3, modulation": (8, 12),
