@@ -1,4 +1,4 @@
-"""Norm and rotation against their definition with complex numbers in fp64; the Triton kernels, and torch's operations."""
+"""Norm and rotation, by Triton kernels and by torch, against their definition with complex numbers in fp64."""
 
 from __future__ import annotations
 
@@ -139,16 +139,13 @@ def test_triton_adds_the_weight_gradients_of_several_programs(triton_device, mon
 
 
 def test_triton_rounds_once(triton_device):
-    # a value that the rounded norm of `reference` cannot reach
     if triton_device.type == "cpu":
         pytest.skip("the interpreter is wrong in half precision")
     p = problem((2, 64, 12, 64), triton_device, dtype=torch.bfloat16)
     p.pop("dout")
     exact = define(**p)
     ours, torchs = (norm_rope(**p, backend=name) for name in ("triton", "reference"))
-    assert (
-        torch.equal(ours, exact.float().bfloat16()) or (ours.double() - exact).norm() < (torchs.double() - exact).norm()
-    )
+    assert (ours.double() - exact).norm() < 0.8 * (torchs.double() - exact).norm()
 
 
 def test_triton_reads_nothing_else(triton_device):
@@ -253,19 +250,19 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"x": torch.zeros(4, 12)}, r"x must be a float \[B, tokens, channels\] with tokens, got torch.float32 \[4, 12\]"),
+        ({"x": torch.zeros(4, 12)}, r"x must be a float \[B, tokens, channels\] with tokens, got .* \[4, 12\]"),
         ({"x": torch.zeros(1, 4, 12).int()}, "x must be a float .* got torch.int32"),
         ({"num_heads": 5}, "num_heads must divide the 12 channels of x into heads of an even size, got 5"),
         ({"num_heads": 4}, "num_heads must divide the 12 channels of x into heads of an even size, got 4"),
         ({"num_heads": 0}, "num_heads must divide .* got 0"),
-        ({"weight": torch.zeros(6)}, r"weight must be a float \[12\] like the channels of x, got torch.float32 \[6\]"),
+        ({"weight": torch.zeros(6)}, r"weight must be a float \[12\] like x, got torch.float32 \[6\]"),
         ({"cos": torch.zeros(5, 3)}, r"cos must be float32 \[4, 3\], got torch.float32 \[5, 3\]"),
         ({"sin": torch.zeros(4, 3).double()}, r"sin must be float32 \[4, 3\], got torch.float64"),
         ({"sin": torch.zeros(4, 3, requires_grad=True)}, "sin must be a constant, got a tensor that requires a gradi"),
         ({"cos": torch.zeros(4, 3, device="meta")}, "cos must be on cpu like x, got meta"),
         ({"weight": torch.zeros(12, device="meta")}, "weight must be on cpu like x, got meta"),
         ({"backend": "gather"}, "backend must be reference, triton or None"),
-        ({"backend": "triton", "x": torch.zeros(1, 4, 12).double()}, "backend triton takes bfloat16, .* got torch.float64"),
+        ({"backend": "triton", "x": torch.zeros(1, 4, 12).double()}, "backend triton takes bfloat16, .* torch.float64"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(wrong, message):

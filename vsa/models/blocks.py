@@ -62,7 +62,7 @@ class AttentionProjections(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int, eps: float):
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.eps = num_heads, eps
         dim = num_heads * head_dim
         self.to_q = nn.Linear(dim, dim)
         self.to_k = nn.Linear(dim, dim)
@@ -218,4 +218,4 @@ class TransformerBlock(nn.Module):
     def _rotated(self, x: Tensor, norm: nn.RMSNorm, rope: Rope) -> Tensor:
         """Normalised and rotated heads `[B, L, H, D]` of projected tokens `[B, L, C]`."""
         weight = rounded(norm.weight, self.compute_dtype)
-        return norm_rope(x, weight, *rope, num_heads=self.attn1.num_heads, eps=norm.eps)
+        return norm_rope(x, weight, *rope, num_heads=self.attn1.num_heads, eps=self.attn1.eps)
