@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from vsa_kernels import norm_rope
 from vsa_kernels.norm_rope.op import norm_rope_bwd, norm_rope_fwd
 
@@ -213,6 +214,17 @@ def test_compiles_whole(backend, request):
     want = results(lambda **x: norm_rope(**x, backend=backend), **p)
     for name in want:
         torch.testing.assert_close(got[name], want[name])
+
+
+def test_compiled_once_for_any_number_of_tokens():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(norm_rope, backend=counter, fullgraph=True, dynamic=True)
+    for tokens in (5, 9, 14):
+        p = problem((2, tokens, 2, 6), torch.device("cpu"))
+        p.pop("dout")
+        torch.testing.assert_close(compiled(**p), norm_rope(**p))
+    assert counter.frame_count == 1
 
 
 def test_triton_opcheck(triton_device):

@@ -119,10 +119,12 @@ class Traffic(NamedTuple):
 
 # bytes per element of the hidden states (C) and of the hidden layer (F), as (forward, backward). Eager: every operation
 # reads its arguments and writes its result, including casts to and from fp32. Compiled: one kernel between two
-# products.
+# products. The measured steps in `docs/how-fast.md` are older than `norm_rope`, which moves (8, 12) bytes for RMSNorm and
+# RoPE of q and k in both tables.
 _EAGER = {
     "norm1, modulation": (36, 58),
-    "RMSNorm, RoPE of q and k": (8, 12),
+    "RMSNorm of q and k": (8, 20),
+    "RoPE of q and k": (84, 88),
     "gate, residual": (22, 40),
     "norm2": (20, 38),
     "RMSNorm of the second q, residual": (10, 10),
@@ -132,7 +134,7 @@ _EAGER = {
 }
 _COMPILED = {
     "norm1, modulation": (4, 10),
-    "RMSNorm, RoPE of q and k": (8, 12),
+    "RMSNorm, RoPE of q and k": (8, 20),
     "gate, residual, norm2": (8, 18),
     "RMSNorm of the second q": (4, 10),
     "residual, norm3, modulation": (8, 12),
