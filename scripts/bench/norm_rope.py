@@ -12,7 +12,8 @@ reads and writes the tokens once, the backward reads two tensors and writes one.
 - Compiled for sm_90, the forward has 80 registers (88 at 5,120 channels), the backward 128, without spills. So the
   backward has 16 warps per multiprocessor, and up to 48 KB of tokens in flight; 4.1 TB/s with a latency of 1 us need
   21 KB of reads.
-- A multiprocessor issues 11 instructions per channel in the backward: 130 us at the first shape, less than the floor.
+- A row of 768 channels takes 258 instructions of its warp forward and 472 backward. Issued at 1.7 GHz they take 38 and
+  69 us at the first shape, where the floors of the passes are 98 and 147 us.
 - Tables come from L2, 17% of the bytes of the tokens at the first shape.
 
 B batch, L tokens, H heads, D head dim, C = H * D channels.

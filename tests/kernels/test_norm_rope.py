@@ -14,6 +14,7 @@ from vsa_kernels import norm_rope
 from vsa_kernels.norm_rope.op import norm_rope_bwd, norm_rope_fwd
 
 from tests.kernels.interpreted import further
+from vsa.models.recompute import computed_again_without_attention
 
 # B, L, H, D: odd L, heads of no power of two, and the widths of Wan-1.3B and of the small model
 SHAPES = [(2, 5, 3, 6), (1, 7, 2, 16), (2, 3, 12, 64), (1, 3, 5, 80), (1, 1, 1, 2), (1, 3, 12, 128)]
@@ -229,6 +230,22 @@ def test_compiled_once_for_any_number_of_tokens():
         torch.testing.assert_close(compiled(**inputs), norm_rope(**p))
         graphs.append(counter.frame_count)
     assert graphs[0] == graphs[-1]
+
+
+def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkeypatch):
+    from vsa_kernels.norm_rope import triton_norm_rope
+
+    p = problem((1, 3, 2, 6), triton_device)
+    want = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    forward, calls = triton_norm_rope.forward, []
+    monkeypatch.setattr(triton_norm_rope, "forward", lambda *a: calls.append(a) or forward(*a))
+
+    def again(**inputs: Any) -> Tensor:
+        return computed_again_without_attention(lambda x: norm_rope(**inputs | {"x": x}, backend="triton"), inputs["x"])
+
+    got = results(again, **p)
+    assert len(calls) == 2
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_triton_opcheck(triton_device):
