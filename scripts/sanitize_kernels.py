@@ -25,6 +25,7 @@ from vsa_kernels import (
     group_tiles,
     longest_first,
     mean_scores,
+    norm_rope,
     select_share,
     select_topk,
     skipping_attn,
@@ -69,6 +70,11 @@ def problem(seed: int, at: torch.device) -> str:
 
     pooled = block_mean_pool(k, kv_blocks, backend="triton")
     _backward(pooled, k)
+    weight = torch.ones(q.shape[2] * q.shape[3], device=at, dtype=dtype, requires_grad=True)
+    angle = torch.rand(q.shape[1], head_dim // 2, device=at)
+    flat = q.detach().flatten(2).requires_grad_()
+    rotated = norm_rope(flat, weight, angle.cos(), angle.sin(), num_heads=heads, eps=1e-6, backend="triton")
+    _backward(rotated, flat, weight)
     means, similarity = block_mean_and_similarity(k, kv_blocks, center=k.float().mean(1), backend="triton")
     assert means.isfinite().all()
     assert similarity.isfinite().all()

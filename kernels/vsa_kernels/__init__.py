@@ -1,4 +1,4 @@
-"""Block-sparse attention operators: block masks, block pooling, block selection and attention over selected blocks."""
+"""Operators of block-sparse attention: block masks, pooling, selection, attention, and norm with rotation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest_first
+from vsa_kernels.norm_rope import norm_rope
 from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
 from vsa_kernels.selection import mean_scores, select_share, select_topk
 from vsa_kernels.skipping import skipping_attn
@@ -23,6 +24,7 @@ __all__ = [
     "group_tiles",
     "longest_first",
     "mean_scores",
+    "norm_rope",
     "select_share",
     "select_topk",
     "skipping_attn",

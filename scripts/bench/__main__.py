@@ -7,6 +7,7 @@ fine    the block-sparse kernel with a given index
 coarse  pooling, coarse attention, scores, top-k and the transposed index, each alone and their sum
 selection  selection by share beside top-k and a sort, and SpargeAttn's prediction beside dense attention
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
+norm_rope  RMS norm and rotation of queries beside torch's operations and a copy
 fine_grained  FG-Attn's kernel on random masks of small tiles, its planning, and the kernel on lists of uneven length
 dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with the cost of its selections
 vsa     the whole operator
@@ -41,6 +42,7 @@ from vsa.models.recompute import Level
 from .cases import CASES, OWN_LISTS, measure_shape
 from .fine_grained import mask_shapes, share_of, tokens_of
 from .neighborhood import grid_of, window_shapes
+from .norm_rope import rotation_shapes
 from .peers import PEERS
 from .problems import LISTS, choose_shapes
 from .timing import Setup, Strategy
@@ -61,7 +63,7 @@ def table(report: dict[str, Any]) -> str:
         "shape": lambda r: r["name"],
         "B x H x L x D": lambda r: " x ".join(str(r[name]) for name in _SIZE),
         "block": lambda r: r["block"] if r.get("q_block", r["block"]) == r["block"] else f"{r['q_block']}x{r['block']}",
-        "sparsity": lambda r: "-" if r["op"].startswith(_NO_SPARSITY) else f"{r['sparsity']:.1%}",
+        "sparsity": lambda r: "-" if r["op"].startswith(_NO_SPARSITY) else _percent(r["sparsity"]),
         "lists": lambda r: r.get("lists"),
         "computed": lambda r: _percent(r.get("computed")),
         "window": lambda r: r.get("window"),
@@ -74,6 +76,8 @@ def table(report: dict[str, Any]) -> str:
         ),
         "executed TFLOP/s": lambda r: _fixed(r.get("executed_tflops"), _tflops_digits(rows)),
         "useful TFLOP/s": lambda r: _fixed(r.get("useful_tflops"), _tflops_digits(rows)),
+        "GB/s": lambda r: _fixed(r.get("gb_per_s"), 0),
+        "share of a copy's speed": lambda r: _percent(r.get("share_of_copy")),
         "peak extra MiB": lambda r: _fixed(r.get("peak_extra_mib"), 0),
         "peak MiB": lambda r: _fixed(r.get("peak_mib"), 0),
         "speed against dense": lambda r: _fixed(r.get("speedup"), 2, "x"),
@@ -147,6 +151,8 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         shapes = window_shapes(args, device)
     elif args.case == "fine_grained":
         shapes = mask_shapes(args, device)
+    elif args.case == "norm_rope":
+        shapes = rotation_shapes(args, device)
     else:
         shapes = choose_shapes(args.shapes or usual, args.all, device)
     if args.case not in ("fine", "selection", "neighborhood", "fine_grained") and args.shapes is None:
@@ -201,10 +207,10 @@ def main(argv: list[str]) -> None:
             )  # fmt: skip
         else:
             sub.set_defaults(against=["none"])
-        if name in ("step", "distill", "denoise"):
+        if name in ("step", "distill", "denoise", "norm_rope"):
             sub.add_argument(
                 "--modes", nargs="+", choices=["eager", "compiled"],
-                help="modes of the networks' blocks (default eager; both on cuda)",
+                help="modes of the networks' blocks, or of torch's operations (default eager; both on cuda)",
             )  # fmt: skip
         if name == "step":
             sub.add_argument(

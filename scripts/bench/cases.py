@@ -24,6 +24,7 @@ from .distill import distill
 from .dynamic_hilbert import dynamic_hilbert
 from .fine_grained import check_groups, fine_grained
 from .neighborhood import check_strides, neighborhood
+from .norm_rope import check_rotation, norm_rope
 from .peers import add_peers
 from .problems import SELECTION_SHAPES, Problem, Shape, pair_counts, problem
 from .selection import check_selection, selection
@@ -156,6 +157,7 @@ CASES = {
         [s.name for s in SELECTION_SHAPES],
     ),
     "neighborhood": Case(neighborhood, lambda backend, s: [check_strides(backend, s.dtype, s.device)]),
+    "norm_rope": Case(norm_rope, lambda backend, s: [check_rotation(backend, s.dtype, s.device)]),
     "fine_grained": Case(fine_grained, lambda backend, s: [check_groups(backend, s.dtype, s.device)]),
     "dynamic_hilbert": Case(
         dynamic_hilbert, lambda backend, s: [checks.check(backend, s.dtype, s.device)], ["wan14b-21x45x80"]
@@ -165,7 +167,7 @@ CASES = {
 }
 NETWORK_CASES = ("layer", "step", "distill", "denoise")
 """Cases of whole layers and networks."""
-OWN_LISTS = (*NETWORK_CASES, "neighborhood", "fine_grained", "dynamic_hilbert")
+OWN_LISTS = (*NETWORK_CASES, "neighborhood", "norm_rope", "fine_grained", "dynamic_hilbert")
 """Cases that do not use the block lists of the problem."""
 
 

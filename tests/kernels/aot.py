@@ -272,6 +272,17 @@ def pooling(p: Problem) -> None:
         triton_pool.mean_and_similarity(q, center, *sizes)
 
 
+def norm_rope(p: Problem) -> None:
+    """Norm and rotation of the problem's heads, and at the widths of models, forward and backward."""
+    from vsa_kernels.norm_rope import triton_norm_rope
+
+    for heads, head_dim in ((p.heads, p.head_dim), (12, 64), (12, 128), (40, 128)):
+        x, weight = (torch.empty(*size, heads * head_dim, dtype=DTYPES[p.dtype]) for size in ((p.batch, 999), ()))
+        table = torch.empty(999, head_dim // 2)
+        out, rstd = triton_norm_rope.forward(x, weight, table, table, heads, 1e-6)
+        triton_norm_rope.backward(out, x, weight, table, table, rstd)
+
+
 def selection(p: Problem) -> None:
     """Top-k and top-p, plain and with every option, over few and many blocks, and a top-k over the most."""
     for num_kv in (p.num, 1200, 4096):
@@ -363,7 +374,7 @@ def gathered(p: Problem) -> None:
 
 
 STAGES: tuple[Callable[[Problem], None], ...] = (
-    fine, skipping, coarse, transpose, pooling, mean_scores, selection, gates, operator, gathered,
+    fine, skipping, coarse, transpose, pooling, mean_scores, norm_rope, selection, gates, operator, gathered,
 )  # fmt: skip
 BY_SHAPE = (fine, pooling, gates, operator)
 MASKED = (fine, gathered)

@@ -441,6 +441,37 @@ def test_selection_runs_and_a_wrong_share_stops_it(bench, monkeypatch, tmp_path,
     assert capsys.readouterr().out == ""
 
 
+def test_norm_and_rotation_runs_and_a_wrong_one_stops_it(bench, monkeypatch, tmp_path, capsys):
+    module = importlib.import_module("scripts.bench.norm_rope")
+    out = tmp_path / "report.json"
+    bench.main(["norm_rope", "--repeats", "1", "--out", str(out)])
+    copy, forward, both = json.loads(out.read_text())["rows"]
+    assert [(r["op"], r["pass"]) for r in (copy, forward, both)] == [
+        ("copy", "forward"), ("eager", "forward"), ("eager", "forward + backward")
+    ]  # fmt: skip
+    assert copy["share_of_copy"] == 1
+    assert both["share_of_copy"] == pytest.approx(2.5 * copy["median_ms"] / both["median_ms"], abs=1e-3)
+    assert both["gb_per_s"] == pytest.approx(5 * 2 * 999 * 240 * 4 / both["median_ms"] / 1e6, abs=0.06)
+    printed = capsys.readouterr().out
+    assert "a rotation backwards is noticed" in printed
+    assert "| small | 2 x 3 x 999 x 80 | float32 | eager | forward |" in printed
+    right = module.ours
+    for damage, match in (
+        (lambda *a, **kw: 1.001 * right(*a, **kw), "reference is wrong, no speed is printed: out is off by 0.001"),
+        (lambda x, w, cos, sin, **kw: right(x, w, cos, sin.abs(), **kw), "reference is wrong, no speed is printed"),
+    ):
+        monkeypatch.setattr(module, "ours", damage)
+        with pytest.raises(ValueError, match=match):
+            bench.main(["norm_rope", "--repeats", "1"])
+    monkeypatch.setattr(module, "ours", right)
+    monkeypatch.setattr(module, "_TOLERANCE", {torch.float32: 10.0})
+    with pytest.raises(ValueError, match="does not notice a rotation backwards"):
+        bench.main(["norm_rope", "--repeats", "1"])
+    with pytest.raises(ValueError, match=r"--shapes must be of small, pretrain_120m, wan1\.3b, wan14b, got tiny"):
+        bench.main(["norm_rope", "--shapes", "tiny"])
+    assert capsys.readouterr().out == ""
+
+
 @pytest.fixture
 def at_work(bench):
     return importlib.import_module("scripts.bench.distill").Distillation(bench.tiny, "gather", False, CPU)

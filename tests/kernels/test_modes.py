@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from vsa_kernels import Blocks, block_mean_pool, block_sparse_attn, select_topk
+from vsa_kernels import Blocks, block_mean_pool, block_sparse_attn, norm_rope, select_topk
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
 
 SIZES = [5, 3, 8]
@@ -32,6 +32,12 @@ def average(q: Tensor, k: Tensor, v: Tensor, *_gates: Tensor, backend: str | Non
 
 def pool(q: Tensor, *_others: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     return (block_mean_pool(q, Blocks.from_sizes(SIZES, q.device)),)
+
+
+def rotate(q: Tensor, *_others: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
+    angle = torch.arange(16.0 * 8, device=q.device).view(16, 8)
+    weight = torch.ones(32, device=q.device, dtype=q.dtype)
+    return (norm_rope(q.flatten(2), weight, angle.cos(), angle.sin(), num_heads=2, eps=1e-6),)
 
 
 def inputs_of(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -109,19 +115,19 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("op", [attend, operate, average, pool], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", [attend, operate, average, pool, rotate], ids=lambda op: op.__name__)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_tangent_is_refused(op, transform, device):
     """A registered op drops it: the output would count as a constant."""
     q, *rest = inputs_of(device)
     with pytest.raises(ValueError, match="the ops of vsa_kernels have no forward-mode derivative"):
         TRANSFORMS[transform](lambda x: scalar(op)(x, *rest), q)
-    if op is not pool:
+    if op not in (pool, rotate):
         with pytest.raises(ValueError, match="forward-mode"):
             TRANSFORMS[transform](lambda x: scalar(op)(q, rest[0], x, *rest[2:]), rest[1])
 
 
-@pytest.mark.parametrize("op", [attend, operate, average, pool], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", [attend, operate, average, pool, rotate], ids=lambda op: op.__name__)
 def test_dual_tensors_are_refused(op, device):
     q, *rest = inputs_of(device)
     with forward_ad.dual_level():
@@ -134,7 +140,7 @@ def test_dual_tensors_are_refused(op, device):
             op(dual.detach(), *rest)
 
 
-@pytest.mark.parametrize("op", [attend, operate, average, pool], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", [attend, operate, average, pool, rotate], ids=lambda op: op.__name__)
 def test_other_modes_pass(op, device):
     q, *rest = inputs_of(device)
     value = scalar(op)(q, *rest)

@@ -6,6 +6,11 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vsa.attention.context import AttnContext
+from vsa.attention.full import FullAttention
+from vsa.attention.layout import Segment
+from vsa.models.blocks import TransformerBlock
+from vsa.models.compute_dtype import compute_in
 from vsa.models.rope import apply_rope, axis_dims, rope_tables
 
 CPU = torch.device("cpu")
@@ -69,6 +74,41 @@ def test_half_precision_rotates_in_fp32():
     x = torch.randn(1, 60, 2, 16).bfloat16()
     rope = rope_tables((3, 4, 5), 16, CPU)
     assert torch.equal(apply_rope(x, rope), apply_rope(x.float(), rope).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_self_attention_norms_and_rotates_as_ever_on_a_cpu(dtype, monkeypatch):
+    """Bit for bit, weights rounded by the compute dtype included: a seed keeps every digit of its losses."""
+
+    def separately(block, x, norm, rope):
+        return apply_rope(block.attn1.heads(norm(x)), rope)
+
+    torch.manual_seed(0)
+    method = FullAttention(dim=24, num_heads=2, head_dim=12)
+    block = TransformerBlock(
+        method, num_heads=2, head_dim=12, ffn_dim=48, cross_attn_norm=True, eps=1e-6, added_kv_proj_dim=None
+    )
+    torch.nn.init.normal_(block.scale_shift_table)
+    for norm in (block.attn1.norm_q, block.attn1.norm_k):
+        torch.nn.init.normal_(norm.weight)
+    compute_in(block, dtype)
+    grid = (2, 3, 5)
+    layout = method.layout([Segment(grid)])
+    h = torch.randn(2, 30, 24, requires_grad=True)
+
+    def run():
+        out = block.self_attention(
+            h.to(dtype or h.dtype), rope_tables(grid, 12, CPU), AttnContext(layout=layout, topk=1)
+        )
+        return out, *torch.autograd.grad(out.float().sin().sum(), (h, *block.attn1.parameters()))
+
+    got = run()
+    monkeypatch.setattr(TransformerBlock, "_rotated", separately)
+    want = run()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    # the control: other tables are noticed
+    monkeypatch.setattr(TransformerBlock, "_rotated", lambda *a: separately(*a[:3], (a[3][0], -a[3][1])))
+    assert not torch.equal(run()[0], want[0])
 
 
 def test_tables_made_in_inference_mode_serve_training():

@@ -7,11 +7,13 @@ from functools import partial
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import TileLayout
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.recompute import _keep_attention
 from vsa.models.video_dit import VideoDiT
 
 # the layouts here are ragged on purpose
@@ -202,6 +204,14 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+def test_norm_and_rotation_are_computed_again_though_they_are_an_operator_of_ours():
+    ours = torch.ops.vsa_kernels
+    again = [_keep_attention(None, op.default) for op in (ours.norm_rope_fwd, torch.ops.aten.mm)]
+    kept = [_keep_attention(None, op.default) for op in (ours.coarse_fine_fwd, ours.block_sparse_fwd)]
+    assert again == 2 * [CheckpointPolicy.PREFER_RECOMPUTE]
+    assert kept == 2 * [CheckpointPolicy.MUST_SAVE]
 
 
 def test_attention_is_not_computed_again_below_full():

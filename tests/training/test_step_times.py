@@ -61,6 +61,9 @@ def gpu_trace():
         *launch("aten::mm", 80, 3, **MM),
         *launch("aten::add", 90, 4, **ADD),
         *launch("aten::copy_", 100, 5, **ADD),
+        # an operator of ours, but elementwise
+        *launch("vsa_kernels::norm_rope_fwd", 105, 10, **ADD),
+        event("cpu_op", "aten::empty", 105, 1),
         event("user_annotation", module, 125, 20),
         *launch("aten::linalg_vector_norm", 126, 6),
         *launch("aten::_fused_adamw_", 150, 7),
@@ -82,6 +85,7 @@ def gpu_trace():
         # on two streams at once
         kernel("elementwise", 700, 50, 4),
         kernel("elementwise", 720, 50, 4, stream=8),
+        kernel("_norm_rope_kernel", 770, 30, 10),
     ]
 
 
@@ -93,20 +97,20 @@ def test_every_microsecond_of_a_device_has_one_kind():
             OPERATOR: 50,
             ATTENTION: 100,
             LINEAR: 200,
-            ELEMENTWISE: 30 + 70,
+            ELEMENTWISE: 30 + 70 + 30,
             COPIES: 20,
             "gradient norms": 10,
             "optimizer": 90,
             COMMUNICATION: 60,
             DATA: 60,
-            # 60 to 100, 660 to 700, 770 to 1000
-            HOST: 40 + 40 + 230,
+            # 60 to 100, 660 to 700, 800 to 1000
+            HOST: 40 + 40 + 200,
         }
     )
     assert times.total == pytest.approx(0.5)
     assert 2e3 * times.hidden == pytest.approx(40)
     assert times.flops == 2 * 2 * 8 * 4 * 16 / 2
-    assert times.bytes == {ELEMENTWISE: 3 * 8 * 16 * 2 / 2, COPIES: 3 * 8 * 16 * 2 / 2}
+    assert times.bytes == {ELEMENTWISE: 2 * 3 * 8 * 16 * 2 / 2, COPIES: 3 * 8 * 16 * 2 / 2}
 
 
 def test_compiled_kernels_are_copies_if_they_only_move_or_round():

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from vsa_kernels import norm_rope
 
 from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
@@ -18,7 +19,7 @@ from vsa.attention.dense import cross_attn
 from vsa.models.compute_dtype import rounded
 from vsa.models.embeddings import FeedForward, LayerNormFp32, at_least_fp32
 from vsa.models.recompute import Level, computed_again, computed_again_without_attention
-from vsa.models.rope import Rope, apply_rope
+from vsa.models.rope import Rope
 
 
 class Modulation(NamedTuple):
@@ -61,7 +62,7 @@ class AttentionProjections(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int, eps: float):
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.eps = num_heads, eps
         dim = num_heads * head_dim
         self.to_q = nn.Linear(dim, dim)
         self.to_k = nn.Linear(dim, dim)
@@ -208,8 +209,13 @@ class TransformerBlock(nn.Module):
     def self_attention(self, h: Tensor, rope: Rope, ctx: AttnContext) -> Tensor:
         """Self-attention output `[B, L, C]` of normalised, modulated hidden states `[B, L, C]`."""
         attn = self.attn1
-        q = apply_rope(attn.heads(attn.norm_q(attn.to_q(h))), rope)
-        k = apply_rope(attn.heads(attn.norm_k(attn.to_k(h))), rope)
+        q = self._rotated(attn.to_q(h), attn.norm_q, rope)
+        k = self._rotated(attn.to_k(h), attn.norm_k, rope)
         v = attn.heads(attn.to_v(h))
         out = self.method(q, k, v, self.method.project(h), ctx)
         return attn.to_out[0](out.flatten(2))
+
+    def _rotated(self, x: Tensor, norm: nn.RMSNorm, rope: Rope) -> Tensor:
+        """Normalised and rotated heads `[B, L, H, D]` of projected tokens `[B, L, C]`."""
+        weight = rounded(norm.weight, self.compute_dtype)
+        return norm_rope(x, weight, *rope, num_heads=self.attn1.num_heads, eps=self.attn1.eps)

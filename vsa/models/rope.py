@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from vsa_kernels.norm_rope.reference import rotate
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines, each `[L, D / 2]` float32."""
@@ -84,6 +85,4 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
         x: `[B, L, H, D]` queries or keys.
         rope: cos, sin `[L, D / 2]`, in the token order of x.
     """
-    cos, sin = rope[0][:, None], rope[1][:, None]
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+    return rotate(x, *rope)

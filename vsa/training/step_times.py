@@ -41,6 +41,7 @@ _MOVES = re.compile(
     "to_copy|copy|view|clone|transpose|permute|unsqueeze|squeeze|expand|select|slice|split|unbind|cat|stack|detach"
 )
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
+_NORM = "vsa_kernels::norm_rope_"
 _BYTES = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1,
 }  # fmt: skip
@@ -123,7 +124,8 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
         kind = _kind(call.name, call)
         if kind == LINEAR:
             flops += _product_flops(call)
-        elif kind in moved and not call.calls_operators:
+        # norm and rotation allocate their results by operators that move nothing
+        elif kind in moved and (not call.calls_operators or call.name.startswith(_NORM)):
             moved[kind] += _bytes(call)
     return StepTimes(
         milliseconds={kind: us / 1e3 / steps for kind, us in spent.items()},
@@ -174,7 +176,7 @@ def _kind(name: str, call: _Call | None) -> str:
     names = [] if call is None else list(call.names())
     if "nccl" in name.lower():
         return COMMUNICATION
-    if any(n.startswith("vsa_kernels::") for n in names):
+    if any(n.startswith("vsa_kernels::") and not n.startswith(_NORM) for n in names):
         return OPERATOR
     if any(part in n for n in names for part in _ATTENTION):
         return ATTENTION

@@ -1,0 +1,211 @@
+"""RMS norm and rotation in one read and one write of the tokens; the gradients in two reads and one write.
+
+A program computes some rows (tokens) one after the other. Its tile is one row, [heads, dims], both padded to powers of
+two and masked: a thread has whole pairs in its 16-byte accesses, and meets the same few cosines in every head.
+
+B batch, L tokens, H heads, D head dim, C = H * D channels, R = B * L rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vsa_kernels.launch import launch
+
+# rows of a forward program, enough to reuse the weights
+_ROWS = 4
+# elements of a row per thread: the backward has four fp32 numbers for each in registers
+_THREAD_ELEMENTS = 32
+# of a backward thread, for 16 warps per multiprocessor; 112 spill at 1,536 and 5,120 channels
+_REGISTERS = 128
+# rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
+# that writing and adding partial gradients of the weight is a small part of the traffic
+_FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 64, 1024
+# partial gradients and channels of a step of their sum
+_PARTIALS, _CHANNELS = 512, 8
+
+
+@triton.jit
+def _pairs(b_x, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Even and odd channels, fp32 [BLOCK_H, BLOCK_D / 2], of a tile [BLOCK_H, BLOCK_D]."""
+    return tl.split(tl.reshape(b_x.to(tl.float32), (BLOCK_H, BLOCK_D // 2, 2)))
+
+
+@triton.jit
+def _norm_rope_kernel(
+    x, weight, cos, sin, out, rstd, R, L, stride_b, stride_l, eps,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    o_h, o_d, o_p = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
+    o_c = o_h[:, None] * D + o_d[None, :]
+    m_c = (o_h < H)[:, None] & (o_d < D)[None, :]
+    m_p = o_p < D // 2
+    b_weight = tl.load(weight + o_c, mask=m_c, other=0.0)
+    first = tl.program_id(0) * ROWS
+    for i in range(tl.minimum(ROWS, R - first)):
+        i_r = first + i
+        i_b, i_l = (i_r // L).to(tl.int64), (i_r % L).to(tl.int64)
+        b_x = tl.load(x + i_b * stride_b + i_l * stride_l + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_cos = tl.load(cos + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
+        b_sin = tl.load(sin + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
+        b_rstd = tl.rsqrt(tl.sum(b_x * b_x) / (H * D) + eps)
+        tl.store(rstd + i_r, b_rstd)
+        # [BLOCK_H, BLOCK_D / 2]
+        b_even, b_odd = _pairs(b_x * b_rstd * b_weight.to(tl.float32), BLOCK_H, BLOCK_D)
+        b_out = tl.join(b_even * b_cos - b_odd * b_sin, b_even * b_sin + b_odd * b_cos)
+        b_out = tl.reshape(b_out, (BLOCK_H, BLOCK_D)).to(out.dtype.element_ty)
+        tl.store(out + i_r.to(tl.int64) * (H * D) + o_c, b_out, mask=m_c)
+
+
+@triton.jit
+def _norm_rope_grad_kernel(
+    dout, x, weight, cos, sin, rstd, dx, partials, R, L, do_b, do_l, do_h, stride_b, stride_l,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    o_h, o_d, o_p = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
+    o_c = o_h[:, None] * D + o_d[None, :]
+    o_do = o_h.to(tl.int64)[:, None] * do_h + o_d[None, :]
+    m_c = (o_h < H)[:, None] & (o_d < D)[None, :]
+    m_p = o_p < D // 2
+    dw_even = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
+    dw_odd = tl.zeros((BLOCK_H, BLOCK_D // 2), tl.float32)
+    first = tl.program_id(0) * ROWS
+    for i in range(tl.minimum(ROWS, R - first)):
+        i_r = first + i
+        i_b, i_l = (i_r // L).to(tl.int64), (i_r % L).to(tl.int64)
+        b_x = tl.load(x + i_b * stride_b + i_l * stride_l + o_c, mask=m_c, other=0.0)
+        b_do = tl.load(dout + i_b * do_b + i_l * do_l + o_do, mask=m_c, other=0.0)
+        b_cos = tl.load(cos + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
+        b_sin = tl.load(sin + i_l * (D // 2) + o_p, mask=m_p, other=0.0)[None, :]
+        b_rstd = tl.load(rstd + i_r)
+        n_even, n_odd = _pairs(b_x, BLOCK_H, BLOCK_D)
+        n_even, n_odd = n_even * b_rstd, n_odd * b_rstd
+        do_even, do_odd = _pairs(b_do, BLOCK_H, BLOCK_D)
+        # rotated back
+        g_even, g_odd = do_even * b_cos + do_odd * b_sin, do_odd * b_cos - do_even * b_sin
+        dw_even += g_even * n_even
+        dw_odd += g_odd * n_odd
+        # from the L1 cache in every row: registers are what limits the number of programs, hence of loads in flight
+        w_even, w_odd = _pairs(tl.load(weight + o_c, mask=m_c, other=0.0), BLOCK_H, BLOCK_D)
+        g_even, g_odd = g_even * w_even, g_odd * w_odd
+        b_mean = tl.sum(g_even * n_even + g_odd * n_odd) / (H * D)
+        b_dx = tl.join((g_even - n_even * b_mean) * b_rstd, (g_odd - n_odd * b_mean) * b_rstd)
+        b_dx = tl.reshape(b_dx, (BLOCK_H, BLOCK_D)).to(dx.dtype.element_ty)
+        tl.store(dx + i_r.to(tl.int64) * (H * D) + o_c, b_dx, mask=m_c)
+    b_dw = tl.reshape(tl.join(dw_even, dw_odd), (BLOCK_H, BLOCK_D))
+    tl.store(partials + tl.program_id(0).to(tl.int64) * (H * D) + o_c, b_dw, mask=m_c)
+
+
+@triton.jit
+def _weight_grad_kernel(partials, dweight, N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    o_n = tl.arange(0, BLOCK_N)
+    o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    b_sum = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    for n in range(0, N, BLOCK_N):
+        m = (n + o_n < N)[:, None] & (o_c < C)[None, :]
+        b_sum += tl.load(partials + (n + o_n).to(tl.int64)[:, None] * C + o_c[None, :], mask=m, other=0.0)
+    tl.store(dweight + o_c, tl.sum(b_sum, 0).to(dweight.dtype.element_ty), mask=o_c < C)
+
+
+def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalised and rotated heads `[B, L, H, D]`, contiguous in x's dtype, and fp32 `[B, L]` inverse roots.
+
+    Args:
+        x: `[B, L, C]` tokens in fp32, fp16 or bf16.
+        weight: `[C]` of the norm.
+        cos: fp32 `[L, D / 2]`.
+        sin: fp32 `[L, D / 2]`.
+        num_heads: H.
+        eps: added to the mean square.
+    """
+    x = _rows_ready(x)
+    B, L, C = x.shape
+    head_dim = C // num_heads
+    out = x.new_empty((B, L, num_heads, head_dim))
+    rstd = x.new_empty((B, L), dtype=torch.float32)
+    launch(
+        _norm_rope_kernel,
+        (triton.cdiv(B * L, _ROWS),),
+        x,
+        weight.contiguous(),
+        cos.contiguous(),
+        sin.contiguous(),
+        out,
+        rstd,
+        B * L,
+        L,
+        *x.stride()[:2],
+        eps,
+        ROWS=_ROWS,
+        **_tile(num_heads, head_dim),
+    )
+    return out, rstd
+
+
+def backward(dout: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x `[B, L, C]`, contiguous, and of the weight `[C]`, the same bits on every device.
+
+    Args:
+        dout: `[B, L, H, D]` gradient of the heads.
+        x: as in `forward`.
+        weight: as in `forward`.
+        cos: as in `forward`.
+        sin: as in `forward`.
+        rstd: the inverse roots of `forward`.
+    """
+    x, dout = _rows_ready(x), _rows_ready(dout)
+    B, L, num_heads, head_dim = dout.shape
+    C = num_heads * head_dim
+    rows = min(max(1 << max(B * L // _PROGRAMS, 1).bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
+    num = triton.cdiv(B * L, rows)
+    dx = x.new_empty(x.shape)
+    dweight = weight.new_empty(weight.shape)
+    partials = x.new_empty((num, C), dtype=torch.float32)
+    launch(
+        _norm_rope_grad_kernel,
+        (num,),
+        dout,
+        x,
+        weight.contiguous(),
+        cos.contiguous(),
+        sin.contiguous(),
+        rstd,
+        dx,
+        partials,
+        B * L,
+        L,
+        *dout.stride()[:3],
+        *x.stride()[:2],
+        ROWS=rows,
+        # fp32 is for tests
+        maxnreg=_REGISTERS if x.dtype.itemsize == 2 else None,
+        **_tile(num_heads, head_dim),
+    )
+    launch(
+        _weight_grad_kernel,
+        (triton.cdiv(C, _CHANNELS),),
+        partials,
+        dweight,
+        num,
+        C,
+        BLOCK_N=_PARTIALS,
+        BLOCK_C=_CHANNELS,
+        num_warps=4,
+    )
+    return dx, dweight
+
+
+def _rows_ready(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _tile(num_heads: int, head_dim: int) -> dict[str, Any]:
+    # constants of a launch: a row, and the warps that hold it
+    block_h, block_d = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim)
+    warps = min(max(block_h * block_d // (32 * _THREAD_ELEMENTS), 1), 16)
+    return {"H": num_heads, "D": head_dim, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": warps}

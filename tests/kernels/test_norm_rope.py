@@ -1,0 +1,305 @@
+"""Norm and rotation, by Triton kernels and by torch, against their definition with complex numbers in fp64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from vsa_kernels import norm_rope
+from vsa_kernels.norm_rope.op import norm_rope_bwd, norm_rope_fwd
+
+from tests.kernels.interpreted import further
+from vsa.models.recompute import computed_again_without_attention
+
+# B, L, H, D: odd L, heads of no power of two, and the widths of Wan-1.3B and of the small model
+SHAPES = [(2, 5, 3, 6), (1, 7, 2, 16), (2, 3, 12, 64), (1, 3, 5, 80), (1, 1, 1, 2), (1, 3, 12, 128)]
+EPS = 1e-4
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+LAYOUTS = ["plain", "packed", "tokens apart", "channels apart"]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """Memory that nobody wrote holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def dtypes(device: torch.device, triton: bool) -> list[torch.dtype]:
+    """The interpreter is wrong in half precision."""
+    return [torch.float32] if triton and device.type == "cpu" else list(TOLERANCE)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same values with other strides."""
+    if layout == "packed":
+        return torch.stack([x, torch.full_like(x, torch.nan)], dim=-2).flatten(-2)[..., : x.shape[-1]]
+    if layout == "tokens apart":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "channels apart":
+        return x.transpose(1, -1).contiguous().transpose(1, -1)
+    return x
+
+
+def problem(shape: tuple[int, ...], device: torch.device, layout: str = "plain", dtype=torch.float32) -> dict[str, Any]:
+    """Tokens so small that eps matters, a weight, tables of random angles and a gradient."""
+    B, L, H, D = shape
+    g = torch.Generator().manual_seed(L)
+    x, dout = 1e-2 * torch.randn(B, L, H * D, generator=g), torch.randn(B, L, H, D, generator=g)
+    angle = 6 * torch.rand(L, D // 2, generator=g)
+    weight = 1 + 0.3 * torch.randn(H * D, generator=g)
+    made = {
+        "x": laid_out(x.to(device, dtype), layout).requires_grad_(),
+        "weight": weight.to(device, dtype).requires_grad_(),
+        "cos": angle.cos().to(device),
+        "sin": angle.sin().to(device),
+    }
+    return made | {"num_heads": H, "eps": EPS, "dout": laid_out(dout.to(device, dtype), layout)}
+
+
+def define(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float) -> Tensor:
+    """Each channel pair is a complex number, which the table turns."""
+    x, weight = x.double(), weight.double()
+    normed = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    pairs = torch.view_as_complex(normed.unflatten(-1, (num_heads, -1, 2)).contiguous())
+    turned = pairs * torch.complex(cos.double(), sin.double())[:, None]
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def results(function: Any, dout: Tensor, **inputs: Any) -> dict[str, Tensor]:
+    """Output and gradients."""
+    out = function(**inputs)
+    dx, dweight = torch.autograd.grad(out, (inputs["x"], inputs["weight"]), dout.to(out.dtype))
+    return {"out": out, "dx": dx, "dweight": dweight}
+
+
+def assert_defined(shape: tuple[int, ...], backend: str, device: torch.device, layout: str = "plain") -> None:
+    def ours(**inputs: Any) -> Tensor:
+        return norm_rope(**inputs, backend=backend)
+
+    for dtype in dtypes(device, backend == "triton"):
+        p = problem(shape, device, layout, dtype)
+        want = results(define, **p)
+        got = results(ours, **p)
+        assert got["out"].is_contiguous()
+        assert all(x.dtype == dtype for x in got.values())
+        assert_close(got, want, dtype)
+        for wrong in ({"sin": -p["sin"]}, {"eps": 1.2 * EPS}):
+            with pytest.raises(AssertionError):
+                assert_close(results(ours, **p | wrong), want, dtype)
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -> None:
+    for name, exact in want.items():
+        error = (got[name].double() - exact.double()).abs().max() / exact.abs().max()
+        assert error <= TOLERANCE[dtype], f"{name} is off by {error}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reference_is_the_definition(shape, device):
+    assert_defined(shape, "reference", device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reference_takes_any_strides(layout, device):
+    assert_defined((2, 5, 3, 6), "reference", device, layout)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES[:4], *map(further, SHAPES[4:])], ids=str)
+def test_triton_is_the_definition(shape, triton_device):
+    assert_defined(shape, "triton", triton_device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_triton_takes_any_strides(layout, triton_device):
+    assert_defined((2, 5, 3, 6), "triton", triton_device, layout)
+
+
+@pytest.mark.parametrize("shape", [(8, 16384, 12, 64), (1, 23296, 12, 128), (1, 2048, 40, 128)], ids=str)
+def test_triton_at_the_sizes_of_models(shape, triton_device):
+    if triton_device.type == "cpu":
+        pytest.skip("takes minutes in the interpreter")
+    p = problem(shape, triton_device, dtype=torch.bfloat16)
+    dout, inputs = p.pop("dout"), p
+    got = results(lambda **x: norm_rope(**x, backend="triton"), dout, **inputs)
+    assert_close(got, results(define, dout, **inputs), torch.bfloat16)
+    again = results(lambda **x: norm_rope(**x, backend="triton"), dout, **inputs)
+    assert all(torch.equal(got[name], again[name]) for name in got)
+
+
+def test_triton_adds_the_weight_gradients_of_several_programs(triton_device, monkeypatch):
+    from vsa_kernels.norm_rope import triton_norm_rope
+
+    # five programs, the last one short, and three steps of their sum
+    monkeypatch.setattr(triton_norm_rope, "_PARTIALS", 2)
+    assert_defined((2, 37, 2, 6), "triton", triton_device)
+
+
+def test_triton_rounds_once(triton_device):
+    if triton_device.type == "cpu":
+        pytest.skip("the interpreter is wrong in half precision")
+    p = problem((2, 64, 12, 64), triton_device, dtype=torch.bfloat16)
+    p.pop("dout")
+    exact = define(**p)
+    ours, torchs = (norm_rope(**p, backend=name) for name in ("triton", "reference"))
+    assert (ours.double() - exact).norm() < 0.8 * (torchs.double() - exact).norm()
+
+
+def test_triton_reads_nothing_else(triton_device):
+    B, L, H, D = 1, 6, 3, 6
+    p = problem((B, L, H, D), triton_device)
+    want = norm_rope(**{k: v for k, v in p.items() if k != "dout"}, backend="reference")
+    store = torch.full((B, L + 4, H * D + 14), torch.nan, device=triton_device)
+    p["x"] = store[:, 2:-2, : H * D].copy_(p["x"].detach()).requires_grad_()
+    heads = torch.full((B, L + 4, H + 2, D + 2), torch.nan, device=triton_device)
+    p["dout"] = heads[:, 2:-2, 1:-1, :D].copy_(p["dout"])
+    got = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    assert all(x.isfinite().all() for x in got.values())
+    torch.testing.assert_close(got["out"], want, rtol=1e-5, atol=1e-6)
+
+
+def test_triton_keeps_a_bad_token_to_itself(triton_device):
+    p = problem((1, 5, 2, 6), triton_device)
+    p["x"].data[0, 2, 3] = torch.nan
+    got = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    for name in ("out", "dx"):
+        assert got[name].isnan().flatten(2).any(-1).tolist() == [[False, False, True, False, False]]
+
+
+def test_triton_strides_past_two_billion(triton_device):
+    if triton_device.type == "cpu":
+        pytest.skip("needs 6 GB of device memory")
+    p, stride = problem((1, 134, 2, 64), triton_device, dtype=torch.bfloat16), 20_000_000
+    store = torch.zeros(stride * 134, dtype=torch.bfloat16, device=triton_device)
+    p["x"] = store.as_strided(p["x"].shape, (stride * 134, stride, 1)).copy_(p["x"].detach()).requires_grad_()
+    got = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    assert_close(got, results(define, **p), torch.bfloat16)
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.float64])
+def test_triton_takes_a_weight_of_another_dtype(other, triton_device):
+    p = problem((1, 3, 2, 8), triton_device)
+    p["weight"] = p["weight"].detach().to(other).requires_grad_()
+    got = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    assert (got["out"].dtype, got["dweight"].dtype) == (torch.float32, other)
+    assert_close(got, results(define, **p), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_reference_is_torchs_norm_and_the_rotation_bit_for_bit(dtype):
+    """Runs on a CPU with one seed keep every digit of their losses."""
+
+    def separately(x, weight, cos, sin, num_heads, eps):
+        heads = F.rms_norm(x, (x.shape[-1],), weight, eps).unflatten(-1, (num_heads, -1))
+        even, odd = heads.unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = cos[:, None], sin[:, None]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(heads)
+
+    p = problem((2, 9, 4, 16), torch.device("cpu"), dtype=dtype)
+    got, want = results(norm_rope, **p), results(separately, **p)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_compiles_whole(backend, request):
+    device = request.getfixturevalue("triton_device") if backend == "triton" else torch.device("cpu")
+    torch._dynamo.reset()
+    p = problem((2, 5, 2, 6), device)
+    compiled = torch.compile(norm_rope, backend="aot_eager", fullgraph=True)
+    got = results(lambda **x: compiled(**x, backend=backend), **p)
+    want = results(lambda **x: norm_rope(**x, backend=backend), **p)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name])
+
+
+def test_compiled_once_for_any_number_of_tokens():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(partial(norm_rope, num_heads=2, eps=EPS), backend=counter, fullgraph=True, dynamic=True)
+    graphs = []
+    for tokens in (5, 9, 14):
+        p = problem((2, tokens, 2, 6), torch.device("cpu"))
+        p.pop("dout")
+        inputs = {name: p[name] for name in ("x", "weight", "cos", "sin")}
+        torch.testing.assert_close(compiled(**inputs), norm_rope(**p))
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[-1]
+
+
+def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkeypatch):
+    from vsa_kernels.norm_rope import triton_norm_rope
+
+    p = problem((1, 3, 2, 6), triton_device)
+    want = results(lambda **x: norm_rope(**x, backend="triton"), **p)
+    forward, calls = triton_norm_rope.forward, []
+    monkeypatch.setattr(triton_norm_rope, "forward", lambda *a: calls.append(a) or forward(*a))
+
+    def again(**inputs: Any) -> Tensor:
+        return computed_again_without_attention(lambda x: norm_rope(**inputs | {"x": x}, backend="triton"), inputs["x"])
+
+    got = results(again, **p)
+    assert len(calls) == 2
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_triton_opcheck(triton_device):
+    p = problem((2, 5, 2, 6), triton_device, "packed")
+    arguments = (p["x"], p["weight"], p["cos"], p["sin"])
+    torch.library.opcheck(norm_rope_fwd, (*arguments, 2, EPS))
+    _, rstd = norm_rope_fwd(*arguments, 2, EPS)
+    torch.library.opcheck(norm_rope_bwd, (p["dout"], *(x.detach() for x in arguments), rstd.detach()))
+
+
+def test_an_empty_batch_gives_an_empty_result(device):
+    for backend in ("reference", "triton") if device.type == "cuda" else ("reference",):
+        p = problem((0, 5, 2, 6), device)
+        got = results(lambda p=p, backend=backend, **x: norm_rope(**x, backend=backend), **p)
+        assert [list(x.shape) for x in got.values()] == [[0, 5, 2, 6], [0, 5, 12], [12]]
+        assert not got["dweight"].any()
+
+
+def test_shapes_of_fake_tensors():
+    x = torch.empty(2, 5, 12, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    table = torch.empty(5, 3, device="meta")
+    weight = torch.empty(12, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    out, rstd = norm_rope_fwd(x, weight, table, table, 2, EPS)
+    assert (list(out.shape), out.dtype, rstd.dtype) == ([2, 5, 2, 6], torch.bfloat16, torch.float32)
+    dx, dweight = torch.autograd.grad(out, (x, weight), torch.empty_like(out))
+    assert (dx.shape, dweight.shape) == (x.shape, weight.shape)
+
+
+GOOD: dict[str, Any] = {
+    "x": torch.zeros(1, 4, 12), "weight": torch.zeros(12), "cos": torch.zeros(4, 3), "sin": torch.zeros(4, 3),
+    "num_heads": 2, "eps": 1e-6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"x": torch.zeros(4, 12)}, r"x must be a float \[B, tokens, channels\] with tokens, got .* \[4, 12\]"),
+        ({"x": torch.zeros(1, 4, 12).int()}, "x must be a float .* got torch.int32"),
+        ({"num_heads": 5}, "num_heads must divide the 12 channels of x into heads of an even size, got 5"),
+        ({"num_heads": 4}, "num_heads must divide the 12 channels of x into heads of an even size, got 4"),
+        ({"num_heads": 0}, "num_heads must divide .* got 0"),
+        ({"weight": torch.zeros(6)}, r"weight must be a float \[12\] like x, got torch.float32 \[6\]"),
+        ({"cos": torch.zeros(5, 3)}, r"cos must be float32 \[4, 3\], got torch.float32 \[5, 3\]"),
+        ({"sin": torch.zeros(4, 3).double()}, r"sin must be float32 \[4, 3\], got torch.float64"),
+        ({"sin": torch.zeros(4, 3, requires_grad=True)}, "sin must be a constant, got a tensor that requires a gradi"),
+        ({"cos": torch.zeros(4, 3, device="meta")}, "cos must be on cpu like x, got meta"),
+        ({"weight": torch.zeros(12, device="meta")}, "weight must be on cpu like x, got meta"),
+        ({"backend": "gather"}, "backend must be reference, triton or None"),
+        ({"backend": "triton", "x": torch.zeros(1, 4, 12).double()}, "backend triton takes bfloat16, .* torch.float64"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(wrong, message):
+    norm_rope(**GOOD)
+    with pytest.raises(ValueError, match=message) as caught:
+        norm_rope(**GOOD | wrong)
+    assert "\n" not in str(caught.value)
