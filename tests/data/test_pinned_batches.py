@@ -142,3 +142,23 @@ def test_a_pinned_batch_is_the_batch(dataset: Path, pretended_gpu: PretendedGPU)
             else getattr(kept, name) == getattr(b, name)
             for name in rest
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_gpu_takes_the_batches_without_a_wait(dataset: Path, workers: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    data = attach(module(dataset, num_workers=workers), steps=2)
+    data.trainer.strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    data.noise_ahead = True
+    for batch in batches(data):
+        assert all(value.is_pinned() and value is value.pin_memory() for value in tensors(batch).values())
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            moved = batch.to("cuda")
+            noise = noise_like(moved.latents, moved.seeds, moved.noise)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(moved.latents.cpu(), batch.latents)
+        assert torch.equal(noise.cpu(), noise_like(batch.latents, batch.seeds))
