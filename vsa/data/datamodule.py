@@ -260,13 +260,17 @@ class PlanDataModule(LightningDataModule):
             stream,
             batch_size=None,
             num_workers=self.num_workers,
-            collate_fn=partial(replace, noise_ahead=self.noise_ahead),
+            collate_fn=partial(_marked, noise_ahead=self.noise_ahead),
             # with workers, a thread prepares batches while the GPU computes
             pin_memory=self._feeds_gpu(),
             worker_init_fn=leave_signals_to_parent,
             # a separate generator, since a draw from the global one would shift all later random numbers of the run
             generator=torch.Generator().manual_seed(0),
         )
+
+
+def _marked(batch: Any, *, noise_ahead: bool) -> VideoBatch:
+    return replace(batch, noise_ahead=noise_ahead)
 
 
 @checked
