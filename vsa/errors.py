@@ -87,6 +87,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
+class LoaderError(ValueError):
+    """An error in a process or thread of a data loader, which passes it on as a whole traceback; keeps its message."""
+
+    def __init__(self, message: str) -> None:
+        # the message is the last line of the traceback
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
 class MemoryRanOut(ValueError):
     """A training step did not fit into memory, and what to set so that it does."""
 

@@ -36,7 +36,11 @@ def module(root: Path | None = None, **options) -> LatentDataModule:
 def attach(data: PlanDataModule, *, steps: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> PlanDataModule:
     """Gives the module what it reads from a trainer."""
     data.trainer = SimpleNamespace(  # pyright: ignore
-        max_steps=steps, accumulate_grad_batches=accumulate, global_rank=rank, world_size=world
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        global_rank=rank,
+        world_size=world,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )
     return data
 

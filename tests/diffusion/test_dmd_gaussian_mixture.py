@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vsa.diffusion import distribution_matching as dm
 from vsa.diffusion import flow_matching as fm
 from vsa.diffusion import rollout as ro
+from vsa.noise import mixed_generator
 
 WEIGHTS, MEANS, STD = (0.3, 0.7), (-1.2, 1.0), 0.4
 MIDDLE = sum(MEANS) / 2
@@ -107,7 +108,7 @@ def distill(
     warm_up, iterations = 5, updates * critic_per_update
 
     def draw(update: dm.Update, iteration: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        generators = (fm.mixed_generator(update, seed, iteration, i) for i in range(SAMPLES))
+        generators = (mixed_generator(update, seed, iteration, i) for i in range(SAMPLES))
         seeds = torch.tensor([g.initial_seed() for g in generators])
         index = ro.rollout_index(seed=seed, iteration=iteration, num_steps=len(timesteps), update=update)
         sigma = dm.score_sigmas(seed=seed, iteration=iteration, num_slots=SAMPLES, update=update, shift=scale)

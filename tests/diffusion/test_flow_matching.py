@@ -12,13 +12,12 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vsa.diffusion import flow_matching
+import vsa.noise
 from vsa.diffusion.flow_matching import (
     FlowShift,
     add_noise,
     decile,
     loss_weights,
-    mixed_generator,
     noise_like,
     sample_mse,
     sample_sigmas,
@@ -28,6 +27,7 @@ from vsa.diffusion.flow_matching import (
     velocity_to_x0,
     weighted_loss,
 )
+from vsa.noise import mixed_generator
 
 
 def test_velocity_is_the_derivative_of_the_path_and_leads_back_to_the_data():
@@ -195,7 +195,7 @@ def test_noise_of_a_sample_does_not_depend_on_its_batch():
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_noise_drawn_by_several_threads_is_that_of_each_seed(mode, monkeypatch):
-    monkeypatch.setattr(flow_matching, "usable_cores", lambda: 5)
+    monkeypatch.setattr(vsa.noise, "usable_cores", lambda: 5)
     seeds = torch.tensor([3, 9, 3, 2**40, 0, 7, 1])
     with mode():
         noise = noise_like(torch.zeros(7, 2, 3, 9, 8), seeds)

@@ -22,9 +22,10 @@ from tests.training.distillations import (
 )
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.config import build_task
-from vsa.diffusion.flow_matching import FlowShift, mixed_generator, noise_like
+from vsa.diffusion.flow_matching import FlowShift, noise_like
 from vsa.diffusion.rollout import rollout_index, stream_seeds
 from vsa.models.video_dit import VideoDiT
+from vsa.noise import mixed_generator
 from vsa.objectives.distribution_matching import DistributionMatching
 from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.sampling.pipeline import load_run

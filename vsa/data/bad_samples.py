@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vsa.errors import LoaderError
 from vsa.files import write_whole
 
 Cause = Literal["unreadable", "digest", "decode", "metadata", "dtype", "shape", "nan", "inf", "range"]
@@ -32,12 +33,8 @@ class BadSampleError(ValueError):
         self.shard, self.sample = shard, sample
 
 
-class NoGoodSample(ValueError):
+class NoGoodSample(LoaderError):
     """All replacements of a bad sample are bad too."""
-
-    def __init__(self, message: str) -> None:
-        # a loader passes the error of a worker on as a whole traceback, whose last line is our message
-        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 @dataclass(frozen=True, kw_only=True)

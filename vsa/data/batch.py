@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from vsa.data.bad_samples import BadSample
+from vsa.errors import LoaderError
+from vsa.noise import draw_noise
 from vsa.transfer import sent
 
 TextPadding = Literal["mask", "zeros"]
 """Padding of captions to one length: `mask` hides the padding, `zeros` attends to it, as Wan was trained."""
+
+_INPUTS = ("latents", "text", "text_mask", "cond_latents")
+_PER_SAMPLE = (*_INPUTS, "sample_ids", "captions", "seeds", "slots", "noise")
 
 
 class PendingLatents(Protocol):
@@ -47,6 +52,10 @@ class StreamMark:
     shard: int
 
 
+class NoPinnedMemory(LoaderError):
+    """A batch does not fit into page-locked memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class VideoBatch:
     """Samples of one latent shape, as stored (latents are not yet normalised).
@@ -64,6 +73,8 @@ class VideoBatch:
         cond_latents: `[B, Cc, T, H, W]` float32 image condition, an input of the model besides the latents.
         bad: bad samples that were drawn and replaced by others.
         mark: position of a stream of shards after this batch; None without a stream.
+        noise_ahead: whether `pin_memory` draws `noise`, for a loss that uses the noise of `seeds` itself.
+        noise: `[B, C, T, H, W]` float32 on the CPU, that of `seeds`; None: it is drawn when it is used.
     """
 
     latents: Tensor
@@ -78,6 +89,8 @@ class VideoBatch:
     cond_latents: Tensor | None = None
     bad: tuple[BadSample, ...] = ()
     mark: StreamMark | None = None
+    noise_ahead: bool = False
+    noise: Tensor | None = None
 
     @property
     def conditions(self) -> dict[str, Tensor | None]:
@@ -85,14 +98,40 @@ class VideoBatch:
         return {"text": self.text, "text_mask": self.text_mask, "cond_latents": self.cond_latents}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VideoBatch:
-        """The batch with latents and text on `device`; seeds and slots stay on the CPU, where noise is drawn."""
-        tensors = {name: getattr(self, name) for name in ("latents", "text", "text_mask", "cond_latents")}
+        """The batch with latents and text on `device`; seeds, slots and noise stay on the CPU, where noise is drawn."""
+        tensors = {name: getattr(self, name) for name in _INPUTS}
         moved = {
             name: sent(t, device) if isinstance(t, Tensor) else t.to(device, non_blocking=non_blocking)
             for name, t in tensors.items()
             if t is not None
         }
         return replace(self, **moved)
+
+    def pin_memory(self) -> VideoBatch:
+        """The batch in page-locked memory, with its noise if `noise_ahead`; a loader of batches for a GPU calls it.
+
+        Raises:
+            NoPinnedMemory: it does not fit.
+        """
+        tensors = {name: getattr(self, name) for name in _INPUTS}
+        try:
+            # pending latents are computed on the GPU
+            pinned = {name: t.pin_memory() for name, t in tensors.items() if isinstance(t, Tensor)}
+            if self.noise_ahead:
+                pinned["noise"] = draw_noise(self.latents.shape, self.seeds, "cuda")
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            raise NoPinnedMemory(
+                f"no page-locked memory for a batch of {len(self.sample_ids)} samples (latents "
+                f"{list(self.latents.shape)}): a smaller data.num_workers or micro-batch needs less"
+            ) from error
+        return replace(self, **pinned)
+
+    def rows(self, part: slice) -> VideoBatch:
+        """A part of the samples, each with its slot, seed and noise."""
+        values = {name: getattr(self, name) for name in _PER_SAMPLE}
+        return replace(self, **{name: value[part] for name, value in values.items() if value is not None})
 
 
 def check_text_padding(padding: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +57,7 @@ class PlanDataModule(LightningDataModule):
             the run.
 
     Attributes:
+        noise_ahead: whether batches for a GPU come with their noise, see `VideoBatch`; set by the job.
         start_step: optimizer step at which training starts; a resumed run seeks to it without a replay.
         skipped_windows: see `TrainStream`.
     """
@@ -79,6 +80,7 @@ class PlanDataModule(LightningDataModule):
         if self.stats == "codec" and self.codec.statistics is None:
             raise ValueError(f"stats=codec: codec {self.codec.id} has no published statistics, use stats=data")
         self._published = self.codec.statistics if self.stats == "codec" else None
+        self.noise_ahead = False
         self.start_step = 0
         self.skipped_windows: tuple[tuple[int, int], ...] = ()
         self._opened: tuple[SampleStore, DataPlan, dict[Shape, tuple[SampleRef, ...]]] | None = None
@@ -242,6 +244,10 @@ class PlanDataModule(LightningDataModule):
             return RankSlice()
         return RankSlice(accumulate=trainer.accumulate_grad_batches, rank=trainer.global_rank, world=trainer.world_size)
 
+    def _feeds_gpu(self) -> bool:
+        trainer = self.trainer
+        return trainer is not None and trainer.strategy.root_device.type == "cuda"
+
     def _loader(self, kind: Callable[..., IterableDataset[VideoBatch]], **options: Any) -> DataLoader[VideoBatch]:
         stream = kind(
             store=self.store,
@@ -254,10 +260,17 @@ class PlanDataModule(LightningDataModule):
             stream,
             batch_size=None,
             num_workers=self.num_workers,
+            collate_fn=partial(_marked, noise_ahead=self.noise_ahead),
+            # with workers, a thread prepares batches while the GPU computes
+            pin_memory=self._feeds_gpu(),
             worker_init_fn=leave_signals_to_parent,
             # a separate generator, since a draw from the global one would shift all later random numbers of the run
             generator=torch.Generator().manual_seed(0),
         )
+
+
+def _marked(batch: Any, *, noise_ahead: bool) -> VideoBatch:
+    return replace(batch, noise_ahead=noise_ahead)
 
 
 @checked

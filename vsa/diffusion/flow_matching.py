@@ -8,10 +8,8 @@ B samples, C T H W latent channels, frames and size.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -19,13 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vsa.machine import usable_cores
+from vsa.noise import draw_noise, mixed_generator
 from vsa.settings import AtLeastOne, Positive, checked
-from vsa.transfer import sent, staging
+from vsa.transfer import sent
 
 TIMESTEP_SCALE = 1000.0
-_THREADS = 8
-"""Most threads that draw noise at a time."""
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
@@ -134,16 +130,6 @@ class FlowShift:
         return points[-1][1]
 
 
-def mixed_generator(*parts: int | str) -> torch.Generator:
-    """CPU generator seeded by a digest of `parts`.
-
-    torch's CPU generator reads only the low 32 bits of a seed, so seeds that differ in higher bits, or by one, have to
-    be mixed first.
-    """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
 def sample_sigmas(
     *,
     seed: int,
@@ -216,7 +202,7 @@ def sigma_share(
     return below(high) - below(low)
 
 
-def noise_like(latents: Tensor, seeds: Tensor) -> Tensor:
+def noise_like(latents: Tensor, seeds: Tensor, drawn: Tensor | None = None) -> Tensor:
     """Standard normal noise, drawn for each sample from its own seed.
 
     It is drawn on the CPU in float32, so that a sample gets the same noise on every device, in every dtype and batch.
@@ -224,20 +210,13 @@ def noise_like(latents: Tensor, seeds: Tensor) -> Tensor:
     Args:
         latents: `[B, ...]`, gives shape, dtype and device.
         seeds: int64 `[B]`.
+        drawn: the noise of these seeds where it was drawn ahead, by `vsa.noise.draw_noise`.
     """
-    if seeds.shape != latents.shape[:1]:
-        raise ValueError(f"expected one seed per sample [{latents.shape[0]}], got shape {tuple(seeds.shape)}")
-    noise = staging(tuple(latents.shape), latents.device)
-
-    def draw(row: Tensor, seed: int) -> None:
-        # inference mode applies to the caller's thread only, so it is entered again here
-        with torch.inference_mode(noise.is_inference()):
-            torch.randn(row.shape, generator=mixed_generator("noise", seed), out=row)
-
-    # a generator uses one thread, and a GPU would wait for it
-    with ThreadPoolExecutor(max(1, min(len(seeds), usable_cores(), _THREADS))) as pool:
-        list(pool.map(draw, noise.unbind(), seeds.tolist()))
-    return sent(noise, latents.device).to(latents.dtype)
+    if drawn is None:
+        drawn = draw_noise(latents.shape, seeds, latents.device)
+    elif drawn.shape != latents.shape:
+        raise ValueError(f"expected noise of shape {tuple(latents.shape)}, got {tuple(drawn.shape)}")
+    return sent(drawn, latents.device).to(latents.dtype)
 
 
 def loss_weights(sigma: Tensor, name: Literal["uniform", "sigma_sqrt", "cosmap"] = "uniform") -> Tensor:

@@ -16,8 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, mixed_generator, noise_like
+from vsa.diffusion.flow_matching import TIMESTEP_SCALE, add_noise, noise_like
 from vsa.diffusion.sampler import VelocityFn, sample_few_step, step_list
+from vsa.noise import mixed_generator
 
 Update = Literal["generator", "fake_score"]
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -265,10 +265,7 @@ def validation_loss(run: LoadedRun, state: Mapping[str, Any], *, batch_size: int
 def split_batch(batch: VideoBatch, size: int) -> Iterator[VideoBatch]:
     """Parts of at most `size` samples with their slots and seeds, so that every sample keeps its noise and timestep."""
     for start in range(0, len(batch.sample_ids), size):
-        part = slice(start, start + size)
-        values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-        # latents may be pending
-        yield replace(batch, **{n: v[part] for n, v in values.items() if hasattr(v, "__getitem__")})
+        yield batch.rows(slice(start, start + size))
 
 
 def sample_clips(

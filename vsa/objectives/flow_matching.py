@@ -120,7 +120,7 @@ class FlowMatchingLoss:
             logit_std=self.logit_std,
         )
         sigmas = all_sigmas[batch.slots]
-        noise = fm.noise_like(latents, batch.seeds)
+        noise = fm.noise_like(latents, batch.seeds, batch.noise)
         sigma = sent(sigmas.float(), latents.device)
         return NoisedBatch(
             x_t=fm.add_noise(latents, noise, sigma),

@@ -55,6 +55,10 @@ class GradientClipper:
             norm = torch.nn.utils.get_total_norm(grads[role])
             norms[role] = norm.full_tensor() if isinstance(norm, DTensor) else norm
         total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
+        if self.clip > 0:
+            # before the host waits for the norm, since a GPU would wait for the host afterwards
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
         self.skipped = not math.isfinite(total.item())
         if self.skipped:
             optimizer.zero_grad(set_to_none=True)
@@ -70,9 +74,6 @@ class GradientClipper:
                 )
         else:
             self._in_row = 0
-            if self.clip > 0:
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
         return {"total": total, **{role: norms[role] for role in ROLES if role in norms}}
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -94,8 +93,7 @@ class Diagnostics(L.Callback):
             raise ValueError(
                 f"callbacks.diagnostics.samples={self.samples} is above the {len(batch.seeds)} samples of a micro-batch"
             )
-        tensors = {"latents": batch.latents, "seeds": batch.seeds, **batch.conditions}
-        return replace(batch, **{name: t[: self.samples] for name, t in tensors.items() if t is not None})
+        return batch.rows(slice(self.samples))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % pl_module.accumulate or trainer.global_step % self.every_n_steps:
@@ -142,7 +140,7 @@ class Diagnostics(L.Callback):
     def _measure(self, pl_module: Any, batch: VideoBatch, topk: Topk) -> tuple[list[int], Tensor]:
         """Indices of the layers that select tiles, and metrics as fp32 `[metrics, layers, noise levels]`."""
         latents = pl_module.statistics.normalise(batch.latents)
-        noise = noise_like(latents, batch.seeds)
+        noise = noise_like(latents, batch.seeds, batch.noise)
         layout = pl_module.model.layout_for(latents.shape[1:], latents.device)
         tokens = stats.sample_tokens(layout.num_tokens, self.queries, seed=self.seed)
         selections: dict[int, BlockIndex] = {}

@@ -34,6 +34,7 @@ class EMA(L.Callback):
     def __init__(self, decay: ShareBelowOne = 0.999, warmup: bool = True):
         self.decay, self.warmup = decay, warmup
         self.average: dict[str, Tensor] = {}
+        self._parameters: list[nn.Parameter] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         # allocated here, since the module loads a checkpoint into these tensors next
@@ -41,6 +42,8 @@ class EMA(L.Callback):
         self.average = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
+        # a walk through the modules takes longer than the update; the optimizer keeps these objects as well
+        self._parameters = list(pl_module.model.parameters())
         if pl_module.resume is None:
             # initial weights were loaded after on_fit_start
             for name, p in pl_module.model.named_parameters():
@@ -60,7 +63,7 @@ class EMA(L.Callback):
         if (batch_idx + 1) % pl_module.accumulate or not pl_module.model_moved:
             return
         averages = [local(a) for a in self.average.values()]
-        weights = [local(p).float() for p in pl_module.model.parameters()]
+        weights = [local(p).float() for p in self._parameters]
         torch._foreach_lerp_(averages, weights, 1 - self.decay_at(pl_module.model_steps))
 
     @contextmanager

@@ -61,6 +61,9 @@ class PretrainModule(DiffusionModule):
 
     def setup(self, stage: str) -> None:
         self._window = LossWindow(self.trainer.strategy)
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        # training and validation use the noise of the samples' own seeds
+        data.noise_ahead = True
         super().setup(stage)
 
     def training_step(self, batch: VideoBatch, batch_idx: int) -> Tensor:
