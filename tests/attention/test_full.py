@@ -55,6 +55,22 @@ def test_queries_in_parts_have_the_same_outputs_and_gradients():
     assert not torch.allclose(results(dense_attn, mask.flip(0))[0], results(dense_attn, mask)[0])
 
 
+def test_parts_are_one_compiled_graph():
+    def attend(q, k, v, mask):
+        return attn_in_parts(q, k, v, mask, query_parts(q.shape[1], most=4, shortest=3))
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 3, 8, requires_grad=True) for n in (12, 5, 5))
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])[:, None, None]
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(
+        torch.autograd.grad(compiled(q, k, v, mask).square().sum(), (q, k, v)),
+        torch.autograd.grad(dense_attn(q, k, v, mask).square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected)
+
+
 def test_queries_are_divided_evenly():
     for length in (1, 100, 4096, 16384, 23296, 32760, 75600, 65537):
         parts = query_parts(length)

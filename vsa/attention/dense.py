@@ -43,7 +43,10 @@ def cross_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
 
 def query_parts(num_queries: int, most: int = 8, shortest: int = 2048) -> int:
     """Number of equal parts that queries are divided into: at most `most`, of at least `shortest` queries each."""
-    return max((n for n in range(1, min(most, num_queries // shortest) + 1) if num_queries % n == 0), default=1)
+    parts = max(1, min(most, num_queries // shortest))
+    while num_queries % parts:
+        parts -= 1
+    return parts
 
 
 def attn_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parts: int) -> Tensor:
