@@ -67,7 +67,7 @@ class Comparison:
 
 def comparisons() -> list[Comparison]:
     """All comparisons."""
-    return [*_wan(), *_pretraining(), *_distillation(), *_ablation()]
+    return [*_wan(), *_pretraining(), *_distillation(), *_ablation(), *_one_gpu()]
 
 
 def _read(file: str) -> Any:
@@ -174,6 +174,43 @@ def _ablation() -> Iterator[Comparison]:
             milliseconds=row["step_s"] * 1e3,
             gib=row["mem"],
         )  # fmt: skip
+
+
+def _one_gpu() -> Iterator[Comparison]:
+    """Compiled steps on one GPU without FSDP2, at level `none`: two of the bench, two of training runs."""
+    file = "h200-2026-11-24-step-wan-1-3b"
+    alone: dict[str, Any] = {"compiled": True, "sharded": False}
+    wan: dict[str, Any] = {"latent_shape": (16, 16, 56, 104), "text": 512, "topk": 32, "batch": 1} | alone
+    for row in _read(file)["rows"]:
+        if row["op"] == "free":
+            continue
+        sparse = row["op"] == "triton"
+        network = _network(WAN, 1 if sparse else None)
+        yield Comparison(
+            what=f"Wan-1.3B, 23,296 tokens, {'K=32' if sparse else 'dense'}, level none",
+            file=file,
+            calibrates=False,
+            job=Job(networks=[network], averaged=False, keeps_gradients=False, **wan),
+            milliseconds=row["median_ms"],
+            gib=row["peak_extra_mib"] / 1024 + 12 * network.parameters / GIB,
+        )
+    file = "h200-2026-11-24-profiles"
+    small: dict[str, Any] = {"latent_shape": (16, 16, 64, 64), "text": 16, "topk": 32, "batch": 8} | alone
+    runs = {
+        "pretrain_120m, after": ("pretrain_120m, 8 x 16,384 tokens, K=32, level none, a run", DIT_120M, small),
+        "Wan-1.3B, captions of 512 tokens, after": ("Wan-1.3B, two gates, K=32, level none, a run", WAN, wan),
+    }
+    for row in _read(file)["profiles"]:
+        if row["name"] in runs:
+            what, size, job = runs[row["name"]]
+            yield Comparison(
+                what=what,
+                file=file,
+                calibrates=False,
+                job=Job(networks=[_network(size, 2)], **job),
+                milliseconds=row["profile"]["milliseconds"],
+                gib=row["memory_gib"],
+            )
 
 
 if __name__ == "__main__":
