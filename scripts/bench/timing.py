@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from vsa.models.recompute import Level
+from vsa.training.step_times import only_moves
 
 Strategy = Literal["plain", "fsdp"]
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
@@ -50,10 +51,9 @@ _KINDS = {
     ),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
     "optimizer": ("multi_tensor_apply", "adam"),
-    "copies": ("memcpy", "memset", "copy", "cat"),
 }
-"""Kinds of GPU kernels by parts of their names, tried in this order; all others are elementwise and norms. Dense
-cross-attention counts as attention."""
+"""Kinds of GPU kernels by parts of their names, tried in this order; all others are copies, or elementwise and norms.
+Dense cross-attention counts as attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,10 +262,12 @@ def breakdown(call: Callable[[], Any]) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
-    found = dict.fromkeys((*_KINDS, "elementwise and norms"), 0.0)
+    copies, rest = "copies", "elementwise and norms"
+    found = dict.fromkeys((*_KINDS, copies, rest), 0.0)
     for event in profiled.key_averages():
         name = event.key.lower()
-        kind = next((k for k, parts in _KINDS.items() if any(p in name for p in parts)), "elementwise and norms")
+        others = copies if only_moves(name) else rest
+        kind = next((k for k, parts in _KINDS.items() if any(p in name for p in parts)), others)
         found[kind] += event.self_device_time_total / 1e3
     return {kind: round(ms, 2) for kind, ms in found.items()}
 

@@ -189,11 +189,11 @@ def _kind(name: str, call: _Call | None) -> str:
             break
     if any(n in _LINEAR for n in names):
         return LINEAR
-    return COPIES if any(_copies(n.lower()) for n in (name, *names[:2])) else ELEMENTWISE
+    return COPIES if any(only_moves(n.lower()) for n in (name, *names[:2])) else ELEMENTWISE
 
 
-def _copies(name: str) -> bool:
-    """Whether a kernel or an operator only moves data or changes its dtype."""
+def only_moves(name: str) -> bool:
+    """Whether a kernel or an operator, by its name in lower case, only moves data or changes its dtype."""
     if (compiled := _COMPILED.fullmatch(name)) is not None:
         # named after all operators that were fused into it
         return not _MOVES.sub("", compiled[1]).strip("_")
