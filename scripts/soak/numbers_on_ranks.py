@@ -1,7 +1,7 @@
 """Rows about numerics on two ranks: the replay of a dropped step, loss spikes.
 
 As a script, `numbers_on_ranks.py FAULT SETTINGS...` is one rank of a training with a fault: JSON of the callback's
-name and its arguments, and the rank that has it (null: all).
+name and its arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def train_on_two(folder: Path, callback: type[L.Callback], arguments: tuple[Any,
         status = ranks.wait(240)
     except TimeoutError as error:
         return str(error)
-    return "" if status == [0, 0] else f"exit status {status}: {ranks.ranks[0].output()[-300:]}"
+    said = [rank.output()[-200:] for rank in ranks.ranks]
+    return "" if status == [0, 0] else f"exit status {status}: {said}"
 
 
 class SpoilOne(SpoilAt):

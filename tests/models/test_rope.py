@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vsa.attention.context import AttnContext
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import Segment
-from vsa.models.blocks import TransformerBlock
+from vsa.models.blocks import RotatedRMSNorm, TransformerBlock
 from vsa.models.compute_dtype import compute_in
 from vsa.models.rope import apply_rope, axis_dims, rope_tables
 
@@ -80,8 +80,10 @@ def test_half_precision_rotates_in_fp32():
 def test_self_attention_norms_and_rotates_as_ever_on_a_cpu(dtype, monkeypatch):
     """Bit for bit, weights rounded by the compute dtype included: a seed keeps every digit of its losses."""
 
-    def separately(block, x, norm, rope):
-        return apply_rope(block.attn1.heads(norm(x)), rope)
+    def separately(norm, x, rope):
+        weight = norm.weight if dtype is None else norm.weight.to(dtype)
+        normed = torch.nn.functional.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+        return apply_rope(normed.unflatten(-1, (2, -1)), rope)
 
     torch.manual_seed(0)
     method = FullAttention(dim=24, num_heads=2, head_dim=12)
@@ -103,11 +105,11 @@ def test_self_attention_norms_and_rotates_as_ever_on_a_cpu(dtype, monkeypatch):
         return out, *torch.autograd.grad(out.float().sin().sum(), (h, *block.attn1.parameters()))
 
     got = run()
-    monkeypatch.setattr(TransformerBlock, "_rotated", separately)
+    monkeypatch.setattr(RotatedRMSNorm, "forward", separately)
     want = run()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     # the control: other tables are noticed
-    monkeypatch.setattr(TransformerBlock, "_rotated", lambda *a: separately(*a[:3], (a[3][0], -a[3][1])))
+    monkeypatch.setattr(RotatedRMSNorm, "forward", lambda *a: separately(*a[:2], (a[2][0], -a[2][1])))
     assert not torch.equal(run()[0], want[0])
 
 

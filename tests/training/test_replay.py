@@ -79,6 +79,7 @@ def test_a_run_does_not_go_on_from_a_step_alone(training):
     ("weight", "value", "first"),
     [
         ("model.blocks.1.attn1.to_q.weight", 3e38, "output of model.blocks.1.attn1.to_q"),
+        ("model.blocks.1.attn1.norm_q.weight", 3e38, "output of model.blocks.1.attn1.norm_q"),
         ("model.blocks.0.ffn.net.0.proj.bias", math.inf, "weight model.blocks.0.ffn.net.0.proj.bias"),
     ],
 )

@@ -41,12 +41,13 @@ def cross_attn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
     return dense_attn(q, k, v, mask) if parts == 1 else attn_in_parts(q, k, v, mask, parts)
 
 
-def query_parts(num_queries: int, most: int = 8, shortest: int = 2048) -> int:
-    """Number of equal parts that queries are divided into: at most `most`, of at least `shortest` queries each."""
-    parts = max(1, min(most, num_queries // shortest))
-    while num_queries % parts:
-        parts -= 1
-    return parts
+def query_parts(num_queries: int, shortest: int = 2048) -> int:
+    """Number of equal parts that queries are divided into: 8, 4, 2 or 1, of at least `shortest` queries each."""
+    # few cases, because a compiled block is compiled once for each
+    for parts in (8, 4, 2):
+        if num_queries >= parts * shortest and num_queries % parts == 0:
+            return parts
+    return 1
 
 
 def attn_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, parts: int) -> Tensor:

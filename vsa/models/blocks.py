@@ -51,6 +51,28 @@ class Conditioning(NamedTuple):
     image: Tensor | None = None
 
 
+class RotatedRMSNorm(nn.RMSNorm):
+    """RMS norm over all heads together, with the rotation of each head.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        eps: added to the mean square.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    eps: float
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float):
+        super().__init__(num_heads * head_dim, eps=eps)
+        self.num_heads = num_heads
+
+    def forward(self, x: Tensor, rope: Rope) -> Tensor:  # type: ignore[override]
+        """Normalised and rotated heads `[B, L, H, D]` of projected tokens `[B, L, C]`."""
+        weight = rounded(self.weight, self.compute_dtype)
+        return norm_rope(x, weight, *rope, num_heads=self.num_heads, eps=self.eps)
+
+
 class AttentionProjections(nn.Module):
     """Projections to q, k, v and back, with RMS norm over all heads of q and k together.
 
@@ -62,7 +84,7 @@ class AttentionProjections(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int, eps: float):
         super().__init__()
-        self.num_heads, self.eps = num_heads, eps
+        self.num_heads = num_heads
         dim = num_heads * head_dim
         self.to_q = nn.Linear(dim, dim)
         self.to_k = nn.Linear(dim, dim)
@@ -75,6 +97,15 @@ class AttentionProjections(nn.Module):
     def heads(self, x: Tensor) -> Tensor:
         """`[B, L, C]` to `[B, L, H, D]`."""
         return x.unflatten(-1, (self.num_heads, -1))
+
+
+class SelfAttentionProjections(AttentionProjections):
+    """Projections whose norms of q and k rotate the heads too; arguments as in `AttentionProjections`."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float):
+        super().__init__(num_heads, head_dim, eps)
+        self.norm_q = RotatedRMSNorm(num_heads, head_dim, eps)
+        self.norm_k = RotatedRMSNorm(num_heads, head_dim, eps)
 
 
 class CrossAttention(AttentionProjections):
@@ -135,7 +166,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         dim = num_heads * head_dim
         self.norm1 = LayerNormFp32(dim, eps, elementwise_affine=False)
-        self.attn1 = AttentionProjections(num_heads, head_dim, eps)
+        self.attn1 = SelfAttentionProjections(num_heads, head_dim, eps)
         self.attn2 = CrossAttention(num_heads, head_dim, eps, added_kv_proj_dim)
         self.norm2 = LayerNormFp32(dim, eps) if cross_attn_norm else nn.Identity()
         self.ffn = FeedForward(dim, ffn_dim)
@@ -209,13 +240,7 @@ class TransformerBlock(nn.Module):
     def self_attention(self, h: Tensor, rope: Rope, ctx: AttnContext) -> Tensor:
         """Self-attention output `[B, L, C]` of normalised, modulated hidden states `[B, L, C]`."""
         attn = self.attn1
-        q = self._rotated(attn.to_q(h), attn.norm_q, rope)
-        k = self._rotated(attn.to_k(h), attn.norm_k, rope)
+        q, k = attn.norm_q(attn.to_q(h), rope), attn.norm_k(attn.to_k(h), rope)
         v = attn.heads(attn.to_v(h))
         out = self.method(q, k, v, self.method.project(h), ctx)
         return attn.to_out[0](out.flatten(2))
-
-    def _rotated(self, x: Tensor, norm: nn.RMSNorm, rope: Rope) -> Tensor:
-        """Normalised and rotated heads `[B, L, H, D]` of projected tokens `[B, L, C]`."""
-        weight = rounded(norm.weight, self.compute_dtype)
-        return norm_rope(x, weight, *rope, num_heads=self.attn1.num_heads, eps=self.attn1.eps)

@@ -38,7 +38,8 @@ _ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "effici
 _COPIES = ("copy", "aten::cat", "aten::clone", "aten::contiguous", "memcpy", "memset", "fsdp::", "chunk_cat")
 _COMPILED = re.compile(r"triton_[a-z]+_fused_(.*)_\d+")
 _MOVES = re.compile(
-    "to_copy|copy|view|clone|transpose|permute|unsqueeze|squeeze|expand|select|slice|split|unbind|cat|stack|detach"
+    "to_copy|copy|unsafe_view|view|as_strided|reshape|clone|transpose|permute|unsqueeze|squeeze|expand|"
+    "select_backward|select|slice_backward|slice|split|unbind|cat|stack|detach"
 )
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
 _NORM = "vsa_kernels::norm_rope_"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -93,7 +94,8 @@ class Diagnostics(L.Callback):
             raise ValueError(
                 f"callbacks.diagnostics.samples={self.samples} is above the {len(batch.seeds)} samples of a micro-batch"
             )
-        return batch.rows(slice(self.samples))
+        # page-locked noise would stay locked; it is drawn again
+        return replace(batch.rows(slice(self.samples)), noise=None)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % pl_module.accumulate or trainer.global_step % self.every_n_steps:
