@@ -30,6 +30,29 @@ class Stopped(SystemExit):
         self.number = number
 
 
+class StopNow:
+    """Handler that raises `Stopped` where the process is, before there is something to save.
+
+    An exception raised in a finalizer, in the callback of a weak reference or in a block that catches everything is
+    dropped; `check` raises it again.
+
+    Attributes:
+        received: first signal, None before it.
+    """
+
+    received: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+        raise Stopped(number)
+
+    def check(self) -> None:
+        """Raise `Stopped` for a signal whose exception was dropped."""
+        if self.received is not None:
+            raise Stopped(self.received)
+
+
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """Handler that ends the process immediately with one line and status 128 + number."""
     exit_now(128 + number, f"{signal.Signals(number).name}: {NOTHING_SAVED}")

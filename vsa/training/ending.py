@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -23,7 +22,7 @@ from vsa.checkpoints.run_history import note_end
 from vsa.reports.run_page import PAGE, write_run_page
 from vsa.reports.runs import read_run
 from vsa.secrets import without_secrets
-from vsa.signals import NOTHING_SAVED, Stopped, current_handlers, handled_by, set_handlers
+from vsa.signals import NOTHING_SAVED, Stopped, StopNow, current_handlers, handled_by, set_handlers
 from vsa.training.callbacks.steps import Steps
 from vsa.training.deadline import DEADLINE
 from vsa.training.display import never_fatal
@@ -47,13 +46,11 @@ def stopped_by_signals() -> Iterator[None]:
 
     While a run trains, `Checkpointing` handles the signals instead, since only then is there something to save.
     """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
-
+    stop_now = StopNow()
     try:
-        with handled_by(end):
+        with handled_by(stop_now):
             yield
+            stop_now.check()
     except Stopped as stop:
         rank_zero_info(f"{signal.Signals(stop.number).name}: {NOTHING_SAVED}")
         raise
