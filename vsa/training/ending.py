@@ -22,7 +22,7 @@ from vsa.checkpoints.run_history import note_end
 from vsa.reports.run_page import PAGE, write_run_page
 from vsa.reports.runs import read_run
 from vsa.secrets import without_secrets
-from vsa.signals import NOTHING_SAVED, Stopped, StopNow, current_handlers, handled_by, set_handlers
+from vsa.signals import NOTHING_SAVED, StopNow, Stopped, current_handlers, handled_by, set_handlers
 from vsa.training.callbacks.steps import Steps
 from vsa.training.deadline import DEADLINE
 from vsa.training.display import never_fatal

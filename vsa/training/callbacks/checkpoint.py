@@ -22,7 +22,7 @@ from vsa.checkpoints.tensor_parts import Parts, own_parts
 from vsa.errors import NO_ROOM
 from vsa.files import remove_folder
 from vsa.settings import AtLeastOne, Bound, Count, checked
-from vsa.signals import Handler, Stopped, StopNow, current_handlers, is_foreign, set_handlers
+from vsa.signals import Handler, StopNow, Stopped, current_handlers, is_foreign, set_handlers
 from vsa.training.background_save import Save, copied
 from vsa.training.deadline import DEADLINE
 from vsa.training.lightning_compat import end_validation, stop_without_validation
