@@ -87,9 +87,7 @@ def kill_self(number: int) -> Callable[[], None]:
 def test_the_others_end_with_a_line_that_names_a_lost_rank(training, tmp_path, number, words):
     # steps are shorter than the second between heartbeats: one is sent from the third, before the rank is lost
     acts = (Act(3, lambda: time.sleep(2)), Act(4, kill_self(number)))
-    status, err = ended(
-        2, lambda rank: training(*RANKS, SOON, callbacks=acts if rank == 1 else ()), tmp_path, frozen=1
-    )
+    status, err = ended(2, lambda rank: training(*RANKS, SOON, callbacks=acts if rank == 1 else ()), tmp_path, frozen=1)
     assert status[0] == LOST_STATUS
     (line,) = [line for line in err[0].splitlines() if line.startswith("error: ")]
     what = rf"error: rank 1 \(pid \d+ on .+, last in (the data of )?step \d\) {words}: the other ranks were stopped, "
