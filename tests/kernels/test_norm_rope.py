@@ -294,6 +294,8 @@ GOOD: dict[str, Any] = {
         ({"sin": torch.zeros(4, 3, requires_grad=True)}, "sin must be a constant, got a tensor that requires a gradi"),
         ({"cos": torch.zeros(4, 3, device="meta")}, "cos must be on cpu like x, got meta"),
         ({"weight": torch.zeros(12, device="meta")}, "weight must be on cpu like x, got meta"),
+        ({"eps": -1.0}, "eps must be finite and at least 0, got -1.0"),
+        ({"eps": float("nan")}, "eps must be finite and at least 0, got nan"),
         ({"backend": "gather"}, "backend must be reference, triton or None"),
         ({"backend": "triton", "x": torch.zeros(1, 4, 12).double()}, "backend triton takes bfloat16, .* torch.float64"),
     ],

@@ -16,6 +16,7 @@ from tests.training.test_diagnostics import LOOK
 from tests.training.test_replay import Spoil, dumps_of
 from tests.training.test_resume import SignalAt
 from vsa.data.batch import VideoBatch
+from vsa.training.callbacks.nan_dump import NanDump
 from vsa.training.replay import replay_step
 
 RUN = ("trainer.max_steps=4", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=4", "data.num_workers=1")
@@ -86,6 +87,16 @@ def test_a_dump_is_replayed_without_the_noise_that_was_drawn_ahead(training, mon
     assert result.reproduced
     assert drawn_late
     assert [math.isnan(float.fromhex(loss)) for loss in result.losses] == [False, True]
+
+
+def test_batches_that_wait_for_a_dump_keep_no_noise(training, monkeypatch):
+    with monkeypatch.context() as patch:
+        PretendedGPU(patch)
+        seen = Seen()
+        (dump,) = (c for c in training(*RUN, callbacks=(seen,)).callbacks if isinstance(c, NanDump))
+    assert all(seen.ahead)
+    # those of the last step
+    assert [batch.noise for batch in dump._batches] == [None, None]
 
 
 def test_a_distillation_draws_nothing_ahead(distill, monkeypatch):

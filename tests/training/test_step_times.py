@@ -117,7 +117,10 @@ def test_compiled_kernels_are_copies_if_they_only_move_or_round():
     names = {
         "triton_poi_fused__to_copy_3": COPIES,
         "triton_poi_fused__to_copy_transpose_view_11": COPIES,
+        "triton_poi_fused__to_copy_t_0": COPIES,
+        "triton_poi_fused_split_with_sizes_4": COPIES,
         "triton_poi_fused_add_clone_2": ELEMENTWISE,
+        "triton_poi_fused_tanh_view_5": ELEMENTWISE,
         "triton_red_fused__to_copy_gelu_gelu_backward_sum_view_6": ELEMENTWISE,
         "triton_per_fused__to_copy_add_mul_native_layer_norm_view_14": ELEMENTWISE,
     }

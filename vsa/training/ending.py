@@ -46,11 +46,9 @@ def stopped_by_signals() -> Iterator[None]:
 
     While a run trains, `Checkpointing` handles the signals instead, since only then is there something to save.
     """
-    stop_now = StopNow()
     try:
-        with handled_by(stop_now):
+        with handled_by(StopNow()):
             yield
-            stop_now.check()
     except Stopped as stop:
         rank_zero_info(f"{signal.Signals(stop.number).name}: {NOTHING_SAVED}")
         raise

@@ -38,8 +38,8 @@ _ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "effici
 _COPIES = ("copy", "aten::cat", "aten::clone", "aten::contiguous", "memcpy", "memset", "fsdp::", "chunk_cat")
 _COMPILED = re.compile(r"triton_[a-z]+_fused_(.*)_\d+")
 _MOVES = re.compile(
-    "to_copy|copy|unsafe_view|view|as_strided|reshape|clone|transpose|permute|unsqueeze|squeeze|expand|"
-    "select_backward|select|slice_backward|slice|split|unbind|cat|stack|detach"
+    "_(to_copy|copy|unsafe_view|view|as_strided|reshape|clone|transpose|permute|unsqueeze|squeeze|expand|t|"
+    "select_backward|select|slice_backward|slice|split_with_sizes|split|unbind|cat|stack|detach)(?=_|$)"
 )
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
 _NORM = "vsa_kernels::norm_rope_"
@@ -197,7 +197,7 @@ def only_moves(name: str) -> bool:
     """Whether a kernel or an operator, by its name in lower case, only moves data or changes its dtype."""
     if (compiled := _COMPILED.fullmatch(name)) is not None:
         # named after all operators that were fused into it
-        return not _MOVES.sub("", compiled[1]).strip("_")
+        return not _MOVES.sub("", f"_{compiled[1]}").strip("_")
     return any(part in name for part in _COPIES)
 
 

@@ -36,14 +36,14 @@ def norm_rope(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization"; Su et al., "RoFormer: Enhanced Transformer with
     Rotary Position Embedding", section 3.2. Wan2.1 norms all heads together.
     """
-    _check(x, weight, cos, sin, num_heads)
+    _check(x, weight, cos, sin, num_heads, eps)
     refuse_forward_mode(x, weight)
     if resolve_plain(backend, x.device, x.dtype, x.shape[2] // num_heads) == "triton":
         return norm_rope_fwd(x, weight, cos, sin, num_heads, eps)[0]
     return reference.norm_rope(x, weight, cos, sin, num_heads, eps)
 
 
-def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> None:
+def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float) -> None:
     if x.ndim != 3 or not x.is_floating_point() or 0 in x.shape[1:]:
         raise ValueError(f"x must be a float [B, tokens, channels] with tokens, got {x.dtype} {list(x.shape)}")
     _, L, C = x.shape
@@ -52,6 +52,8 @@ def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int) 
     if list(weight.shape) != [C] or not weight.is_floating_point():
         raise ValueError(f"weight must be a float {[C]} like x, got {weight.dtype} {list(weight.shape)}")
     check_device("weight", weight, "x", x)
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps must be finite and at least 0, got {eps}")
     wanted = [L, C // num_heads // 2]
     for name, table in (("cos", cos), ("sin", sin)):
         if list(table.shape) != wanted or table.dtype != torch.float32:

@@ -36,7 +36,7 @@ def _pairs(b_x, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.split(tl.reshape(b_x.to(tl.float32), (BLOCK_H, BLOCK_D // 2, 2)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "L"])
 def _norm_rope_kernel(
     x, weight, cos, sin, out, rstd, R, L, stride_b, stride_l, eps,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
@@ -62,7 +62,7 @@ def _norm_rope_kernel(
         tl.store(out + i_r.to(tl.int64) * (H * D) + o_c, b_out, mask=m_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "L"])
 def _norm_rope_grad_kernel(
     dout, x, weight, cos, sin, rstd, dx, partials, R, L, do_b, do_l, do_h, stride_b, stride_l,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
@@ -148,7 +148,7 @@ def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int,
 
 
 def backward(dout: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x `[B, L, C]`, contiguous, and of the weight `[C]`, the same bits on every device.
+    """Gradients of x `[B, L, C]`, contiguous, and of the weight `[C]`, the same bits in every call.
 
     Args:
         dout: `[B, L, H, D]` gradient of the heads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ class NanDump(L.Callback):
         if batch_idx % pl_module.accumulate == 0:
             self._batches.clear()
         if self._left > 0:
-            self._batches.append(batch)
+            # a replay draws the noise, which would stay page-locked until the step ends
+            self._batches.append(replace(batch, noise=None))
 
     def _dump(self, trainer: L.Trainer, module: DiffusionModule, network: str) -> None:
         if self._left <= 0:
