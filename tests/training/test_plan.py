@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from vsa.training.estimate.gpus import MEASURED_BY
+
 PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--grid", "4", "8", "8")
 
 
@@ -20,7 +22,7 @@ PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--gr
         (
             ("--gpu", "GT 710"),
             1,
-            "--gpu GT 710: unknown kind of GPU, give its memory (--memory GIB)",
+            "--gpu GT 710: unknown kind of GPU, give its memory (--memory GIB; vsa info there shows it)",
         ),
         (("--gpu", "GT 710", "--memory", "1.5"), 1, "error: it needs"),
         (("trainer.devices=auto",), 1, "trainer.devices=auto: a plan needs a number of GPUs, as in trainer.devices=8"),
@@ -40,3 +42,17 @@ def test_the_command(words, status, said, command_line):
     assert ended == status, err
     assert said in out + err
     assert len(err.splitlines()) == status
+
+
+def test_an_unknown_kind_names_all_that_it_lacks_and_how_to_measure_it(command_line):
+    ended, _, err = command_line(*PLAN, "--gpu", "GT 710")
+    assert ended == 1
+    assert len(err.splitlines()) == 1
+    for name, command in MEASURED_BY.items():
+        assert name in err
+        # each command once, without the place in its output
+        assert err.count(f"({command.partition(' (')[0]})") == 1, command
+    ended, out, _ = command_line(*PLAN, "--gpu", "GT 710", "--memory", "80", "trainer.devices=2", "trainer=fsdp")
+    assert ended == 0
+    for name, command in MEASURED_BY.items():
+        assert f"  {name:22} {command}\n" in out

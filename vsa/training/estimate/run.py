@@ -234,7 +234,8 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     ]
     if estimate.gpu.lacks:
         lines.append(f"time: {gpu.name} lacks measured rates; a row of vsa/training/estimate/gpus.py holds them")
-        lines += [f"  {name:22} {MEASURED_BY[name]}" for name in gpu.lacks]
+        lacks = [*gpu.lacks, *(["link_bytes"] if job.ranks > 1 and gpu.link_bytes is None else [])]
+        lines += [f"  {name:22} {MEASURED_BY[name]}" for name in lacks]
     else:
         parts = estimate.seconds()
         total = sum(parts.values())
