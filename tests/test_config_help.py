@@ -37,7 +37,11 @@ def test_every_option_of_ours_says_what_it_means(group):
 
 
 def test_an_option_that_no_file_mentions_is_listed_too():
-    assert {option.key: option.default for option in options("data/folder")}["data.stats"] == "data"
+    (stats,) = [option for option in options("data/folder") if option.key == "data.stats"]
+    assert stats.default == "data"
+    # what the default does, and what the other choice is for
+    assert "held-out ones too (data)" in stats.meaning
+    assert "nothing held out influences training (train)" in stats.meaning
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
@@ -321,16 +321,19 @@ class _SettingsCheck:
     def problems(self) -> list[str]:
         return [
             *self._refused.values(),
-            *(f"{key}={shown(v)}: unknown setting{self._advice(key)}" for key, v in self.unknown.items()),
+            *(f"{key}={shown(v)}: unknown setting{did_you_mean(key, self.known)}" for key, v in self.unknown.items()),
         ]
 
-    def _advice(self, key: str) -> str:
-        def likeness(known: str) -> float:
-            pairs = ((known, key), (known.rpartition(".")[2], key.rpartition(".")[2]))
-            return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-        nearest = max(sorted(self.known), key=likeness)
-        return f", did you mean {nearest}?" if likeness(nearest) > 0.7 else ""
+def did_you_mean(key: str, known: Iterable[str], most: int = 1) -> str:
+    """Advice for an unknown key: up to `most` known ones that resemble it, the nearest first."""
+
+    def likeness(name: str) -> float:
+        pairs = ((name, key), (name.rpartition(".")[2], key.rpartition(".")[2]))
+        return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    near = [name for name in sorted(sorted(known), key=likeness, reverse=True)[:most] if likeness(name) > 0.7]
+    return f", did you mean {' or '.join(near)}?" if near else ""
 
 
 def _takes(hint: Any, cls: type) -> bool:

@@ -69,3 +69,12 @@ def test_paths_in_sentences_exist(page):
 def test_every_page_has_a_title():
     for page in PAGES:
         assert page.read_text(encoding="utf-8").startswith("# "), page
+
+
+def test_the_faults_of_the_readme_are_those_of_the_linked_soak():
+    (row,) = re.findall(r"^\| reliability \|.*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    (table,) = (ROOT / target for target, _ in LINK.findall(row))
+    total = re.search(r"^\| all (\d+) rows \| (\d+) \| (\d+) \|", table.read_text(encoding="utf-8"), re.M)
+    assert total is not None
+    kinds, tried, survived = map(int, total.groups())
+    assert f"and {kinds - 3} more kinds of faults: **{survived:,} of {tried:,}** tries" in row

@@ -1,6 +1,7 @@
 """Which settings a resumed run may change: every one of the run is refused with both values, the rest is free."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from omegaconf import OmegaConf
 
 from tests.training.test_configs import CONFIGS, compose_run
 from vsa.config import resolved
-from vsa.training.config_changes import Change, changed_settings, listed, refuse_changes
+from vsa.training.config_changes import Change, changed_settings, listed, refuse_changes, refuse_unknown_keys
 
 
 def test_changed_settings_are_listed_by_key():
@@ -66,6 +67,34 @@ def test_what_a_run_is_made_of_stays(common, change, key):
     first = key.partition(".")[0]
     assert [c for c in refuse_changes(changes, [first], Path("PATH"))]
     assert refuse_changes(changed_settings(before, compose_run(*common.split())), [], Path("PATH")) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("optim.lrr", "optim.lr or optim.lr_factors or optim"),
+        ("lr", "optim.lr"),
+        ("optim.lr.x", "optim.lr"),
+        ("callbacks.emma", "callbacks.ema"),
+        ("nothing", ""),
+    ],
+)
+def test_a_key_that_no_setting_has_cannot_be_allowed(key, near):
+    cfg = compose_run()
+    advice = f", did you mean {re.escape(near)}" if near else "$"
+    with pytest.raises(ValueError, match=rf"^resume\.allow=\[seed,{key}\]: unknown setting {key}{advice}"):
+        refuse_unknown_keys(["seed", key], cfg, json.loads(json.dumps(resolved(cfg))))
+
+
+def test_keys_of_either_config_can_be_allowed():
+    cfg = compose_run("callbacks.ema=null")
+    before = json.loads(json.dumps(resolved(compose_run("+optim.lr_factors={gate:2}"))))
+    # settings, groups of them, patterns, and what only a constructor or only the checkpoint has
+    every = ["optim.lr", "optim", "data.*", "optim.lr_factors.gate", "callbacks.ema.decay", "task.grad_clip"]
+    refuse_unknown_keys(every, cfg, before)
+    refuse_unknown_keys(["optim.lr_factors"], cfg, {})
+    with pytest.raises(ValueError, match=r"unknown setting optim\.lr_factors\.gate.*; unknown setting callbacks\.ema"):
+        refuse_unknown_keys(every, cfg, {})
 
 
 FREE_CHANGES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,8 @@ from vsa.models.video_dit import VideoDiT
 from vsa.training.estimate.block import BlockShape, kept_bytes, turn_bytes
 from vsa.training.estimate.gpus import GIB, GPUS, known_gpu
 from vsa.training.estimate.job import TRAINING, Job, PlannedNetwork
-from vsa.training.estimate.predict import fitting, memory, step_seconds, total_memory
-from vsa.training.estimate.run import Estimate
+from vsa.training.estimate.predict import fitting, memory, step_seconds, total_memory, whole_memory
+from vsa.training.estimate.run import Estimate, _visible
 from vsa.training.train import check_run
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +221,7 @@ def test_the_advice_fits(settings, gib):
     line = estimate.refusal()
     assert line is not None
     assert line.startswith(f"it needs {estimate.needed / GIB:.1f} GiB of the {gib:.1f}")
+    _assert_parts_add_up(line)
     chosen = dict(word.split("=") for word in line.rpartition(": ")[2].split() if "=" in word)
     level: Any = chosen["task.parallel.activation_checkpointing"]
     divided = int(chosen.get("trainer.accumulate_grad_batches", 1))
@@ -227,6 +229,28 @@ def test_the_advice_fits(settings, gib):
     batch = job.batch // divided if count == 1 else 1
     adviced = replace(job, level=level, micro_batches=divided, batch=batch, ranks=count, shards=count)
     assert total_memory(adviced) <= gpu.memory
+
+
+def _assert_parts_add_up(line: str) -> None:
+    """The parts of a refusal, each rounded to a tenth, are the memory that it names."""
+    needed = re.match(r"it needs ([\d.]+) GiB .*? \((.*)\): ", line)
+    assert needed is not None
+    parts = [float(value) for value in re.findall(r" ([\d.]+)(?:,|$)", needed[2])]
+    assert sum(parts) == pytest.approx(float(needed[1]), abs=0.05 * (len(parts) + 1))
+
+
+def test_a_refusal_names_every_part_of_the_memory():
+    # two parts below a twentieth of a GiB, which are visible together only, and a large one
+    small = _job(_network(SMALL, FullAttention), SMALL)
+    parts = {"one": 0.04 * GIB, "two": 0.04 * GIB, "three": 3 * GIB}
+    assert _visible(parts, GIB) == {"three": 3 * GIB, "the rest": 0.08 * GIB}
+    assert _visible({"one": 0.04 * GIB, "three": 3 * GIB}, GIB) == {"three": 3 * GIB}
+    assert sum(whole_memory(small).values()) == total_memory(small)
+    line = Estimate(gpu=replace(H200, memory=GIB), jobs=lambda step: [(1.0, _wan())], steps=1).refusal()
+    assert line is not None
+    _assert_parts_add_up(line)
+    with pytest.raises(AssertionError):
+        _assert_parts_add_up(re.sub(r", assumed context and allocator [\d.]+", "", line))
 
 
 def test_time_follows_the_work():
@@ -343,35 +367,3 @@ def test_a_sweep_refuses_a_dry_run():
     cfg = composed(("dry_run=true",))
     with pytest.raises(ValueError, match="dry_run=true is for one run: a sweep checks all its runs"):
         check_run(cfg, {})
-
-
-PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--grid", "4", "8", "8")
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        ((), 0, "activation_checkpointing=auto takes none: the least recomputation that fits"),
-        (
-            ("task.parallel.activation_checkpointing=full",),
-            0,
-            "take activation_checkpointing=none: the least recomputation that fits",
-        ),
-        (("--gpu", "RTX 4090"), 0, "RTX 4090 lacks measured rates"),
-        (
-            ("--gpu", "GT 710"),
-            1,
-            "--gpu GT 710: unknown kind of GPU, give its memory (--memory GIB)",
-        ),
-        (("--gpu", "GT 710", "--memory", "1.5"), 1, "error: it needs"),
-        (("trainer.devices=auto",), 1, "trainer.devices=auto: a plan needs a number of GPUs, as in trainer.devices=8"),
-        (("trainer.devices=3",), 1, "data.batch_size=8 is not divisible by the 3 micro-batches of a step"),
-        (("--memory", "0"), 1, "--memory 0: expected GiB above 0"),
-        (("--grid", "0", "8", "8"), 1, "--grid 0 8 8: expected token counts above 0"),
-    ],
-)
-def test_the_command(words, status, said, command_line):
-    ended, out, err = command_line(*PLAN, *words)
-    assert ended == status, err
-    assert said in out + err
-    assert len(err.splitlines()) == status

@@ -320,6 +320,8 @@ def two_steps(tmp_path_factory) -> TinyTraining:
             ("ckpt_path=last", "optim.lr=1", "resume.allow=[optim.lr_factors]"),
             r"with optim\.lr=0\.01, the settings have 1:",
         ),
+        (("ckpt_path=last", "resume.allow=[optim.lrr]"), r"unknown setting optim\.lrr, did you mean optim\.lr or"),
+        (("overwrite=true", "resume.allow=[optim.lrr]"), r"unknown setting optim\.lrr, did you mean optim\.lr or"),
         # what is allowed must still fit
         (("ckpt_path=last", "seed=1", "resume.allow=[seed]"), "another data plan"),
         (("ckpt_path=last", "data.batch_size=2", "resume.allow=[data]"), "another data plan"),

@@ -50,11 +50,11 @@ class PlanDataModule(LightningDataModule):
         val_fraction: share of the samples that is held out, by hash of their id, or of the groups of `val_by`.
         val_batches: largest number of global validation batches per latent shape (None: every held-out sample).
         caption_dropout: probability of training a sample on the null embedding.
-        stats: statistics that normalise latents: of all stored latents (data), of the training samples only (train), or
-            those that the codec publishes and a pretrained model expects (codec).
+        stats: statistics that normalise latents: of all stored latents, held-out ones too (data), of the training
+            samples only, so that nothing held out influences training (train), or those that the codec publishes and a
+            pretrained model expects (codec).
         text_padding: padding of captions: hidden (mask), or attended to as in Wan (zeros).
-        max_bad: largest share of bad samples among those drawn; they are replaced by others, and a larger share stops
-            the run.
+        max_bad: largest share of bad samples among those drawn, which are replaced; a larger share stops the run.
 
     Attributes:
         noise_ahead: whether batches for a GPU come with their noise, see `VideoBatch`; set by the job.

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from vsa.config import resolved, target_class
+from vsa.config import did_you_mean, resolved, target_class
 from vsa.settings import arguments_of
 
 SHOWN = (
@@ -65,6 +65,7 @@ PART = ("trainer.limit_train_batches", "trainer.overfit_batches", "trainer.fast_
 # copies of optim and sparsity in the configs of older checkpoints
 _COPIES = ("task.optim", "task.sparsity")
 _SHOWN = 8
+_NEAREST = 3
 
 
 _UNSET = "unset"
@@ -117,6 +118,24 @@ def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> list[Change]
     return [change for change in changes.values() if not is_told_by_another(change)]
 
 
+def refuse_unknown_keys(allow: Sequence[str], cfg: DictConfig, before: Mapping[str, Any]) -> None:
+    """Refuse keys of `resume.allow` that are neither a setting nor a group of settings.
+
+    Args:
+        allow: see `refuse_changes`.
+        cfg: current config, not resolved.
+        before: resolved config of the checkpoint; empty without one.
+
+    Raises:
+        ValueError: names every such key with known ones that resemble it.
+    """
+    known = {*_keys(resolved(cfg), constructors=True), *_keys(before)}
+    unknown = [key for key in allow if not any(_within(name, (key,)) for name in known)]
+    if unknown:
+        each = (f"unknown setting {key}{did_you_mean(key, known, _NEAREST)}" for key in unknown)
+        raise ValueError(f"resume.allow=[{','.join(allow)}]: {'; '.join(each)}")
+
+
 def refuse_changes(changes: Sequence[Change], allow: Sequence[str], checkpoint: Path) -> list[Change]:
     """The explicitly allowed changes of settings that are not free.
 
@@ -165,6 +184,18 @@ def _is_known(before: Mapping[str, Any], now: Mapping[str, Any], key: str, name:
         return name in before
     target = str(now.get("_target_"))
     return name in now or not target.startswith("vsa.") or name in arguments_of(target_class(target))
+
+
+def _keys(node: Any, key: str = "", *, constructors: bool = False) -> Iterator[str]:
+    """Settings and groups of settings below a node, with `constructors` also those that only constructors have."""
+    if not isinstance(node, Mapping):
+        return
+    target = str(node.get("_target_"))
+    own = arguments_of(target_class(target)) if constructors and target.startswith("vsa.") else {}
+    for name in dict.fromkeys((*node, *own)):
+        inner = f"{key}.{name}" if key else str(name)
+        yield inner
+        yield from _keys(node.get(name), inner, constructors=constructors)
 
 
 def _within(key: str, tops: Sequence[str]) -> bool:

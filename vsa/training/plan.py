@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from vsa.config import build, build_task, check_settings, check_targets, resolved
-from vsa.training.estimate.gpus import GIB, GPUS, Gpu, known_gpu
+from vsa.training.estimate.gpus import GIB, GPUS, MEASURED_BY, Gpu, how_to_measure, known_gpu
 from vsa.training.estimate.run import estimate_from, full_lines, jobs_of, with_dense_attention
 
 Grid = tuple[int, int, int]
@@ -48,7 +48,11 @@ def gpu_of(name: str, gib: float | None = None) -> Gpu:
     gpu = known_gpu(name)
     if gpu is None and gib is None:
         known = ", ".join(kind.name for kind in GPUS)
-        raise ValueError(f"--gpu {name}: unknown kind of GPU, give its memory (--memory GIB); known are {known}")
+        raise ValueError(
+            f"--gpu {name}: unknown kind of GPU, give its memory (--memory GIB; vsa info there shows it), "
+            f"known are {known}; for times it also needs a row of vsa/training/estimate/gpus.py with measured rates: "
+            f"{how_to_measure(MEASURED_BY)}"
+        )
     gpu = gpu or Gpu(name=name, memory=0.0, sources={})
     return gpu if gib is None else replace(gpu, memory=gib * GIB)
 

@@ -33,7 +33,7 @@ from vsa.training.callbacks.checkpoint import Checkpointing
 from vsa.training.callbacks.opening import Opening
 from vsa.training.callbacks.out_of_memory import OutOfMemory
 from vsa.training.callbacks.start_times import StartTimes
-from vsa.training.config_changes import changed_settings, listed, refuse_changes
+from vsa.training.config_changes import changed_settings, listed, refuse_changes, refuse_unknown_keys
 from vsa.training.deadline import deadline_of
 from vsa.training.ending import fit, nothing_to_do
 from vsa.training.estimate.gpus import gpu_here
@@ -87,6 +87,7 @@ def _dry_run(cfg: DictConfig) -> None:
         raise ValueError(f"dry_run=true is for a new run, got ckpt_path={cfg.ckpt_path}")
     cfg, opened = cfg.copy(), dict[str, Any]()
     cfg.dry_run = False
+    refuse_unknown_keys(cfg.resume.allow, cfg, {})
     check_run(cfg, opened)
     (datamodule,) = opened.values()
     on_gpu = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
@@ -156,6 +157,7 @@ def _train(cfg: DictConfig, run_dir: Path, folder: RunFolder, typed: Typed, star
     rank_zero_module.log.addFilter(_no_advert)
 
     resume = _resume(cfg, run_dir)
+    refuse_unknown_keys(cfg.resume.allow, cfg, {} if resume is None else resume.state["config"])
     datamodule = build(cfg.data)
     _check_model(cfg, datamodule, typed)
     _tell_export(cfg)

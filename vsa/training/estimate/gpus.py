@@ -5,7 +5,7 @@ D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,6 +129,14 @@ GPUS = (
     Gpu(name="RTX 5090", memory=31.4 * GIB, sources={}),
     Gpu(name="RTX 4090", memory=23.5 * GIB, sources={}),
 )
+
+
+def how_to_measure(rates: Iterable[str]) -> str:
+    """Rates by the command that measures them, on one line."""
+    commands: dict[str, list[str]] = {}
+    for name in rates:
+        commands.setdefault(MEASURED_BY[name].partition(" (")[0], []).append(name)
+    return "; ".join(f"{', '.join(names)} ({command})" for command, names in commands.items())
 
 
 def known_gpu(name: str) -> Gpu | None:

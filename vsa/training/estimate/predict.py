@@ -47,9 +47,15 @@ def memory(job: Job) -> Parts:
     return {**resident, **max(moments, key=lambda parts: sum(parts.values()))}
 
 
+def whole_memory(job: Job) -> Parts:
+    """Bytes of GPU memory that a rank needs, by part."""
+    parts = memory(job)
+    return {**parts, "assumed context and allocator": sum(parts.values()) * SLACK + CONTEXT}
+
+
 def total_memory(job: Job) -> float:
     """Bytes of GPU memory that a rank needs."""
-    return sum(memory(job).values()) * (1 + SLACK) + CONTEXT
+    return sum(whole_memory(job).values())
 
 
 def _held(parameters: float, job: Job) -> float:

@@ -14,7 +14,7 @@ from vsa.models.recompute import LEVELS, Level
 from vsa.training.budgets import budget_of
 from vsa.training.estimate.gpus import GIB, MEASURED_BY, Gpu
 from vsa.training.estimate.job import Job, copies_of, layout_of, row_of
-from vsa.training.estimate.predict import fitting, memory, step_seconds, total_memory
+from vsa.training.estimate.predict import fitting, step_seconds, total_memory, whole_memory
 
 POINTS = 16
 """Number of steps of a run at which the time of a step is estimated if its sparsity changes."""
@@ -147,7 +147,7 @@ class Estimate:
         if self.fits:
             return None
         job = self.largest
-        parts = ", ".join(f"{name} {gib(value)}" for name, value in memory(job).items() if value >= 0.05 * GIB)
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in _visible(whole_memory(job), GIB).items())
         line = f"it needs {gib(self.needed)} GiB of the {gib(self.gpu.memory)} of one {self.gpu.name} ({parts})"
         return f"{line}: {self.advice()}"
 
@@ -193,7 +193,7 @@ def short_lines(estimate: Estimate) -> list[str]:
     job = estimate.largest
     line = (
         f"estimate: {gib(estimate.needed)} of {gib(estimate.gpu.memory)} GiB of each {estimate.gpu.name} "
-        f"(activation_checkpointing={_told_level(estimate)}, {job.batch} samples a micro-batch)"
+        f"(activation_checkpointing={_told_level(estimate)}, {_count(job.batch, 'sample')} a micro-batch)"
     )
     if not estimate.gpu.lacks:
         line += f", {sum(estimate.seconds().values()):.3g} s a step"
@@ -220,21 +220,22 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     layout = layout_of(network, job.latent_shape)
     topk = job.topk if isinstance(job.topk, int) else max(job.topk)
     tiles = f", top {topk} of {layout.num_video_tiles} tiles" if network.model.selects else ""
+    batch, micro_batches = _count(job.batch, "sample"), _count(job.micro_batches, "micro-batch", "es")
     lines = [
         f"{name} on {job.ranks} x {gpu.name}, parameters in {job.shards} shard{'s' * (job.shards > 1)}",
-        f"  each GPU: {job.batch} samples a micro-batch, {job.micro_batches} a step, of "
-        f"{layout.num_tokens} tokens{tiles} and {job.text} of text; blocks {'compiled' if job.compiled else 'eager'}, "
-        f"activation_checkpointing={_told_level(estimate)}",
+        f"  each GPU: {batch} a micro-batch, {micro_batches} a step",
+        f"  each sample: {layout.num_tokens} tokens{tiles}, {job.text} of text",
+        f"  blocks {'compiled' if job.compiled else 'eager'}, activation_checkpointing={_told_level(estimate)}",
         "",
         f"{'memory of a GPU':34} GiB",
-        *_rows(memory(job), GIB),
-        f"  {'context, allocator (assumed)':30} {gib(estimate.needed - sum(memory(job).values())):>7}",
+        *_rows(whole_memory(job), GIB),
         f"  {'sum':30} {gib(estimate.needed):>7}  of {gib(gpu.memory)}",
         "",
     ]
     if estimate.gpu.lacks:
         lines.append(f"time: {gpu.name} lacks measured rates; a row of vsa/training/estimate/gpus.py holds them")
-        lines += [f"  {name:22} {MEASURED_BY[name]}" for name in gpu.lacks]
+        lacks = [*gpu.lacks, *(["link_bytes"] if job.ranks > 1 and gpu.link_bytes is None else [])]
+        lines += [f"  {name:22} {MEASURED_BY[name]}" for name in lacks]
     else:
         parts = estimate.seconds()
         total = sum(parts.values())
@@ -251,8 +252,19 @@ def full_lines(name: str, estimate: Estimate, dense: Callable[[Job], Job] | None
     return lines
 
 
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number > 1 else ''}"
+
+
+def _visible(parts: Mapping[str, float], unit: float) -> dict[str, float]:
+    """The parts that one decimal shows, and the sum of the others if it does."""
+    large = {name: value for name, value in parts.items() if value >= 0.05 * unit}
+    rest = sum(value for name, value in parts.items() if name not in large)
+    return large | ({"the rest": rest} if rest >= 0.05 * unit else {})
+
+
 def _rows(parts: Mapping[str, float], unit: float) -> list[str]:
-    return [f"  {name:30} {value / unit:7.1f}" for name, value in parts.items() if value / unit >= 0.05]
+    return [f"  {name:30} {value / unit:7.1f}" for name, value in _visible(parts, unit).items()]
 
 
 def _levels(estimate: Estimate) -> list[str]:

@@ -415,7 +415,10 @@ class DiffusionModule(L.LightningModule):
         return step % trainer.log_every_n_steps == 0 or step == trainer.max_steps
 
     def log_step(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
-        """Log metrics of a completed optimizer step; this is the only synchronisation with the device."""
+        """Log metrics of a completed optimizer step.
+
+        Reading them waits for the device, as reading the gradient norm does in every step (`GradientClipper`).
+        """
         values = {name: float(value) for name, value in metrics.items()}
         if self.trainer.is_global_zero:
             for logger in self.trainer.loggers:

@@ -1,0 +1,58 @@
+"""`vsa plan`: what the command prints, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from vsa.training.estimate.gpus import MEASURED_BY
+
+PLAN = ("plan", "model=dit_60m", "model.text_dim=64", "trainer.devices=1", "--grid", "4", "8", "8")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ((), 0, "activation_checkpointing=auto takes none: the least recomputation that fits"),
+        (
+            ("task.parallel.activation_checkpointing=full",),
+            0,
+            "take activation_checkpointing=none: the least recomputation that fits",
+        ),
+        (("--gpu", "RTX 4090"), 0, "RTX 4090 lacks measured rates"),
+        (
+            ("--gpu", "GT 710"),
+            1,
+            "--gpu GT 710: unknown kind of GPU, give its memory (--memory GIB; vsa info there shows it)",
+        ),
+        (("--gpu", "GT 710", "--memory", "1.5"), 1, "error: it needs"),
+        (("trainer.devices=auto",), 1, "trainer.devices=auto: a plan needs a number of GPUs, as in trainer.devices=8"),
+        (("trainer.devices=3",), 1, "data.batch_size=8 is not divisible by the 3 micro-batches of a step"),
+        (
+            ("data.batch_size=24", "trainer.accumulate_grad_batches=12"),
+            0,
+            "each GPU: 2 samples a micro-batch, 12 micro-batches a step",
+        ),
+        (("data.batch_size=1",), 0, "each GPU: 1 sample a micro-batch, 1 micro-batch a step"),
+        (("--memory", "0"), 1, "--memory 0: expected GiB above 0"),
+        (("--grid", "0", "8", "8"), 1, "--grid 0 8 8: expected token counts above 0"),
+    ],
+)
+def test_the_command(words, status, said, command_line):
+    ended, out, err = command_line(*PLAN, *words)
+    assert ended == status, err
+    assert said in out + err
+    assert len(err.splitlines()) == status
+
+
+def test_an_unknown_kind_names_all_that_it_lacks_and_how_to_measure_it(command_line):
+    ended, _, err = command_line(*PLAN, "--gpu", "GT 710")
+    assert ended == 1
+    assert len(err.splitlines()) == 1
+    for name, command in MEASURED_BY.items():
+        assert name in err
+        # each command once, without the place in its output
+        assert err.count(f"({command.partition(' (')[0]})") == 1, command
+    ended, out, _ = command_line(*PLAN, "--gpu", "GT 710", "--memory", "80", "trainer.devices=2", "trainer=fsdp")
+    assert ended == 0
+    for name, command in MEASURED_BY.items():
+        assert f"  {name:22} {command}\n" in out
