@@ -1,5 +1,7 @@
 """What every command does with bad input."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -37,7 +39,10 @@ def test_folders_that_cannot_be_written_are_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot write to .*file/in: .*file is not a writable folder"):
         refuse_unwritable(tmp_path / "file" / "in")
-    # permissions do not bind a superuser
+    # permissions do not bind a superuser, and yet no file can be made in /proc
+    with pytest.raises(ValueError, match=r"^cannot write to /proc/x: /proc is not a writable folder$"):
+        refuse_unwritable(Path("/proc/x"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ValueError, match="cannot write to"):
         refuse_unwritable(tmp_path)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from vsa.secrets import without_secrets
@@ -73,8 +74,17 @@ def usable_device(name: str | None, *, rank: int = 0) -> str:
 def refuse_unwritable(folder: Path) -> None:
     """Raise ValueError if `folder`, which need not exist yet, cannot be written to."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    refusal = f"cannot write to {folder}: {nearest} is not a writable folder"
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ValueError(f"cannot write to {folder}: {nearest} is not a writable folder")
+        raise ValueError(refusal)
+    try:
+        # permissions do not bind a superuser, and some file systems take no files
+        with TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        # a full disk is reported by the write
+        if error.errno not in NO_ROOM:
+            raise ValueError(refusal) from None
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from vsa.errors import NO_ROOM
 
@@ -160,3 +161,8 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def whole_lines(file: TextIO) -> Iterator[str]:
+    """Lines of a file, without a last one that lacks its end, whose last number may be cut."""
+    return (line for line in file if line.endswith("\n"))

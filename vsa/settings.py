@@ -59,12 +59,12 @@ def checked(cls: Class) -> Class:
 
     @functools.wraps(initialise)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
+        values = signature.bind(self, *args, **kwargs).arguments
         hints = hints_of(cls)
         wrong = [
-            refusal(name, given[name], hint)
+            refusal(name, values[name], hint)
             for name, hint in hints.items()
-            if name in given and plain(hint) == hint and not fits(given[name], hint)
+            if name in values and plain(hint) == hint and not fits(values[name], hint)
         ]
         if wrong:
             raise ValueError("; ".join(wrong))
@@ -83,19 +83,19 @@ def hints_of(constructor: Callable[..., Any]) -> Mapping[str, Any]:
 def arguments_of(constructor: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Every argument by name; for a class of this project, `**` arguments are those of its base class."""
     initialise = constructor.__init__ if isinstance(constructor, type) else constructor
-    known = _known_names(constructor, inspect.unwrap(initialise))
+    namespace = _namespace(constructor, inspect.unwrap(initialise))
     own: dict[str, inspect.Parameter] = {}
     passed_on: Mapping[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(constructor).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            ours = isinstance(constructor, type) and constructor.__module__.startswith("vsa.")
-            passed_on = arguments_of(constructor.__base__) if ours else {"**": parameter.replace(annotation=Any)}
+            of_project = isinstance(constructor, type) and constructor.__module__.startswith("vsa.")
+            passed_on = arguments_of(constructor.__base__) if of_project else {"**": parameter.replace(annotation=Any)}
         elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-            own[name] = parameter.replace(annotation=_hint(inspect.unwrap(initialise), name, known))
+            own[name] = parameter.replace(annotation=_hint(inspect.unwrap(initialise), name, namespace))
     return {**passed_on, **own}
 
 
-def _known_names(constructor: Any, initialise: Any) -> dict[str, Any]:
+def _namespace(constructor: Any, initialise: Any) -> dict[str, Any]:
     """The names that annotations of a constructor may use, also those of base dataclasses in other modules."""
     if not dataclasses.is_dataclass(constructor):
         return getattr(initialise, "__globals__", {})
@@ -103,10 +103,10 @@ def _known_names(constructor: Any, initialise: Any) -> dict[str, Any]:
     return {name: value for cls in classes for name, value in vars(sys.modules[cls.__module__]).items()}
 
 
-def _hint(function: Any, name: str, known: dict[str, Any]) -> Any:
+def _hint(function: Any, name: str, namespace: dict[str, Any]) -> Any:
     alone = types.SimpleNamespace(__annotations__={name: function.__annotations__.get(name, Any)})
     try:
-        return get_type_hints(alone, known, include_extras=True)[name]
+        return get_type_hints(alone, namespace, include_extras=True)[name]
     except NameError:
         # other projects import some types only for type checkers
         if function.__module__.startswith("vsa."):
@@ -152,8 +152,8 @@ def fits(value: Any, hint: Any) -> bool:
         parts = args if _is(origin, tuple) and ... not in args else args[:1] * len(value)
         return len(value) == len(parts) and all(map(fits, value, parts))
     if hint in (int, float):
-        wanted = int if hint is int else int | float
-        return isinstance(value, wanted) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        kind = int if hint is int else int | float
+        return isinstance(value, kind) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return isinstance(value, hint)
 
 

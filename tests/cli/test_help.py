@@ -33,6 +33,14 @@ def test_the_help_of_every_command_has_an_example_and_imports_nothing_heavy():
     assert control == "['torch']"
 
 
+def test_sentences_of_the_help_break_at_the_edge_of_the_terminal_alone(command_line, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    _, out, _ = command_line("tune-sparge", "--help")
+    assert "Writes tuned.json, for attention=sparge attention.tuned=FILE, and tuning.html with errors" in out
+    # examples keep their lines
+    assert "--out TUNED vsa" not in out
+
+
 def test_train_py_shows_the_help_of_vsa_train(command_line):
     assert command_line("train.py", "--help") == command_line("train", "--help")
     status, out, _ = command_line("train.py", "--help")

@@ -56,6 +56,11 @@ def test_read_metric_leaves_out_empty_cells(tmp_path: Path):
     steps, values = read_metric(metrics, "train/loss")
     assert steps.tolist() == [10, 30]
     assert values.tolist() == [2.0, 1.0]
+    # a kill has cut the last number
+    metrics.write_text(metrics.read_text() + "40,0.")
+    assert read_metric(metrics, "train/loss")[1].tolist() == [2.0, 1.0]
+    metrics.write_text("step,train/loss\n10,2.0\n20,0.")
+    assert read_metric(metrics, "train/loss")[1].tolist() == [2.0]
     with pytest.raises(ValueError, match=r"metrics\.csv has no column loss, it has step, train/loss"):
         read_metric(metrics, "loss")
     write_metrics(metrics, [(10, "abc", "", "")])

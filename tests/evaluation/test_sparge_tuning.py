@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.attention.sparge.test_method import fields
+from tests.data.tiny_wan import make_pipeline
 from tests.reports.test_report import Page
 from tests.tiny_runs import command_line  # noqa: F401
 from vsa.attention.sparge.method import SpargeAttention
@@ -146,6 +147,30 @@ def test_a_model_is_tuned_on_what_it_sees(tiny_run_dir, tmp_path, command_line):
         r", ema weights: clip.mp4 \([0-9a-f]{16}\) at 900, 200, seed 0, latents .*, pipeline None",
         file["made"]["source"],
     )
+
+
+def test_a_pipeline_is_tuned_and_samples_with_its_settings(tmp_path, command_line):  # noqa: F811
+    pipe = make_pipeline()
+    pipe.save_pretrained(tmp_path / "pipeline")
+    video = tmp_path / "videos" / "clip.mp4"
+    video.parent.mkdir()
+    write_video(video, render_clip(0, 1, size=(5, 48, 80))[0])
+    video.with_suffix(".txt").write_text("a red circle\n")
+    where = ("--run", tmp_path / "pipeline", "--clips", video.parent, "--latents", "2", "6", "10")
+    status, _, err = tune(command_line, *where, "--timesteps", "500", "--out", tmp_path / "tuned")
+    # stderr has the progress of transformers
+    assert status == 0, err
+    file = tmp_path / "tuned" / "tuned.json"
+    assert sorted(json.loads(file.read_text())["found"]) == ["0", "1"]
+    clip = ("--size", "48", "80", "--frames", "5", "--steps", "2", "--device", "cpu", "--out", tmp_path / "clips")
+    method = f"sparge tuned={file} q_tokens=8 kv_tokens=4"
+    words = ("sample", "--pipeline", tmp_path / "pipeline", "--method", method, "--prompt", "a cat", *clip)
+    status, _, err = command_line(*map(str, words))
+    assert status == 0, err
+    # control: blocks of other sizes than those that were tuned
+    status, _, err = command_line(*(str(word).replace("q_tokens=8", "q_tokens=16") for word in words))
+    assert status == 1
+    assert "q_tokens" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -174,10 +174,18 @@ def test_a_run_that_goes_on_and_one_without_metrics_have_pages(tmp_path: Path):
     with locked(run):
         note_end(run, how="finished", reason="", step=40)
         assert read_run(run).status == "finished"
-    # nothing logged yet
-    (run / "metrics.csv").unlink()
-    text = Page(report([run]).read_text()).text
-    assert "Loss: nothing has been logged yet." in text
+    # the metrics were lost, or nothing was logged
+    for metrics, reason in ((None, "metrics.csv is missing"), ("step\n", "no step was logged")):
+        (run / "metrics.csv").unlink(missing_ok=True)
+        if metrics is not None:
+            (run / "metrics.csv").write_text(metrics)
+        text = Page(report([run]).read_text()).text
+        assert f"finished, {reason}" in text
+        assert f"Loss: {reason}." in text
+        assert "at step 0" not in text
+    with locked(run):
+        note_start(run, step=0, environment=HERE)
+        assert "running, no step logged yet" in Page(report([run]).read_text()).text
     assert "Clips: none have been sampled" in text
 
 
@@ -233,6 +241,7 @@ def _raw_rows(text: str) -> list[list[str]]:
     [
         ({}, "no run in"),
         ({"metrics.csv": "epoch,loss\n1,2\n"}, "has no column step and there is no run.json"),
+        ({"metrics.csv": "epoch,step,train_loss\n0,1,2\n"}, "has none of the columns train/loss, "),
         ({"metrics.csv": ""}, "is empty and there is no run.json"),
         ({"metrics.csv": "step,train/loss\n1,abc\n"}, "could not convert string 'abc'"),
         ({"metrics.csv": "step,train/loss\n1,2\n", "config.yaml": "a: [1\n"}, "cannot be read"),
@@ -248,14 +257,14 @@ def test_bad_folders_end_in_one_line(tmp_path: Path, command_line, files: dict[s
     assert (status, err.count("\n")) == (1, 1), err
     assert said in err
     assert str(folder) in err
-    assert not (folder / "report.html").exists()
+    assert not {"report.html", "loss.png"} & {path.name for path in folder.iterdir()}
 
 
 def test_a_half_written_run_has_a_page(tmp_path: Path):
     run = write_run(tmp_path / "run", config=False)
     # a kill in the middle of a line, of a checkpoint and of clips
     with open(run / "metrics.csv", "a") as file:
-        file.write("44,0.")
+        file.write(",".join(["44", *["0."] * (run / "metrics.csv").read_text().split("\n")[0].count(",")]))
     (run / "checkpoints" / "step-00000040").mkdir(parents=True)
     (run / DATA_CLIPS).mkdir()
     (run / DATA_CLIPS / "samples.json").write_text('{"clips": [')

@@ -54,12 +54,17 @@ def test_folders_without_runs_are_refused(tmp_path):
 def test_a_run_that_cannot_be_read_is_named_and_the_others_stay(tmp_path):
     write_run(tmp_path / "good")
     (write_run(tmp_path / "words") / "metrics.csv").write_text("step,train/loss\n1,low\n")
+    # of another program
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.csv").write_text("epoch,step,train_loss\n0,1,2\n")
     (write_run(tmp_path / "yaml") / "config.yaml").write_text("a: [")
     (write_run(tmp_path / "rows") / "validation.csv").write_text("step,at\n1,current\n")
     _, runs, missing = find_runs([tmp_path])
     assert [run.name for run in runs] == ["good"]
-    assert {one.name: one.status for one in missing} == dict.fromkeys(("rows", "words", "yaml"), "unreadable")
-    assert "words/metrics.csv: could not convert string 'low' to float64 at row 0, column 2" in missing[1].reason
+    assert {one.name: one.status for one in missing} == dict.fromkeys(("other", "rows", "words", "yaml"), "unreadable")
+    reasons = {one.name: one.reason for one in missing}
+    assert "other is not a run of vsa-train" in reasons["other"]
+    assert "words/metrics.csv: could not convert string 'low' to float64 at row 0, column 2" in reasons["words"]
 
 
 def test_what_a_sweep_says(tmp_path):

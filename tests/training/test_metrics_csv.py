@@ -48,6 +48,11 @@ def test_resume_cuts_rows_past_its_step(tmp_path):
     resumed.log_metrics({"loss": 99}, 30)
     resumed.finalize("done")
     assert [(r["step"], r["loss"]) for r in _rows(resumed.path)] == [("10", "10"), ("20", "20"), ("30", "99")]
+    # a kill has cut the last number
+    resumed.path.write_bytes(resumed.path.read_bytes() + b"40,9")
+    again = MetricsCSV(str(tmp_path))
+    begin(again, 40)
+    assert [r["step"] for r in _rows(again.path)] == ["10", "20", "30"]
     fresh = MetricsCSV(str(tmp_path))
     begin(fresh, 0)
     assert _rows(fresh.path) == []

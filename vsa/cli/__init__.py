@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from inspect import cleandoc
 from typing import Any
 
 import typer
@@ -41,6 +42,12 @@ COMMANDS = {
 """Commands in the order of the help, each with the function that defines its arguments."""
 
 
+def _in_paragraphs(docstring: str) -> str:
+    """A help text whose paragraphs fill the terminal, which typer would break where the docstring does."""
+    paragraphs = cleandoc(docstring).split("\n\n")
+    return "\n\n".join(text if text.startswith("\b") else text.replace("\n", " ") for text in paragraphs)
+
+
 class LazyGroup(TyperGroup):
     """Command group that imports the file of a command on demand; bad input ends with one line and status 1."""
 
@@ -59,7 +66,8 @@ class LazyGroup(TyperGroup):
         module = import_module(module_name)
         single = typer.Typer(add_completion=False)
         settings = getattr(module, "CONTEXT_SETTINGS", None)
-        single.command(cmd_name, context_settings=settings)(getattr(module, function_name))
+        function = getattr(module, function_name)
+        single.command(cmd_name, context_settings=settings, help=_in_paragraphs(function.__doc__))(function)
         return typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:

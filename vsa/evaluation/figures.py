@@ -20,17 +20,19 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from vsa.files import whole_lines
 from vsa.plotting import COLOURS, TITLE, log_axis, save_figure, set_title, step_axis
 
 
 def read_metric(metrics_csv: str | Path, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of one column of a run's `metrics.csv`, rows without a value left out.
+    """Steps and values of one column of a run's `metrics.csv`, without rows that have no value and without a last line
+    that a kill has cut.
 
     Raises:
         ValueError: the file has no such column, or a value that is no number; names file and column.
     """
     with open(metrics_csv, newline="") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(whole_lines(file))
         if column not in (reader.fieldnames or []):
             raise ValueError(f"{metrics_csv} has no column {column}, it has {', '.join(reader.fieldnames or [])}")
         rows = [(row["step"], row[column]) for row in reader if row[column]]
@@ -49,7 +51,7 @@ def logged_metrics(metrics_csv: str | Path, columns: Sequence[str]) -> dict[str,
     if not Path(metrics_csv).exists():
         return {}
     with open(metrics_csv, newline="") as file:
-        there = csv.DictReader(file).fieldnames or []
+        there = csv.DictReader(whole_lines(file)).fieldnames or []
     read = {column: read_metric(metrics_csv, column) for column in columns if column in there}
     return {column: (steps, values) for column, (steps, values) in read.items() if len(steps)}
 

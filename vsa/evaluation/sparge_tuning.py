@@ -133,15 +133,15 @@ def tune_sparge(
         order=order,
         made=made,
     )
-    found: dict[int, Sequence[HeadSettings]] = dict(_finished(path, tuned))
+    heads_by_layer: dict[int, Sequence[HeadSettings]] = dict(_finished(path, tuned))
     method = SpargeAttention(
         dim=heads * head_dim, num_heads=heads, head_dim=head_dim, q_tokens=q_tokens, kv_tokens=kv_tokens, order=order
     )
-    kept = {"l1": search.l1, "l2": search.l2}
+    bounds = {"l1": search.l1, "l2": search.l2}
     calls = [source.inputs(layer) * search.steps for layer in range(source.layers)]
-    done = sum(calls[layer] for layer in found)
+    done = sum(calls[layer] for layer in heads_by_layer)
     with progress_bar("tuning", sum(calls), done=done, transient=True) as advance:
-        for layer in (i for i in range(source.layers) if i not in found):
+        for layer in (i for i in range(source.layers) if i not in heads_by_layer):
             items = source.captures(layer)
 
             def inputs(items: Sequence[Capture] = items) -> Iterator[Input]:
@@ -150,13 +150,13 @@ def tune_sparge(
                     yield Input(q, k, v, item.grid_thw)
 
             try:
-                found[layer], tried = tune_layer(method, inputs, search, advance)
+                heads_by_layer[layer], points = tune_layer(method, inputs, search, advance)
             except ValueError as error:
                 raise ValueError(f"layer {layer}: {error}") from None
-            write_csv(_points(folder, layer), Point._fields, tried)
+            write_csv(_points(folder, layer), Point._fields, points)
             # written last, since a layer in the file counts as finished
-            replace(tuned, found=found).write(path)
-    _write_page(folder, read_tuned(str(path)), kept)
+            replace(tuned, found=heads_by_layer).write(path)
+    _write_page(folder, read_tuned(str(path)), bounds)
     return path
 
 
@@ -206,10 +206,10 @@ class _File:
 
     def __init__(self, path: Path):
         self.items = load_captures(path).items
-        there = sorted({item.layer for item in self.items})
-        self.layers = there[-1] + 1
-        if missing := sorted(set(range(self.layers)) - set(there)):
-            listed = ", ".join(map(str, there))
+        layers = sorted({item.layer for item in self.items})
+        self.layers = layers[-1] + 1
+        if missing := sorted(set(range(self.layers)) - set(layers)):
+            listed = ", ".join(map(str, layers))
             raise ValueError(f"--captures {path} has layers {listed}: layer {missing[0]} is missing")
         self.heads, self.head_dim = self.items[0].q.shape[2:]
         for item in self.items:
@@ -232,20 +232,20 @@ def _fields(tuned: Tuned) -> dict[str, Any]:
     return {name: getattr(tuned, name) for name in (*SHAPE, "readings", "keeps_sum", "made")}
 
 
-def _finished(path: Path, wanted: Tuned) -> Mapping[int, Sequence[HeadSettings]]:
+def _finished(path: Path, settings: Tuned) -> Mapping[int, Sequence[HeadSettings]]:
     """Finished layers of a file; ValueError if it was tuned for another model or with other settings."""
     if not path.exists():
         return {}
-    there = read_tuned(str(path))
+    tuned = read_tuned(str(path))
     hint = "choose another folder with --out"
     try:
-        there.refuse_other(str(path), **_fields(wanted) | {"made": there.made})
+        tuned.refuse_other(str(path), **_fields(settings) | {"made": tuned.made})
     except ValueError as error:
         raise ValueError(f"{error}: {hint}") from None
-    for name, value in wanted.made.items():
-        if there.made.get(name) != value:
-            raise ValueError(f"{path} was tuned with {name}={there.made.get(name)}, got {name}={value}: {hint}")
-    return there.found
+    for name, value in settings.made.items():
+        if tuned.made.get(name) != value:
+            raise ValueError(f"{path} was tuned with {name}={tuned.made.get(name)}, got {name}={value}: {hint}")
+    return tuned.found
 
 
 def _points(folder: Path, layer: int) -> Path:

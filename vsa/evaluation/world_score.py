@@ -68,14 +68,14 @@ def score_clip(video: Tensor, caption: str) -> dict[str, list[bool]]:
     Returns:
         One value per object by attribute, and a single one for `camera` and `all`.
     """
-    wanted = parse_caption(caption)
-    seen, camera = measure_clip(video, len(wanted.objects))
-    found = [(o, seen.get(o.colour)) for o in wanted.objects]
+    scene = parse_caption(caption)
+    by_colour, camera = measure_clip(video, len(scene.objects))
+    pairs = [(named, by_colour.get(named.colour)) for named in scene.objects]
     scores = {
-        "colour": [s is not None for _, s in found],
-        "shape": [s is not None and s.shape == o.shape for o, s in found],
-        "motion": [s is not None and s.motion == o.motion for o, s in found],
-        "camera": [camera == wanted.camera],
+        "colour": [shown is not None for _, shown in pairs],
+        "shape": [shown is not None and shown.shape == named.shape for named, shown in pairs],
+        "motion": [shown is not None and shown.motion == named.motion for named, shown in pairs],
+        "camera": [camera == scene.camera],
     }
     return {**scores, "all": [all(value for values in scores.values() for value in values)]}
 
@@ -84,7 +84,7 @@ def score_clips(videos: Tensor | Sequence[Tensor], captions: Sequence[str]) -> d
     """Share of right values of each attribute over the clips."""
     rows = [score_clip(video, caption) for video, caption in zip(videos, captions, strict=True)]
     values = {name: [value for row in rows for value in row[name]] for name in ATTRIBUTES}
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(right) / len(right) for name, right in values.items()}
 
 
 def chance(captions: Sequence[str]) -> dict[str, float]:
@@ -115,14 +115,14 @@ def measure_clip(video: Tensor, objects: int) -> tuple[Mapping[str, SeenObject],
     drift = _drift(pixels, labels)
     cover = _inner_area(labels) / box**2  # [colours]
     visible = [c for c in cover.argsort(descending=True)[:objects].tolist() if cover[c] >= _LEAST_COVER]
-    seen = {}
+    objects_by_colour = {}
     for colour in visible:
         shape, places = _follow(labels, colour, box)
         motion = None
         if places is not None:
             motion = _motion(places + drift * (torch.arange(T) / max(T - 1, 1))[:, None], H, W)
-        seen[list(COLOURS)[colour]] = SeenObject(shape=shape, motion=motion)
-    return seen, _direction(drift, H, W, _LEAST_DRIFT) or "still"
+        objects_by_colour[list(COLOURS)[colour]] = SeenObject(shape=shape, motion=motion)
+    return objects_by_colour, _direction(drift, H, W, _LEAST_DRIFT) or "still"
 
 
 def _smaller(video: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def _drift(pixels: Tensor, labels: Tensor) -> Tensor:
     pairs = [(luma[[i, i + apart]], _background(labels[[i, i + apart]])) for i in starts]
     most_x, most_y = W * 12 // 100, H * 12 // 100
     steps = [(x, 0) for x in range(-most_x, most_x + 1)] + [(0, y) for y in range(-most_y, most_y + 1) if y]
-    likeness = [sum(_likeness(two, seen, x, y) for two, seen in pairs) for x, y in steps]
+    likeness = [sum(_likeness(frames, background, x, y) for frames, background in pairs) for x, y in steps]
     x, y = steps[int(np.argmax(likeness))]
     return torch.tensor([x, y], dtype=torch.float32) * (max(T - 1, 1) / apart)
 
@@ -245,11 +245,11 @@ def _likeness(two: Tensor, background: Tensor, x: int, y: int) -> float:
 def _motion(places: Tensor, height: int, width: int) -> str | None:
     """The motion that explains places in the world, float32 `[T, 2]` x, y (NaN where unknown); None: no motion does."""
     T = len(places)
-    known = ~places[:, 0].isnan()
-    if known.sum() < max(T // 4, 4):
+    visible = ~places[:, 0].isnan()
+    if visible.sum() < max(T // 4, 4):
         return None
-    xy = places[known].double()
-    time = torch.arange(T, dtype=torch.float64)[known]
+    xy = places[visible].double()
+    time = torch.arange(T, dtype=torch.float64)[visible]
     spread = float((xy - xy.mean(0)).square().sum())
     if spread == 0:
         return None
@@ -269,8 +269,8 @@ def _motion(places: Tensor, height: int, width: int) -> str | None:
     for name, (xs, ys) in paths.items():
         columns = torch.cat([torch.stack([one, nought, *xs], 1), torch.stack([nought, one, *ys], 1)])
         target = torch.cat([xy[:, 0], xy[:, 1]])
-        found = torch.linalg.lstsq(columns, target[:, None]).solution[:, 0]
-        fits[name] = (float((columns @ found - target).square().sum()), found[2:])
+        weights = torch.linalg.lstsq(columns, target[:, None]).solution[:, 0]
+        fits[name] = (float((columns @ weights - target).square().sum()), weights[2:])
     name = min(fits, key=lambda key: fits[key][0])
     rest, how = fits[name]
     if rest > (1 - _LEAST_EXPLAINED) * spread:

@@ -98,7 +98,7 @@ def _facts(run: Run) -> dict[str, str]:
     device = run.starts[-1].get("environment", {}) if run.starts else {}
     where = str(device.get("gpu") or device.get("cpu") or "") if isinstance(device, dict) else ""
     facts = {
-        "Status": f"{run.status} at step {run.steps}{of}",
+        "Status": run.status + (f" at step {run.steps}{of}" if run.metrics else f", {_without_steps(run)}"),
         "Loss": _first_and_last(run),
         "Model": f"{count(run.parameters)} parameters" if run.parameters is not None else "",
         "Attention": f"{shown(method)}{kept}" if method else "",
@@ -109,6 +109,13 @@ def _facts(run: Run) -> dict[str, str]:
         "Folder": shown_path(run.folder),
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def _without_steps(run: Run) -> str:
+    """Why a run without metrics has none."""
+    if run.status == "running":
+        return "no step logged yet"
+    return "no step was logged" if (run.folder / METRICS).is_file() else f"{METRICS} is missing"
 
 
 def _score(run: Run) -> str:
@@ -151,7 +158,7 @@ def _careful(run: Run) -> Iterator[str]:
 
 def _not_shown(run: Run, drawn: list[str], clips: object, attention: Path) -> Iterator[str]:
     if "loss" not in drawn:
-        yield "Loss: nothing has been logged yet."
+        yield f"Loss: {_without_steps(run) if not run.metrics else 'no loss was logged'}."
     if "loss_by_timestep" not in drawn:
         yield "Loss by timestep: nothing has been logged."
     if not any(name.startswith("diag/") for name in run.metrics):

@@ -20,6 +20,7 @@ import yaml
 
 from vsa.checkpoints.run_checkpoint import list_checkpoints, read_checkpoint
 from vsa.checkpoints.run_folder import MANIFEST, PROJECT, in_use
+from vsa.files import whole_lines
 
 METRICS, SWEEP = "metrics.csv", "sweep.json"
 # folders of a run that contain no other runs
@@ -31,6 +32,8 @@ _COMPARED = re.compile(
 )
 # metrics that the page of a run uses
 _WHOLE = re.compile(r"(?!.*_layer_|grad_norm/.*layer).*")
+# a metrics.csv without run.json is a run's if it has one of these; other programs write files of this name too
+_LOSSES = ("train/loss", "train/loss_data", "val/loss", "fake_score/loss")
 _SEED_OR_LR = re.compile(r"([-_,.]?(lr|seed)[-_=]?\d[\d.e+-]*)+$")
 _WITHOUT_METRICS = {"waiting": "not started yet", "running": "no metrics yet"}
 
@@ -209,6 +212,7 @@ def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
     runs, missing = [], []
     for path in (path for path in paths if (path / METRICS).is_file()):
         try:
+            _refuse_foreign(path)
             runs.append(_read_run(path, root, points.get(path)))
         except (ValueError, OSError, KeyError, TypeError, yaml.YAMLError) as error:
             missing.append(Missing(name=_name(path, root), status="unreadable", reason=" ".join(str(error).split())))
@@ -226,19 +230,36 @@ def is_run(folder: Path) -> bool:
 
 def read_run(folder: Path) -> Run:
     """One run with all of its metrics, which are empty if it has logged nothing yet."""
-    metrics = folder / METRICS
-    manifest = _manifest(folder / MANIFEST)
-    columns: list[str] = []
-    if metrics.is_file():
-        with open(metrics, encoding="utf-8", errors="replace") as file:
-            columns = [name for name in file.readline().strip().split(",") if name]
-    if manifest.get("written_by") != PROJECT and "step" not in columns:
-        what = "has no column step" if columns else "is empty"
-        raise ValueError(f"{folder} is not a run of {PROJECT}: {metrics} {what} and there is no {MANIFEST}")
+    if not _columns(folder) and _manifest(folder / MANIFEST).get("written_by") != PROJECT:
+        raise ValueError(_not_a_run(folder, "is empty"))
+    _refuse_foreign(folder)
     try:
         return _read_run(folder.resolve(), folder.resolve(), None, wanted=_WHOLE)
     except (OSError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(f"{folder} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _columns(folder: Path) -> list[str]:
+    """Columns of `metrics.csv`; empty without the file."""
+    if not (folder / METRICS).is_file():
+        return []
+    with open(folder / METRICS, encoding="utf-8", errors="replace") as file:
+        return [name for name in file.readline().strip().split(",") if name]
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise ValueError if another program wrote `metrics.csv`; one without metrics may be that of a run's beginning."""
+    columns = _columns(folder)
+    if columns in ([], ["step"]) or _manifest(folder / MANIFEST).get("written_by") == PROJECT:
+        return
+    if "step" not in columns:
+        raise ValueError(_not_a_run(folder, "has no column step"))
+    if not set(_LOSSES) & set(columns):
+        raise ValueError(_not_a_run(folder, f"has none of the columns {', '.join(_LOSSES)}"))
+
+
+def _not_a_run(folder: Path, reason: str) -> str:
+    return f"{folder} is not a run of {PROJECT}: {folder / METRICS} {reason} and there is no {MANIFEST}"
 
 
 def _walk(top: Path) -> Iterator[Path]:
@@ -295,7 +316,7 @@ def read_metrics(path: Path, wanted: re.Pattern[str] = _COMPARED) -> dict[str, C
     """
     with open(path, encoding="utf-8") as file:
         header = file.readline().rstrip("\n").split(",")
-        lines = [line for line in file if line.count(",") == len(header) - 1]
+        lines = [line for line in whole_lines(file) if line.count(",") == len(header) - 1]
     names = ["step", *(name for name in header if name != "step" and wanted.fullmatch(name))]
     if "step" not in header or not lines:
         return {}
@@ -304,7 +325,7 @@ def read_metrics(path: Path, wanted: re.Pattern[str] = _COMPARED) -> dict[str, C
     text = "".join(lines).replace("nan", "inf").replace(",,", ",nan,").replace(",,", ",nan,").replace(",\n", ",nan\n")
     columns = [header.index(name) for name in names]
     try:
-        table = np.loadtxt(io.StringIO(text + "\n"), delimiter=",", comments=None, usecols=columns, ndmin=2)
+        table = np.loadtxt(io.StringIO(text), delimiter=",", comments=None, usecols=columns, ndmin=2)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     steps = table[:, 0].astype(np.int64)

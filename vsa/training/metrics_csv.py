@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
-from vsa.files import atomic_file, writing
+from vsa.files import atomic_file, whole_lines, writing
 
 
 class MetricsCSV(Logger):
@@ -57,7 +57,7 @@ class MetricsCSV(Logger):
         self._rows, self._columns, self._open = [], ["step"], None
         if self._start > 0 and self.path.exists():
             with open(self.path, newline="") as file:
-                reader = csv.DictReader(file)
+                reader = csv.DictReader(whole_lines(file))
                 self._columns = list(reader.fieldnames or ["step"])
                 # a process killed during a write leaves a row with missing columns
                 whole = [row for row in reader if None not in row.values()]
