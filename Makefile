@@ -9,6 +9,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 RUN := outputs/quickstart/default
 DENSE := outputs/quickstart/dense
+NATTEN := natten==0.21.7
 SCORE := --guidance 3 --steps 20
 
 # one thread for each worker, more would wait for each other; three workers keep two cores busy, because many tests wait
@@ -17,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 # triton decides when it is imported whether its kernels are interpreted
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/kernels -k "triton or coarse_fine or interpreter"
 
-.PHONY: demo compare test test-all soak docs lint clean
+.PHONY: demo compare test test-all natten soak docs lint clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -50,8 +51,14 @@ test: lint
 	$(PYTEST) -m "not slow"
 	$(INTERPRETED) -m "not slow"
 
+# masks and outputs are compared with NATTEN's, which builds against the installed torch
+natten: $(STAMP)
+	@$(BIN)/python -m pip install -q wheel >/dev/null 2>&1 \
+	&& $(BIN)/python -m pip install -q --no-build-isolation --no-deps $(NATTEN) >/dev/null 2>&1 \
+	|| echo "$(NATTEN) could not be installed, its tests are skipped"
+
 # the longer forms too
-test-all: lint
+test-all: lint natten
 	$(PYTEST)
 	$(INTERPRETED)
 

@@ -70,3 +70,22 @@ def test_dependencies_have_a_floor():
     extras = project["optional-dependencies"]
     for requirement in project["dependencies"] + extras["tensorboard"] + extras["wan"] + extras["sweep"]:
         assert ">=" in requirement, requirement
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_natten_that_cannot_be_installed_is_one_line(tmp_path, fails):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho noise\necho noise >&2\nexit {int(fails)}\n')
+    python.chmod(0o755)
+    (tmp_path / ".installed").touch()
+    made = subprocess.run(["make", "natten", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True)
+    (wanted,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["natten"]
+    assert (made.returncode, made.stderr) == (0, "")
+    assert [line for line in made.stdout.splitlines() if not line.startswith("make")] == [
+        f"{wanted} could not be installed, its tests are skipped"
+    ] * fails
+    calls = (tmp_path / "calls").read_text()
+    assert ("--no-build-isolation --no-deps " + wanted in calls) != fails
+    assert f"pip install --no-build-isolation {wanted}" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.search("^test-all:.* natten$", (ROOT / "Makefile").read_text(), re.M)

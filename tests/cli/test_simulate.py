@@ -18,7 +18,8 @@ def rows(command_line, monkeypatch):
         status, out, err = command_line("simulate", *arguments)
         assert (status, err) == (0, "")
         lines = out.splitlines()
-        cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+        (rule,) = (place for place, line in enumerate(lines) if line.startswith(" ──"))
+        cells = [line.split() for line in lines[rule + 1 :] if line.startswith(" ") and line.strip()]
         return lines[0], cells, [line for line in lines[1:] if line[:1].isalnum()]
 
     return run
@@ -36,6 +37,19 @@ def test_a_sweep(rows):
     assert cells[0][:5] == ["1x1x1", "275", "171.6", "900", "3.27x"]
     assert cells[-1] == ["16x8x8", "81", "81.0", "900", "11.11x", "11.11x", "11.11x", "none"]
     assert below == [f"{len(cells)} of 10368 strides: each other one is coarser than one here and no faster"]
+
+
+def test_no_heading_or_number_is_cut_at_80_columns(rows, command_line, monkeypatch):
+    wide = rows(*SETTING, *TILES, "--sweep", *END)[1]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert rows(*SETTING, *TILES, "--sweep", *END)[1] == wide
+    status, out, _ = command_line("simulate", *SETTING, *TILES, *END)
+    assert status == 0
+    table = out.splitlines()[1:]
+    assert max(map(len, table)) <= 80
+    assert "…" not in out
+    words = " ".join(table[:4]).split()
+    assert {"stride", "speed-up", "FLOPs", "mask", "end"} <= set(words)
 
 
 def test_tilings_and_windows_reach_the_simulator(rows):

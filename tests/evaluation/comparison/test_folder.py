@@ -27,6 +27,7 @@ from vsa.data.toy_videos import render_clip
 from vsa.data.video_files import write_video
 from vsa.evaluation.comparison import folder
 from vsa.evaluation.comparison.measure import Row
+from vsa.evaluation.comparison.usual import usual_on
 from vsa.pages.charts import draw_panel
 
 pytestmark = pytest.mark.filterwarnings("ignore:tiles .* are .* full")
@@ -158,6 +159,17 @@ def test_drawn_fields_and_a_page_that_loads_nothing(tmp_path: Path, monkeypatch,
     assert not re.search(r"\bfetch\(|XMLHttpRequest|\bimport\b\s*[\"'({*]|@import|url\(|WebSocket|sendBeacon", ours)
     policy = next(attrs["content"] for tag, attrs in page.elements if attrs.get("http-equiv"))
     assert str(policy).startswith("default-src 'none';")
+
+
+def test_without_methods_it_measures_the_usual_ones_of_the_grid(tmp_path: Path, capsys, no_pictures):
+    words = ["--synthetic", "1", "2", "4", "--heads", "1", "--head-dim", "12", "--tile", "1", "1", "2"]
+    words += ["--sparsity", "0.5", "--repeats", "1", "--device", "cpu", "--out", tmp_path]
+    run_command(compare_attention, *words)
+    record = json.loads((tmp_path / "comparison.json").read_text())
+    asked, (note,) = usual_on((1, 2, 4), [0.5], (1, 1, 2))
+    assert [row["method"] for row in record["rows"]] == [method.label for method in asked] * 2
+    assert note in capsys.readouterr().out
+    assert note in Page((tmp_path / "comparison.html").read_text(encoding="utf-8")).texts
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 from vsa.attention.layout import Segment
 from vsa.attention.staged import StagedAttention
 from vsa.attention.video_sparse import VideoSparseAttention
-from vsa.config import config_folder
-from vsa.evaluation.comparison.methods import parse_method, parse_methods, usual_methods
+from vsa.evaluation.comparison.methods import parse_method, parse_methods
 
 LAYER = {"dim": 24, "num_heads": 2, "head_dim": 12, "layer_idx": 3}
 
@@ -42,15 +41,18 @@ def test_a_method_is_built_as_its_config_says():
     assert parse_method("full").kept(parse_method("full").make(**LAYER).layout([Segment((4, 4, 4))])) == 1
 
 
-@pytest.mark.parametrize("tile", [(4, 4, 4), (1, 2, 2), (1, 1, 3)], ids=str)
-def test_the_usual_methods_are_every_kind(tile):
-    methods = parse_methods(usual_methods(tile_thw=tile), tile_thw=tile)
-    assert methods[0].label == "full"
-    names = {method.label.partition(" ")[0] for method in methods}
-    # of the baselines that are attention inside groups one or two stand for all
-    assert names == {path.stem for path in (config_folder() / "attention").glob("*.yaml")} - {"spatial_full"}
-    budgets = {method.sparsity for method in methods if method.family == "staged stages=f score=oracle"}
-    assert budgets == {0.5, 0.75, 0.875}
+def test_sliding_tile_attention_is_neighborhood_whose_stride_is_the_tile():
+    method = parse_method("sliding_tile window_thw=[18,24,24] tile_thw=[6,8,8]")
+    same = parse_method("neighborhood window_thw=[18,24,24] stride_thw=[6,8,8] tile_thw=[6,8,8]")
+    assert method.label == "sliding_tile window_thw=[18,24,24] tile_thw=[6,8,8]"
+    assert method.config == same.config
+    # the published setting visits 27 of 300 tiles; a stride of its own does not move by whole tiles
+    layers = [one.make(**LAYER) for one in (method, parse_method("neighborhood tile_thw=[6,8,8] stride_thw=[1,1,1]"))]
+    shares = [layer.pairs(layer.layout([Segment((30, 48, 80))]), 1) / 115_200**2 for layer in layers]
+    assert shares[0] == pytest.approx(27 / 300)
+    assert shares[1] > 0.15
+    # without a tile that of the comparison, and a window as shipped
+    assert parse_method("sliding_tile", tile_thw=(2, 4, 4)).config["stride_thw"] == [2, 4, 4]
 
 
 def test_dense_attention_is_always_first_and_nothing_twice():
@@ -75,6 +77,7 @@ def test_dense_attention_is_always_first_and_nothing_twice():
         ("video_sparse topk=2 tile_thw=[0,1,1]", r"tile_thw=\[0,1,1\]: expected"),
         ("video_sparse topk=2 word", "word: expected a setting of attention=video_sparse, key=value"),
         ("staged topk=2 score=subblock_lse score_thw=[3,2,2]", "score_thw.* must divide"),
+        ("sliding_tile stride_thw=[1,1,1]", r"stride_thw=\[1,1,1\]: the stride of sliding_tile is its tile_thw"),
         ("full _target_=os.system", "attention._target_=os.system is not allowed"),
     ],
 )

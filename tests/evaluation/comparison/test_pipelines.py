@@ -167,6 +167,10 @@ def test_a_pipeline_by_command(pipe, tmp_path: Path):
     words += ["--latents", "2", "6", "10", "--tile", *map(str, TILE), "--method", "video_sparse topk=3"]
     words += ["--timesteps", "500", "--repeats", "1", "--device", "cpu", "--save", tmp_path / "q.safetensors"]
     run_command(compare_attention, *words, "--out", tmp_path / "out")
+    opened = pipelines.OpenedPipeline(
+        str(tmp_path / "wan"), (2, 6, 10), flow_shift=None, dtype=torch.float32, device="cpu"
+    )
+    assert opened.grid_thw == GRID
     record = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [(row["method"], row["layer"]) for row in record["rows"]] == [
         (name, layer) for layer in (0, 1) for name in ("full", "video_sparse topk=3")

@@ -29,7 +29,7 @@ class AxisWindow:
         not causal: the leader is the centre of the run of `stride` queries (the right one of two). Its window has
             w // 2 keys before it and w - 1 - w // 2 after it, and is shifted inside at both ends: it always has w keys.
         causal: the leader is the last query of the run; a query sees those of the leader's last w keys that are not
-            after itself.
+            after itself. No centre is needed, so that even windows are defined as odd ones are.
 
     Args:
         size: n, tokens of the axis.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -70,12 +71,10 @@ def print_simulation(
                 one_d=one_d,
             )
         ]
-    table = Table()
     headings = ["stride", "worst tile", "mean tile", "all", "speed-up", "mean speed-up", "by FLOPs", "mask"]
-    for heading in headings + ["end to end"] * (bound is not None):
-        table.add_column(heading, justify="right")
-    for row in settings:
-        table.add_row(
+    headings += ["end to end"] * (bound is not None)
+    rows = [
+        (
             _sides(row.stride),
             str(row.worst_tiles),
             f"{row.mean_tiles:.1f}",
@@ -86,6 +85,15 @@ def print_simulation(
             "none" if row.perfect else "some",
             *([] if bound is None else [f"{bound(row.speedup):.2f}x"]),
         )
+        for row in settings
+    ]
+    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
+    for place, heading in enumerate(headings):
+        # a heading is folded between its words; no word and no number is cut
+        whole = max(map(len, [*heading.split(), *(row[place] for row in rows)]))
+        table.add_column(heading, justify="right", min_width=whole)
+    for row in rows:
+        table.add_row(*row)
     cut = "runs of {} query and {} kv tokens" if one_d else "query tile {}, kv tile {}"
     shapes = (math.prod(q_tile), math.prod(kv_tile)) if one_d else (_sides(q_tile), _sides(kv_tile))
     print(

@@ -32,11 +32,12 @@ from vsa.evaluation.comparison.figures import (
     recall_chart,
     result_table,
 )
-from vsa.evaluation.comparison.measure import Row, measure
-from vsa.evaluation.comparison.methods import AS_TRAINED, SPARSITIES, Method, parse_methods, usual_methods
+from vsa.evaluation.comparison.measure import Row, left_out, measure
+from vsa.evaluation.comparison.methods import AS_TRAINED, Method, parse_methods
 from vsa.evaluation.comparison.pipelines import OpenedPipeline
 from vsa.evaluation.comparison.synthetic import draw_captures
 from vsa.evaluation.comparison.terminal import print_results
+from vsa.evaluation.comparison.usual import SPARSITIES, usual_on
 from vsa.evaluation.inspection.clip import open_clip, open_inspected
 from vsa.files import write_whole
 from vsa.pages.charts import Chart, draw_panel, write_csv
@@ -89,7 +90,7 @@ def compare_attention(
     """Compare attention methods; print a table and write a page, PNGs, CSVs and a JSON.
 
     Args:
-        methods: see `parse_method`; empty: `usual_methods`. Dense attention always comes first.
+        methods: see `parse_method`; empty: `usual_on` the grid. Dense attention always comes first.
         out: output folder; None: `comparison`, inside a run's folder.
         run: a run, checkpoint or export, for captures of q, k, v (with `clips`) and denoising (with `prompts`).
         clips: folder of videos, a video, or the id of a sample; see `open_clip`.
@@ -151,10 +152,15 @@ def compare_attention(
             raise ValueError(f"{run} is a dense export, which has no sampling settings: set --shift")
         tile = tile or loaded.model.layout_for(loaded.settings().latent_shape).tile_thw
     tile = tile or (4, 4, 4)
-    asked = parse_methods(methods or usual_methods(sparsities or SPARSITIES, tile), tile_thw=tile)
-    settings, plan = None, DenoisingPlan()
+    asked, notes = parse_methods(methods, tile_thw=tile), []
     if alone is not None:
         opened = OpenedPipeline(alone, latents, flow_shift=flow_shift, dtype=getattr(torch, kind), device=device)
+    if captures is not None:
+        tensors = load_captures(captures)
+    if not methods:
+        asked, notes = usual_on(_grid(loaded, opened, tensors, synthetic), sparsities or SPARSITIES, tile)
+    settings, plan = None, DenoisingPlan()
+    if opened is not None:
         plan = opened.plan(asked, denoising or {}, steps=steps, guidance=guidance)
     if loaded is not None and prompts:
         # raises before anything is measured
@@ -169,8 +175,6 @@ def compare_attention(
     elif opened is not None and clips is not None:
         chosen = _layers(opened.source, opened.num_layers, layers, timesteps or TIMESTEPS)
         tensors = opened.capture(_videos(clips)[:most_clips], chosen, timesteps or TIMESTEPS, seed)
-    elif captures is not None:
-        tensors = load_captures(captures)
     elif synthetic is not None:
         tensors = draw_captures(synthetic, heads=heads, head_dim=head_dim, seed=seed, device=device)
     rows: list[Row] = []
@@ -210,9 +214,22 @@ def compare_attention(
     record |= {"rows": [_plain(asdict(row)) for row in rows], "denoising": [_plain(asdict(row)) for row in denoised]}
     write_whole(out / RECORD, without_secrets(json.dumps(record, indent=1, allow_nan=False), named=False) + "\n")
     print_results(rows, denoised, plan)
-    missing = _left_out([method.label for method in asked], rows)
+    missing = [*notes, *left_out(asked, rows)]
     print(*missing, sep="\n", end="\n" if missing else "")
     return _write(out, rows, denoised, plan, facts, [*CAREFUL, *missing])
+
+
+def _grid(
+    loaded: LoadedRun | None, opened: OpenedPipeline | None, tensors: Captures | None, synthetic: Grid | None
+) -> Grid:
+    """Token grid of what is compared; the first one, if captures have several."""
+    if loaded is not None:
+        return loaded.model.layout_for(loaded.settings().latent_shape).segments[0].grid_thw
+    if opened is not None:
+        return opened.grid_thw
+    grid = synthetic if tensors is None else tensors.items[0].grid_thw
+    assert grid is not None
+    return grid
 
 
 def _capture(
@@ -307,17 +324,6 @@ def _facts(
             f"guidance {sampling['guidance']:g}, seed {sampling['seed']}{plan_text(plan)}"
         )
     return facts
-
-
-def _left_out(asked: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Notes on methods that are missing on some captures."""
-    counts = {label: sum(row.method == label for row in rows) for label in asked}
-    most = max(counts.values(), default=0)
-    return [
-        f"{label} is left out on {most - count} of {most} captures: it did not fit into memory"
-        for label, count in counts.items()
-        if count < most
-    ]
 
 
 def _write(

@@ -148,6 +148,17 @@ def measure(
     return rows
 
 
+def left_out(asked: Sequence[Method], rows: Sequence[Row]) -> list[str]:
+    """Notes on methods that are missing on some captures."""
+    counts = {label: sum(row.method == label for row in rows) for label in (method.label for method in asked)}
+    most = max(counts.values(), default=0)
+    return [
+        f"{label} is left out on {most - count} of {most} captures: it did not fit into memory"
+        for label, count in counts.items()
+        if count < most
+    ]
+
+
 class _Prepared:
     """A method prepared for a capture; a first call determines the pairs that it computes."""
 

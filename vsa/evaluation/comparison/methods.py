@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from vsa.config import attention_config, build, shown
 from vsa.settings import AtLeastOne, ShareBelowOne, fits
 
 BUDGETS = {"topk": AtLeastOne, "sparsity": ShareBelowOne}
-SPARSITIES = (0.5, 0.75, 0.875)
+SLIDING_TILE = "sliding_tile"
 AS_TRAINED = "as trained"
 
 
@@ -60,6 +59,8 @@ class Method:
 def parse_method(text: str, *, tile_thw: Grid = (4, 4, 4)) -> Method:
     """A method from its name, budget and settings: `video_sparse topk=32`, `staged stages=f score=mass sparsity=0.9`.
 
+    `sliding_tile` is sliding tile attention: `neighborhood` whose windows move by whole tiles, stride_thw = tile_thw.
+
     Args:
         text: words separated by spaces; `topk` or `sparsity` is the budget, other keys are settings of the method.
         tile_thw: default tokens per tile.
@@ -74,7 +75,7 @@ def parse_method(text: str, *, tile_thw: Grid = (4, 4, 4)) -> Method:
         else:
             settings.append(word)
     try:
-        config = attention_config(name, settings, tile_thw=tile_thw)
+        config = _config(name, settings, tile_thw)
         # raises errors of the constructor now instead of after the first methods were measured
         layer = build(config)(dim=24, num_heads=1, head_dim=24, layer_idx=0)
     except ValueError as error:
@@ -87,6 +88,16 @@ def parse_method(text: str, *, tile_thw: Grid = (4, 4, 4)) -> Method:
     return Method(label=label, family=family, config=config, predicts=layer.predicts, **budget)
 
 
+def _config(name: str, settings: Sequence[str], tile_thw: Grid) -> dict[str, Any]:
+    if name != SLIDING_TILE:
+        return attention_config(name, settings, tile_thw=tile_thw)
+    for word in settings:
+        if word.removeprefix("attention.").startswith("stride_thw="):
+            raise ValueError(f"{word}: the stride of {SLIDING_TILE} is its tile_thw")
+    own = [f"tile_thw=[{','.join(map(str, tile_thw))}]", *settings, "stride_thw=${attention.tile_thw}"]
+    return attention_config("neighborhood", own, tile_thw=tile_thw)
+
+
 def _budget(text: str, key: str, value: str) -> int | float:
     try:
         number = int(value) if key == "topk" else float(value)
@@ -97,24 +108,6 @@ def _budget(text: str, key: str, value: str) -> int | float:
         raise ValueError(f"method {text!r}: {key}={shown(value)}: expected {expected}")
     assert number is not None
     return number
-
-
-def usual_methods(sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4, 4, 4)) -> list[str]:
-    """Default methods of a comparison: every method, with oracle and random tiles as upper and lower bound.
-
-    Args:
-        sparsities: sparsities of the methods that select tiles.
-        tile_thw: tokens per tile; sub-blocks halve it.
-    """
-    half = tuple(n // 2 if n % 2 == 0 else n for n in tile_thw)
-    scores = ["oracle", "mass", "random"]
-    # sub-blocks of one token would equal the oracle
-    if half != tuple(tile_thw) and math.prod(half) > 1:
-        scores.insert(1, f"subblock_lse score_thw=[{','.join(map(str, half))}]")
-    ranked = ["video_sparse", *(f"staged stages=f score={score}" for score in scores), "pooled_tail", "dynamic_hilbert"]
-    fixed = ["neighborhood", "strided_window", "spatial_temporal", "compressed_kv"]
-    shares = ["sparge tau=0.9", "sparge tau=0.6", "fine_grained top_p=0.9", "fine_grained top_p=0.6"]
-    return ["full", *fixed, *shares, *(f"{name} sparsity={sparsity:g}" for name in ranked for sparsity in sparsities)]
 
 
 def parse_methods(texts: Sequence[str], *, tile_thw: Grid = (4, 4, 4)) -> list[Method]:

@@ -65,6 +65,8 @@ class OpenedPipeline:
         if (taken := transformers(self.pipe)[0].config.in_channels) != self.codec.channels:
             raise ValueError(f"--pipeline {source} takes {taken} latent channels, its VAE makes {self.codec.channels}")
         self.num_layers = len(transformers(self.pipe)[0].blocks)
+        t, h, w = (n // side for n, side in zip(latents, transformers(self.pipe)[0].config.patch_size, strict=True))
+        self.grid_thw: Grid = (t, h, w)
 
     def plan(
         self, methods: Sequence[Method], options: Mapping[str, Any], *, steps: int | None, guidance: float | None
