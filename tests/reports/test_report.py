@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs
 import vsa.reports.report as report_module
 from tests.reports.fake_runs import write_run, write_sweep
 from tests.tiny_runs import vsa_command
+from vsa.attention.sparge.method import SpargeAttention
 from vsa.reports.report import report
 
 FULL = {"attention___target_": "vsa.attention.full.FullAttention", "sparsity__sparsity": 0}
@@ -258,9 +259,11 @@ def test_clips_stay_within_their_limit(sweep: Path):
 
 @pytest.mark.usefixtures("pictures_left_out")
 def test_a_sweep_without_a_run_has_a_page(tmp_path: Path):
-    write_sweep(tmp_path / "s", {"name": "a", "status": "refused", "reason": "no gradient"})
+    with pytest.raises(ValueError, match="is training-free") as refused:
+        SpargeAttention(dim=8, num_heads=1, head_dim=8).refuse_training()
+    write_sweep(tmp_path / "s", {"name": "a", "status": "refused", "reason": str(refused.value)})
     text = Page(report([tmp_path / "s"]).read_text()).text
-    assert "no gradient" in text
+    assert "attention=sparge is training-free" in text
     assert "No run has metrics yet." in text
 
 

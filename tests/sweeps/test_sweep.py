@@ -170,6 +170,28 @@ def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(command_line, forke
     assert files(folder / "f") | {"log": ((folder / "f.log").read_bytes(), 0)} == kept
 
 
+TRAINING_FREE = """
+variants:
+  free: [attention=sparge, attention.q_tokens=8, attention.kv_tokens=4]
+  windows: [attention=neighborhood, "attention.tile_thw=[1,2,2]"]
+"""
+
+
+def test_a_method_without_gradients_is_refused_before_any_run(command_line, forked, tmp_path):
+    words = [*own_sweep(tmp_path, TRAINING_FREE), *TINY, "trainer.max_steps=1", f"output_dir={tmp_path / 'out'}"]
+    status, out, err = command_line("sweep", "mine", *words, "sweep.cores=1", "sweep.control=false")
+    assert status == 0, err
+    folder = tmp_path / "out" / "pretrain" / "mine"
+    points = record(folder)
+    assert {name: point["status"] for name, point in points.items()} == {"free": "refused", "windows": "finished"}
+    reason = "attention=sparge is training-free: its mask is a constant to the gradient; "
+    assert points["free"]["reason"] == f"{reason}set attention.allow_training=true to train with it"
+    assert f"1 of 2 runs finished in {folder}" in out
+    assert not (folder / "free").exists()
+    assert command_line("report", str(folder))[0] == 0
+    assert reason.removesuffix("; ") in (folder / "report.html").read_text()
+
+
 METHODS = """
 variants:
   sparse: [attention=video_sparse]

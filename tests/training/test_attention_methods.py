@@ -6,16 +6,22 @@ Conv pooling, whose weights are no gates, goes through a checkpoint like them.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
 
+from vsa.attention.sparge.method import SpargeAttention
 from vsa.checkpoints.convert import Conversion, convert
 from vsa.checkpoints.run_checkpoint import read_checkpoint
 from vsa.checkpoints.wan_names import is_gate
 from vsa.checkpoints.weight_source import open_weights
+from vsa.data.datamodule import PlanDataModule
+from vsa.models.video_dit import VideoDiT
 from vsa.sampling.pipeline import generate, load_run
+from vsa.training.gradients import refuse_training_free
+from vsa.training.train import check_run
 
 METHODS = [
     ("attention=full", "~attention.tile_thw"),
@@ -131,6 +137,45 @@ def test_a_training_free_method_says_how_to_train_it(training):
         ValueError, match=r"^attention=dynamic_hilbert is training-free: .* set attention\.allow_training"
     ):
         training(*runs, "trainer.max_steps=1")
+    assert not training.output.exists()
+
+
+@pytest.mark.parametrize("name", ["sparge", "fine_grained", "dynamic_hilbert"])
+def test_a_training_free_method_is_refused_before_data_are_prepared(training, monkeypatch, name):
+    def prepare(self):
+        raise AssertionError("data are prepared")
+
+    monkeypatch.setattr(PlanDataModule, "prepare_data", prepare)
+    cfg = training.config(f"attention={name}", "~attention.tile_thw")
+    with pytest.raises(ValueError, match=f"^attention={name} is training-free"):
+        check_run(cfg, {})
+    with pytest.raises(AssertionError, match="data are prepared"):
+        check_run(training.config(f"attention={name}", "~attention.tile_thw", "attention.allow_training=true"), {})
+
+
+def test_parameters_after_the_last_attention_train_with_any_method():
+    method = partial(SpargeAttention, q_tokens=8, kv_tokens=4)
+    model = VideoDiT(
+        attention=method, num_attention_heads=1, attention_head_dim=12, ffn_dim=24, num_layers=2, text_dim=8
+    ).requires_grad_(False)
+    video, step, text = torch.randn(1, 16, 2, 4, 4), torch.tensor([500.0]), torch.randn(1, 3, 8)
+
+    def refuses(call) -> bool:
+        try:
+            call()
+        except ValueError as error:
+            return "is training-free" in str(error)
+        return False
+
+    taken = set()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(True)
+        refused = refuses(lambda: model(video, step, text))
+        assert refuses(lambda: refuse_training_free(model)) == refused, name
+        taken |= set() if refused else {name}
+        parameter.requires_grad_(False)
+    assert {"proj_out.weight", "blocks.1.ffn.net.2.weight"} < taken
+    assert "blocks.0.ffn.net.2.weight" not in taken
 
 
 WINDOWS = ("attention=neighborhood", "attention.window_thw=[2,3,1.0]", "attention.tile_thw=[1,2,2]")

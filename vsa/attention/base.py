@@ -43,6 +43,11 @@ class AttentionMethod(nn.Module):
     predicts = False
     """Whether another rule than a top-k selects kv tiles from q and k; `AttnContext.select` can reuse the selection."""
 
+    training_free: str | None = None
+    """Name of a method whose mask is a constant to the gradient; it takes gradients with `allow_training` only."""
+
+    allow_training = True
+
     def __init__(self, *, dim: int, num_heads: int, head_dim: int, layer_idx: int = 0):
         super().__init__()
         self.dim, self.num_heads, self.head_dim, self.layer_idx = dim, num_heads, head_dim, layer_idx
@@ -73,6 +78,25 @@ class AttentionMethod(nn.Module):
 
     def check_model(self, num_layers: int) -> None:
         """Raise ValueError where the settings are for another model; called when a model is built."""
+
+    def refuse_training(self, key: str = "attention") -> None:
+        """Raise ValueError where gradients may not flow through the method.
+
+        Args:
+            key: setting that chose the method, for the message.
+        """
+        if not self.allow_training:
+            raise ValueError(
+                f"{key}={self.training_free} is training-free: its mask is a constant to the gradient; "
+                f"set {key}.allow_training=true to train with it"
+            )
+
+    def trains(self, *tensors: Tensor) -> bool:
+        """Whether gradients flow through a call with these tensors; ValueError where they may not."""
+        asked = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if asked:
+            self.refuse_training()
+        return asked
 
     def layout(self, segments: Sequence[Segment], device) -> TileLayout:
         """The token order and tiles of this method for a row of segments."""
@@ -128,14 +152,3 @@ def required_settings(method: type[AttentionMethod]) -> tuple[str, ...]:
     """Names of a method's own constructor arguments that have no default."""
     arguments = arguments_of(method)
     return tuple(name for name in own_settings(method) if arguments[name].default is inspect.Parameter.empty)
-
-
-def trains(name: str, allowed: bool, *tensors: Tensor) -> bool:
-    """Whether gradients flow through a training-free method; ValueError where the method does not allow them."""
-    asked = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if asked and not allowed:
-        raise ValueError(
-            f"attention={name} is training-free: its mask is a constant to the gradient; "
-            "set attention.allow_training=true to train with it"
-        )
-    return asked

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, block_sparse_attn
 
-from vsa.attention.base import AttentionMethod, trains
+from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import dense_attn_per_sample, dense_index, text_attn
 from vsa.attention.layout import Partition, Segment, TileLayout
@@ -68,6 +68,7 @@ class DynamicHilbertAttention(AttentionMethod):
     """
 
     selects = True
+    training_free = "dynamic_hilbert"
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class DynamicHilbertAttention(AttentionMethod):
         return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        trains("dynamic_hilbert", self.allow_training, q, k, v)
+        self.trains(q, k, v)
         layout, topk = ctx.layout, ctx.kept(q)
         scores = None
         if ctx.sample_topk is None and topk >= layout.num_video_tiles:

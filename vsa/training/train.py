@@ -129,17 +129,25 @@ def check_run(cfg: DictConfig, opened: dict[str, Any]) -> None:
     key = OmegaConf.to_yaml(cfg.data, resolve=True)
     datamodule = opened.get(key) or build(cfg.data)
     _check_model(cfg, datamodule)
+    # the steps of a budget, on which the task may depend, are known after set-up
+    module = _new_task(cfg, datamodule) if budget_of(cfg) is None else None
     datamodule.prepare_data()
     datamodule.setup("fit")
     opened[key] = datamodule
     cfg.trainer.max_steps = steps_of_budget(cfg, datamodule, None)
+    module = module or _new_task(cfg, datamodule)
+    size = JobSize(cfg.trainer.accumulate_grad_batches, _processes(cfg.trainer), cfg.trainer.max_steps)
+    with without_memory():
+        module.check_start(model_factory(cfg)(), datamodule, size)
+
+
+def _new_task(cfg: DictConfig, datamodule: Any) -> Any:
+    """The module of a new run, with its networks and initial weights checked."""
     nothing_to_do(cfg.trainer.max_steps, None)
     module = build_task(cfg, start=_start(cfg, None))
     _check_job(cfg, module)
     module.check_weights(datamodule)
-    size = JobSize(cfg.trainer.accumulate_grad_batches, _processes(cfg.trainer), cfg.trainer.max_steps)
-    with without_memory():
-        module.check_start(model_factory(cfg)(), datamodule, size)
+    return module
 
 
 def _check_values(cfg: DictConfig) -> None:

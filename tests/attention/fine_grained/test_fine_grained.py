@@ -66,6 +66,17 @@ RAGGED = {"merge": "xor", "attended": "union", "top_p": 0.6, "seed": 1}
 @example({"grid": (3, 7, 9), "q_tokens": 32, "kv_tokens": 1, **RAGGED})
 @given(settings_of())
 def test_masks_and_outputs_are_those_of_the_definition(setting):
+    check(setting)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=2000)
+@given(settings_of())
+def test_thousands_of_masks_and_outputs_are_those_of_the_definition(setting):
+    check(setting)
+
+
+def check(setting):
     grid, seed = setting.pop("grid"), setting.pop("seed")
     length, method = math.prod(grid), method_of(**setting)
     q, k, v = tensors_of(length, seed=seed)

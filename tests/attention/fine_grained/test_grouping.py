@@ -38,6 +38,17 @@ def masks(draw):
 @settings(deadline=None, max_examples=60)
 @given(masks(), st.integers(1, 8))
 def test_groups_are_the_greedy_ones(mask, size):
+    check_groups(mask, size)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=2000)
+@given(masks(), st.integers(1, 8))
+def test_thousands_of_groups_are_the_greedy_ones(mask, size):
+    check_groups(mask, size)
+
+
+def check_groups(mask, size):
     members = group_tiles(mask, size, backend="reference")
     for rows, found in zip(mask[0], members[0], strict=True):
         assert groups_of(found) == greedy_groups(sets_of(rows), size)
@@ -46,6 +57,17 @@ def test_groups_are_the_greedy_ones(mask, size):
 @settings(deadline=None, max_examples=60)
 @given(masks(), st.sampled_from([1, 2, 4]), st.sampled_from(["xor", "consecutive"]), st.sampled_from(["union", "tile"]))
 def test_a_plan_lists_the_union_and_says_who_sees_what(mask, size, merge, attend):
+    check_plan(mask, size, merge, attend)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=2000)
+@given(masks(), st.sampled_from([1, 2, 4]), st.sampled_from(["xor", "consecutive"]), st.sampled_from(["union", "tile"]))
+def test_thousands_of_plans_list_the_union(mask, size, merge, attend):
+    check_plan(mask, size, merge, attend)
+
+
+def check_plan(mask, size, merge, attend):
     num_q, num_kv = mask.shape[2:]
     plan = plan_groups(BlockIndex.from_dense(mask), num_kv, size, merge=merge, attend=attend)
     seen = plan.to_dense(num_q, num_kv)

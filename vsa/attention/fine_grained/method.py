@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, TileGroups, block_mean_pool, block_sparse_attn, gathered_attn
 
-from vsa.attention.base import AttentionMethod, trains
+from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import text_attn
 from vsa.attention.fine_grained.grouping import Attend, Merge, plan_groups
@@ -56,6 +56,7 @@ class FineGrainedAttention(AttentionMethod):
     """
 
     predicts = True
+    training_free = "fine_grained"
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class FineGrainedAttention(AttentionMethod):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
         layout = ctx.layout
         ctx.kept(q)
-        training = trains("fine_grained", self.allow_training, q, k, v)
+        training = self.trains(q, k, v)
         video = layout.take_video(q)
         index = ctx.select(lambda _: self._select(video, k, layout))
         groups = self._groups(index, layout)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from vsa_kernels import BlockIndex, block_sparse_attn, skipping_attn
 
-from vsa.attention.base import AttentionMethod, trains
+from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.full import text_attn
 from vsa.attention.layout import Segment, TileLayout
@@ -76,6 +76,8 @@ class SpargeAttention(AttentionMethod):
 
     Source: Zhang et al., "SpargeAttn" (arXiv 2502.18137).
     """
+
+    training_free = "sparge"
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class SpargeAttention(AttentionMethod):
         return skipping_attn(q, k, v, index, **blocks, thresholds=threshold, **options, backend=self.backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: AttnContext) -> dict[str, Tensor]:
-        layout, training = ctx.layout, trains("sparge", self.allow_training, q, k, v)
+        layout, training = ctx.layout, self.trains(q, k, v)
         ctx.kept(q)
         per_head = self._per_head(q.device)
         known = self.statistics(q, k, layout) if ctx.ranks else None

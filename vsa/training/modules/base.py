@@ -30,7 +30,7 @@ from vsa.models.recompute import Level
 from vsa.models.video_dit import VideoDiT
 from vsa.settings import Count, NonNegative, checked
 from vsa.training.estimate.job import TRAINING, PlannedNetwork
-from vsa.training.gradients import GradientClipper
+from vsa.training.gradients import GradientClipper, refuse_training_free
 from vsa.training.lightning_compat import set_step
 from vsa.training.modules.teacher import Teacher
 from vsa.training.optimizer import AdamW
@@ -262,7 +262,8 @@ class DiffusionModule(L.LightningModule):
         return self._optim.build(self.model, self.model.parameter_roles())
 
     def check_weights(self, data: PlanDataModule) -> None:
-        """Build the network on the meta device and refuse initial weights that do not fit it or the data.
+        """Build the network on the meta device and refuse initial weights that do not fit it or the data,
+        and attention that takes no gradients.
 
         Raises:
             ValueError: names the difference, with both values.
@@ -276,6 +277,7 @@ class DiffusionModule(L.LightningModule):
             refuse_other_sizes(model, self.resume)
         with without_memory():
             self.prepare_model(model)
+        refuse_training_free(model)
 
     def gates_of(self, model: VideoDiT) -> Gates:
         """Which gates `init_from` must contain: by default those of the model."""

@@ -31,7 +31,7 @@ from vsa.objectives.flow_matching import VALIDATION_SEED
 from vsa.settings import AtLeastOne, Count, NonNegative, checked
 from vsa.training.distill_metrics import CollapseRule, CollapseWatch, IterationMetrics, SpreadMeter
 from vsa.training.estimate.job import PlannedNetwork
-from vsa.training.gradients import GradientClipper
+from vsa.training.gradients import GradientClipper, refuse_training_free
 from vsa.training.lightning_compat import set_accumulation, set_manual_step
 from vsa.training.modules.base import DiffusionModule, JobSize
 from vsa.training.modules.critic import FakeScore
@@ -139,6 +139,8 @@ class DistillModule(DiffusionModule):
             self.init_from = self.teacher.start
         super().check_weights(data)
         refuse_other_network(self.teacher.start, self.fake_score.make, "fake_score (task.fake_score_attention)")
+        with without_memory():
+            refuse_training_free(self.fake_score.make(), "task.fake_score_attention")
 
     def _refuse_other_cycle(self, checkpoint: Checkpoint) -> None:
         """The generator's updates are counted from iterations, and its weights belong to its step list."""
