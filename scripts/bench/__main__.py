@@ -11,7 +11,7 @@ norm_rope  RMS norm and rotation of queries beside torch's operations and a copy
 fine_grained  FG-Attn's kernel on random masks of small tiles, its planning, and the kernel on lists of uneven length
 dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with the cost of its selections
 vsa     the whole operator
-layer   a DiT layer, dense against sparse
+layer   a DiT layer, dense against sparse, and its block without the cost of self-attention
 step    a training step of a whole DiT
 distill an iteration of distillation with its three networks
 denoise from noise to latents: the few-step sparse generator against the many-step model with guidance
@@ -49,7 +49,7 @@ from .timing import Setup, Strategy
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
 # prefixes of the names of ops without sparsity
-_NO_SPARSITY = ("dense", "free", "text", "VAE", "permutation", "reorder", "scores of", "top-")
+_NO_SPARSITY = ("dense", "free", "block without", "text", "VAE", "permutation", "reorder", "scores of", "top-")
 
 
 def table(report: dict[str, Any]) -> str:
@@ -207,10 +207,11 @@ def main(argv: list[str]) -> None:
             )  # fmt: skip
         else:
             sub.set_defaults(against=["none"])
-        if name in ("step", "distill", "denoise", "norm_rope"):
+        if name in ("layer", "step", "distill", "denoise", "norm_rope"):
             sub.add_argument(
                 "--modes", nargs="+", choices=["eager", "compiled"],
-                help="modes of the networks' blocks, or of torch's operations (default eager; both on cuda)",
+                help="modes of the networks' blocks (layer: without self-attention), or of torch's operations "
+                "(default eager; both on cuda)",
             )  # fmt: skip
         if name == "step":
             sub.add_argument(

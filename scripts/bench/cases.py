@@ -28,7 +28,7 @@ from .norm_rope import check_rotation, norm_rope
 from .peers import add_peers
 from .problems import SELECTION_SHAPES, Problem, Shape, pair_counts, problem
 from .selection import check_selection, selection
-from .step import TEXT_TOKENS, TrainingStep, attention_of
+from .step import TEXT_TOKENS, TrainingStep, attention_of, model_size
 from .timing import BACKWARD, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
 
 # most bytes of scores in memory at a time, as in the operator
@@ -89,20 +89,31 @@ def coarse(shape: Shape, setup: Setup) -> Measured:
 
 
 def layer(shape: Shape, setup: Setup) -> Measured:
-    """A DiT layer on one video, dense against sparse: its self-attention with projections, and the whole block."""
+    """A DiT layer on one video: its self-attention with projections and the whole block, dense against sparse, and the
+    block without the cost of self-attention."""
     ops: list[Op] = []
     heads, head_dim = shape.heads, shape.head_dim
-    for name in ("dense", *setup.backends):
+
+    def build(name: str) -> tuple[Layer, dict[str, Any]]:
         torch.manual_seed(0)
         method = attention_of(shape, name)(dim=heads * head_dim, num_heads=heads, head_dim=head_dim)
         built = Layer.build(
-            method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device, text_tokens=TEXT_TOKENS
-        )
+            method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device,
+            text_tokens=TEXT_TOKENS, ffn_dim=model_size(shape)["ffn_dim"],
+        )  # fmt: skip
         # no TFLOP/s, because most matrix products are projections
-        read: dict[str, Any] = {"inputs": (built.x, *built.block.parameters()), "dout": built.dout}
+        return built, {"inputs": (built.x, *built.block.parameters()), "dout": built.dout}
+
+    for name in ("dense", *setup.backends):
+        built, read = build(name)
         for part, call in (("attention", built.attention), ("block", built.whole)):
             ops.append(Op(name=f"{part}, {name}", call=call, against=(f"{part}, dense",), **read))
     ops.sort(key=lambda op: op.name.split(",")[0])
+    for mode in setup.modes:
+        built, read = build("free")
+        name = f"block without self-attention, {mode}"
+        checks.check_measured_block(built.run_in(mode), name)
+        ops.append(Op(name=name, call=built.whole, against=(), **read))
     return Measured(measure(ops, setup), {})
 
 
@@ -145,11 +156,19 @@ def _check_network(backend: str, setup: Setup) -> list[str]:
     return [checks.check_operator(backend, setup.dtype, setup.device), checks.check_layer(backend, setup.device)]
 
 
+def _check_layer(backend: str, setup: Setup) -> list[str]:
+    lines = _check_network(backend, setup)
+    if backend == setup.backends[-1]:
+        # once, since a block without self-attention has no backend
+        lines += [checks.check_block(mode, setup.dtype, setup.device) for mode in setup.modes]
+    return lines
+
+
 CASES = {
     "fine": Case(fine, lambda backend, s: [checks.check(backend, s.dtype, s.device)]),
     "coarse": Case(coarse, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
     "vsa": Case(vsa, lambda backend, s: [checks.check_operator(backend, s.dtype, s.device)]),
-    "layer": Case(layer, _check_network),
+    "layer": Case(layer, _check_layer),
     "step": Case(step, _check_network),
     "selection": Case(
         selection,

@@ -6,6 +6,7 @@ B batch, L tokens, H heads, D head dim, Nq / Nkv query / kv blocks.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +25,10 @@ from vsa.attention.layout import Segment
 from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.models.blocks import Conditioning, TransformerBlock
 from vsa.models.rope import rope_tables
+from vsa.models.video_dit import compiled_body
 
 from .problems import Problem
+from .step import FreeAttention
 
 _SIZES = [5, 9, 3, 10, 7, 16]
 
@@ -84,6 +87,45 @@ def check_layer(backend: str, device: torch.device) -> str:
     damaged = result(backend, torch.float32, 5)
     compare(f"the layer on backend {backend}", result(backend, torch.float32, 4), damaged, plain, exact)
     return f"layer on {backend} float32: out and gradients within the fp64 budget; the wrong top-k is noticed"
+
+
+def check_block(mode: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Compare a block without self-attention with fp64, and test the comparison with another text.
+
+    Args:
+        mode: `eager` or `compiled`.
+        dtype: dtype of the block.
+        device: compute device.
+
+    Raises:
+        ValueError: an error exceeds rounding errors, or the results for another text do not.
+    """
+    torch.manual_seed(0)
+    method = FreeAttention(dim=32, num_heads=2, head_dim=16)
+    layer = Layer.build(method, (3, 5, 4), 2, 1, dtype, device).run_in(mode)
+    exact = layer.exact(torch.arange(layer.x.shape[1], device=device)).results()
+    what = f"the {mode} block without self-attention"
+
+    def refuse_wrong(layer: Layer) -> None:
+        for name, got in layer.results().items():
+            refuse_far(f"{what}: {name}", got, exact[name], dtype)
+
+    refuse_wrong(layer)
+    try:
+        refuse_wrong(replace(layer, cond=layer.cond._replace(text=layer.cond.text.roll(1, -1))))
+    except ValueError:
+        return f"{what} {dtype}: out and gradients right by fp64; another text is noticed"
+    raise ValueError(f"the check of {what} does not notice a damaged input, no speed is printed")
+
+
+def check_measured_block(layer: Layer, what: str) -> None:
+    """Compare output and gradient of some tokens of a measured block without self-attention with fp64."""
+    rows = torch.linspace(0, layer.x.shape[1] - 1, 256, device=layer.x.device).long()
+    exact = layer.exact(rows).results()
+    out = layer.whole()
+    (dx,) = torch.autograd.grad(out, layer.x, layer.dout)
+    for name, got in (("out", out.detach()), ("dx", dx)):
+        refuse_far(f"{what}: {name}", got[:, rows], exact[name], got.dtype)
 
 
 def compare(
@@ -256,12 +298,12 @@ class Layer:
     @classmethod
     def build(
         cls, method: AttentionMethod, grid_thw: tuple[int, int, int], batch: int, topk: int,
-        dtype: torch.dtype, device: torch.device, text_tokens: int = 8,
+        dtype: torch.dtype, device: torch.device, text_tokens: int = 8, ffn_dim: int = 128,
     ) -> Layer:  # fmt: skip
         """Random weights and inputs, the same for every method under one seed."""
         dim = method.dim
         block = TransformerBlock(
-            method, num_heads=method.num_heads, head_dim=method.head_dim, ffn_dim=4 * dim,
+            method, num_heads=method.num_heads, head_dim=method.head_dim, ffn_dim=ffn_dim,
             cross_attn_norm=True, eps=1e-6, added_kv_proj_dim=None,
         )  # fmt: skip
         torch.nn.init.normal_(block.scale_shift_table, std=dim**-0.5)
@@ -283,6 +325,31 @@ class Layer:
         x, dout = (normal(batch, layout.num_tokens, dim) for _ in range(2))
         ctx = AttnContext(layout=layout, topk=topk)
         return cls(block=block, x=x.requires_grad_(), dout=dout, cond=cond, ctx=ctx)
+
+    def run_in(self, mode: str) -> Layer:
+        """This layer, `eager` or, for its sizes, `compiled`."""
+        self.block.run = compiled_body(dynamic=False) if mode == "compiled" else TransformerBlock.body
+        return self
+
+    def exact(self, rows: Tensor) -> Layer:
+        """These tokens, int64 `[R]`, in fp64 and without compilation, for a method that leaves tokens apart."""
+        cond = self.cond._replace(
+            modulation=self.cond.modulation.double(),
+            rope=(self.cond.rope[0][rows], self.cond.rope[1][rows]),
+            text=self.cond.text.double(),
+        )
+        x = self.x.detach()[:, rows].double().requires_grad_()
+        block, dout = copy.deepcopy(self.block).double(), self.dout[:, rows].double()
+        return replace(self, block=block, x=x, dout=dout, cond=cond).run_in("eager")
+
+    def results(self) -> dict[str, Tensor]:
+        """Output of the whole block, and gradients of hidden states and matrices."""
+        # in half precision, the gradient of the bias of keys is little more than rounding
+        matrices = {name: p for name, p in self.block.named_parameters() if p.dim() > 1}
+        out = self.whole()
+        grads = torch.autograd.grad(out, (self.x, *matrices.values()), self.dout)
+        names = ("dx", *(f"gradient of {name}" for name in matrices))
+        return {"out": out.detach(), **dict(zip(names, grads, strict=True))}
 
     def attention(self) -> Tensor:
         """Self-attention with its projections and norms."""

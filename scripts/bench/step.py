@@ -101,14 +101,18 @@ def video_dit(shape: Shape, attention: str, device: torch.device) -> VideoDiT:
         attention: `dense`, `free` or the backend of sparse attention.
         device: device of the parameters.
     """
+    with device:
+        return VideoDiT(attention=attention_of(shape, attention, fine_gate=False), **model_size(shape))
+
+
+def model_size(shape: Shape) -> dict[str, Any]:
+    """Arguments of `VideoDiT` for the heads of the shape: those of the named model, or of two layers."""
     name = named_model(shape)
     size: dict[str, Any] = {"num_layers": 2, "ffn_dim": 4 * shape.heads * shape.head_dim, "text_dim": 32}
     if name is not None:
         size = yaml.safe_load((_CONFIGS / f"{name}.yaml").read_text())
         del size["_target_"]
-    size |= {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_dim}
-    with device:
-        return VideoDiT(attention=attention_of(shape, attention, fine_gate=False), **size)
+    return size | {"num_attention_heads": shape.heads, "attention_head_dim": shape.head_dim}
 
 
 def attention_of(shape: Shape, name: str, **options: Any) -> Any:

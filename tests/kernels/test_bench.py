@@ -17,6 +17,7 @@ from vsa_kernels.block_index import BlockIndex
 from vsa_kernels.coarse_fine import coarse_fine_attn
 
 from scripts import tune
+from vsa.models.blocks import TransformerBlock
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -67,7 +68,10 @@ OPS = {
         "gather: sum without the coarse attention's backward",
     },
     "step": {"dense", "gather", "free"},
-    "layer": {"attention, dense", "attention, gather", "block, dense", "block, gather"},
+    "layer": {
+        *("attention, dense", "attention, gather", "block, dense", "block, gather"),
+        "block without self-attention, eager",
+    },
 }
 
 
@@ -145,6 +149,84 @@ def test_a_check_that_cannot_fail_stops_every_case(bench, checks, monkeypatch, c
     monkeypatch.setattr(checks, "assert_within_budget", lambda *a: None)
     with pytest.raises(ValueError, match="does not notice a damaged input"):
         bench.main([case, *FAST])
+
+
+def _off(from_tokens: int):
+    """Stands for `compiled_body`: the body, but 0.1% off in gradients and output for so many tokens and more."""
+
+    def body(block, x, cond, ctx):
+        out = TransformerBlock.body(block, x, cond, ctx)
+        return out * (1.001 if x.shape[1] >= from_tokens else 1)
+
+    return lambda **_: body
+
+
+def test_a_block_without_self_attention_is_timed_eager_and_compiled(bench, checks, monkeypatch, tmp_path):
+    # the body as it is: what torch makes of it takes a minute
+    monkeypatch.setattr(checks, "compiled_body", _off(10**6))
+    out = tmp_path / "report.json"
+    bench.main(["layer", "--shapes", "smoke", "--repeats", "2", "--modes", "eager", "compiled", "--out", str(out)])
+    report = json.loads(out.read_text())
+    rows = [row for row in report["rows"] if row["op"].startswith("block without")]
+    assert [(row["op"], row["pass"]) for row in rows] == [
+        (f"block without self-attention, {mode}", kind)
+        for mode in ("eager", "compiled")
+        for kind in ("forward", "forward + backward")
+    ]
+    assert all(row["speedup"] is None for row in rows)
+    for mode in ("eager", "compiled"):
+        line = f"the {mode} block without self-attention torch.float32: out and gradients right by fp64"
+        assert sum(check.startswith(line) for check in report["checks"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        (0, "the compiled block without self-attention: out is off by 0.001, no speed"),
+        # more than the 60 of the small problem
+        (64, "block without self-attention, compiled: out is off by 0.001, no speed"),
+    ],
+)
+def test_a_wrong_block_without_self_attention_stops_its_case(bench, checks, monkeypatch, capsys, tokens, match):
+    monkeypatch.setattr(checks, "compiled_body", _off(tokens))
+    with pytest.raises(ValueError, match=match):
+        bench.main(["layer", *FAST, "--modes", "compiled"])
+    assert capsys.readouterr().out == ""
+
+
+def test_the_check_of_a_block_has_a_control(bench, checks, monkeypatch):
+    monkeypatch.setattr(checks, "refuse_far", lambda *a: None)
+    with pytest.raises(ValueError, match="eager block without self-attention does not notice a damaged input"):
+        checks.check_block("eager", torch.float32, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_gradients_of_a_block_are_noticed(bench, checks, monkeypatch, dtype):
+    checks.check_block("eager", dtype, CPU)
+    right = checks.Layer.results
+
+    def wrong(layer):
+        got, name = right(layer), "gradient of attn2.to_v.weight"
+        # not in the fp64 results
+        return got | ({} if layer.x.dtype == torch.float64 else {name: got[name] * 1.05})
+
+    monkeypatch.setattr(checks.Layer, "results", wrong)
+    with pytest.raises(ValueError, match=r"gradient of attn2\.to_v\.weight is off by"):
+        checks.check_block("eager", dtype, CPU)
+
+
+@pytest.mark.slow
+def test_a_compiled_block_without_self_attention_is_right(bench, checks):
+    checks.check_block("compiled", torch.float32, CPU)
+
+
+def test_the_block_of_a_named_model_has_its_width(bench, monkeypatch):
+    cases, timing = (importlib.import_module(f"scripts.bench.{name}") for name in ("cases", "timing"))
+    monkeypatch.setattr(cases, "measure", lambda ops, setup: [{tuple(x.shape) for x in op.inputs} for op in ops])
+    setup = timing.Setup(backends=["gather"], peers=[], lists="random", device=CPU, dtype=torch.float32, repeats=1)
+    wan = cases.layer(replace(bench.tiny, heads=12, head_dim=128), setup).rows
+    assert len(wan) == 5
+    assert all((8960, 1536) in shapes for shapes in wan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -344,6 +344,27 @@ def test_topk_changes_do_not_recompile(training, start):
     torch._dynamo.reset()
 
 
+def test_a_second_bucket_shape_takes_one_more_graph():
+    torch._dynamo.reset()
+    model = make_model(partial(VideoSparseAttention, tile_thw=(1, 1, 1)), num_attention_heads=1, ffn_dim=8)
+    reference = copy.deepcopy(model)
+    graphs, backend = count_compiled_graphs()
+    model.compile_blocks(backend=backend)
+    # 48, 96 and 30 tiles
+    first, second, third = ((6, 2, 8, 12), (6, 4, 12, 8), (6, 2, 6, 10))
+    for topk in (5, 3):
+        model(*make_inputs(latent=first), topk=topk)
+    assert len(graphs) == 2
+    model(*make_inputs(latent=second), topk=3)
+    # one for all layers, though the first one reads the embedding and the others a block
+    assert len(graphs) == 3
+    for latent, topk in ((second, 7), (first, 4), (third, 6)):
+        inputs = make_inputs(latent=latent)
+        torch.testing.assert_close(model(*inputs, topk=topk), reference(*inputs, topk=topk))
+    assert len(graphs) == 3
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_compile_blocks_shares_one_graph_and_equals_eager(level):
     torch._dynamo.reset()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
+import vsa.training.callbacks.step_profile as step_profile
 from tests.tiny_runs import TinyTraining
 from tests.training.distillations import (
     DISTILL,
@@ -272,6 +274,20 @@ def test_flops_of_an_iteration_are_those_of_its_passes(distill, training, teache
     assert len(found) == 3
     for ours, plain in found.values():
         assert ours == pytest.approx(plain)
+
+
+def test_a_profile_counts_the_updates_of_each_network(distill, training, monkeypatch):
+    monkeypatch.setattr(step_profile, "copy_bandwidth", lambda device: 1e3)
+    trainer = distill("debug=profile", "trainer.max_steps=5", "task.generator_every=2")
+    module = trainer.lightning_module
+    kinds = json.loads((training.folder("profile") / "profile.json").read_text())["kinds"]
+    turns = [module.cycle.is_generators_turn(iteration) for iteration in (3, 4)]
+    share = sum(turns) / len(turns)
+    assert share == 0.5
+    generator, critic = (sum(p.numel() for p in n.parameters()) for n in module.trained_networks)
+    assert kinds["gradient norms"]["floor"] == pytest.approx(12 * (share * generator + critic))
+    assert kinds["averaged weights"]["floor"] == pytest.approx(12 * share * generator)
+    assert kinds["gradient norms"]["milliseconds"] > 0
 
 
 def test_critic_and_teacher_start_from_the_teacher_and_gates_at_identity(kept_run, teacher_dir):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
+from functools import partialmethod
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from safetensors.torch import save_file as library_save_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,7 +24,7 @@ from vsa.attention.video_sparse import VideoSparseAttention
 from vsa.checkpoints.tensor_parts import own_parts
 from vsa.models.sharding import local, whole
 from vsa.models.video_dit import VideoDiT
-from vsa.training.parallel import ParallelPlan, build_model
+from vsa.training.parallel import ParallelPlan, build_model, parallelize
 
 
 def make_model(init: str, *, heads: int = 2, layers: int = 2, dense: bool = False) -> VideoDiT:
@@ -95,6 +97,37 @@ def test_no_rank_ever_holds_the_whole_model():
     assert max(run_ranks(2, on_rank)) < 0.75 * size
     # control: a whole model is above that bar
     assert run_ranks(1, lambda rank: peak_of(build))[0] >= size
+
+
+@pytest.mark.slow
+def test_sharded_blocks_share_their_compiled_graphs(monkeypatch):
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(VideoDiT, "compile_blocks", partialmethod(VideoDiT.compile_blocks, backend=backend))
+
+    def on_rank(rank: int) -> list[int]:
+        dist.init_process_group("gloo")
+        model = make_model("wan", layers=3)
+        parallelize(model, init_device_mesh("cpu", (1,)), ParallelPlan(compile=True), "cpu")
+        assert all(isinstance(block, FSDPModule) for block in model.blocks)
+        counts = []
+        # 12 and 8 tiles
+        for grid, topk in (((4, 8, 12), 4), ((4, 8, 12), 3), ((4, 8, 12), 7), ((4, 8, 8), 3), ((4, 8, 8), 5)):
+            latents, text = torch.randn(1, 16, *grid), torch.randn(1, 5, 24)
+            model(latents, torch.tensor([500.0]), text, topk=topk).square().mean().backward()
+            counts.append(len(graphs))
+        # the control: the counter sees a graph of its own for one layer
+        model.blocks[2].norm1.eps = 1e-5
+        model(latents, torch.tensor([500.0]), text, topk=5)
+        return [*counts, len(graphs)]
+
+    torch._dynamo.reset()
+    # one for all layers; another top-k makes it a symbol, another shape the sizes
+    assert run_ranks(1, on_rank) == [[1, 2, 2, 3, 3, 4]]
 
 
 def test_the_streaming_writer_makes_the_file_of_the_library(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from vsa.training.step_times import (
@@ -19,13 +20,17 @@ from vsa.training.step_times import (
     DATA,
     ELEMENTWISE,
     HOST,
+    IDLE,
     LINEAR,
+    NORMS,
     OPERATOR,
     merged,
     step_times,
 )
 
 MM = {"Input Dims": [[8, 4], [4, 16]], "Input type": ["float", "float"]}
+# 2 x 3 heads of 4 channels, 20 queries and 6 keys
+QKV = [[2, 3, 20, 4], [2, 3, 6, 4], [2, 3, 6, 4]]
 ADD = {"Input Dims": [[8, 16], [8, 16], []], "Input type": ["c10::BFloat16", "c10::BFloat16", "Scalar"]}
 
 
@@ -57,7 +62,7 @@ def gpu_trace():
         event("user_annotation", strategy, 61, 60),
         event("cpu_op", "vsa_kernels::coarse_fine_fwd", 62, 10),
         *launch("aten::copy_", 63, 1),
-        *launch("aten::_scaled_dot_product_cudnn_attention", 75, 2),
+        *launch("aten::_scaled_dot_product_cudnn_attention", 75, 2, **{"Input Dims": QKV}),
         *launch("aten::mm", 80, 3, **MM),
         *launch("aten::add", 90, 4, **ADD),
         *launch("aten::copy_", 100, 5, **ADD),
@@ -66,9 +71,14 @@ def gpu_trace():
         event("cpu_op", "aten::empty", 105, 1),
         event("user_annotation", module, 125, 20),
         *launch("aten::linalg_vector_norm", 126, 6),
+        event("cuda_runtime", "cudaStreamSynchronize", 132, 10),
         *launch("aten::_fused_adamw_", 150, 7),
         # the backward is of another thread
         *launch("aten::mm", 110, 8, tid=2, **MM),
+        *launch("aten::_scaled_dot_product_cudnn_attention_backward", 115, 11, tid=2, **{"Input Dims": [QKV[0], *QKV]}),
+        # the device has work until 660, the thread itself from 680 on; the other thread is not the step's
+        event("cuda_runtime", "cudaStreamSynchronize", 600, 80),
+        event("cuda_runtime", "cudaEventSynchronize", 850, 50, tid=2),
         # before and behind the window
         *launch("aten::mm", -20, 20, **MM),
         kernel("gemm", -10, 5, 20),
@@ -86,6 +96,7 @@ def gpu_trace():
         kernel("elementwise", 700, 50, 4),
         kernel("elementwise", 720, 50, 4, stream=8),
         kernel("_norm_rope_kernel", 770, 30, 10),
+        kernel("cudnn_sdpa_bprop", 800, 20, 11),
     ]
 
 
@@ -95,21 +106,22 @@ def test_every_microsecond_of_a_device_has_one_kind():
     assert spent == pytest.approx(
         {
             OPERATOR: 50,
-            ATTENTION: 100,
+            ATTENTION: 100 + 20,
             LINEAR: 200,
             ELEMENTWISE: 30 + 70 + 30,
             COPIES: 20,
-            "gradient norms": 10,
+            NORMS: 10,
             "optimizer": 90,
             COMMUNICATION: 60,
             DATA: 60,
-            # 60 to 100, 660 to 700, 800 to 1000
-            HOST: 40 + 40 + 200,
+            # 60 to 100, 680 to 700, 820 to 1000
+            HOST: 40 + 20 + 180,
+            IDLE: 20,
         }
     )
     assert times.total == pytest.approx(0.5)
     assert 2e3 * times.hidden == pytest.approx(40)
-    assert times.flops == 2 * 2 * 8 * 4 * 16 / 2
+    assert times.flops == {LINEAR: 2 * 2 * 8 * 4 * 16 / 2, ATTENTION: 14 * 2 * 3 * 20 * 6 * 4 / 2}
     assert times.bytes == {ELEMENTWISE: 2 * 3 * 8 * 16 * 2 / 2, COPIES: 3 * 8 * 16 * 2 / 2}
 
 
@@ -144,7 +156,41 @@ def test_compiled_kernels_are_copies_if_they_only_move_or_round():
 )
 def test_flops_of_a_product_are_those_of_its_factors(name, sizes):
     trace = [*WINDOW, *launch(name, 10, 1, **{"Input Dims": sizes}), kernel("nvjet", 20, 5, 1)]
-    assert step_times(trace, "window", 1).flops == 2 * 8 * 4 * 16
+    assert step_times(trace, "window", 1).flops[LINEAR] == 2 * 8 * 4 * 16
+
+
+def test_every_attention_of_torch_has_its_factors_where_they_are_read():
+    ops = [op for op in torch._C._jit_get_all_schemas() if op.name.startswith("aten::_scaled_dot_product_")]
+    assert {"aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_cudnn_attention_backward"} <= {
+        op.name for op in ops
+    }
+    for op in ops:
+        first = int(op.name.endswith("_backward"))
+        assert [argument.name for argument in op.arguments[first : first + 2]] == ["query", "key"], op.name
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_a_trace_is_counted_once_forward_and_backward(tmp_path, masked):
+    q, k, v = (torch.randn(2, 3, n, 4, requires_grad=True) for n in (20, 6, 6))
+    mask = torch.ones(2, 1, 1, 6, dtype=torch.bool) if masked else None
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled, record_function("mine"):
+        scaled_dot_product_attention(q, k, v, attn_mask=mask).sum().backward()
+    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    times = step_times(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], "mine", 1)
+    assert times.flops == {LINEAR: 0, ATTENTION: 14 * 2 * 3 * 20 * 6 * 4}
+
+
+def test_norms_of_manual_steps_are_no_part_of_the_training_step():
+    strategy, clipper = "[Strategy]S.training_step", "GradientClipper"
+    trace = [
+        *WINDOW,
+        event("user_annotation", strategy, 0, 500),
+        event("user_annotation", clipper, 100, 100),
+        event("cpu_op", "aten::_foreach_norm", 110, 50),
+        event("cpu_op", "aten::add", 300, 50),
+    ]
+    times = step_times(trace, "window", 1).milliseconds
+    assert (times[NORMS], times[ELEMENTWISE]) == pytest.approx((0.05, 0.05))
 
 
 def test_the_thread_of_the_window_decides_where_there_is_no_device():
@@ -171,7 +217,7 @@ def test_a_trace_of_torch_is_read(tmp_path):
     profiled.export_chrome_trace(str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     times = step_times(trace, "mine", 3)
-    assert times.flops == 2 * 64 * 32 * 128
+    assert times.flops[LINEAR] == 2 * 64 * 32 * 128
     assert times.milliseconds[LINEAR] > 0
     assert times.milliseconds[ELEMENTWISE] > 0
     assert times.milliseconds[OPERATOR] == 0

@@ -462,6 +462,29 @@ def test_debug_profile_says_where_the_time_goes(training, monkeypatch):
         training("debug=profile", "trainer.max_steps=2")
 
 
+@pytest.mark.parametrize(("level", "clip"), [("none", 1.0), ("full", 0.0)])
+def test_floors_of_a_profile_are_those_of_shapes_and_of_the_optimizer(training, monkeypatch, level, clip):
+    class Texts(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.tokens = batch.text.shape[1]
+
+    # floors in ms are FLOPs and bytes
+    monkeypatch.setattr(step_profile, "matrix_speed", lambda device: 1e3)
+    monkeypatch.setattr(step_profile, "copy_bandwidth", lambda device: 1e3)
+    texts = Texts()
+    settings = (f"task.parallel.activation_checkpointing={level}", f"task.grad_clip={clip}", "trainer.max_steps=5")
+    trainer = training("debug=profile", *settings, callbacks=(texts,))
+    kinds = json.loads((training.folder("profile") / "profile.json").read_text())["kinds"]
+    sizes = [p.numel() for p in trainer.lightning_module.model.parameters()]
+    # per pair and channel, and once more if the forward is computed again
+    pairs, cost = 4 * 32 * texts.tokens, 14 + 4 * (level == "full")
+    assert kinds["other attention"]["floor"] == pytest.approx(cost * pairs * 12 * 2)
+    # weights and both moments both ways, gradients, and a step number of each parameter both ways
+    assert kinds["optimizer"]["floor"] == pytest.approx(28 * sum(sizes) + 8 * len(sizes))
+    assert kinds["averaged weights"]["floor"] == pytest.approx(12 * sum(sizes))
+    assert kinds["gradient norms"]["floor"] == pytest.approx((12 if clip else 4) * sum(sizes))
+
+
 def test_debug_anomaly_names_the_operation(training):
     class BadWeight(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):

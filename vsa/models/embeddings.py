@@ -62,7 +62,9 @@ class PatchEmbedding(nn.Conv3d):
         """Tokens `[B, L, C]` from flattened patches `[B, L, in_channels * prod(patch_size)]`."""
         weight = rounded(self.weight, self.compute_dtype).flatten(1)
         bias = None if self.bias is None else rounded(self.bias, self.compute_dtype)
-        return F.linear(input.to(weight.dtype), weight, bias)
+        tokens = F.linear(input.to(weight.dtype).flatten(0, 1), weight, bias)
+        # not a view, like the results of blocks: for another input, the compiled block would need a graph of its own
+        return torch.ops.aten._unsafe_view(tokens, [*input.shape[:2], tokens.shape[1]])
 
 
 def patchify(x: Tensor, patch_size: Grid) -> Tensor:

@@ -295,12 +295,7 @@ class VideoDiT(nn.Module):
             backend: backend of `torch.compile`.
             mode: mode of `torch.compile`.
         """
-        # imported here, because the import takes a second
-        from torch._dynamo import config as dynamo
-
-        # torch counts graphs per function, which all networks of a process share (three roles, batch sizes, top-k)
-        dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-        run = torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, mode=mode)
+        run = compiled_body(backend=backend, mode=mode)
         for index in range(len(self.blocks)):
             self._block(index).run = run
 
@@ -375,6 +370,24 @@ class VideoDiT(nn.Module):
         if (image_embeds is None) != (self.image_dim is None):
             shape = None if image_embeds is None else list(image_embeds.shape)
             raise ValueError(f"image_embeds must be set exactly if image_dim is: {self.image_dim}, got {shape}")
+
+
+def compiled_body(
+    *, backend: str = "inductor", mode: str | None = None, dynamic: bool | None = None
+) -> Callable[..., Tensor]:
+    """The compiled body of a block, for `TransformerBlock.run`.
+
+    Args:
+        backend: backend of `torch.compile`.
+        mode: mode of `torch.compile`.
+        dynamic: whether sizes are symbols; None: once they change.
+    """
+    # imported here, because the import takes a second
+    from torch._dynamo import config as dynamo
+
+    # torch counts graphs per function, which all networks of a process share (three roles, batch sizes, top-k)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    return torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, mode=mode, dynamic=dynamic)
 
 
 def _shallow_copy(module: Module) -> Module:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from vsa.models.video_dit import VideoDiT
 from vsa.training.optimizer import ROLES
@@ -52,6 +53,7 @@ class GradientClipper:
         self.skipped_total = self._in_row = 0
         self.on_drop: Callable[[], None] | None = None
 
+    @record_function("GradientClipper")
     def __call__(self, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Tensor]:
         """Check and clip the gradients that `optimizer` is about to use.
 

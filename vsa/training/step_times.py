@@ -6,6 +6,7 @@ kernels and copies, matched to their launch by a correlation id. Times in the tr
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +15,17 @@ from typing import Any
 
 OPERATOR, ATTENTION, LINEAR = "sparse attention operator", "other attention", "linear layers"
 ELEMENTWISE, COPIES = "elementwise and norms", "copies and casts"
-COMMUNICATION, DATA, HOST = "communication, exposed", "waiting for data", "host: launches and Python"
+NORMS, OPTIMIZER, AVERAGE = "gradient norms", "optimizer", "averaged weights"
+COMMUNICATION, DATA = "communication, exposed", "waiting for data"
+HOST, IDLE = "host: launches and Python", "idle: host and device wait"
 REGIONS = {
     # forward and backward are regions within the optimizer's call in Lightning, so they hide the enclosing region
     ".training_step": None,
     ".backward": None,
-    ".on_before_optimizer_step": "gradient norms",
-    "Optimizer.step#": "optimizer",
-    "]EMA": "averaged weights",
+    ".on_before_optimizer_step": NORMS,
+    "GradientClipper": NORMS,
+    "Optimizer.step#": OPTIMIZER,
+    "]EMA": AVERAGE,
     "[Callback]": "logging and callbacks",
     ".batch_to_device": "data to the device",
     ".transfer_batch_to_device": "data to the device",
@@ -30,10 +34,11 @@ REGIONS = {
 FETCH = ".train_dataloader_next"
 KINDS: tuple[str, ...] = (
     OPERATOR, ATTENTION, LINEAR, ELEMENTWISE, COPIES, *dict.fromkeys(filter(None, REGIONS.values())),
-    COMMUNICATION, DATA, HOST,
+    COMMUNICATION, DATA, HOST, IDLE,
 )  # fmt: skip
 
 _LINEAR = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"}
+_SDPA = "aten::_scaled_dot_product_"
 _ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "efficient_attention")
 _COPIES = ("copy", "aten::cat", "aten::clone", "aten::contiguous", "memcpy", "memset", "fsdp::", "chunk_cat")
 _COMPILED = re.compile(r"triton_[a-z]+_fused_(.*)_\d+")
@@ -57,13 +62,14 @@ class StepTimes:
     Args:
         milliseconds: time of each kind of `KINDS`; their sum is the time of the step.
         hidden: milliseconds of communication concurrent with computation.
-        flops: FLOPs of linear layers.
+        flops: FLOPs of linear layers, and of dense attention outside of the sparse operator, from the sizes of their
+            arguments.
         bytes: bytes that elementwise operators and copies read and write, from the sizes of their arguments.
     """
 
     milliseconds: Mapping[str, float]
     hidden: float
-    flops: float
+    flops: Mapping[str, float]
     bytes: Mapping[str, float]
 
     @property
@@ -97,7 +103,8 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
     """Time of each kind per step, within the region `window` of a trace.
 
     If the trace has kernels, times are device times, and while the device is idle, times of the host; otherwise they
-    are times of the thread that contains the window.
+    are times of the thread that contains the window. Idle is the time in which that thread waits for a device without
+    work; where Python itself sleeps, the trace does not show it, and the time counts for the host.
 
     Args:
         trace: list of events.
@@ -120,18 +127,18 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
     else:
         spent, hidden = _host_times(own, stop - start), 0.0
     inside = [c for of_thread in calls.values() for c in of_thread if start <= c.start < stop and c.is_operator]
-    flops, moved = 0.0, {ELEMENTWISE: 0.0, COPIES: 0.0}
+    flops, moved = {LINEAR: 0.0, ATTENTION: 0.0}, {ELEMENTWISE: 0.0, COPIES: 0.0}
     for call in inside:
         kind = _kind(call.name, call)
-        if kind == LINEAR:
-            flops += _product_flops(call)
+        if kind in flops:
+            flops[kind] += _product_flops(call) if kind == LINEAR else _attention_flops(call)
         # norm and rotation allocate their results by operators that move nothing
         elif kind in moved and (not call.calls_operators or call.name.startswith(_NORM)):
             moved[kind] += _bytes(call)
     return StepTimes(
         milliseconds={kind: us / 1e3 / steps for kind, us in spent.items()},
         hidden=hidden / 1e3 / steps,
-        flops=flops / steps,
+        flops={kind: total / steps for kind, total in flops.items()},
         bytes={kind: total / steps for kind, total in moved.items()},
     )
 
@@ -224,8 +231,11 @@ def _device_times(
     spent[COMMUNICATION] = _length(either) - _length(busy)
     idle = _without((window,), either)
     fetching = merged([(c.start, c.stop) for c in own if c.name.endswith(FETCH)])
-    spent[DATA] = _length(idle) - _length(_without(idle, fetching))
-    spent[HOST] = _length(idle) - spent[DATA]
+    rest = _without(idle, fetching)
+    spent[DATA] = _length(idle) - _length(rest)
+    waiting = merged([(c.start, c.stop) for c in own if c.name.endswith("Synchronize")])
+    spent[HOST] = _length(_without(rest, waiting))
+    spent[IDLE] = _length(rest) - spent[HOST]
     return spent, _length(merged(moving)) - spent[COMMUNICATION]
 
 
@@ -283,6 +293,17 @@ def _product_flops(call: _Call) -> float:
         return 0.0
     (*outer, rows, inner), (*_, columns) = factors
     return 2.0 * rows * inner * columns * (outer[0] if outer else 1)
+
+
+def _attention_flops(call: _Call) -> float:
+    """FLOPs of dense attention: two products of queries and keys forward, five backward."""
+    backward = call.name.endswith("_backward")
+    # the backward has the gradient of the result before them
+    factors = call.arguments.get("Input Dims", ())[backward : backward + 2]
+    if not call.name.startswith(_SDPA) or len(factors) < 2:
+        return 0.0
+    (*outer, queries, channels), (*_, keys, _) = factors
+    return (5 if backward else 2) * 2.0 * math.prod(outer) * queries * keys * channels
 
 
 def _bytes(call: _Call) -> float:

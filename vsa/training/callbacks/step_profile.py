@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from vsa.data.batch import VideoBatch
 from vsa.files import write_whole
+from vsa.models.sharding import local
 from vsa.settings import AtLeastOne, checked
+from vsa.training.callbacks.ema import EMA
 from vsa.training.lightning_compat import stop_without_validation, use_profiler
 from vsa.training.modules.base import DiffusionModule
-from vsa.training.step_times import COPIES, ELEMENTWISE, LINEAR, OPERATOR, StepTimes, step_times
+from vsa.training.step_times import AVERAGE, NORMS, OPERATOR, OPTIMIZER, StepTimes, step_times
 
 WINDOW = "profiled steps"
 
@@ -50,8 +55,9 @@ class StepProfile(L.Callback):
 
     It writes the table as `profile.json`, and `trace.json.gz` for chrome://tracing or ui.perfetto.dev. The table
     compares each time with its floor: FLOPs at the speed of a large matrix product, or bytes at the bandwidth of a
-    large copy, both measured on the device afterwards. The profiler itself takes host time, so the table has the time
-    of a step with and without it. With several ranks only rank 0 is traced.
+    large copy, both measured on the device afterwards. What activation checkpointing computes again is part of the
+    floors of linear layers and of other attention, not of the operator's. The profiler itself takes host time, so the
+    table has the time of a step with and without it. With several ranks only rank 0 is traced.
 
     Args:
         run_dir: folder of the two files.
@@ -65,6 +71,8 @@ class StepProfile(L.Callback):
     def __init__(self, run_dir: str, steps: AtLeastOne = 5, warm_up: AtLeastOne = 10):
         self.folder, self.steps, self.warm_up = Path(run_dir), steps, warm_up
         self._stack = ExitStack()
+        # of the traced steps
+        self._updates: Counter[Optimizer] = Counter()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         use_profiler(trainer, Regions())
@@ -94,14 +102,32 @@ class StepProfile(L.Callback):
                 kinds += [ProfilerActivity.CUDA] if pl_module.device.type == "cuda" else []
                 self._profile = self._stack.enter_context(profile(activities=kinds, record_shapes=True))
                 self._stack.enter_context(record_function(WINDOW))
+                for optimizer in trainer.optimizers:
+                    self._stack.callback(optimizer.register_step_post_hook(self._count_update).remove)
         elif done == 2 * self.steps:
             _now(pl_module.device)
             self._stack.close()
             if trainer.is_global_zero:
-                self._report(pl_module, batch)
+                self._report(trainer, pl_module, batch)
             stop_without_validation(trainer)
 
-    def _report(self, module: Any, batch: VideoBatch) -> None:
+    def _count_update(self, optimizer: Optimizer, *call: Any) -> None:
+        # a dropped update has no gradients
+        self._updates[optimizer] += any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+    def _moved_per_step(self, trainer: L.Trainer, module: DiffusionModule) -> dict[str, float]:
+        """Bytes that the updates of this rank read and write in a traced step, by kind."""
+        moved: dict[str, float] = dict.fromkeys((NORMS, OPTIMIZER, AVERAGE), 0.0)
+        for optimizer, clipper in zip(trainer.optimizers, module.clippers.values(), strict=True):
+            times = self._updates[optimizer] / self.steps
+            moved[NORMS] += times * clip_bytes(optimizer, clipper.clip)
+            moved[OPTIMIZER] += times * update_bytes(optimizer)
+        average = next((c.average for c in trainer.callbacks if isinstance(c, EMA)), {})  # type: ignore[attr-defined]
+        times = self._updates[module.raw_optimizer] / self.steps
+        moved[AVERAGE] = times * average_bytes(average, module.model)
+        return moved
+
+    def _report(self, trainer: L.Trainer, module: Any, batch: VideoBatch) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "trace.json.gz"
         self._profile.export_chrome_trace(str(path))
@@ -111,14 +137,17 @@ class StepProfile(L.Callback):
         flops = module.step_flops(batch, module.global_step - 1)
         operator = flops.self_attention * len(batch.sample_ids) * module.accumulate
         speed, bandwidth = matrix_speed(device), copy_bandwidth(device)
+        moved = {**times.bytes, **self._moved_per_step(trainer, module)}
         floors = {
             OPERATOR: operator / speed * 1e3,
-            LINEAR: times.flops / speed * 1e3,
-            **{kind: times.bytes[kind] / bandwidth * 1e3 for kind in (ELEMENTWISE, COPIES)},
+            **{kind: total / speed * 1e3 for kind, total in times.flops.items()},
+            **{kind: total / bandwidth * 1e3 for kind, total in moved.items()},
         }
+        # none for what does not run, or has no sizes in the trace
+        floors = {kind: floor for kind, floor in floors.items() if floor}
         if not module.model.selects:
             # dense attention does not run the sparse operator
-            del floors[OPERATOR]
+            floors.pop(OPERATOR, None)
         name = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         )
@@ -144,6 +173,40 @@ class StepProfile(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # the run may have failed while it was traced
         self._stack.close()
+
+
+def update_bytes(optimizer: Optimizer) -> int:
+    """Bytes that an update reads and writes: parameters and the optimizer's state both ways, and gradients.
+
+    Counts the shards of this rank of all parameters that have been updated; a gradient has the dtype of its parameter.
+    """
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    return 3 * _size(optimizer.state) + 2 * _size(states)
+
+
+def clip_bytes(optimizer: Optimizer, clip: float) -> int:
+    """Bytes that a `GradientClipper` reads and writes: gradients for their norm and, if it clips, once more both ways.
+
+    Args:
+        optimizer: after an update.
+        clip: largest global gradient norm; 0: no clipping.
+    """
+    return (3 if clip > 0 else 1) * _size(optimizer.state)
+
+
+def average_bytes(average: Mapping[str, Tensor], model: nn.Module) -> int:
+    """Bytes that an update of averaged weights reads and writes: averages both ways, and parameters.
+
+    Args:
+        average: of `EMA`, by parameter name.
+        model: the network with these parameters.
+    """
+    return 2 * _size(average.values()) + _size(model.get_parameter(name) for name in average)
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the shards of this rank."""
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def _table(times: StepTimes, floors: dict[str, float], record: dict[str, Any]) -> str:
