@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -21,3 +22,20 @@ def triton_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """`scripts.bench` with one tiny shape on a CPU, `bench.tiny`."""
+    module = importlib.import_module("scripts.bench.__main__")
+    problems = importlib.import_module("scripts.bench.problems")
+    tiny = problems.Shape(name="tiny", grid_thw=(4, 4, 4), tile_thw=(2, 2, 2), heads=2, head_dim=8, topk=2)
+    monkeypatch.setattr(problems, "CPU_SHAPES", (tiny,))
+    module.tiny = tiny
+    return module
+
+
+@pytest.fixture
+def checks(bench):
+    """The checks that come before its numbers."""
+    return importlib.import_module("scripts.bench.checks")

@@ -1,0 +1,15 @@
+"""Common parts of the tests of `scripts/bench`: quick arguments, and results that are wrong on purpose."""
+
+from __future__ import annotations
+
+FAST = ["--shapes", "tiny", "--repeats", "2"]
+
+
+def damaged(right, tamper):
+    """An operator whose backend `gather` returns what `tamper` makes of its result."""
+
+    def wrong(*args, **kwargs):
+        got = right(*args, **kwargs)
+        return tamper(got) if kwargs.get("backend", args[-1]) == "gather" else got
+
+    return wrong
