@@ -19,6 +19,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from braceexpand import braceexpand
 
 from vsa.data.index import Span
+from vsa.secrets import without_secrets
 
 PAUSES = (1.0, 4.0, 16.0)
 """Seconds before each retry of a failed read."""
@@ -28,8 +29,16 @@ _CLIENTS = {"s3": ("s3fs", "S3FileSystem"), "hf": ("huggingface_hub", "HfFileSys
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _OWN_MACHINE = ("localhost", "127.0.0.1", "::1")
 _TIMEOUT = 60
-# HTTP statuses that may be temporary
+# HTTP statuses below 500 that may be temporary
 _PASSING = (408, 425, 429)
+# errors of the clients' settings, by name because their packages are optional; another try does not help
+_SETTINGS = (
+    *("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"),
+    *("SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError"),
+    *("HfUriError", "HFValidationError", "OfflineModeIsEnabled"),
+)
+_QUERY = re.compile(r"""(\w://[^\s?'"]+)\?[^\s'"]*""")
+_LONGEST_REASON = 200
 # a larger gap before the next member is skipped by a new request instead of being read
 _LONGEST_GAP = 1 << 20
 _CHUNK = 1 << 20
@@ -40,7 +49,7 @@ class RemoteError(OSError):
 
     def __init__(self, url: str, error: BaseException) -> None:
         super().__init__(f"{url} cannot be read: {_reason(error)}")
-        self.missing = isinstance(error, FileNotFoundError) or getattr(error, "code", None) == 404
+        self.missing = isinstance(error, FileNotFoundError) or _status(error) == 404
 
 
 class _CheckedRedirects(HTTPRedirectHandler):
@@ -156,7 +165,11 @@ def _open_at(url: str, offset: int) -> BinaryIO:
     scheme = match[1].lower() if match else None
     if scheme in ("http", "https"):
         return _open_web(url, offset)
-    file = open(url, "rb") if scheme is None else _client(scheme)().open(url, "rb")  # noqa: SIM115
+    if scheme is None:
+        file = open(url, "rb")  # noqa: SIM115
+    else:
+        # the clients know their schemes in small letters only
+        file = _file_system(scheme).open(f"{scheme}{url[len(scheme) :]}", "rb")
     file.seek(offset)
     return file
 
@@ -190,6 +203,27 @@ def _client(scheme: str) -> Any:
         raise ValueError(f"URLs of {scheme}:// need the package {package}: pip install {package}") from None
 
 
+def _file_system(scheme: str) -> Any:
+    """The file system of a scheme, which waits for no server for ever."""
+    system = _client(scheme)()
+    if scheme == "s3":
+        # s3fs repeats what botocore repeats: with the retries of this module, a silent server took half an hour
+        system.retries = 1
+        system.config_kwargs = {"retries": {"max_attempts": 0}, **system.config_kwargs}
+    else:
+        hooks = importlib.import_module("huggingface_hub").get_session().event_hooks["request"]
+        if _limit_wait not in hooks:
+            hooks.append(_limit_wait)
+    return system
+
+
+def _limit_wait(request: Any) -> None:
+    """Give a request of the hub's client its timeout of downloads where it has none, as listings of folders do."""
+    seconds = importlib.import_module("huggingface_hub.constants").HF_HUB_DOWNLOAD_TIMEOUT
+    limits = {what: seconds if limit is None else limit for what, limit in request.extensions["timeout"].items()}
+    request.extensions = {**request.extensions, "timeout": limits}
+
+
 def _refuse_plain_http(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme == "http" and parts.hostname not in _OWN_MACHINE:
@@ -202,15 +236,35 @@ def _faults(url: str) -> tuple[type[Exception], ...]:
 
 
 def _may_pass(error: Exception) -> bool:
+    status = _status(error)
+    if status is not None:
+        return status >= 500 or status in _PASSING
+    return type(error).__name__ not in _SETTINGS and not isinstance(
+        error, FileNotFoundError | PermissionError | IsADirectoryError
+    )
+
+
+def _status(error: BaseException) -> int | None:
+    """HTTP status of an error of urllib, of the hub's client or of botocore, the cause of those of s3fs."""
     if isinstance(error, HTTPError):
-        return error.code >= 500 or error.code in _PASSING
-    return not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
+        return error.code
+    response = getattr(error, "response", None)
+    if response is None:
+        response = getattr(error.__cause__, "response", None)
+    if isinstance(response, dict):
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return getattr(response, "status_code", None)
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, HTTPError):
-        return f"HTTP status {error.code}"
     if isinstance(error, URLError) and isinstance(error.reason, BaseException):
         return _reason(error.reason)
-    text = " ".join(str(getattr(error, "strerror", None) or error).split())
-    return f"{type(error).__name__} {text[:120]}".strip()
+    status = _status(error)
+    if isinstance(error, HTTPError):
+        return f"HTTP status {status}"
+    told = getattr(error, "server_message", None) or getattr(error, "strerror", None) or error
+    # the hub and its storage put signatures into queries
+    text = without_secrets(_QUERY.sub(r"\1", " ".join(str(told).split()))).rstrip(".")
+    if len(text) > _LONGEST_REASON:
+        text = text[:_LONGEST_REASON] + "..."
+    return f"{type(error).__name__} {text}".strip() if status is None else f"HTTP status {status}: {text}"
