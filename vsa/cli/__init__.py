@@ -67,7 +67,7 @@ class LazyGroup(TyperGroup):
         single = typer.Typer(add_completion=False)
         settings = getattr(module, "CONTEXT_SETTINGS", None)
         function = getattr(module, function_name)
-        single.command(cmd_name, context_settings=settings, help=_in_paragraphs(function.__doc__))(function)
+        single.command(cmd_name, context_settings=settings, help=_in_paragraphs(function.__doc__ or ""))(function)
         return typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:
