@@ -358,6 +358,13 @@ def test_clients_of_s3_and_the_hub(folder, monkeypatch, scheme, package, name):
     assert len(failures) == 2
 
 
+def test_an_older_client_of_the_hub_is_one_line(monkeypatch):
+    older = SimpleNamespace(HfFileSystem=object, get_session=object, __version__="0.36.0")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", older)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^URLs of hf:// need huggingface_hub 1 or newer, got 0\.36\.0$"):
+        module_of(urls_of("hf://datasets/owner/name"))
+
+
 def test_a_flipped_bit_is_skipped_and_counted(own_folder):
     spoil(own_folder, ["video-011", "video-042"])
     spoil(own_folder, ["video-070"], what="text")

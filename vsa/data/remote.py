@@ -198,9 +198,13 @@ def _client(scheme: str) -> Any:
     """The file system class of a scheme."""
     package, name = _CLIENTS[scheme]
     try:
-        return getattr(importlib.import_module(package), name)
+        module = importlib.import_module(package)
+        system = getattr(module, name)
     except ImportError:
         raise ValueError(f"URLs of {scheme}:// need the package {package}: pip install {package}") from None
+    if scheme == "hf" and not hasattr(module.get_session(), "event_hooks"):
+        raise ValueError(f"URLs of hf:// need huggingface_hub 1 or newer, got {module.__version__}")
+    return system
 
 
 def _file_system(scheme: str) -> Any:
