@@ -6,7 +6,7 @@
 #   LIMIT   seconds for training; default 530
 #   BUDGET  FLOPs of a run; default 2e16          NAME  of the sweep; default pilot
 #   JOBS    runs that share a GPU; default 3: those that are cut off at the end are lost, so more at once lose less
-# Checkpoints stay behind: a finished run needs none.
+# Checkpoints stay behind: a finished run needs none, and on the same machine the next call goes on from those of the others.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 OUT=${OUT:-outputs/gpu_ablation}; mkdir -p "$OUT"
@@ -14,8 +14,9 @@ NAME=${NAME:-pilot} BUDGET=${BUDGET:-2e16} JOBS=${JOBS:-3} LIMIT=${LIMIT:-530}
 DONE=${DONE:-benchmarks/ablation/pilot.tar.gz*}
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}.:kernels PYTHONUNBUFFERED=1
 folder=outputs/ablation/$NAME; mkdir -p outputs/ablation
+# a machine that was kept since the last call has the folder, with checkpoints of unfinished runs
 # shellcheck disable=SC2086
-if ls $DONE >/dev/null 2>&1; then cat $DONE | tar xz -C outputs/ablation || exit 2; fi
+if [ ! -d "$folder" ] && ls $DONE >/dev/null 2>&1; then cat $DONE | tar xz -C outputs/ablation || exit 2; fi
 # the sweep stops its runs, which then save, before the machine is gone
 timeout --signal=TERM --kill-after=60 "$LIMIT" "${PYTHON:-python3}" -m vsa.cli sweep ablation experiment=ablation \
   "flop_budget=$BUDGET" "sweep.name=$NAME" sweep.lr=null "sweep.jobs_per_device=$JOBS" sweep.grace_seconds=20 \

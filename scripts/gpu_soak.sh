@@ -3,7 +3,7 @@
 # Usage, anywhere:  scripts/gpu_soak.sh [--short] [--dry-run] [OUT]
 #   --short    a try a row
 #   --dry-run  says what would run here and what is left out, and runs nothing
-#   OUT        folder of soak.json, soak.md, memcheck.log, initcheck.log; default outputs/gpu_soak
+#   OUT        folder of soak.json, soak.md, memcheck-N.log, initcheck-N.log; default outputs/gpu_soak
 # Strides and memory checks need torch and triton for PYTHON (default python3), runs on several GPUs all of the project.
 # Exit status 1 when something failed, 3 when something was left out, 2 for a wrong call or a machine without a GPU.
 set -uo pipefail
@@ -57,14 +57,23 @@ tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 
 if [ -z "$tool" ]; then
   without "memory checks: compute-sanitizer is not on this machine (it comes with the CUDA toolkit)"
 else
-  problems=(--problems $([ ${#short[@]} = 0 ] && echo 40 || echo 2))
+  # a problem takes half a minute, most of it compilation: four processes share the problems
+  each=$([ ${#short[@]} = 0 ] && echo 10 || echo 1)
   for check in memcheck initcheck; do
-    # without torch's caching allocator every tensor is an allocation of its own, which the tool can guard
-    run env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$check" --error-exitcode 1 \
-      --log-file "$out/$check.log" "$python" scripts/sanitize_kernels.py "${problems[@]}"
-    checked=$?
-    echo "$check: exit status $checked"
-    [ "$checked" = 0 ] || status=1
+    checks=()
+    for part in 0 1 2 3; do
+      # without torch's caching allocator every tensor is an allocation of its own, which the tool can guard
+      run env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool "$check" --error-exitcode 1 \
+        --log-file "$out/$check-$part.log" "$python" scripts/sanitize_kernels.py \
+        --first "$((part * each))" --problems "$each" &
+      checks+=($!)
+    done
+    for check_process in "${checks[@]}"; do
+      wait "$check_process"
+      checked=$?
+      echo "$check of $each problems: exit status $checked"
+      [ "$checked" = 0 ] || status=1
+    done
   done
 fi
 [ "$status" = 0 ] && [ "$left_out" = 1 ] && status=3
