@@ -22,10 +22,10 @@ REGIONS = {
     # forward and backward are regions within the optimizer's call in Lightning, so they hide the enclosing region
     ".training_step": None,
     ".backward": None,
+    "]EMA": AVERAGE,
     ".on_before_optimizer_step": NORMS,
     "GradientClipper": NORMS,
     "Optimizer.step#": OPTIMIZER,
-    "]EMA": AVERAGE,
     "[Callback]": "logging and callbacks",
     ".batch_to_device": "data to the device",
     ".transfer_batch_to_device": "data to the device",
