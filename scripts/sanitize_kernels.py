@@ -23,6 +23,7 @@ from vsa_kernels import (
     block_sparse_attn,
     gathered_attn,
     group_tiles,
+    linear_gelu,
     longest_first,
     mean_scores,
     norm_rope,
@@ -75,6 +76,9 @@ def problem(seed: int, at: torch.device) -> str:
     flat = q.detach().flatten(2).requires_grad_()
     rotated = norm_rope(flat, weight, angle.cos(), angle.sin(), num_heads=heads, eps=1e-6, backend="triton")
     _backward(rotated, flat, weight)
+    widening = torch.randn(rng.randint(1, 600), flat.shape[2], device=at, dtype=dtype, requires_grad=True)
+    bias = torch.randn(len(widening), device=at, requires_grad=True)
+    _backward(linear_gelu(flat, widening, bias, backend="triton"), flat, widening, bias)
     means, similarity = block_mean_and_similarity(k, kv_blocks, center=k.float().mean(1), backend="triton")
     assert means.isfinite().all()
     assert similarity.isfinite().all()

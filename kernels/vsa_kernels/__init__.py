@@ -6,6 +6,7 @@ from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
 from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest_first
+from vsa_kernels.linear_gelu import linear_gelu
 from vsa_kernels.norm_rope import norm_rope
 from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
 from vsa_kernels.selection import mean_scores, select_share, select_topk
@@ -22,6 +23,7 @@ __all__ = [
     "coarse_fine_attn",
     "gathered_attn",
     "group_tiles",
+    "linear_gelu",
     "longest_first",
     "mean_scores",
     "norm_rope",

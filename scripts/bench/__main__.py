@@ -8,6 +8,7 @@ coarse  pooling, coarse attention, scores, top-k and the transposed index, each 
 selection  selection by share beside top-k and a sort, and SpargeAttn's prediction beside dense attention
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
 norm_rope  RMS norm and rotation of queries beside torch's operations and a copy
+linear_gelu  bias and GELU of a feed-forward layer beside torch's operations and a copy
 fine_grained  FG-Attn's kernel on random masks of small tiles, its planning, and the kernel on lists of uneven length
 dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with the cost of its selections
 vsa     the whole operator
@@ -41,6 +42,7 @@ from vsa.models.recompute import Level
 
 from .cases import CASES, OWN_LISTS, measure_shape
 from .fine_grained import mask_shapes, share_of, tokens_of
+from .linear_gelu import layer_shapes
 from .neighborhood import grid_of, window_shapes
 from .norm_rope import rotation_shapes
 from .peers import PEERS
@@ -153,6 +155,8 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         shapes = mask_shapes(args, device)
     elif args.case == "norm_rope":
         shapes = rotation_shapes(args, device)
+    elif args.case == "linear_gelu":
+        shapes = layer_shapes(args, device)
     else:
         shapes = choose_shapes(args.shapes or usual, args.all, device)
     if args.case not in ("fine", "selection", "neighborhood", "fine_grained") and args.shapes is None:
@@ -207,7 +211,7 @@ def main(argv: list[str]) -> None:
             )  # fmt: skip
         else:
             sub.set_defaults(against=["none"])
-        if name in ("layer", "step", "distill", "denoise", "norm_rope"):
+        if name in ("layer", "step", "distill", "denoise", "norm_rope", "linear_gelu"):
             sub.add_argument(
                 "--modes", nargs="+", choices=["eager", "compiled"],
                 help="modes of the networks' blocks (layer: without self-attention), or of torch's operations "

@@ -23,6 +23,8 @@ from .denoise import denoise
 from .distill import distill
 from .dynamic_hilbert import dynamic_hilbert
 from .fine_grained import check_groups, fine_grained
+from .linear_gelu import check_layer as check_linear_gelu
+from .linear_gelu import linear_gelu
 from .neighborhood import check_strides, neighborhood
 from .norm_rope import check_rotation, norm_rope
 from .peers import add_peers
@@ -176,6 +178,7 @@ CASES = {
         [s.name for s in SELECTION_SHAPES],
     ),
     "neighborhood": Case(neighborhood, lambda backend, s: [check_strides(backend, s.dtype, s.device)]),
+    "linear_gelu": Case(linear_gelu, lambda backend, s: [check_linear_gelu(backend, s.dtype, s.device)]),
     "norm_rope": Case(norm_rope, lambda backend, s: [check_rotation(backend, s.dtype, s.device)]),
     "fine_grained": Case(fine_grained, lambda backend, s: [check_groups(backend, s.dtype, s.device)]),
     "dynamic_hilbert": Case(
@@ -186,7 +189,7 @@ CASES = {
 }
 NETWORK_CASES = ("layer", "step", "distill", "denoise")
 """Cases of whole layers and networks."""
-OWN_LISTS = (*NETWORK_CASES, "neighborhood", "norm_rope", "fine_grained", "dynamic_hilbert")
+OWN_LISTS = (*NETWORK_CASES, "neighborhood", "norm_rope", "linear_gelu", "fine_grained", "dynamic_hilbert")
 """Cases that do not use the block lists of the problem."""
 
 

@@ -23,9 +23,9 @@ B batch, L tokens, H heads, D head dim, C = H * D channels.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,11 +56,16 @@ CPU_ROTATIONS = (_shape("small", 2, 999, 3, 80),)
 
 def rotation_shapes(args: argparse.Namespace, device: torch.device) -> list[Shape]:
     """The problems of the command line."""
-    known = {shape.name: shape for shape in (*CPU_ROTATIONS, *GPU_ROTATIONS)}
+    return chosen(args, CPU_ROTATIONS, GPU_ROTATIONS, device)
+
+
+def chosen(args: argparse.Namespace, cpu: Sequence[Shape], gpu: Sequence[Shape], device: torch.device) -> list[Shape]:
+    """The named problems of the command line, or those of the device."""
+    known = {shape.name: shape for shape in (*cpu, *gpu)}
     unknown = [name for name in args.shapes or () if name not in known]
     if unknown:
         raise ValueError(f"--shapes must be of {', '.join(known)}, got {', '.join(unknown)}")
-    usual = GPU_ROTATIONS if device.type == "cuda" else CPU_ROTATIONS
+    usual = gpu if device.type == "cuda" else cpu
     return [known[name] for name in args.shapes] if args.shapes else list(usual)
 
 
@@ -121,14 +126,18 @@ def norm_rope(shape: Shape, setup: Setup) -> Measured:
         Op(name=name, call=call, inputs=(p.x, p.weight), dout=p.dout, ahead=True, against=())
         for name, call in calls.items()
     ]
-    rows = measure(ops, setup)
+    return Measured(with_rates(measure(ops, setup), p.x), {})
+
+
+def with_rates(rows: list[dict[str, Any]], x: Tensor) -> list[dict[str, Any]]:
+    """Rows with the bytes that they need a second, and their share of the speed of the first row, a copy of `x`."""
     copy = rows[0]["median_ms"]
     for row in rows:
         moved = _MOVED[row["pass"]]
         row |= {"block": "-", "q_block": "-", "topk": None, "sparsity": None}
-        row["gb_per_s"] = round(moved * p.x.numel() * p.x.itemsize / row["median_ms"] / 1e6, 1)
+        row["gb_per_s"] = round(moved * x.numel() * x.itemsize / row["median_ms"] / 1e6, 1)
         row["share_of_copy"] = round(moved / 2 * copy / row["median_ms"], 3)
-    return Measured(rows, {})
+    return rows
 
 
 def check_rotation(backend: str, dtype: torch.dtype, device: torch.device) -> str:

@@ -283,6 +283,16 @@ def norm_rope(p: Problem) -> None:
         triton_norm_rope.backward(out, x, weight, table, table, rstd)
 
 
+def linear_gelu(p: Problem) -> None:
+    """Bias and GELU of an odd width, and at the widths of models, forward and backward."""
+    from vsa_kernels.linear_gelu import triton_bias_gelu
+
+    for width in (999, 3072, 8960):
+        x, bias = (torch.empty(*size, width, dtype=DTYPES[p.dtype]) for size in ((p.batch, 999), ()))
+        triton_bias_gelu.forward(x, bias)
+        triton_bias_gelu.backward(x, x, bias)
+
+
 def selection(p: Problem) -> None:
     """Top-k and top-p, plain and with every option, over few and many blocks, and a top-k over the most."""
     for num_kv in (p.num, 1200, 4096):
@@ -374,7 +384,8 @@ def gathered(p: Problem) -> None:
 
 
 STAGES: tuple[Callable[[Problem], None], ...] = (
-    fine, skipping, coarse, transpose, pooling, mean_scores, norm_rope, selection, gates, operator, gathered,
+    fine, skipping, coarse, transpose, pooling, mean_scores, norm_rope, linear_gelu, selection, gates, operator,
+    gathered,
 )  # fmt: skip
 BY_SHAPE = (fine, pooling, gates, operator)
 MASKED = (fine, gathered)

@@ -334,10 +334,19 @@ def test_selection_runs_and_a_wrong_share_stops_it(bench, monkeypatch, tmp_path,
     assert capsys.readouterr().out == ""
 
 
-def test_norm_and_rotation_runs_and_a_wrong_one_stops_it(bench, monkeypatch, tmp_path, capsys):
-    module = importlib.import_module("scripts.bench.norm_rope")
+@pytest.mark.parametrize(
+    ("case", "shape", "wrong"),
+    [
+        ("norm_rope", "2 x 3 x 999 x 80", "a rotation backwards"),
+        ("linear_gelu", "2 x 3 x 999 x 80", "a bias of the other sign"),
+    ],
+)
+def test_elementwise_cases_run_and_a_wrong_operator_stops_them(
+    bench, monkeypatch, tmp_path, capsys, case, shape, wrong
+):
+    module = importlib.import_module(f"scripts.bench.{case}")
     out = tmp_path / "report.json"
-    bench.main(["norm_rope", "--repeats", "1", "--out", str(out)])
+    bench.main([case, "--repeats", "1", "--out", str(out)])
     copy, forward, both = json.loads(out.read_text())["rows"]
     assert [(r["op"], r["pass"]) for r in (copy, forward, both)] == [
         ("copy", "forward"), ("eager", "forward"), ("eager", "forward + backward")
@@ -346,22 +355,24 @@ def test_norm_and_rotation_runs_and_a_wrong_one_stops_it(bench, monkeypatch, tmp
     assert both["share_of_copy"] == pytest.approx(2.5 * copy["median_ms"] / both["median_ms"], abs=1e-3)
     assert both["gb_per_s"] == pytest.approx(5 * 2 * 999 * 240 * 4 / both["median_ms"] / 1e6, abs=0.06)
     printed = capsys.readouterr().out
-    assert "a rotation backwards is noticed" in printed
-    assert "| small | 2 x 3 x 999 x 80 | float32 | eager | forward |" in printed
-    right = module.ours
-    for damage, match in (
-        (lambda *a, **kw: 1.001 * right(*a, **kw), "reference is wrong, no speed is printed: out is off by 0.001"),
-        (lambda x, w, cos, sin, **kw: right(x, w, cos, sin.abs(), **kw), "reference is wrong, no speed is printed"),
-    ):
-        monkeypatch.setattr(module, "ours", damage)
-        with pytest.raises(ValueError, match=match):
-            bench.main(["norm_rope", "--repeats", "1"])
-    monkeypatch.setattr(module, "ours", right)
-    monkeypatch.setattr(module, "_TOLERANCE", {torch.float32: 10.0})
-    with pytest.raises(ValueError, match="does not notice a rotation backwards"):
-        bench.main(["norm_rope", "--repeats", "1"])
-    with pytest.raises(ValueError, match=r"--shapes must be of small, pretrain_120m, wan1\.3b, wan14b, got tiny"):
-        bench.main(["norm_rope", "--shapes", "tiny"])
+    assert f"{wrong} is noticed" in printed
+    assert f"| small | {shape} | float32 | eager | forward |" in printed
+    if case == "norm_rope":
+        name, damages = "ours", (lambda f: lambda x, w, cos, sin, **kw: f(x, w, cos, sin.abs(), **kw),)
+    else:
+        name, damages = "_gelu", (lambda f: lambda x, bias: f(x, bias.abs() if x.dtype == torch.float32 else bias),)
+    right = getattr(module, name)
+    for damage in (*damages, lambda f: lambda x, *a, **kw: (1 + 1e-3 * (x.dtype == torch.float32)) * f(x, *a, **kw)):
+        monkeypatch.setattr(module, name, damage(right))
+        with pytest.raises(ValueError, match="is wrong, no speed is printed: out is off by"):
+            bench.main([case, "--repeats", "1"])
+    monkeypatch.setattr(module, name, right)
+    tolerances = importlib.import_module("scripts.bench.norm_rope")._TOLERANCE
+    monkeypatch.setitem(tolerances, torch.float32, 10.0)
+    with pytest.raises(ValueError, match=f"does not notice {wrong}"):
+        bench.main([case, "--repeats", "1"])
+    with pytest.raises(ValueError, match=r"--shapes must be of small, pretrain_120m, wan1\.3b.*, got tiny"):
+        bench.main([case, "--shapes", "tiny"])
     assert capsys.readouterr().out == ""
 
 

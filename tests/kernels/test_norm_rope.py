@@ -134,10 +134,10 @@ def test_triton_at_the_sizes_of_models(shape, triton_device):
 
 
 def test_triton_adds_the_weight_gradients_of_several_programs(triton_device, monkeypatch):
-    from vsa_kernels.norm_rope import triton_norm_rope
+    from vsa_kernels import partial_sums
 
     # five programs, the last one short, and three steps of their sum
-    monkeypatch.setattr(triton_norm_rope, "_PARTIALS", 2)
+    monkeypatch.setattr(partial_sums, "_PARTIALS", 2)
     assert_defined((2, 37, 2, 6), "triton", triton_device)
 
 

@@ -206,11 +206,11 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_norm_and_rotation_are_computed_again_though_they_are_an_operator_of_ours():
+def test_operators_of_ours_that_do_not_attend_are_computed_again():
     ours = torch.ops.vsa_kernels
-    again = [_keep_attention(None, op.default) for op in (ours.norm_rope_fwd, torch.ops.aten.mm)]
+    again = [_keep_attention(None, op.default) for op in (ours.norm_rope_fwd, ours.bias_gelu_fwd, torch.ops.aten.mm)]
     kept = [_keep_attention(None, op.default) for op in (ours.coarse_fine_fwd, ours.block_sparse_fwd)]
-    assert again == 2 * [CheckpointPolicy.PREFER_RECOMPUTE]
+    assert again == 3 * [CheckpointPolicy.PREFER_RECOMPUTE]
     assert kept == 2 * [CheckpointPolicy.MUST_SAVE]
 
 

@@ -210,7 +210,8 @@ def test_only_its_own_network_gets_gradients_in_an_update(distill):
                 seen[name] = {role for role, net in nets.items() if any(p.grad is not None for p in net.parameters())}
                 return guard(optimizer, iteration)
 
-            check.__dict__ = {"skipped": False, "skipped_total": 0, "state_dict": guard.state_dict, "step": guard.step}
+            names = ("skipped", "skipped_total", "unread", "state_dict", "step")
+            check.__dict__ = {name: getattr(guard, name) for name in names}
             return check
 
         module.clipper = guarded("generator", module.clipper)

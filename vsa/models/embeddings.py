@@ -11,8 +11,9 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vsa_kernels import linear_gelu
 
-from vsa.models.compute_dtype import rounded
+from vsa.models.compute_dtype import RoundedLinear, rounded
 
 Grid = tuple[int, int, int]
 
@@ -162,7 +163,11 @@ class GeluProjection(nn.Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.proj(x), approximate=self.approximate)
+        # an adapter around the projection computes it in its own way
+        if self.approximate != "tanh" or type(self.proj) not in (nn.Linear, RoundedLinear):
+            return F.gelu(self.proj(x), approximate=self.approximate)
+        dtype = getattr(self.proj, "compute_dtype", None)
+        return linear_gelu(*(rounded(tensor, dtype) for tensor in (x, self.proj.weight, self.proj.bias)))
 
 
 class FeedForward(nn.Module):

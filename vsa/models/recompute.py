@@ -39,7 +39,7 @@ def computed_again_without_attention(function: Callable[..., Tensor], *args: Any
 
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(op)
-    # of our operators, only norm and rotation cost less than the memory of their results
-    ours = name.startswith("vsa_kernels.") and not name.startswith("vsa_kernels.norm_rope_")
+    # of our operators, those that compute by element cost less than the memory of their results
+    ours = name.startswith("vsa_kernels.") and not name.startswith(("vsa_kernels.norm_rope_", "vsa_kernels.bias_gelu_"))
     attends = ours or "scaled_dot_product" in name or "flash_attention" in name
     return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,28 +34,30 @@ def refuse_training_free(model: VideoDiT, key: str = "attention") -> None:
 class GradientClipper:
     """Clips the gradients of one network, and drops all of them if one is not finite.
 
-    A dropped update leaves weights and moments bitwise unchanged.
+    A dropped update leaves weights and moments bitwise unchanged. To read the norm, the host waits for the backward,
+    and afterwards the GPU waits for the host. A fused AdamW on one device drops the update by itself, so the host reads
+    the norm later: before the next update, or when `skipped`, `skipped_total` or `state_dict()` is read.
 
     Args:
         clip: largest global gradient norm; 0 disables clipping.
         max_skipped: number of consecutive dropped updates that stops training.
         network: name of the network for messages, if there are several.
+        waits: read the norm before the update in any case.
 
     Attributes:
-        skipped: whether the last update was dropped.
-        skipped_total: number of dropped updates.
-        on_drop: called on every rank when an update is dropped, with weights and moments as they were before it.
+        on_drop: called on every rank with the step of a dropped update; weights and moments are those before it.
     """
 
-    def __init__(self, *, clip: float, max_skipped: int, network: str = ""):
-        self.clip, self.max_skipped, self._network = clip, max_skipped, network
-        self.skipped = False
-        self.skipped_total = self._in_row = 0
-        self.on_drop: Callable[[], None] | None = None
+    def __init__(self, *, clip: float, max_skipped: int, network: str = "", waits: bool = False):
+        self.clip, self.max_skipped, self._network, self.waits = clip, max_skipped, network, waits
+        self._skipped = False
+        self._skipped_total = self._in_row = 0
+        self._unread: _Norm | None = None
+        self.on_drop: Callable[[int], None] | None = None
 
     @record_function("GradientClipper")
     def __call__(self, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Tensor]:
-        """Check and clip the gradients that `optimizer` is about to use.
+        """Clip the gradients that `optimizer` is about to use, and make sure that it drops them if one is not finite.
 
         Args:
             optimizer: built by `vsa.training.optimizer`.
@@ -67,34 +69,64 @@ class GradientClipper:
         Raises:
             FloatingPointError: too many consecutive updates were dropped.
         """
+        self._read()
         grads: dict[str, list[Tensor]] = {}
         for group in optimizer.param_groups:
             grads.setdefault(group["role"], []).extend(p.grad for p in group["params"] if p.grad is not None)
-        norms = {}
+        norms, sharded = {}, False
         for role in filter(grads.get, grads):
             norm = torch.nn.utils.get_total_norm(grads[role])
+            sharded = sharded or isinstance(norm, DTensor)
             norms[role] = norm.full_tensor() if isinstance(norm, DTensor) else norm
         total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         if self.clip > 0:
             # before the host waits for the norm, since a GPU would wait for the host afterwards
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
-        self.skipped = not math.isfinite(total.item())
-        if self.skipped:
+        self._unread = _Norm.of(total, step)
+        if optimizer.param_groups[0].get("fused") and not sharded and not self.waits:
+            # a fused AdamW does nothing where this is 1, as for gradients scaled to fp16
+            optimizer.found_inf = (~total.isfinite()).float()  # type: ignore[attr-defined]
+        elif self.skipped:
             optimizer.zero_grad(set_to_none=True)
-            self._in_row += 1
-            self.skipped_total += 1
-            if self.on_drop is not None:
-                self.on_drop()
-            if self._in_row >= self.max_skipped:
-                of = f" of {self._network}" if self._network else ""
-                raise FloatingPointError(
-                    f"gradients{of} were not finite for {self._in_row} steps in a row, "
-                    f"the last one step {step}: training stopped"
-                )
-        else:
-            self._in_row = 0
         return {"total": total, **{role: norms[role] for role in ROLES if role in norms}}
+
+    @property
+    def unread(self) -> bool:
+        """Whether it is not known yet if the last update was dropped."""
+        return self._unread is not None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last update was dropped."""
+        self._read()
+        return self._skipped
+
+    @property
+    def skipped_total(self) -> int:
+        """Number of dropped updates."""
+        self._read()
+        return self._skipped_total
+
+    def _read(self) -> None:
+        """Read the norm of the last update unless that is done, and count the update if it was dropped."""
+        if self._unread is None:
+            return
+        (finite, step), self._unread = self._unread.read(), None
+        self._skipped = not finite
+        if finite:
+            self._in_row = 0
+            return
+        self._in_row += 1
+        self._skipped_total += 1
+        if self.on_drop is not None:
+            self.on_drop(step)
+        if self._in_row >= self.max_skipped:
+            of = f" of {self._network}" if self._network else ""
+            raise FloatingPointError(
+                f"gradients{of} were not finite for {self._in_row} steps in a row, "
+                f"the last one step {step}: training stopped"
+            )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update with the gradients of the last call unless they were dropped, and clear them.
@@ -111,4 +143,35 @@ class GradientClipper:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the counters of `state_dict`."""
-        self.skipped_total, self._in_row = state["skipped_steps"], state["skipped_in_row"]
+        self._unread, self._skipped = None, False
+        self._skipped_total, self._in_row = state["skipped_steps"], state["skipped_in_row"]
+
+
+class _Norm(NamedTuple):
+    """A gradient norm on its way to the host.
+
+    Attributes:
+        value: scalar, valid on the host once `arrived` is done.
+        arrived: end of the copy; None on a CPU.
+        step: optimizer step that it belongs to.
+    """
+
+    value: Tensor
+    arrived: torch.cuda.Event | None
+    step: int
+
+    @classmethod
+    def of(cls, norm: Tensor, step: int) -> _Norm:
+        """Begin the copy."""
+        if not norm.is_cuda:
+            return cls(norm, None, step)
+        value = norm.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(value, arrived, step)
+
+    def read(self) -> tuple[bool, int]:
+        """Whether the norm is finite, after waiting for it, and its step."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return math.isfinite(self.value.item()), self.step

@@ -22,10 +22,10 @@ REGIONS = {
     # forward and backward are regions within the optimizer's call in Lightning, so they hide the enclosing region
     ".training_step": None,
     ".backward": None,
+    "]EMA": AVERAGE,
     ".on_before_optimizer_step": NORMS,
     "GradientClipper": NORMS,
     "Optimizer.step#": OPTIMIZER,
-    "]EMA": AVERAGE,
     "[Callback]": "logging and callbacks",
     ".batch_to_device": "data to the device",
     ".transfer_batch_to_device": "data to the device",
@@ -47,7 +47,7 @@ _MOVES = re.compile(
     "select_backward|select|slice_backward|slice|split_with_sizes|split|unbind|cat|stack|detach)(?=_|$)"
 )
 _ON_GPU, _LAUNCHES = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
-_NORM = "vsa_kernels::norm_rope_"
+_ELEMENTWISE = ("vsa_kernels::norm_rope_", "vsa_kernels::bias_gelu_")
 _BYTES = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1,
 }  # fmt: skip
@@ -133,7 +133,7 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
         if kind in flops:
             flops[kind] += _product_flops(call) if kind == LINEAR else _attention_flops(call)
         # norm and rotation allocate their results by operators that move nothing
-        elif kind in moved and (not call.calls_operators or call.name.startswith(_NORM)):
+        elif kind in moved and (not call.calls_operators or call.name.startswith(_ELEMENTWISE)):
             moved[kind] += _bytes(call)
     return StepTimes(
         milliseconds={kind: us / 1e3 / steps for kind, us in spent.items()},
@@ -184,7 +184,7 @@ def _kind(name: str, call: _Call | None) -> str:
     names = [] if call is None else list(call.names())
     if "nccl" in name.lower():
         return COMMUNICATION
-    if any(n.startswith("vsa_kernels::") and not n.startswith(_NORM) for n in names):
+    if any(n.startswith("vsa_kernels::") and not n.startswith(_ELEMENTWISE) for n in names):
         return OPERATOR
     if any(part in n for n in names for part in _ATTENTION):
         return ATTENTION

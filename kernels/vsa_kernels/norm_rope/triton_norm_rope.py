@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vsa_kernels.launch import launch
+from vsa_kernels.partial_sums import add_partials
 
 # rows of a forward program, enough to reuse the weights
 _ROWS = 4
@@ -26,8 +27,6 @@ _REGISTERS = 128
 # rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
 # that writing and adding partial gradients of the weight is a small part of the traffic
 _FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 64, 1024
-# partial gradients and channels of a step of their sum
-_PARTIALS, _CHANNELS = 512, 8
 
 
 @triton.jit
@@ -101,17 +100,6 @@ def _norm_rope_grad_kernel(
     tl.store(partials + tl.program_id(0).to(tl.int64) * (H * D) + o_c, b_dw, mask=m_c)
 
 
-@triton.jit
-def _weight_grad_kernel(partials, dweight, N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    o_n = tl.arange(0, BLOCK_N)
-    o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    b_sum = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-    for n in range(0, N, BLOCK_N):
-        m = (n + o_n < N)[:, None] & (o_c < C)[None, :]
-        b_sum += tl.load(partials + (n + o_n).to(tl.int64)[:, None] * C + o_c[None, :], mask=m, other=0.0)
-    tl.store(dweight + o_c, tl.sum(b_sum, 0).to(dweight.dtype.element_ty), mask=o_c < C)
-
-
 def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, eps: float) -> tuple[Tensor, Tensor]:
     """Normalised and rotated heads `[B, L, H, D]`, contiguous in x's dtype, and fp32 `[B, L]` inverse roots.
 
@@ -164,7 +152,6 @@ def backward(dout: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, 
     rows = min(max(1 << max(B * L // _PROGRAMS, 1).bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
     num = triton.cdiv(B * L, rows)
     dx = x.new_empty(x.shape)
-    dweight = weight.new_empty(weight.shape)
     partials = x.new_empty((num, C), dtype=torch.float32)
     launch(
         _norm_rope_grad_kernel,
@@ -186,18 +173,7 @@ def backward(dout: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, 
         maxnreg=_REGISTERS if x.dtype.itemsize == 2 else None,
         **_tile(num_heads, head_dim),
     )
-    launch(
-        _weight_grad_kernel,
-        (triton.cdiv(C, _CHANNELS),),
-        partials,
-        dweight,
-        num,
-        C,
-        BLOCK_N=_PARTIALS,
-        BLOCK_C=_CHANNELS,
-        num_warps=4,
-    )
-    return dx, dweight
+    return dx, add_partials(partials, weight.new_empty(weight.shape))
 
 
 def _rows_ready(x: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class NanDump(L.Callback):
     """Writes networks, batches, losses and settings of a step to `run_dir/nan-dumps` when its gradients are not finite.
 
     The size of a dump is mostly that of the trained weights, 4 bytes per parameter; optimizer state and averages are
-    left out. While further dumps are allowed, the micro-batches of a step stay in memory until its end.
+    left out. While further dumps are allowed, the micro-batches of the last two steps stay in memory, because the norm
+    of the gradients may be read one step later.
 
     Args:
         run_dir: the run folder.
@@ -45,7 +46,9 @@ class NanDump(L.Callback):
     def __init__(self, run_dir: str, dumps: Count = 1):
         self.folder, self.dumps = Path(run_dir) / FOLDER, dumps
         self._left = 0
-        self._batches: list[VideoBatch] = []
+        # of the step in hand and of the one before it
+        self._batches: dict[int, list[VideoBatch]] = {}
+        self._losses_before: list[Tensor] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         # a resumed run counts the dumps of its folder; the folder of a new run is empty
@@ -57,23 +60,27 @@ class NanDump(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: DiffusionModule, batch: VideoBatch, batch_idx: int
     ) -> None:
+        step = trainer.global_step
         if batch_idx % pl_module.accumulate == 0:
-            self._batches.clear()
+            # this hook comes before that of the module, which clears the losses
+            self._losses_before = list(pl_module.step_losses)
+            self._batches = {step - 1: self._batches.get(step - 1, []), step: []}
         if self._left > 0:
             # a replay draws the noise, which would stay page-locked until the step ends
-            self._batches.append(replace(batch, noise=None))
+            self._batches[step].append(replace(batch, noise=None))
 
-    def _dump(self, trainer: L.Trainer, module: DiffusionModule, network: str) -> None:
+    def _dump(self, trainer: L.Trainer, module: DiffusionModule, network: str, step: int) -> None:
         if self._left <= 0:
             return
         self._left -= 1
-        step = module.global_step
         path = self.folder / f"step-{step:08d}-{network}"
-        micro_batches = len(self._batches)
+        batches = self._batches[step]
+        micro_batches = len(batches)
+        losses = module.step_losses if step == max(self._batches) else self._losses_before
         # collective operations: every rank takes part, even if it cannot write
         parts = parts_of(trainer)
         about = {"network": network, "micro_batches": micro_batches, "ranks": trainer.world_size}
-        state = {**module.record(), **values_of(parts), REPLAY: about}
+        state = {**module.record(), **values_of(parts), "step": step, REPLAY: about}
         # this step is already counted as skipped, but a checkpoint never has more skipped steps than steps
         state |= {name: min(state[name], step) for name in ("skipped_steps", "skipped_in_row")}
         tensors = networks_of(parts)
@@ -81,9 +88,7 @@ class NanDump(L.Callback):
         failure: OSError | None = None
         with module.status.paused():
             try:
-                write_batches(
-                    path / batch_file(trainer.global_rank), self._batches, module.step_losses[-micro_batches:]
-                )
+                write_batches(path / batch_file(trainer.global_rank), batches, losses[-micro_batches:])
             except OSError as error:
                 failure = error
             if trainer.strategy.reduce_boolean_decision(failure is not None, all=False):

@@ -107,6 +107,8 @@ class DistillModule(DiffusionModule):
             )
         super().__init__(**common)
         self.automatic_optimization = False
+        # what follows an update depends on whether it was made
+        self.clipper.waits = True
         self.objective = objective
         self.step_list = objective.step_list
         self.cycle = UpdateCycle(generator_every=generator_every, fake_score_warmup=fake_score_warmup)
@@ -117,7 +119,7 @@ class DistillModule(DiffusionModule):
             partial(self._model_factory, attention=fake_score_attention),
             recipe=fake_score_optim,
             clipper=GradientClipper(
-                clip=fake_score_grad_clip, max_skipped=self.clipper.max_skipped, network="fake_score"
+                clip=fake_score_grad_clip, max_skipped=self.clipper.max_skipped, network="fake_score", waits=True
             ),
             gan=objective.gan,
             num_steps=len(objective.timesteps) if objective.step_aware else None,
