@@ -34,5 +34,5 @@ finished = [p["name"] for p in points if p["status"] == "finished"]
 print("sweep.json", *finished, *(f"{name}.log" for name in finished), sep="\n")
 PY
 )
-tar cz -C outputs/ablation --exclude=checkpoints --exclude=samples "${kept[@]/#/$NAME/}" | split -b 15M - "$OUT/sweep.tar.gz."
+tar cz -C outputs/ablation --exclude=checkpoints --exclude=samples --exclude=data-clips --exclude='*.html' "${kept[@]/#/$NAME/}" | split -b 15M - "$OUT/sweep.tar.gz."
 echo "finished runs: $(((${#kept[@]} - 1) / 2)), exit status of the sweep $status"
