@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from vsa_kernels.linear_gelu.op import bias_gelu_fwd as ours
 
-from .norm_rope import chosen, refuse_wrong, with_rates
+from .norm_rope import beside_a_copy, chosen, refuse_wrong
 from .problems import Shape
-from .timing import FORWARD, Measured, Op, Setup, measure
+from .timing import Measured, Setup
 
 
 def _shape(name: str, batch: int, tokens: int, heads: int, head_dim: int) -> Shape:
@@ -84,17 +84,7 @@ def linear_gelu(shape: Shape, setup: Setup) -> Measured:
         calls["compiled"] = lambda: compiled(p.x, p.bias)
     if "triton" in setup.backends:
         calls["triton"] = partial(ours, p.x, p.bias)
-    exact = p.exact()
-    for name, call in calls.items():
-        refuse_wrong(p.results(call), exact, setup.dtype, name)
-    del exact
-    target = torch.empty_like(p.x)
-    ops = [Op(name="copy", call=lambda: target.copy_(p.x), passes=(FORWARD,), ahead=True, against=())]
-    ops += [
-        Op(name=name, call=call, inputs=(p.x, p.bias), dout=p.dout, ahead=True, against=())
-        for name, call in calls.items()
-    ]
-    return Measured(with_rates(measure(ops, setup), p.x), {})
+    return beside_a_copy(calls, p, (p.x, p.bias), setup)
 
 
 def check_layer(backend: str, dtype: torch.dtype, device: torch.device) -> str:

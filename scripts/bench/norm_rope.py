@@ -23,7 +23,7 @@ B batch, L tokens, H heads, D head dim, C = H * D channels.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -116,28 +116,37 @@ def norm_rope(shape: Shape, setup: Setup) -> Measured:
         calls["compiled"] = lambda: compiled(*p[:4], p.heads, _EPS)
     if "triton" in setup.backends:
         calls["triton"] = partial(ours, *p[:4], num_heads=p.heads, eps=_EPS, backend="triton")
-    exact = p.exact()
+    return beside_a_copy(calls, p, (p.x, p.weight), setup)
+
+
+def beside_a_copy(
+    calls: Mapping[str, Callable[[], Tensor]], p: Any, inputs: tuple[Tensor, ...], setup: Setup
+) -> Measured:
+    """Compare calls with fp64, and time them beside a copy of the tokens.
+
+    Args:
+        calls: forwards by name.
+        p: a problem with tokens `x`, gradient `dout`, `results(call)` and their `exact()` values in fp64.
+        inputs: tensors to differentiate with respect to.
+        setup: settings of the command line.
+    """
+    exact, x = p.exact(), p.x
     for name, call in calls.items():
         refuse_wrong(p.results(call), exact, setup.dtype, name)
     del exact
-    target = torch.empty_like(p.x)
-    ops = [Op(name="copy", call=lambda: target.copy_(p.x), passes=(FORWARD,), ahead=True, against=())]
+    target = torch.empty_like(x)
+    ops = [Op(name="copy", call=lambda: target.copy_(x), passes=(FORWARD,), ahead=True, against=())]
     ops += [
-        Op(name=name, call=call, inputs=(p.x, p.weight), dout=p.dout, ahead=True, against=())
-        for name, call in calls.items()
+        Op(name=name, call=call, inputs=inputs, dout=p.dout, ahead=True, against=()) for name, call in calls.items()
     ]
-    return Measured(with_rates(measure(ops, setup), p.x), {})
-
-
-def with_rates(rows: list[dict[str, Any]], x: Tensor) -> list[dict[str, Any]]:
-    """Rows with the bytes that they need a second, and their share of the speed of the first row, a copy of `x`."""
+    rows = measure(ops, setup)
     copy = rows[0]["median_ms"]
     for row in rows:
         moved = _MOVED[row["pass"]]
         row |= {"block": "-", "q_block": "-", "topk": None, "sparsity": None}
         row["gb_per_s"] = round(moved * x.numel() * x.itemsize / row["median_ms"] / 1e6, 1)
         row["share_of_copy"] = round(moved / 2 * copy / row["median_ms"], 3)
-    return rows
+    return Measured(rows, {})
 
 
 def check_rotation(backend: str, dtype: torch.dtype, device: torch.device) -> str:

@@ -99,17 +99,22 @@ def test_a_resumed_run_is_the_same(training, train):
 class BadLatents(L.Callback):
     """A value of a batch that is not finite, in one step."""
 
+    def __init__(self, step: int):
+        self.step = step
+
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 1:
+        if trainer.global_step == self.step:
             batch.latents[0, 0, 0, 0, 0] = math.nan
 
 
-def test_a_step_that_is_dropped_late_is_replayed(training, train):
+# read by the next update, by the checkpoint after the step, and by its log line
+@pytest.mark.parametrize(("step", "late"), [(1, True), (2, False), (3, False)])
+def test_a_step_that_is_dropped_late_is_replayed(training, train, step, late):
     watch = Watch()
-    train("trainer.max_steps=4", "trainer.accumulate_grad_batches=2", callbacks=(BadLatents(), watch))
-    assert watch.unread[3]
+    train("trainer.max_steps=5", "trainer.accumulate_grad_batches=2", callbacks=(BadLatents(step), watch))
+    assert watch.unread[2 * step + 1] == late
     (path,) = (training.folder() / "nan-dumps").glob("*")
-    assert path.name == "step-00000001-model"
+    assert path.name == f"step-{step:08d}-model"
     result = replay_step(path, accelerator="cpu")
     assert result.first is not None
     assert result.first.startswith("latents of sample ")

@@ -141,12 +141,13 @@ class RunStatus:
 
     @contextmanager
     def paused(self):
-        """Exclude the time within the context from the measured training time."""
+        """Exclude the time within the context, which may be nested, from the measured training time."""
         start, before = perf_counter(), self.paused_now
         self.paused_now = True
         yield
         self.paused_now = before
-        self.paused_seconds += perf_counter() - start
+        if not before:
+            self.paused_seconds += perf_counter() - start
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"flops_total": self.flops_total}

@@ -419,7 +419,7 @@ class DiffusionModule(L.LightningModule):
     def log_step(self, metrics: Mapping[str, Tensor | float], step: int) -> None:
         """Log metrics of a completed optimizer step.
 
-        Reading them waits for the device, as reading the gradient norm does in every step (`GradientClipper`).
+        Reading them waits for the device.
         """
         values = {name: float(value) for name, value in metrics.items()}
         if self.trainer.is_global_zero:
