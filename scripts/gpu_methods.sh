@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Neighborhood and dynamic attention on a GPU, about 25 minutes on an H200: kernel tests, benches, memcheck, comparison.
+# Neighborhood and dynamic attention on a GPU, about 18 minutes on an H200: kernel tests, benches, comparison.
 # Usage, in the repository root:  scripts/gpu_methods.sh
-#   OUT     folder of tests.log, CASE.json, CASE.txt, memcheck.log and compare-SHAPE/; default outputs/gpu_methods
-#   PHASES  which parts, default "tests bench memcheck compare"
+#   OUT     folder of tests.log, CASE.json, CASE.txt and compare-SHAPE/; default outputs/gpu_methods
+#   PHASES  which parts, default "tests bench compare"; scripts/gpu_soak.sh checks the memory accesses of all kernels
 #   CASES   of `bench`, default "neighborhood selection fine_grained dynamic_hilbert"; about a minute each
-#   SHAPES  of `compare`, default "mochi wan hunyuan"; 1, 3 and 4 minutes on an H200
+#   SHAPES  of `compare`, default "mochi wan hunyuan"; 1, 4 and 5 minutes on an H200
 # `compare` and dynamic_hilbert need the packages of `pip install -e .`; the others need torch, triton, pytest and hypothesis.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 OUT=${OUT:-outputs/gpu_methods}; mkdir -p "$OUT"
-PHASES=${PHASES:-tests bench memcheck compare}
+PHASES=${PHASES:-tests bench compare}
 CASES=${CASES:-neighborhood selection fine_grained dynamic_hilbert} SHAPES=${SHAPES:-mochi wan hunyuan}
 export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
@@ -35,31 +35,24 @@ if has bench; then
     run "$case" 200 "$python" -m scripts.bench "$case" --device cuda --out "$OUT/$case.json"
   done
 fi
-if has memcheck; then
-  tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-  if [ -n "$tool" ]; then
-    # without torch's caching allocator every tensor is an allocation of its own, which the tool can guard
-    # half a minute a problem, most of it compilation
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 run memcheck 560 "$tool" --tool memcheck --error-exitcode 1 \
-      "$python" scripts/sanitize_kernels.py --problems 12
-  else
-    echo "memcheck: not run, compute-sanitizer is not on this machine (it comes with the CUDA toolkit)"; failed=1
-  fi
-fi
 if has compare; then
   # the oracle computes dense attention in fp32: at one sparsity, or the larger shapes take more than ten minutes
   methods=(neighborhood strided_window spatial_temporal compressed_kv "sparge tau=0.9" "sparge tau=0.6"
     "fine_grained top_p=0.9" "fine_grained top_p=0.6" "staged stages=f score=oracle sparsity=0.875"
-    "staged stages=f score=mass sparsity=0.875" "staged stages=f score=random sparsity=0.875")
+    "staged stages=f score=mass sparsity=0.875" "staged stages=f score=random sparsity=0.875"
+    spatial_full "staged stages=l" "staged stages=c_l" "staged stages=c_f_l sparsity=0.75" "staged stages=c_fl sparsity=0.75"
+    "pooled_tail order=2 sparsity=0.75" "pooled_tail order=2 sparsity=0.875")
   for name in video_sparse pooled_tail dynamic_hilbert; do
     methods+=("$name sparsity=0.5" "$name sparsity=0.75" "$name sparsity=0.875")
   done
-  # token grids of Mochi, HunyuanVideo and Wan2.1 720p, with their heads
+  # token grids of Mochi, HunyuanVideo and Wan2.1 720p, with their heads and windows of sliding tile attention
   declare -A grids=([mochi]="14 30 53 24" [hunyuan]="30 48 80 24" [wan]="21 45 80 40")
+  declare -A windows=([mochi]="[12,12,12]" [hunyuan]="[20,20,20]" [wan]="[12,20,20]")
   for shape in $SHAPES; do
     read -r t h w heads <<<"${grids[$shape]}"
+    window="sliding_tile window_thw=${windows[$shape]} tile_thw=[4,4,4]"
     run "compare-$shape" 560 "$python" -m vsa.cli compare-attention --synthetic "$t" "$h" "$w" --heads "$heads" --head-dim 128 \
-      "${methods[@]/#/--method=}" --repeats 3 --device cuda --out "$OUT/compare-$shape"
+      "${methods[@]/#/--method=}" "--method=$window" --repeats 3 --device cuda --out "$OUT/compare-$shape"
   done
 fi
 exit "$failed"

@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
 # The tests on a CUDA machine, with a log that says where and when they ran; exit status is pytest's.
-# Usage, anywhere:  scripts/gpu_tests.sh [--sanitize] [LOG] [-- PYTEST ARGUMENTS]
-#   --sanitize  afterwards runs scripts/sanitize_kernels.py under compute-sanitizer's memcheck
-#   LOG         default outputs/gpu_tests.log
+# Usage, anywhere:  scripts/gpu_tests.sh [LOG] [-- PYTEST ARGUMENTS]
+#   LOG  default outputs/gpu_tests.log
+# scripts/gpu_soak.sh checks the memory accesses of all kernels.
 # Needs torch, triton, pytest, pytest-timeout and hypothesis for PYTHON (default python3); nothing is installed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH}
-python=${PYTHON:-python3} log=outputs/gpu_tests.log sanitize=0
+python=${PYTHON:-python3} log=outputs/gpu_tests.log
 unset TRITON_INTERPRET
 while [ $# -gt 0 ]; do
   case $1 in
-    --sanitize) sanitize=1 ;;
     --) shift; break ;;
     -*) echo "error: unknown option $1" >&2; exit 2 ;;
     *) log=$1 ;;
@@ -55,17 +54,4 @@ done
   tests/kernels tests/attention tests/models "$@" 2>&1 | tee -a "$log"
 status=${PIPESTATUS[0]}
 echo "pytest: exit status $status" | tee -a "$log"
-if [ "$sanitize" = 1 ]; then
-  tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-  if [ -z "$tool" ]; then
-    echo "memcheck: not run, compute-sanitizer is not on this machine (it comes with the CUDA toolkit)" | tee -a "$log"
-    exit "$((status ? status : 3))"
-  fi
-  # without torch's caching allocator every tensor is an allocation of its own, which the tool can guard
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$tool" --tool memcheck --error-exitcode 1 \
-    "$python" scripts/sanitize_kernels.py 2>&1 | tee -a "$log"
-  checked=${PIPESTATUS[0]}
-  echo "memcheck: exit status $checked" | tee -a "$log"
-  exit "$((status ? status : checked))"
-fi
 exit "$status"

@@ -77,6 +77,7 @@ def test_arms_end_at_one_sparsity():
     assert methods == {"dense": "FullAttention", "sparse": "VideoSparseAttention", "adapted": "VideoSparseAttention"}
 
 
+@pytest.mark.slow
 def test_rows_measure_what_they_name(evaluated: Path):
     found = json.loads((evaluated / "compare.json").read_text())
     assert (found["seeds"], found["clips"], list(found["rows"])) == ([3], CLIPS, ROWS)
@@ -112,6 +113,7 @@ def test_rows_measure_what_they_name(evaluated: Path):
         assert rows["sparse student"][measure]["seeds"] == [sum(hit[measure] for hit in hits) / CLIPS]
 
 
+@pytest.mark.slow
 def test_distance_is_to_rendered_clips_of_the_prompts(write_seed, tmp_path: Path):
     run = load_run(write_seed(tmp_path / "seed") / "teacher", device="cpu")
     prompts = evaluation_prompts(CLIPS)
@@ -133,6 +135,7 @@ def test_distance_is_to_rendered_clips_of_the_prompts(write_seed, tmp_path: Path
     assert 0 < latent_distance(other, latents) < far
 
 
+@pytest.mark.slow
 def test_picture_and_table(evaluated: Path, capsys: pytest.CaptureFixture[str]):
     with Image.open(evaluated / "compare.png") as picture:
         assert min(picture.size) > 800
@@ -174,6 +177,7 @@ def test_seeds_become_mean_and_spread(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "compare.png").is_file()
 
 
+@pytest.mark.slow
 def test_runs_are_trained_once_in_order_and_merged(write_tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out = tmp_path / "out"
     folder = out / "seed-4"

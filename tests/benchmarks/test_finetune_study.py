@@ -13,6 +13,7 @@ from benchmarks.toy import finetune, study
 from vsa.checkpoints.run_checkpoint import latest_checkpoint
 
 
+@pytest.mark.slow
 def test_finetune_toy_ends_at_the_exact_count_and_the_loss_falls(training):
     # wide enough to learn something in 44 steps
     size = ("model.num_attention_heads=2", "model.attention_head_dim=24", "model.ffn_dim=96")

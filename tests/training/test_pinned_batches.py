@@ -50,7 +50,10 @@ def numbers(training, run: str) -> dict[int, dict[str, str]]:
 
 
 # the diagnostics of two steps draw the noise of their one sample themselves
-@pytest.mark.parametrize(("callbacks", "late"), [((), []), (LOOK, [1, 1])], ids=["plain", "diagnosed"])
+@pytest.mark.parametrize(
+    ("callbacks", "late"),
+    [pytest.param((), [], id="plain"), pytest.param(LOOK, [1, 1], id="diagnosed", marks=pytest.mark.slow)],
+)
 def test_noise_drawn_ahead_changes_no_digit_and_is_what_the_loss_uses(
     training, monkeypatch, drawn_late, callbacks, late
 ):
