@@ -1,4 +1,4 @@
-"""Forward and backward of every Triton op on 40 ragged problems, to run under compute-sanitizer, see gpu_tests.sh.
+"""Forward and backward of every Triton op on 40 ragged problems, to run under compute-sanitizer, see gpu_soak.sh.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/sanitize_kernels.py
 

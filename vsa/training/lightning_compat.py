@@ -60,6 +60,23 @@ def validate_before_stopping(trainer: L.Trainer) -> None:
     trainer.should_stop = True
 
 
+def validates_at_start(trainer: L.Trainer) -> bool:
+    """Whether `fit` validates after the step that it continues from."""
+    loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_batch
+    batches = trainer.global_step * trainer.accumulate_grad_batches
+    return bool(loop._should_check_val_epoch() and interval and batches > 0 and batches % interval == 0)
+
+
+def validate_now(trainer: L.Trainer) -> None:
+    """Validate between two steps of `fit`."""
+    connector = trainer._logger_connector
+    first = connector._first_loop_iter
+    trainer.validating = True
+    trainer.fit_loop.epoch_loop.val_loop.run()
+    trainer.training = True
+    connector._first_loop_iter = first
+
+
 def keep_signals(trainer: L.Trainer) -> None:
     """Keep the current signal handlers: Lightning's handler of SIGTERM would wait for the other ranks."""
     trainer._signal_connector.register_signal_handlers = lambda: None

@@ -64,6 +64,11 @@ class MetricsCSV(Logger):
             self._rows = [row for row in whole if int(row["step"]) <= self._start]
         self._rewrite()
 
+    def has_validation(self, step: int) -> bool:
+        """Whether the row of a step has metrics of a validation."""
+        rows = (row for row in self._rows if row["step"] == str(step))
+        return any(value for row in rows for name, value in row.items() if name.startswith("val/"))
+
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = 0 if step is None else step
