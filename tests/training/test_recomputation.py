@@ -304,6 +304,13 @@ def test_a_resumed_run_keeps_its_level(training, needed, monkeypatch):
     assert level_of(training) == "full"
 
 
+def test_a_checkpoint_of_auto_without_its_level_is_refused(training):
+    training("trainer.max_steps=2")
+    rewrite_state(training.last().path, LEVEL)
+    with pytest.raises(ValueError, match=f"is not a complete checkpoint of this run: missing {LEVEL}"):
+        training("trainer.max_steps=4", "ckpt_path=last")
+
+
 def test_checkpoints_that_do_not_say_their_level_have_that_of_their_settings(training, monkeypatch):
     # with memory for another level
     for run, settings, level, memory in (("set", (explicit("full"),), "full", 80 * GIB), ("default", (), "none", 1.0)):

@@ -291,8 +291,7 @@ def test_validation_stands_at_the_same_steps_after_a_resume(training):
     # every 2 micro-batches are one step
     assert all(found.values())
     assert len(set(found.values())) > 3
-    # step 3 was cut short by the signal
-    found[3] = ""
+    # that of step 3 was cut short by the signal
     assert {step: row["val/loss"] for step, row in training.metrics().items()} == found
     last = {run: (training.folder(run) / "validation.csv").read_bytes() for run in ("default", "straight")}
     assert last["default"] == last["straight"]

@@ -244,7 +244,10 @@ def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkp
     added = [name for name in ("loss_spikes",) if not checkpoint.state.get("config", {}).get("callbacks", {}).get(name)]
     newer = NEWER if checkpoint.schema == 1 else tuple(added)
     if checkpoint.schema > 1:
-        refuse_missing(checkpoint, (*(name for name in record if name != LEVEL), WITHOUT_GRADIENT))
+        # checkpoints of before `auto` do not have the level
+        parallel = checkpoint.state.get("config", {}).get("task", {}).get("parallel") or {}
+        chosen = parallel.get("activation_checkpointing") == "auto"
+        refuse_missing(checkpoint, (*(name for name in record if chosen or name != LEVEL), WITHOUT_GRADIENT))
     own = {name: part for name, part in parts.items() if not isinstance(part, HasTensors)}
     refuse_missing(checkpoint, (name for name in own if name not in TOP_LEVEL + newer))
     refuse_missing(checkpoint, (key for name in own if name in TOP_LEVEL for key in own[name].state_dict()))
