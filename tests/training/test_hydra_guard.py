@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import nullcontext
 from itertools import pairwise
@@ -245,10 +246,10 @@ ALIASES = "a: &a [1]\n" + "\n".join(f"{y}: &{y} [{', '.join(9 * ['*' + x])}]" fo
         ("a: !!python/object/apply:os.system [touch proof]", "could not determine a constructor for the tag"),
         ("a: \x00", "characters are not allowed"),
         ("a: " + 31 * "[" + 31 * "]", "is nested more than 30 levels deep"),
-        # deep enough to end the parser in C, and the process with it
-        ("a: " + 300_000 * "[", "is nested more than 30 levels deep"),
+        # deep enough to end the parser in C, and the process with it; PyYAML 6.0.4 has a limit of its own
+        ("a: " + 300_000 * "[", "is nested more than 30 levels deep|exceeded maximum nesting depth"),
         (ALIASES, "has more than 100000 values"),
-        ("a: &a [1, [*a]]", "*a contains itself"),
+        ("a: &a [1, [*a]]", r"\*a contains itself"),
         ("a: *b", "found undefined alias"),
     ],
     ids=["tag", "characters", "levels", "many levels", "aliases", "itself", "unknown alias"],
@@ -259,7 +260,7 @@ def test_a_file_that_is_no_plain_data_is_one_line(command_line, hostile, tmp_pat
     status, _, err = command_line("train.py", *ROUTES["experiment"], "ckpt_path=nowhere")
     assert status == 1, err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert message in line
+    assert re.search(message, line)
     assert "Traceback" not in err
     assert tree(tmp_path) == before
 
