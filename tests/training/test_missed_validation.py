@@ -7,6 +7,7 @@ import signal
 import lightning as L
 import pytest
 
+from tests.training.ranks import run_ranks
 from vsa.training.callbacks.missed_validation import MissedValidation
 
 # validates every second step on two micro-batches
@@ -72,3 +73,22 @@ def test_without_it_the_validation_would_be_missing(training, monkeypatch):
     training(*RUN, "run=cut", "trainer.max_steps=4", "ckpt_path=last", callbacks=(resumed := Watch(),))
     assert resumed.steps == [4]
     assert training.metrics("cut")[2]["val/loss"] == ""
+
+
+def test_two_ranks_make_up_for_it_together(training):
+    run = ("trainer=fsdp", "trainer.devices=2", *RUN, "trainer.max_steps=3")
+
+    def straight(number: int) -> None:
+        training(*run, "run=straight")
+
+    def cut(number: int) -> None:
+        with pytest.raises(RuntimeError):
+            training(*run, "run=cut", callbacks=(Watch(2),))
+
+    def resumed(number: int) -> None:
+        training(*run, "run=cut", "ckpt_path=last")
+
+    for each in (straight, cut, resumed):
+        run_ranks(2, each)
+    assert training.metrics("straight")[2]["val/loss"]
+    assert rows(training, "cut") == rows(training, "straight")
