@@ -14,25 +14,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from vsa_kernels import linear_gelu
 from vsa_kernels.linear_gelu.op import bias_gelu_bwd, bias_gelu_fwd
 
+from tests.kernels.elementwise import TOLERANCE, assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
 from tests.kernels.interpreted import further
 from vsa.models.recompute import computed_again_without_attention
 
 # leading dims, C, F: odd sizes, more columns than one block has, several tiles of rows, a vector
 SHAPES = [((2, 5), 6, 10), ((37,), 3, 300), ((1, 130), 4, 9), ((), 5, 3), ((2, 3, 7), 8, 256), ((1, 1), 1, 1)]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """Memory that nobody wrote holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def dtypes(device: torch.device, triton: bool) -> list[torch.dtype]:
-    """The interpreter is wrong in half precision."""
-    return [torch.float32] if triton and device.type == "cpu" else list(TOLERANCE)
 
 
 def problem(shape: tuple[Any, ...], device: torch.device, dtype=torch.float32) -> dict[str, Any]:
@@ -61,12 +48,6 @@ def results(function: Any, dout: Tensor, **inputs: Any) -> dict[str, Tensor]:
     out = function(**inputs)
     grads = torch.autograd.grad(out, list(inputs.values()), dout.to(out.dtype))
     return {"out": out} | {f"d{name}": grad for name, grad in zip(inputs, grads, strict=True)}
-
-
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -> None:
-    for name, exact in want.items():
-        error = (got[name].double() - exact.double()).abs().max() / exact.abs().max()
-        assert error <= TOLERANCE[dtype], f"{name} is off by {error}"
 
 
 def assert_defined(shape: tuple[Any, ...], backend: str, device: torch.device) -> None:

@@ -13,27 +13,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from vsa_kernels import norm_rope
 from vsa_kernels.norm_rope.op import norm_rope_bwd, norm_rope_fwd
 
+from tests.kernels.elementwise import assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
 from tests.kernels.interpreted import further
 from vsa.models.recompute import computed_again_without_attention
 
 # B, L, H, D: odd L, heads of no power of two, and the widths of Wan-1.3B and of the small model
 SHAPES = [(2, 5, 3, 6), (1, 7, 2, 16), (2, 3, 12, 64), (1, 3, 5, 80), (1, 1, 1, 2), (1, 3, 12, 128)]
 EPS = 1e-4
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LAYOUTS = ["plain", "packed", "tokens apart", "channels apart"]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """Memory that nobody wrote holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def dtypes(device: torch.device, triton: bool) -> list[torch.dtype]:
-    """The interpreter is wrong in half precision."""
-    return [torch.float32] if triton and device.type == "cpu" else list(TOLERANCE)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -93,12 +80,6 @@ def assert_defined(shape: tuple[int, ...], backend: str, device: torch.device, l
         for wrong in ({"sin": -p["sin"]}, {"eps": 1.2 * EPS}):
             with pytest.raises(AssertionError):
                 assert_close(results(ours, **p | wrong), want, dtype)
-
-
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -> None:
-    for name, exact in want.items():
-        error = (got[name].double() - exact.double()).abs().max() / exact.abs().max()
-        assert error <= TOLERANCE[dtype], f"{name} is off by {error}"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
