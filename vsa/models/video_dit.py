@@ -384,9 +384,13 @@ def compiled_body(
     """
     # imported here, because the import takes a second
     from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
 
     # torch counts graphs per function, which all networks of a process share (three roles, batch sizes, top-k)
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    # from torch 2.10 on, gradients of shift and scale of a batch of one sample would be memory that nobody wrote
+    # (github.com/pytorch/pytorch/issues/193061), and sums over tokens may include rows that do not exist (195845)
+    inductor.triton.mix_order_reduction = False
     return torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, mode=mode, dynamic=dynamic)
 
 
