@@ -27,6 +27,7 @@ from vsa_kernels import (
     longest_first,
     mean_scores,
     norm_rope,
+    residual_norm,
     select_share,
     select_topk,
     skipping_attn,
@@ -79,6 +80,11 @@ def problem(seed: int, at: torch.device) -> str:
     widening = torch.randn(rng.randint(1, 600), flat.shape[2], device=at, dtype=dtype, requires_grad=True)
     bias = torch.randn(len(widening), device=at, requires_grad=True)
     _backward(linear_gelu(flat, widening, bias, backend="triton"), flat, widening, bias)
+    update = torch.randn_like(flat, requires_grad=True)
+    rows = torch.randn(2, batch, 1, flat.shape[2], device=at, requires_grad=True)
+    normed = residual_norm(flat, update, rows[0], 1 + rows[1], rows[0], eps=1e-6, backend="triton")
+    _backward(torch.cat(normed), flat, update, rows)
+    _backward(residual_norm(flat, None, None, weight, weight, eps=1e-6, backend="triton")[1], flat, weight)
     means, similarity = block_mean_and_similarity(k, kv_blocks, center=k.float().mean(1), backend="triton")
     assert means.isfinite().all()
     assert similarity.isfinite().all()

@@ -1,4 +1,4 @@
-"""Operators of block-sparse attention: block masks, pooling, selection, attention, and norm with rotation."""
+"""Operators of block-sparse attention, and fused layers around it: norms, rotation, residuals, GELU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest
 from vsa_kernels.linear_gelu import linear_gelu
 from vsa_kernels.norm_rope import norm_rope
 from vsa_kernels.pooling import block_mean_and_similarity, block_mean_pool
+from vsa_kernels.residual_norm import residual_norm
 from vsa_kernels.selection import mean_scores, select_share, select_topk
 from vsa_kernels.skipping import skipping_attn
 
@@ -27,6 +28,7 @@ __all__ = [
     "longest_first",
     "mean_scores",
     "norm_rope",
+    "residual_norm",
     "select_share",
     "select_topk",
     "skipping_attn",

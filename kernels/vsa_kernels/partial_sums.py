@@ -1,6 +1,6 @@
 """The second step of gradients that are sums over tokens: programs write partial sums, which one kernel adds.
 
-Without atomics, the sums are the same bits in every call. N partial sums of C channels.
+Without atomics, the sums are the same bits in every call. G groups of N partial sums of C channels.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _PARTIALS, _CHANNELS = 512, 8
 def _add_partials_kernel(partials, out, N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     o_n = tl.arange(0, BLOCK_N)
     o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    partials += tl.program_id(1).to(tl.int64) * N * C
+    out += tl.program_id(1).to(tl.int64) * C
     b_sum = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     for n in range(0, N, BLOCK_N):
         m = (n + o_n < N)[:, None] & (o_c < C)[None, :]
@@ -27,14 +29,15 @@ def _add_partials_kernel(partials, out, N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl
 
 
 def add_partials(partials: Tensor, out: Tensor) -> Tensor:
-    """Sum fp32 `[N, C]` partial sums into `out` `[C]`, and return it."""
-    channels = partials.shape[1]
+    """Sum fp32 `[N, C]` or `[G, N, C]` partial sums into contiguous `out` of C or G * C elements, and return it."""
+    *groups, number, channels = partials.shape
     launch(
         _add_partials_kernel,
-        (-(-channels // _CHANNELS),),
+        (-(-channels // _CHANNELS), *groups),
         partials,
         out,
-        *partials.shape,
+        number,
+        channels,
         BLOCK_N=_PARTIALS,
         BLOCK_C=_CHANNELS,
         num_warps=4,

@@ -293,6 +293,19 @@ def linear_gelu(p: Problem) -> None:
         triton_bias_gelu.backward(x, x, bias)
 
 
+def residual_norm(p: Problem) -> None:
+    """The three norms of a block at an odd width and at the widths of models, forward and backward."""
+    from vsa_kernels.residual_norm import triton_residual_norm
+
+    for width in (999, 768, 1536, 5120):
+        x, rows = (torch.empty(p.batch, size, width, dtype=DTYPES[p.dtype]) for size in (999, 1))
+        for update, gate, weight in ((None, None, rows), (x, rows, rows[0, 0]), (x, None, rows)):
+            total, norm, mean, rstd = triton_residual_norm.forward(x, update, gate, weight, weight, 1e-6)
+            dtotal, factor = (None, x) if update is None else (x, total)
+            gated = None if gate is None else update
+            triton_residual_norm.backward(dtotal, norm, factor, gated, gate, weight, mean, rstd)
+
+
 def selection(p: Problem) -> None:
     """Top-k and top-p, plain and with every option, over few and many blocks, and a top-k over the most."""
     for num_kv in (p.num, 1200, 4096):
@@ -384,8 +397,8 @@ def gathered(p: Problem) -> None:
 
 
 STAGES: tuple[Callable[[Problem], None], ...] = (
-    fine, skipping, coarse, transpose, pooling, mean_scores, norm_rope, linear_gelu, selection, gates, operator,
-    gathered,
+    fine, skipping, coarse, transpose, pooling, mean_scores, norm_rope, linear_gelu, residual_norm,
+    selection, gates, operator, gathered,
 )  # fmt: skip
 BY_SHAPE = (fine, pooling, gates, operator)
 MASKED = (fine, gathered)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from vsa_kernels import Blocks, block_mean_pool, block_sparse_attn, linear_gelu, norm_rope, select_topk
+from vsa_kernels import Blocks, block_mean_pool, block_sparse_attn, linear_gelu, norm_rope, residual_norm, select_topk
 from vsa_kernels.coarse_fine import coarse_attn, coarse_fine_attn
 
 SIZES = [5, 3, 8]
@@ -43,6 +43,11 @@ def rotate(q: Tensor, *_others: Tensor, backend: str | None = None) -> tuple[Ten
 def widen(q: Tensor, *_others: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     weight = (torch.arange(24.0 * 32, device=q.device).view(24, 32) / 100).sin()
     return (linear_gelu(q.flatten(2), weight.to(q.dtype), weight[:, 0].to(q.dtype)),)
+
+
+def norm_sum(q: Tensor, k: Tensor, *_others: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
+    weight = torch.arange(32.0, device=q.device).sin()
+    return residual_norm(q.flatten(2), k.flatten(2), None, weight, weight, eps=1e-6)
 
 
 def inputs_of(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -120,19 +125,19 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("op", [attend, operate, average, pool, rotate, widen], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", [attend, operate, average, pool, rotate, widen, norm_sum], ids=lambda op: op.__name__)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_tangent_is_refused(op, transform, device):
     """A registered op drops it: the output would count as a constant."""
     q, *rest = inputs_of(device)
     with pytest.raises(ValueError, match="the ops of vsa_kernels have no forward-mode derivative"):
         TRANSFORMS[transform](lambda x: scalar(op)(x, *rest), q)
-    if op not in (pool, rotate, widen):
+    if op not in (pool, rotate, widen, norm_sum):
         with pytest.raises(ValueError, match="forward-mode"):
             TRANSFORMS[transform](lambda x: scalar(op)(q, rest[0], x, *rest[2:]), rest[1])
 
 
-@pytest.mark.parametrize("op", [attend, operate, average, pool, rotate, widen], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", [attend, operate, average, pool, rotate, widen, norm_sum], ids=lambda op: op.__name__)
 def test_dual_tensors_are_refused(op, device):
     q, *rest = inputs_of(device)
     with forward_ad.dual_level():
@@ -145,7 +150,7 @@ def test_dual_tensors_are_refused(op, device):
             op(dual.detach(), *rest)
 
 
-@pytest.mark.parametrize("op", [attend, operate, average, pool, rotate, widen], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", [attend, operate, average, pool, rotate, widen, norm_sum], ids=lambda op: op.__name__)
 def test_other_modes_pass(op, device):
     q, *rest = inputs_of(device)
     value = scalar(op)(q, *rest)

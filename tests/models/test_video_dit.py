@@ -208,9 +208,10 @@ class Calls(TorchDispatchMode):
 
 def test_operators_of_ours_that_do_not_attend_are_computed_again():
     ours = torch.ops.vsa_kernels
-    again = [_keep_attention(None, op.default) for op in (ours.norm_rope_fwd, ours.bias_gelu_fwd, torch.ops.aten.mm)]
+    by_element = (ours.norm_rope_fwd, ours.bias_gelu_fwd, ours.residual_norm_fwd, torch.ops.aten.mm)
+    again = [_keep_attention(None, op.default) for op in by_element]
     kept = [_keep_attention(None, op.default) for op in (ours.coarse_fine_fwd, ours.block_sparse_fwd)]
-    assert again == 3 * [CheckpointPolicy.PREFER_RECOMPUTE]
+    assert again == 4 * [CheckpointPolicy.PREFER_RECOMPUTE]
     assert kept == 2 * [CheckpointPolicy.MUST_SAVE]
 
 

@@ -69,6 +69,7 @@ def gpu_trace():
         # operators of ours, but elementwise
         *launch("vsa_kernels::norm_rope_fwd", 105, 10, **ADD),
         *launch("vsa_kernels::bias_gelu_fwd", 107, 12, **ADD),
+        *launch("vsa_kernels::residual_norm_bwd", 108, 13, tid=2, **ADD),
         event("cpu_op", "aten::empty", 105, 1),
         event("user_annotation", module, 125, 20),
         *launch("aten::linalg_vector_norm", 126, 6),
@@ -99,6 +100,7 @@ def gpu_trace():
         kernel("_norm_rope_kernel", 770, 30, 10),
         kernel("cudnn_sdpa_bprop", 800, 20, 11),
         kernel("_bias_gelu_kernel", 820, 20, 12),
+        kernel("_residual_norm_grad_kernel", 840, 10, 13),
     ]
 
 
@@ -110,21 +112,21 @@ def test_every_microsecond_of_a_device_has_one_kind():
             OPERATOR: 50,
             ATTENTION: 100 + 20,
             LINEAR: 200,
-            ELEMENTWISE: 30 + 70 + 30 + 20,
+            ELEMENTWISE: 30 + 70 + 30 + 20 + 10,
             COPIES: 20,
             NORMS: 10,
             "optimizer": 90,
             COMMUNICATION: 60,
             DATA: 60,
-            # 60 to 100, 680 to 700, 840 to 1000
-            HOST: 40 + 20 + 160,
+            # 60 to 100, 680 to 700, 850 to 1000
+            HOST: 40 + 20 + 150,
             IDLE: 20,
         }
     )
     assert times.total == pytest.approx(0.5)
     assert 2e3 * times.hidden == pytest.approx(40)
     assert times.flops == {LINEAR: 2 * 2 * 8 * 4 * 16 / 2, ATTENTION: 14 * 2 * 3 * 20 * 6 * 4 / 2}
-    assert times.bytes == {ELEMENTWISE: 3 * 3 * 8 * 16 * 2 / 2, COPIES: 3 * 8 * 16 * 2 / 2}
+    assert times.bytes == {ELEMENTWISE: 4 * 3 * 8 * 16 * 2 / 2, COPIES: 3 * 8 * 16 * 2 / 2}
 
 
 def test_compiled_kernels_are_copies_if_they_only_move_or_round():

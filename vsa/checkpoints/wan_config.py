@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
+from vsa.models.embeddings import ResidualNorm
 from vsa.models.video_dit import VideoDiT
 
 CLASS_NAME = "WanTransformer3DModel"
@@ -82,7 +81,7 @@ def transformer_config(model: VideoDiT) -> dict[str, Any]:
         "freq_dim": model.condition_embedder.freq_dim,
         "ffn_dim": block.ffn.net[0].proj.out_features,
         "num_layers": len(model.blocks),
-        "cross_attn_norm": not isinstance(block.norm2, nn.Identity),
+        "cross_attn_norm": isinstance(block.norm2, ResidualNorm),
         "eps": block.norm1.eps,
         "image_dim": model.image_dim,
         "added_kv_proj_dim": block.attn2.add_k_proj.in_features if has_image else None,

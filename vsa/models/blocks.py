@@ -17,7 +17,7 @@ from vsa.attention.base import AttentionMethod
 from vsa.attention.context import AttnContext
 from vsa.attention.dense import cross_attn
 from vsa.models.compute_dtype import rounded
-from vsa.models.embeddings import FeedForward, LayerNormFp32, at_least_fp32
+from vsa.models.embeddings import FeedForward, Residual, ResidualNorm, at_least_fp32
 from vsa.models.recompute import Level, computed_again, computed_again_without_attention
 from vsa.models.rope import Rope
 
@@ -165,12 +165,12 @@ class TransformerBlock(nn.Module):
     ):
         super().__init__()
         dim = num_heads * head_dim
-        self.norm1 = LayerNormFp32(dim, eps, elementwise_affine=False)
+        self.norm1 = ResidualNorm(dim, eps, elementwise_affine=False)
         self.attn1 = SelfAttentionProjections(num_heads, head_dim, eps)
         self.attn2 = CrossAttention(num_heads, head_dim, eps, added_kv_proj_dim)
-        self.norm2 = LayerNormFp32(dim, eps) if cross_attn_norm else nn.Identity()
+        self.norm2 = ResidualNorm(dim, eps) if cross_attn_norm else Residual()
         self.ffn = FeedForward(dim, ffn_dim)
-        self.norm3 = LayerNormFp32(dim, eps, elementwise_affine=False)
+        self.norm3 = ResidualNorm(dim, eps, elementwise_affine=False)
         self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
         self._register(method)
         self.activation_checkpointing: Level = "none"
@@ -213,28 +213,27 @@ class TransformerBlock(nn.Module):
             return computed_again_without_attention(self._sublayers, x, cond, ctx)
         mod = self._modulation(cond)
         if level == "attention":
-            x = computed_again_without_attention(self._attentions, x, mod, cond, ctx)
+            states = computed_again_without_attention(self._attentions, x, mod, cond, ctx)
         else:
-            x = self._attentions(x, mod, cond, ctx)
-        return self._feed_forward(x, mod)
+            states = self._attentions(x, mod, cond, ctx)
+        return self._feed_forward(*states, mod)
 
     def _sublayers(self, x: Tensor, cond: Conditioning, ctx: AttnContext) -> Tensor:
         mod = self._modulation(cond)
-        return self._feed_forward(self._attentions(x, mod, cond, ctx), mod)
+        return self._feed_forward(*self._attentions(x, mod, cond, ctx), mod)
 
     def _modulation(self, cond: Conditioning) -> Modulation:
         table = at_least_fp32(rounded(self.scale_shift_table, self.compute_dtype))
         return Modulation(*(table + cond.modulation).unbind(2))
 
-    def _attentions(self, x: Tensor, mod: Modulation, cond: Conditioning, ctx: AttnContext) -> Tensor:
-        h = (self.norm1(x) * (1 + mod.scale_attn) + mod.shift_attn).type_as(x)
-        x = (x + self.self_attention(h, cond.rope, ctx) * mod.gate_attn).type_as(x)
+    def _attentions(self, x: Tensor, mod: Modulation, cond: Conditioning, ctx: AttnContext) -> tuple[Tensor, Tensor]:
+        """Hidden states after self-attention, and the output of cross-attention, which is not added yet."""
+        _, h = self.norm1(x, scale=mod.scale_attn, shift=mod.shift_attn)
+        x, h = self.norm2(x, self.self_attention(h, cond.rope, ctx), mod.gate_attn)
+        return x, self.attn2(h, cond.text, cond.text_mask, cond.image)
 
-        h = self.norm2(x).type_as(x)
-        return x + self.attn2(h, cond.text, cond.text_mask, cond.image)
-
-    def _feed_forward(self, x: Tensor, mod: Modulation) -> Tensor:
-        h = (self.norm3(x) * (1 + mod.scale_ffn) + mod.shift_ffn).type_as(x)
+    def _feed_forward(self, x: Tensor, update: Tensor, mod: Modulation) -> Tensor:
+        x, h = self.norm3(x, update, scale=mod.scale_ffn, shift=mod.shift_ffn)
         return (x + self.ffn(h) * mod.gate_ffn).type_as(x)
 
     def self_attention(self, h: Tensor, rope: Rope, ctx: AttnContext) -> Tensor:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vsa_kernels import linear_gelu
+from vsa_kernels import linear_gelu, residual_norm
 
 from vsa.models.compute_dtype import RoundedLinear, rounded
 
@@ -43,6 +43,41 @@ class LayerNormFp32(nn.LayerNorm):
         weight = None if self.weight is None else at_least_fp32(rounded(self.weight, self.compute_dtype))
         bias = None if self.bias is None else at_least_fp32(rounded(self.bias, self.compute_dtype))
         return F.layer_norm(at_least_fp32(input), self.normalized_shape, weight, bias, self.eps)
+
+
+class ResidualNorm(LayerNormFp32):
+    """Residual connection and the layer norm of its sum, which is modulated or has parameters of its own."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        update: Tensor | None = None,
+        gate: Tensor | None = None,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The sum `x + gate * update` and its norm, `[B, L, C]` each in x's dtype.
+
+        Args:
+            x: `[B, L, C]` hidden states.
+            update: `[B, L, C]` output of a sub-layer; None: the sum is x.
+            gate: `[B, M, C]` with M = 1 or L; None: 1.
+            scale: `[B, M, C]`, the norm is multiplied by 1 + scale; with shift, of norms without parameters.
+            shift: `[B, M, C]`, added to it.
+        """
+        if scale is not None and shift is not None:
+            weight, bias = 1 + scale, shift
+        else:
+            weight, bias = (at_least_fp32(rounded(x, self.compute_dtype)) for x in (self.weight, self.bias))
+        return residual_norm(x, update, gate, weight, bias, eps=self.eps)
+
+
+class Residual(nn.Module):
+    """A `ResidualNorm` without the norm: the sum, twice."""
+
+    def forward(self, x: Tensor, update: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        total = (x + update * gate).type_as(x)
+        return total, total
 
 
 class PatchEmbedding(nn.Conv3d):

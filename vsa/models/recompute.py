@@ -15,23 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+Result = TypeVar("Result")
 Level = Literal["none", "attention", "attention_mlp", "full"]
 
 LEVELS: tuple[Level, ...] = ("none", "attention", "attention_mlp", "full")
 """From the one that computes least again to the one that keeps least."""
 
+_BY_ELEMENT = tuple(f"vsa_kernels.{name}_" for name in ("norm_rope", "bias_gelu", "residual_norm"))
 
-def computed_again(function: Callable[..., Tensor], *args: Any) -> Tensor:
+
+def computed_again(function: Callable[..., Result], *args: Any) -> Result:
     """`function(*args)`, recomputed in the backward pass from its arguments."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
-def computed_again_without_attention(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def computed_again_without_attention(function: Callable[..., Result], *args: Any) -> Result:
     """`function(*args)`, recomputed in the backward pass except for the results of attention operators."""
     contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
@@ -40,6 +42,6 @@ def computed_again_without_attention(function: Callable[..., Tensor], *args: Any
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(op)
     # of our operators, those that compute by element cost less than the memory of their results
-    ours = name.startswith("vsa_kernels.") and not name.startswith(("vsa_kernels.norm_rope_", "vsa_kernels.bias_gelu_"))
+    ours = name.startswith("vsa_kernels.") and not name.startswith(_BY_ELEMENT)
     attends = ours or "scaled_dot_product" in name or "flash_attention" in name
     return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE

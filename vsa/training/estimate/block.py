@@ -63,8 +63,8 @@ def kept_bytes(shape: BlockShape, level: Level) -> float:
         return states + outputs + _feed_forward(shape)
     # inputs of the products of self- and cross-attention, their queries, keys, values and outputs
     if shape.compiled:
-        # the block's input, and inputs and outputs of the products of each attention; no fp32 copy
-        inner = states + HALF * wide * 11
+        # the block's input, inputs and outputs of the products of each attention, and both sums; no fp32 copy
+        inner = states + HALF * wide * 12
     else:
         norms = SINGLE * wide * 3 + HALF * wide * 3
         inner = norms + 3 * _rms_norm(shape, wide) + HALF * wide * 4
@@ -119,8 +119,8 @@ class Traffic(NamedTuple):
 
 # bytes per element of the hidden states (C) and of the hidden layer (F), as (forward, backward). Eager: every operation
 # reads its arguments and writes its result, including casts to and from fp32. Compiled: one kernel between two
-# products. RMSNorm and RoPE of q and k are those before `norm_rope`, which moves (8, 12) bytes: all eager steps of
-# `docs/how-fast.md` were measured before it, and compiled ones differ little.
+# products. They and the eager memory are those before `norm_rope`, which moves (8, 12) bytes, and `residual_norm`, which
+# keeps no fp32 copy: all eager steps of `docs/how-fast.md` were measured before them, and compiled ones differ little.
 _EAGER = {
     "norm1, modulation": (36, 58),
     "RMSNorm of q and k": (8, 20),

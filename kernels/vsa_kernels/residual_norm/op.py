@@ -1,0 +1,85 @@
+"""Registered ops of residual connection and layer norm on the `triton` backend; `reference` is torch's own operations.
+
+They contain no matmul, so they register no FLOP formula. R rows of parameters: 1, or B.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("vsa_kernels::residual_norm_fwd", mutates_args=())
+def residual_norm_fwd(
+    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum `[B, L, C]` (empty without an update) and its norm; fp32 `[B, L]` mean and inverse standard deviation of
+    each token, without gradients."""
+    if not x.shape[0]:
+        return _forward_like(x, update, gate, weight, bias, eps)
+    from vsa_kernels.residual_norm import triton_residual_norm
+
+    return triton_residual_norm.forward(x, update, gate, weight, bias, eps)
+
+
+def _forward_like(x: Tensor, update: Tensor | None, *_args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = x.new_empty(x.shape if update is not None else (0,))
+    mean, rstd = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
+    return total, x.new_empty(x.shape), mean, rstd
+
+
+residual_norm_fwd.register_fake(_forward_like)
+
+
+@torch.library.custom_op("vsa_kernels::residual_norm_bwd", mutates_args=())
+def residual_norm_bwd(
+    dtotal: Tensor | None, dnorm: Tensor, total: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor,
+    mean: Tensor, rstd: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, of the update (empty without a gate: that of x), of gate (empty without one), weight and bias."""
+    if not total.shape[0]:
+        grads = _backward_like(dtotal, dnorm, total, update, gate, weight, mean, rstd)
+        for grad in grads:
+            grad.zero_()
+        return grads
+    from vsa_kernels.residual_norm import triton_residual_norm
+
+    return triton_residual_norm.backward(dtotal, dnorm, total, update, gate, weight, mean, rstd)
+
+
+def _backward_like(
+    _dtotal: Tensor | None, _dnorm: Tensor, total: Tensor, _update: Tensor | None, gate: Tensor | None, weight: Tensor,
+    *_args: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dupdate = total.new_empty(total.shape if gate is not None else (0,))
+    dgate = total.new_empty((0,)) if gate is None else gate.new_empty(gate.shape)
+    return total.new_empty(total.shape), dupdate, dgate, weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+
+
+residual_norm_bwd.register_fake(_backward_like)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, update, gate, weight, bias, _ = inputs
+    total, _, mean, rstd = output
+    ctx.bias_dtype = bias.dtype
+    ctx.save_for_backward(
+        x if update is None else total, update if gate is not None else None, gate, weight, mean, rstd
+    )
+    ctx.updated = update is not None
+    ctx.mark_non_differentiable(*(() if ctx.updated else (total,)), mean, rstd)
+
+
+def _backward(ctx: Any, dtotal: Tensor | None, dnorm: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    total, update, gate, weight, mean, rstd = ctx.saved_tensors
+    dx, dupdate, dgate, dweight, dbias = residual_norm_bwd(
+        dtotal if ctx.updated else None, dnorm, total, update, gate, weight, mean, rstd
+    )
+    gated = gate is not None
+    grads = (dupdate if gated else dx) if ctx.updated else None, dgate if gated else None
+    return dx, *grads, dweight, dbias.to(ctx.bias_dtype), None
+
+
+residual_norm_fwd.register_autograd(_backward, setup_context=_setup_context)

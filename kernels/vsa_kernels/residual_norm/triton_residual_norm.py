@@ -1,0 +1,204 @@
+"""Residual connection and layer norm: each tensor of tokens is read or written once in each direction.
+
+A program computes some rows (tokens) of one sample, one after the other. The backward keeps the sums over its rows that
+are the gradients of gate, weight and bias.
+
+B batch, L tokens, C channels, N programs of a sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vsa_kernels.launch import launch
+from vsa_kernels.partial_sums import add_partials
+
+# rows of a forward program, enough to reuse the parameters
+_ROWS = 4
+# elements of a row per thread: the backward has three sums and four more fp32 numbers for each in registers
+_FORWARD_ELEMENTS, _BACKWARD_ELEMENTS = 32, 16
+# longest row whose parameters stay in registers in the backward; for longer ones they are read again in every row
+_LONGEST_HELD = 4096
+# rows of a backward program: between them, few enough that all multiprocessors are busy with small problems, so many
+# that writing and adding partial sums is a small part of the traffic
+_FEWEST_ROWS, _MOST_ROWS, _PROGRAMS = 16, 64, 512
+
+
+@triton.jit(do_not_specialize=["L"])
+def _residual_norm_kernel(
+    x, update, gate, weight, bias, total, norm, mean, rstd, L, x_b, x_l, u_b, u_l, gate_b, weight_b, bias_b, eps,
+    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    programs = tl.cdiv(L, ROWS)
+    i_b, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * ROWS
+    o_c = tl.arange(0, BLOCK)
+    m_c = o_c < C
+    b_weight = tl.load(weight + i_b * weight_b + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_bias = tl.load(bias + i_b * bias_b + o_c, mask=m_c, other=0.0).to(tl.float32)
+    if GATED:
+        b_gate = tl.load(gate + i_b * gate_b + o_c, mask=m_c, other=0.0).to(tl.float32)
+    for i in range(tl.minimum(ROWS, L - first)):
+        i_l = (first + i).to(tl.int64)
+        row = i_b * L + i_l
+        b_x = tl.load(x + i_b * x_b + i_l * x_l + o_c, mask=m_c, other=0.0).to(tl.float32)
+        if UPDATED:
+            b_update = tl.load(update + i_b * u_b + i_l * u_l + o_c, mask=m_c, other=0.0).to(tl.float32)
+            b_x += b_update * b_gate if GATED else b_update
+            # the backward reads the rounded sum
+            b_total = b_x.to(total.dtype.element_ty)
+            tl.store(total + row * C + o_c, b_total, mask=m_c)
+            b_x = b_total.to(tl.float32)
+        b_mean = tl.sum(b_x, 0) / C
+        b_x = tl.where(m_c, b_x - b_mean, 0.0)
+        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 0) / C + eps)
+        tl.store(mean + row, b_mean)
+        tl.store(rstd + row, b_rstd)
+        b_norm = b_x * b_rstd * b_weight + b_bias
+        tl.store(norm + row * C + o_c, b_norm.to(norm.dtype.element_ty), mask=m_c)
+
+
+@triton.jit(do_not_specialize=["L"])
+def _residual_norm_grad_kernel(
+    dtotal, dnorm, total, update, gate, weight, mean, rstd, dx, dupdate, gate_sums, sums,
+    L, dt_b, dt_l, dn_b, dn_l, t_b, t_l, u_b, u_l, gate_b, weight_b,
+    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, GATED: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    programs = tl.cdiv(L, ROWS)
+    i_b, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * ROWS
+    o_c = tl.arange(0, BLOCK)
+    m_c = o_c < C
+    p_weight, p_gate = weight + i_b * weight_b + o_c, gate
+    if GATED:
+        p_gate += i_b * gate_b + o_c
+    if HELD:
+        b_weight = tl.load(p_weight, mask=m_c, other=0.0).to(tl.float32)
+        if GATED:
+            b_gate = tl.load(p_gate, mask=m_c, other=0.0).to(tl.float32)
+    b_dgate = tl.zeros((BLOCK,), tl.float32)
+    b_dweight = tl.zeros((BLOCK,), tl.float32)
+    b_dbias = tl.zeros((BLOCK,), tl.float32)
+    for i in range(tl.minimum(ROWS, L - first)):
+        i_l = (first + i).to(tl.int64)
+        row = i_b * L + i_l
+        b_dn = tl.load(dnorm + i_b * dn_b + i_l * dn_l + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_x = tl.load(total + i_b * t_b + i_l * t_l + o_c, mask=m_c, other=0.0).to(tl.float32)
+        if UPDATED:
+            b_dt = tl.load(dtotal + i_b * dt_b + i_l * dt_l + o_c, mask=m_c, other=0.0).to(tl.float32)
+        if GATED:
+            b_update = tl.load(update + i_b * u_b + i_l * u_l + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_rstd = tl.load(rstd + row)
+        b_x = tl.where(m_c, (b_x - tl.load(mean + row)) * b_rstd, 0.0)
+        b_dweight += b_dn * b_x
+        b_dbias += b_dn
+        if not HELD:
+            b_weight = tl.load(p_weight, mask=m_c, other=0.0).to(tl.float32)
+        b_dn *= b_weight
+        b_dx = (b_dn - tl.sum(b_dn, 0) / C - b_x * (tl.sum(b_dn * b_x, 0) / C)) * b_rstd
+        if UPDATED:
+            b_dx += b_dt
+        tl.store(dx + row * C + o_c, b_dx.to(dx.dtype.element_ty), mask=m_c)
+        if GATED:
+            b_dgate += b_dx * b_update
+            if not HELD:
+                b_gate = tl.load(p_gate, mask=m_c, other=0.0).to(tl.float32)
+            tl.store(dupdate + row * C + o_c, (b_dx * b_gate).to(dupdate.dtype.element_ty), mask=m_c)
+    # [2, B * N, C]: of weight and of bias
+    o_sum = tl.program_id(0).to(tl.int64) * C + o_c
+    tl.store(sums + o_sum, b_dweight, mask=m_c)
+    tl.store(sums + tl.num_programs(0).to(tl.int64) * C + o_sum, b_dbias, mask=m_c)
+    if GATED:
+        tl.store(gate_sums + o_sum, b_dgate, mask=m_c)
+
+
+def forward(
+    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum (empty without an update) and its norm, contiguous, and fp32 mean and inverse standard deviation.
+
+    Args:
+        x: `[B, L, C]` in fp32, fp16 or bf16.
+        update: `[B, L, C]` or None.
+        gate: `[B, 1, C]` or None.
+        weight: `[C]` or `[B, 1, C]`.
+        bias: like weight.
+        eps: added to the variance.
+    """
+    x, update = _rows_ready(x), _rows_ready(update)
+    gate, weight, bias = _rows_ready(gate), _rows_ready(weight), _rows_ready(bias)
+    B, L, C = x.shape
+    total = x.new_empty(x.shape if update is not None else (0,))
+    norm = x.new_empty(x.shape)
+    mean, rstd = (x.new_empty((B, L), dtype=torch.float32) for _ in range(2))
+    launch(
+        _residual_norm_kernel, (triton.cdiv(L, _ROWS) * B,),
+        x, update, gate, weight, bias, total, norm, mean, rstd, L,
+        *x.stride()[:2], *_strides(update), _per_sample(gate), _per_sample(weight), _per_sample(bias), eps,
+        ROWS=_ROWS, UPDATED=update is not None, GATED=gate is not None, **_tile(C, _FORWARD_ELEMENTS),
+    )  # fmt: skip
+    return total, norm, mean, rstd
+
+
+def backward(
+    dtotal: Tensor | None, dnorm: Tensor, total: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor,
+    mean: Tensor, rstd: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, of the update (empty without a gate), gate (empty without one), weight and bias.
+
+    They are the same bits in every call.
+
+    Args:
+        dtotal: `[B, L, C]` gradient of the sum; None where the sum is x itself.
+        dnorm: `[B, L, C]` gradient of the norm.
+        total: `[B, L, C]` the sum.
+        update: `[B, L, C]`, None without a gate.
+        gate: as in `forward`.
+        weight: as in `forward`.
+        mean: fp32 `[B, L]` of `forward`.
+        rstd: fp32 `[B, L]` of `forward`.
+    """
+    dtotal, dnorm, total, update = (_rows_ready(x) for x in (dtotal, dnorm, total, update))
+    gate, weight = _rows_ready(gate), _rows_ready(weight)
+    B, L, C = total.shape
+    share = max(B * L // _PROGRAMS, 1)
+    rows = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
+    programs = triton.cdiv(L, rows)
+    gated = gate is not None
+    dx, dupdate = total.new_empty(total.shape), total.new_empty(total.shape if gated else (0,))
+    sums, gate_sums = (total.new_empty((n, B * programs, C), dtype=torch.float32) for n in (2, int(gated)))
+    launch(
+        _residual_norm_grad_kernel, (B * programs,),
+        dtotal, dnorm, total, update, gate, weight, mean, rstd, dx, dupdate, gate_sums, sums,
+        L, *_strides(dtotal), *_strides(dnorm), *_strides(total), *_strides(update), _per_sample(gate),
+        _per_sample(weight),
+        ROWS=rows, UPDATED=dtotal is not None, GATED=gated, HELD=C <= _LONGEST_HELD, **_tile(C, _BACKWARD_ELEMENTS),
+    )  # fmt: skip
+    samples = B if weight.ndim == 3 else 1
+    dweight, dbias = (add_partials(part.view(samples, -1, C), weight.new_empty(weight.shape)) for part in sums)
+    dgate = total.new_empty((0,)) if gate is None else gate.new_empty(gate.shape)
+    if gated:
+        add_partials(gate_sums.view(B, -1, C), dgate)
+    return dx, dupdate, dgate, dweight, dbias
+
+
+def _rows_ready(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+
+
+def _per_sample(parameter: Tensor | None) -> int:
+    return parameter.stride(0) if parameter is not None and parameter.ndim == 3 else 0
+
+
+def _tile(channels: int, elements: int) -> dict[str, Any]:
+    # constants of a launch: a row, and the warps that hold it
+    block = triton.next_power_of_2(channels)
+    return {"C": channels, "BLOCK": block, "num_warps": min(max(block // (32 * elements), 1), 16)}

@@ -1,0 +1,285 @@
+"""Residual connection and layer norm, by Triton kernels and by torch, against their definition in fp64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from vsa_kernels import residual_norm
+from vsa_kernels.residual_norm.op import residual_norm_bwd, residual_norm_fwd
+
+from tests.kernels.elementwise import TOLERANCE, assert_close, dtypes, poisoned_outputs  # noqa: F401 (the fixture)
+from tests.kernels.interpreted import further
+from vsa.models.recompute import computed_again_without_attention
+
+# B, L, C: odd sizes, two channels, several programs a sample, more channels than a warp holds
+SHAPES = [(2, 5, 6), (1, 3, 2), (3, 37, 10), (2, 1, 300)]
+# what the three norms of a block have
+KINDS = ("modulated", "modulated, update", "affine, gated update", "modulated, gated update", "affine")
+EPS = 1e-3
+
+
+def problem(shape: tuple[int, int, int], kind: str, device: torch.device, dtype=torch.float32) -> dict[str, Any]:
+    """Tensors around 1 with a mean that is not 0, parameters in fp32, and gradients of the sum and of the norm."""
+    B, L, C = shape
+    g = torch.Generator().manual_seed(C)
+
+    def normal(*size: int, dtype=dtype) -> Tensor:
+        return (0.5 + torch.randn(size, generator=g)).to(device, dtype)
+
+    row = (C,) if "affine" in kind else (B, 1, C)
+    made = {
+        "x": normal(B, L, C),
+        "update": normal(B, L, C) if "update" in kind else None,
+        "gate": normal(B, 1, C, dtype=torch.float32) if "gated" in kind else None,
+        "weight": normal(*row, dtype=torch.float32),
+        "bias": normal(*row, dtype=torch.float32),
+    }
+    leaves = {name: None if x is None else x.requires_grad_() for name, x in made.items()}
+    return leaves | {"dtotal": normal(B, L, C), "dnorm": normal(B, L, C)}
+
+
+def define(
+    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, *, bessel: int = 0
+) -> tuple[Tensor, Tensor]:
+    total = x.double()
+    if update is not None:
+        # the norm and the gradients are those of the sum that is returned, which is rounded
+        exact = total + update.double() * (1 if gate is None else gate.double())
+        total = exact + (exact.to(x.dtype).double() - exact).detach()
+    centred = total - total.mean(-1, keepdim=True)
+    variance = centred.square().sum(-1, keepdim=True) / (x.shape[-1] - bessel)
+    return total, centred / (variance + EPS).sqrt() * weight.double() + bias.double()
+
+
+def results(function: Any, dtotal: Tensor, dnorm: Tensor, **inputs: Any) -> dict[str, Tensor]:
+    """The sum, the norm, and the gradients of all tensors for gradients of both."""
+    total, norm = function(**inputs)
+    given = {name: x for name, x in inputs.items() if x is not None}
+    outputs, upstream = (total, norm), (dtotal.to(total.dtype), dnorm.to(norm.dtype))
+    grads = torch.autograd.grad(outputs, list(given.values()), upstream)
+    return {"total": total, "norm": norm} | {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
+
+
+def assert_defined(shape: tuple[int, int, int], kind: str, backend: str, device: torch.device) -> None:
+    for dtype in dtypes(device, backend == "triton"):
+        p = problem(shape, kind, device, dtype)
+        call = partial(residual_norm, eps=EPS, backend=backend)
+        expected, actual = results(define, **p), results(call, **p)
+        assert all(x.is_contiguous() for x in actual.values())
+        dtypes_of = {name: torch.float32 if name in ("dgate", "dweight", "dbias") else dtype for name in actual}
+        assert {name: x.dtype for name, x in actual.items()} == dtypes_of
+        assert_close(actual, expected, dtype)
+        if shape[2] in (6, 10):
+            # the other definition of a variance
+            with pytest.raises(AssertionError):
+                assert_close(results(partial(define, bessel=1), **p), expected, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reference_is_the_definition(shape, kind, device):
+    assert_defined(shape, kind, "reference", device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *map(further, SHAPES[2:])], ids=str)
+def test_triton_is_the_definition(shape, kind, triton_device):
+    assert_defined(shape, kind, "triton", triton_device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(1, 23296, 1536), (2, 4099, 5120), (8, 2048, 768)], ids=str)
+def test_triton_at_the_sizes_of_models(size, kind, triton_device):
+    if triton_device.type == "cpu":
+        pytest.skip("takes minutes in the interpreter")
+    p = problem(size, kind, triton_device, torch.bfloat16)
+    call = partial(residual_norm, eps=EPS, backend="triton")
+    actual, again = (results(call, **p) for _ in range(2))
+    assert all(torch.equal(actual[name], again[name]) for name in actual)
+    expected = results(define, **p)
+    assert_close(actual, expected, torch.bfloat16)
+    # sums over the tokens are in fp32, of values that are not rounded yet
+    for name in ("dgate", "dweight", "dbias"):
+        if name in expected:
+            assert (actual[name].double() - expected[name]).norm() < 1e-4 * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("kind", ["modulated, gated update", "affine, gated update"])
+def test_triton_adds_the_sums_of_several_programs(kind, triton_device, monkeypatch):
+    from vsa_kernels import partial_sums
+    from vsa_kernels.residual_norm import triton_residual_norm
+
+    # ten programs a sample, the last one short, and five steps of each sum
+    monkeypatch.setattr(partial_sums, "_PARTIALS", 2)
+    monkeypatch.setattr(triton_residual_norm, "_FEWEST_ROWS", 4)
+    monkeypatch.setattr(triton_residual_norm, "_MOST_ROWS", 4)
+    assert_defined((2, 37, 12), kind, "triton", triton_device)
+
+
+@pytest.mark.parametrize("kind", ["modulated, update", "affine, gated update"])
+def test_triton_reads_the_parameters_of_long_rows_again(kind, triton_device, monkeypatch):
+    from vsa_kernels.residual_norm import triton_residual_norm
+
+    monkeypatch.setattr(triton_residual_norm, "_LONGEST_HELD", 4)
+    assert_defined((2, 3, 12), kind, "triton", triton_device)
+
+
+def test_triton_keeps_a_bad_token_to_itself(triton_device):
+    p = problem((2, 5, 6), "modulated, gated update", triton_device)
+    p["update"].data[1, 2, 3] = torch.nan
+    actual = results(partial(residual_norm, eps=EPS, backend="triton"), **p)
+    bad = [[False] * 5, [False, False, True, False, False]]
+    for name in ("total", "norm", "dx", "dupdate"):
+        assert actual[name].isnan().any(-1).tolist() == bad, name
+    assert actual["dbias"].isfinite().all()
+
+
+def test_triton_takes_any_strides(triton_device):
+    p = problem((3, 4, 6), "modulated, gated update", triton_device)
+    call = partial(residual_norm, eps=EPS, backend="triton")
+    expected = results(call, **p)
+    turned = {name: x.detach().movedim(-1, 0).contiguous().movedim(0, -1) for name, x in p.items()}
+    upstream = {name: turned.pop(name) for name in ("dtotal", "dnorm")}
+    assert_close(
+        results(call, **upstream, **{k: v.requires_grad_() for k, v in turned.items()}), expected, torch.float32
+    )
+    # rows of modulation, as a block has them
+    rows = torch.stack([p[name].detach() for name in ("gate", "weight", "bias")], 2).requires_grad_()
+    gate, weight, bias = rows.unbind(2)
+    actual = results(call, **p | {"gate": gate, "weight": weight, "bias": bias})
+    assert_close(actual, expected, torch.float32)
+
+
+def test_parameters_of_each_token_are_computed_by_the_reference(device):
+    p = problem((2, 5, 6), "modulated, gated update", device)
+    for name in ("gate", "weight", "bias"):
+        p[name] = p[name].detach().repeat(1, 5, 1).requires_grad_()
+    assert_close(results(partial(residual_norm, eps=EPS), **p), results(define, **p), torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_reference_is_that_of_plain_blocks_bit_for_bit(dtype, kind):
+    """Runs on a CPU with one seed keep every digit of their losses."""
+    p = problem((2, 9, 16), kind, torch.device("cpu"), dtype)
+
+    def plain(
+        x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(dtype, torch.float32)
+        if update is not None:
+            x = (x + update * (1 if gate is None else gate)).type_as(x)
+        if "affine" in kind:
+            return x, F.layer_norm(x.to(wide), (16,), weight.to(wide), bias.to(wide), EPS).type_as(x)
+        return x, (F.layer_norm(x.to(wide), (16,), eps=EPS) * weight + bias).type_as(x)
+
+    actual, expected = results(partial(residual_norm, eps=EPS), **p), results(plain, **p)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["modulated", "affine, gated update"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_compiles_whole(backend, kind, request):
+    device = request.getfixturevalue("triton_device") if backend == "triton" else torch.device("cpu")
+    torch._dynamo.reset()
+    p = problem((2, 5, 6), kind, device)
+    compiled = torch.compile(residual_norm, backend="aot_eager", fullgraph=True)
+    actual, expected = (
+        results(partial(function, eps=EPS, backend=backend), **p) for function in (compiled, residual_norm)
+    )
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name])
+
+
+def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkeypatch):
+    from vsa_kernels.residual_norm import triton_residual_norm
+
+    p = problem((1, 3, 6), "modulated, update", triton_device)
+    call = partial(residual_norm, eps=EPS, backend="triton")
+    expected = results(call, **p)
+    forward, calls = triton_residual_norm.forward, []
+    monkeypatch.setattr(triton_residual_norm, "forward", lambda *a: calls.append(a) or forward(*a))
+
+    def again(x: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+        return computed_again_without_attention(lambda y: call(y, **others), x)
+
+    actual = results(again, **p)
+    assert len(calls) == 2
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_opcheck(kind, triton_device):
+    p = problem((2, 5, 6), kind, triton_device)
+    dtotal, dnorm = p.pop("dtotal"), p.pop("dnorm")
+    torch.library.opcheck(residual_norm_fwd, (*p.values(), EPS))
+    plain = {name: None if x is None else x.detach() for name, x in p.items()}
+    total, _, mean, rstd = residual_norm_fwd(*plain.values(), EPS)
+    updated, gated = plain["update"] is not None, plain["gate"] is not None
+    call = (
+        dtotal if updated else None, dnorm, total if updated else plain["x"], plain["update"] if gated else None,
+        plain["gate"], plain["weight"], mean, rstd,
+    )  # fmt: skip
+    torch.library.opcheck(residual_norm_bwd, call)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_batch_gives_an_empty_result(kind):
+    p = problem((0, 5, 4), kind, torch.device("cpu"))
+    upstream = {name: p.pop(name) for name in ("dtotal", "dnorm")}
+    actual = results(partial(residual_norm, eps=EPS), **upstream, **p)
+    assert actual["norm"].shape == actual["dx"].shape == (0, 5, 4)
+    # the op itself needs no GPU for nothing
+    _, norm, mean, rstd = residual_norm_fwd(*p.values(), EPS)
+    grads = residual_norm_bwd(None, norm, p["x"], p["update"], p["gate"], p["weight"], mean, rstd)
+    assert (norm.shape, grads[0].shape, mean.shape) == ((0, 5, 4), (0, 5, 4), (0, 5))
+    assert grads[3].abs().sum() == grads[4].abs().sum() == 0
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
+def test_triton_takes_parameters_of_another_dtype(other, triton_device):
+    p = problem((2, 5, 6), "affine, gated update", triton_device)
+    for name in ("gate", "weight", "bias"):
+        p[name] = p[name].detach().to(other).requires_grad_()
+    actual = results(partial(residual_norm, eps=EPS, backend="triton"), **p)
+    assert (actual["norm"].dtype, actual["dgate"].dtype, actual["dbias"].dtype) == (torch.float32, other, other)
+    expected = results(define, **p)
+    for name, exact in expected.items():
+        error = (actual[name].double() - exact.double()).abs().max() / exact.abs().max()
+        assert error <= TOLERANCE[actual[name].dtype], name
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "states that are no floats": ({"x": torch.zeros(2, 3, 4, dtype=torch.int32)}, "x must be a float"),
+    "no tokens": ({"x": torch.zeros(2, 0, 4)}, "with tokens"),
+    "another update": ({"update": torch.zeros(2, 3, 5)}, r"update must be torch.float32 \[2, 3, 4\] like x"),
+    "an update of another dtype": ({"update": torch.zeros(2, 3, 4, dtype=torch.half)}, "update must be torch.float32"),
+    "a gate without an update": ({"update": None}, "gate must be None without an update"),
+    "another gate": ({"gate": torch.zeros(2, 2, 4)}, r"gate must be a float \[2, 1, 4\] or \[2, 3, 4\]"),
+    "another weight": ({"weight": torch.zeros(5)}, r"weight must be a float \[4\] or \[2, 1, 4\] or \[2, 3, 4\]"),
+    "another bias": ({"bias": torch.zeros(2, 1, 4)}, r"bias must be a float \[4\], got torch.float32 \[2, 1, 4\]"),
+    "an eps below 0": ({"eps": -1.0}, "eps must be finite and at least 0, got -1.0"),
+    "an unknown backend": ({"backend": "gather"}, "backend must be reference, triton or None"),
+    "another device": ({"bias": torch.zeros(4, device="meta")}, "bias"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused_by_name(name):
+    changes, message = WRONG[name]
+    p = {"x": torch.zeros(2, 3, 4), "update": torch.zeros(2, 3, 4), "gate": torch.zeros(2, 1, 4)}
+    p |= {"weight": torch.zeros(4), "bias": torch.zeros(4), "eps": EPS}
+    with pytest.raises(ValueError, match=message):
+        residual_norm(**p | changes)
+
+
+def test_triton_refuses_parameters_of_each_token(triton_device):
+    p = problem((2, 5, 6), "modulated", triton_device)
+    rows = {name: p[name].detach().repeat(1, 5, 1) for name in ("weight", "bias")}
+    with pytest.raises(ValueError, match="triton takes one row of parameters per sample, got one per token"):
+        residual_norm(p["x"], None, None, **rows, eps=EPS, backend="triton")
