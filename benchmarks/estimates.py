@@ -57,11 +57,11 @@ class Comparison:
     def row(self) -> str:
         """Row of the table in `docs/how-fast.md`."""
         estimated = self.milliseconds * (1 + self.time_error)
-        taken = "calibrates" if self.calibrates else ""
+        note = "calibrates" if self.calibrates else ""
         gib, error = ("", "") if self.gib is None else (f"{self.gib:.1f}", f"{self.memory_error:+.1%}")
         return (
             f"| {self.what} | {self.milliseconds:,.0f} | {estimated:,.0f} | {self.time_error:+.1%} | {gib} | {error} | "
-            f"{taken} |"
+            f"{note} |"
         )
 
 

@@ -28,15 +28,15 @@ def on_files(files: Any, *, config: Any) -> Any:
     """Add the files outside `docs/` that the navigation or a page links to, and those that these link to in turn."""
     from mkdocs.structure.files import File
 
-    wanted = list(_named(config.nav))
-    wanted += [link for file in files.documentation_pages() for link in _links(file.src_uri, file.content_string)]
-    while wanted:
-        uri = wanted.pop()
+    links = list(_named(config.nav))
+    links += [link for file in files.documentation_pages() for link in _links(file.src_uri, file.content_string)]
+    while links:
+        uri = links.pop()
         path = ROOT / uri.removeprefix(OUTSIDE)
         if uri.startswith(OUTSIDE) and files.get_file_from_path(uri) is None and path.is_file():
             files.append(file := File.generated(config, uri, abs_src_path=str(path)))
             if file.is_documentation_page():
-                wanted += _links(uri, file.content_string)
+                links += _links(uri, file.content_string)
     return files
 
 
@@ -93,13 +93,13 @@ def configuration() -> str:
         explained: dict[str, Any] = {}
         for file in files:
             try:
-                listed = options(f"{group}/{file}")
+                file_options = options(f"{group}/{file}")
             except ValueError:
                 # raised for groups whose files set options of other groups
                 break
-            new = [o for o in listed if o.key not in explained or explained[o.key].meaning != o.meaning]
-            shared = [f"`{o.key}={o.default}`" for o in listed if o not in new]
-            lines += ["", f"### {group}={file}", ""] if listed else []
+            new = [o for o in file_options if o.key not in explained or explained[o.key].meaning != o.meaning]
+            shared = [f"`{o.key}={o.default}`" for o in file_options if o not in new]
+            lines += ["", f"### {group}={file}", ""] if file_options else []
             lines += [f"Explained above, here with these defaults: {', '.join(shared)}.", ""] if shared else []
             lines += _definitions(new)
             explained |= {option.key: option for option in new}

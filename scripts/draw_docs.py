@@ -65,15 +65,15 @@ def attention_weights(method: str, q: Tensor, k: Tensor, layer: int = 0) -> Tens
         layer: index of the layer, on which the groups of `spatial_temporal` and similar methods depend.
     """
     tokens = q.shape[1]
-    asked = parse_method(method, tile_thw=TILE)
-    made = asked.make(dim=tokens, num_heads=1, head_dim=tokens, layer_idx=layer)
-    layout = made.layout([Segment(GRID)], None)
-    extra = made.project(q.new_zeros(1, tokens, tokens))
+    parsed_method = parse_method(method, tile_thw=TILE)
+    attention = parsed_method.make(dim=tokens, num_heads=1, head_dim=tokens, layer_idx=layer)
+    layout = attention.layout([Segment(GRID)], None)
+    extra = attention.project(q.new_zeros(1, tokens, tokens))
     if {"gate_compress", "gate_fine"} <= extra.keys():
         extra = {name: torch.full_like(gate, 0.5) for name, gate in extra.items()}
     q, k, v = (layout.permute(x).contiguous() for x in (q, k, torch.eye(tokens)[None, :, None]))
-    context = AttnContext(layout=layout, topk=asked.kept(layout), layer_idx=layer)
-    return layout.unpermute(made.attend_combine(q, k, v, extra, context))[0, :, 0]
+    context = AttnContext(layout=layout, topk=parsed_method.kept(layout), layer_idx=layer)
+    return layout.unpermute(attention.attend_combine(q, k, v, extra, context))[0, :, 0]
 
 
 def draw_weights(weights: Sequence[Tensor], path: Path) -> None:
@@ -135,13 +135,13 @@ def selection(args: argparse.Namespace) -> None:
     )
     panels = [clip.video.float() / 255]
     for layer, head in args.heads:
-        chosen = inspection.selected[0, layers.index(layer), heads.index(head), 0].float()
-        panels.append(attention_overlay(clip.video, inspection.tiles, chosen, inspection.query_tiles == query, times))
+        tiles = inspection.selected[0, layers.index(layer), heads.index(head), 0].float()
+        panels.append(attention_overlay(clip.video, inspection.tiles, tiles, inspection.query_tiles == query, times))
         recall = inspection.table("recall")[0, layers.index(layer), head]
-        print(f"layer {layer}, head {head}: {int(chosen.sum())} of {len(chosen)} tiles, recall {recall:.0%}")
+        print(f"layer {layer}, head {head}: {int(tiles.sum())} of {len(tiles)} tiles, recall {recall:.0%}")
     gap = torch.ones(*panels[0].shape[:2], 8, 3)
-    joined = [part for panel in panels for part in (gap, panel)][1:]
-    write_gif(args.out, (torch.cat(joined, dim=2) * 255).round().byte(), fps=args.fps)
+    pieces = [part for panel in panels for part in (gap, panel)][1:]
+    write_gif(args.out, (torch.cat(pieces, dim=2) * 255).round().byte(), fps=args.fps)
     print(f"{args.out}: {clip.caption!r}, step {run.step}, query tile {query}")
 
 

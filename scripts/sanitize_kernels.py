@@ -64,7 +64,7 @@ def problem(seed: int, at: torch.device) -> str:
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
     gate_coarse, gate_fine = (torch.randn_like(q, requires_grad=True) for _ in range(2))
     q_blocks, kv_blocks, masked = case.q_blocks, case.kv_blocks, case.index
-    listed = BlockIndex(kv_indices=masked.kv_indices, kv_num_blocks=masked.kv_num_blocks)
+    plain_index = BlockIndex(kv_indices=masked.kv_indices, kv_num_blocks=masked.kv_num_blocks)
     sides: dict[str, Any] = {**case.blocks, "backend": "triton"}
     topk = rng.randint(1, kv_blocks.num)
     gate = rng.choice([None, gate_fine])
@@ -100,12 +100,12 @@ def problem(seed: int, at: torch.device) -> str:
         select_share(scores, 0.7, crossing="keep", backend="triton"),
         select_share(scores, rng.random(), crossing="drop", candidates=marks[0], always=marks[1], backend="triton"),
         # broadcast over batch and heads, some empty, with spare entries out of range
-        listed,
+        plain_index,
         masked,
         # every other entry of wider tensors
         BlockIndex(
-            kv_indices=listed.kv_indices.repeat_interleave(2, -1)[..., ::2],
-            kv_num_blocks=listed.kv_num_blocks.repeat_interleave(2, -1)[..., ::2],
+            kv_indices=plain_index.kv_indices.repeat_interleave(2, -1)[..., ::2],
+            kv_num_blocks=plain_index.kv_num_blocks.repeat_interleave(2, -1)[..., ::2],
         ),
     ]
     for index in indices:
@@ -122,14 +122,14 @@ def _without_gradient(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, sides: di
     """Run the forward-only ops, skipping and gathered attention, over lists of several lengths."""
     batch, heads, num_q, num_kv = scores.shape
     shares = torch.rand(batch, 1, num_q, device=q.device)
-    chosen = select_share(scores, shares, crossing="exceed", backend="triton")
+    index = select_share(scores, shares, crossing="exceed", backend="triton")
     bars = torch.full((heads,), -1.0, device=q.device)
     rows = 1 << (max(1, largest // 4).bit_length() - 1)
     for keeps_sum in (True, False):
-        out, _ = skipping_attn(q, k, v, chosen, thresholds=bars, slice_rows=rows, keeps_sum=keeps_sum, **sides)
+        out, _ = skipping_attn(q, k, v, index, thresholds=bars, slice_rows=rows, keeps_sum=keeps_sum, **sides)
         assert out.isfinite().all()
     for size in (1, 3):
-        out, lse = gathered_attn(q, k, v, _groups(chosen.to_dense(num_kv), size), **sides)
+        out, lse = gathered_attn(q, k, v, _groups(index.to_dense(num_kv), size), **sides)
         assert out.isfinite().all()
         assert lse.isfinite().all()
 
@@ -145,8 +145,8 @@ def _groups(mask: Tensor, size: int) -> TileGroups:
 
 
 def _backward(out: Tensor, *inputs: Tensor | None) -> None:
-    wanted = [x for x in inputs if x is not None]
-    grads = torch.autograd.grad(out, wanted, torch.randn_like(out))
+    tensors = [x for x in inputs if x is not None]
+    grads = torch.autograd.grad(out, tensors, torch.randn_like(out))
     for x in (out, *grads):
         assert x.isfinite().all(), "a result is not finite"
 

@@ -78,11 +78,11 @@ def candidates(kernel: str, dtype: torch.dtype, arch: int, pinned: Config) -> li
     if kernel.endswith("dkv"):
         grid = [{**config, "DP_FIRST": first} for config in grid for first in (0, 1)]
     unknown = {name: value for name, value in pinned.items() if name not in _FIELDS}
-    found = [pinned]
+    configs = [pinned]
     for config in ({**config, **unknown} for config in grid):
-        if config not in found:
-            found.append(config)
-    return found
+        if config not in configs:
+            configs.append(config)
+    return configs
 
 
 class Problem(NamedTuple):
@@ -140,11 +140,11 @@ def _runner(kernel: str, args: Any, saved: Any, half: bool) -> Callable[[], Any]
     if mask is None:
         return lambda: bwd._run_dkv(*saved, *args, Plan.of(kernel, q, k, mask, half), (None, None))
     # transposed and ordered once, because that is not part of the kernel
-    made = triton_bwd.transpose(mask.index.kv_indices, mask.index.kv_num_blocks, mask.kv_blocks.num)
-    order = triton_bwd.long_first(made, None, q.shape[0], q.shape[2], 1)
+    columns = triton_bwd.transpose(mask.index.kv_indices, mask.index.kv_num_blocks, mask.kv_blocks.num)
+    order = triton_bwd.long_first(columns, None, q.shape[0], q.shape[2], 1)
 
     def run() -> Any:
-        with mock.patch.multiple(triton_bwd, transpose=lambda *_: made, long_first=lambda *_: order):
+        with mock.patch.multiple(triton_bwd, transpose=lambda *_: columns, long_first=lambda *_: order):
             return bwd._run_dkv(*saved, *args, Plan.of(kernel, q, k, mask, half), (None, None))
 
     return run
@@ -160,8 +160,8 @@ def checked(p: Problem, config: Config, dtype: torch.dtype) -> Callable[[], Any]
         with mock.patch.object(triton_tiles, "config", side_effect=lambda *_: dict(config)):
             return p.run()
 
-    got = run()
-    for x, want in zip(got if isinstance(got, tuple) else (got,), p.want, strict=True):
+    result = run()
+    for x, want in zip(result if isinstance(result, tuple) else (result,), p.want, strict=True):
         error = float((x.double() - want.double()).norm() / want.double().norm())
         if not error <= (2e-2 if dtype.itemsize == 2 else 1e-4):
             raise ValueError(f"wrong result, off by {error:.3g}")

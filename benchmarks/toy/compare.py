@@ -23,9 +23,9 @@ from vsa.evaluation.figures import read_metric
 
 def command(*arguments: str) -> None:
     """Run a command of this project with its progress bars; raises ValueError if it fails."""
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT)
-    if done.returncode:
-        raise ValueError(f"{' '.join(arguments)} ended with status {done.returncode}")
+    process = subprocess.run([sys.executable, *arguments], cwd=ROOT)
+    if process.returncode:
+        raise ValueError(f"{' '.join(arguments)} ended with status {process.returncode}")
 
 
 def row(run: Path, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def main() -> None:
         "shape": "{shape:.1%}",
     }
     table = Table(*columns, title="sparse against dense attention at equal training FLOPs")
-    for found in rows:
-        table.add_row(*(cell.format(**found, pflops=found["flops"] / 1e15) for cell in columns.values()))
+    for record in rows:
+        table.add_row(*(cell.format(**record, pflops=record["flops"] / 1e15) for cell in columns.values()))
     Console().print(table)
     write_json(args.dense / "compare.json", rows)
 

@@ -96,11 +96,11 @@ def refuse_other_objectives(runs: Sequence[LoadedRun]) -> None:
     """Raise ValueError for runs with different losses, because finished runs with any settings are kept."""
     first = objective(runs[0])
     for run in runs[1:]:
-        found = objective(run)
-        for key in sorted(first.keys() | found.keys()):
-            if first.get(key) != found.get(key):
+        other = objective(run)
+        for key in sorted(first.keys() | other.keys()):
+            if first.get(key) != other.get(key):
                 raise ValueError(
-                    f"{run.source} was trained with objective.{key}={found.get(key)}, {runs[0].source} with "
+                    f"{run.source} was trained with objective.{key}={other.get(key)}, {runs[0].source} with "
                     f"{first.get(key)}: use another folder"
                 )
 
@@ -116,11 +116,11 @@ def sampled(
         **{f"{name} student": (runs[name], {}) for name in STUDENTS},
     }
     rows = {}
-    for name, (run, given) in how.items():
+    for name, (run, options) in how.items():
         blocks: Any = run.model.blocks
         # full attention does not read the top-k of its schedule
         dense = all(isinstance(block.method, FullAttention) for block in blocks)
-        rows[name] = run, run.settings(seed=seed, batch_size=batch_size, at="dense" if dense else "current", **given)
+        rows[name] = run, run.settings(seed=seed, batch_size=batch_size, at="dense" if dense else "current", **options)
     return rows
 
 
@@ -145,16 +145,16 @@ def matching_clips(prompts: Sequence[str], seed: int) -> list[int]:
     open_places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         open_places.setdefault(prompt, []).append(place)
-    found = [0] * len(prompts)
+    indices = [0] * len(prompts)
     index = 0
     while open_places:
         caption = caption_of(clip_attributes(seed, index))
         if caption in open_places:
-            found[open_places[caption].pop(0)] = index
+            indices[open_places[caption].pop(0)] = index
             if not open_places[caption]:
                 del open_places[caption]
         index += 1
-    return found
+    return indices
 
 
 def real_latents(run: LoadedRun, prompts: Sequence[str], seed: int, shape: Sequence[int]) -> Tensor:
@@ -256,12 +256,12 @@ def main(argv: list[str] | None = None) -> None:
             record, frames = evaluate(rows, prompts, seed, args.out, progress)
             records.append(record)
             pictures.append(frames)
-    found = summary(args.seeds, records)
-    found["objective"] = objective(loaded[args.seeds[0]]["dense"])
-    found |= {"clips": args.clips, "overrides": args.overrides, "torch": torch.__version__}
-    write_json(args.out / "compare.json", found)
-    draw(found, [prompts[i] for i in SHOWN], pictures[0], args.out / "compare.png")
-    show(found)
+    results = summary(args.seeds, records)
+    results["objective"] = objective(loaded[args.seeds[0]]["dense"])
+    results |= {"clips": args.clips, "overrides": args.overrides, "torch": torch.__version__}
+    write_json(args.out / "compare.json", results)
+    draw(results, [prompts[i] for i in SHOWN], pictures[0], args.out / "compare.png")
+    show(results)
 
 
 if __name__ == "__main__":

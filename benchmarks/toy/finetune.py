@@ -51,12 +51,12 @@ def summary(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
         return steps.tolist(), values.tolist()
 
     curves: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in ARMS}
-    for arm, found in curves.items():
+    for arm, arm_curves in curves.items():
         for seed in seeds:
             (steps, loss), (topk_steps, topk) = (read(seed, arm, name) for name in ("val/loss", "sparsity/topk"))
-            found.append({"step": steps, "val_loss": loss, "topk_step": topk_steps, "topk": topk})
+            arm_curves.append({"step": steps, "val_loss": loss, "topk_step": topk_steps, "topk": topk})
     start = [read(seed, "pretrained", "val/loss")[1][-1] for seed in seeds]
-    end = {arm: [curve["val_loss"][-1] for curve in found] for arm, found in curves.items()}
+    end = {arm: [curve["val_loss"][-1] for curve in arm_curves] for arm, arm_curves in curves.items()}
     return {"seeds": list(seeds), "pretrained": start, "end": end, "curves": curves}
 
 
@@ -72,11 +72,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     arms = {arm: (args.steps, ("experiment=finetune_toy", *own)) for arm, own in ARMS.items()}
     train_all(args, "pretrained", args.pretrain_steps, arms)
-    found = summary(args.out, args.seeds)
-    found |= {"pretrain_steps": args.pretrain_steps, "steps": args.steps, "overrides": args.overrides}
-    write_json(args.out / "compare.json", found)
-    draw(found, args.out / "compare.png")
-    show(found)
+    results = summary(args.out, args.seeds)
+    results |= {"pretrain_steps": args.pretrain_steps, "steps": args.steps, "overrides": args.overrides}
+    write_json(args.out / "compare.json", results)
+    draw(results, args.out / "compare.png")
+    show(results)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -84,8 +84,8 @@ def _job(folder: Path, steps: int, overrides: Sequence[str]) -> Job:
     own = (f"trainer.max_steps={steps}", "overwrite=true", f"run_dir={folder}", "callbacks.samples=null")
     quiet = ("callbacks.progress=null", "trainer.enable_progress_bar=false")
     # dense arms do not use the sparsity that is set for all arms
-    used = without_tiles_kept(overrides) if "attention=full" in overrides else overrides
-    command = [sys.executable, str(ROOT / "train.py"), *used, *own, *quiet]
+    settings = without_tiles_kept(overrides) if "attention=full" in overrides else overrides
+    command = [sys.executable, str(ROOT / "train.py"), *settings, *own, *quiet]
     return Job(str(folder), command, folder.parent / f"{folder.name}.log")
 
 

@@ -67,15 +67,15 @@ def unseen_clips(count: int, seed: int, size: tuple[int, int, int]) -> list[Tens
 
 def read_clips(folder: Path) -> tuple[list[Tensor], list[str], dict[str, Any], Codec]:
     """Clips of a folder of samples, their captions, the settings of their sampling, and their codec."""
-    made = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
-    clips, codec = made.pop("clips"), HaarCodec()
-    theirs = (made.get("codec") or {}).get("hash")
+    settings = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
+    clips, codec = settings.pop("clips"), HaarCodec()
+    theirs = (settings.get("codec") or {}).get("hash")
     if theirs != codec.hash:
         raise ValueError(f"{folder} is decoded by another codec than {codec.id} (hash {theirs}): score its run instead")
     for clip in clips:
         parse_caption(clip["prompt"])
     videos = [read_video(folder / clip["mp4"])[0] for clip in clips]
-    return videos, [clip["prompt"] for clip in clips], made, codec
+    return videos, [clip["prompt"] for clip in clips], settings, codec
 
 
 def refuse_other_data(checkpoint: Checkpoint) -> None:
@@ -133,14 +133,20 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"clips must be at least 1, got {args.clips}")
     folder: Path = args.clips_or_run
     if (folder / "samples.json").is_file():
-        videos, captions, made, codec = read_clips(folder)
+        videos, captions, settings, codec = read_clips(folder)
     else:
-        videos, captions, made, codec = sample(args)
+        videos, captions, settings, codec = sample(args)
         folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     scores = score_beside(videos, captions, codec, rendered=args.clips, seed=args.seed)
     print_table(scores, len(captions))
     out = args.out if args.out is not None else folder / "score.json"
-    record = {"clips": len(captions), "scores": scores, "codec": codec.id, "settings": made, "torch": torch.__version__}
+    record = {
+        "clips": len(captions),
+        "scores": scores,
+        "codec": codec.id,
+        "settings": settings,
+        "torch": torch.__version__,
+    }
     write_json(out, record)
     print(f"score in {out}")
 

@@ -138,8 +138,8 @@ class BlockIndex:
 
     def to_dense(self, num_kv_blocks: int) -> Tensor:
         """Bool block mask `[B|1, H|1, Nq, num_kv_blocks]`, True where any token pair may attend."""
-        kept = torch.arange(self.kv_indices.shape[-1], device=self.kv_indices.device) < self.kv_num_blocks[..., None]
+        in_list = torch.arange(self.kv_indices.shape[-1], device=self.kv_indices.device) < self.kv_num_blocks[..., None]
         # entries past the count are never read: send them to a spare column
-        columns = torch.where(kept, self.kv_indices, num_kv_blocks).long()
+        columns = torch.where(in_list, self.kv_indices, num_kv_blocks).long()
         mask = torch.zeros(*self.kv_indices.shape[:-1], num_kv_blocks + 1, dtype=torch.bool, device=columns.device)
         return mask.scatter_(-1, columns, True)[..., :num_kv_blocks]

@@ -43,8 +43,8 @@ def config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device)
 @functools.cache
 def _config(kernel: str, head_dim: int, bits: int, arch: int) -> dict[str, Any]:
     table: dict[str, dict[str, dict[str, Any]]] = _table()[kernel]
-    known = sorted(int(name) for name in table)
-    by_dtype = table[str(max([name for name in known if name <= arch], default=known[0]))][str(max(bits, 16))]
+    archs = sorted(int(name) for name in table)
+    by_dtype = table[str(max([name for name in archs if name <= arch], default=archs[0]))][str(max(bits, 16))]
     dims = sorted(int(name) for name in by_dtype)
     return by_dtype[str(min([name for name in dims if name >= head_dim], default=dims[-1]))]
 
@@ -78,14 +78,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     # constants by name, since two calls may order them differently; plain integers are most of the arguments and skip
     # the call of `_kind`
     key = (kernel.fn, device, *[x if type(x) is int else _kind(x) for x in args], frozenset(constants.items()))
-    known = _compiled.get(key)
-    if known is None:
+    entry = _compiled.get(key)
+    if entry is None:
         compiled = kernel[grid](*args, **constants)
         # interpreted kernels return nothing
         if compiled is not None:
             _compiled[key] = (compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
     else:
-        compiled, rest = known
+        compiled, rest = entry
         compiled[(*grid, 1, 1)](*args, *rest)
 
 

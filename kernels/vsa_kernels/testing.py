@@ -81,9 +81,9 @@ def make_case(
     dout = torch.randn(batch, L, heads, head_dim, generator=g).to(dtype)
     dlse = torch.randn(batch, heads, L, generator=g)
     rows = (index_batch or batch, index_heads or heads, Nq)
-    listed = torch.rand(*rows, Nkv, generator=g) < density
-    masked = (torch.rand(*rows, Nkv, generator=g) < 0.5) & listed if fine else torch.zeros_like(listed)
-    index = index_of(listed, masked if fine else None, max(q_sizes), max(kv_sizes), g)
+    block_mask = torch.rand(*rows, Nkv, generator=g) < density
+    masked = (torch.rand(*rows, Nkv, generator=g) < 0.5) & block_mask if fine else torch.zeros_like(block_mask)
+    index = index_of(block_mask, masked if fine else None, max(q_sizes), max(kv_sizes), g)
     valid = None
     if kv_valid:
         valid = torch.stack([torch.randint(0, n + 1, (batch,), generator=g) for n in kv_sizes], 1).int()
@@ -106,8 +106,8 @@ def index_of(listed: Tensor, masked: Tensor | None, block_q: int, block_kv: int,
     plain = BlockIndex(kv_indices=indices, kv_num_blocks=listed.sum(-1, dtype=torch.int32))
     if masked is None:
         for row in _rows(listed):
-            chosen = listed[row].nonzero().squeeze(-1)
-            indices[row][: len(chosen)] = chosen.int()
+            blocks = listed[row].nonzero().squeeze(-1)
+            indices[row][: len(blocks)] = blocks.int()
         return plain
     bits = fine_masks(block_q, block_kv, g)
     for row in _rows(listed):
@@ -137,7 +137,7 @@ def expand_mask(case: Case) -> Tensor:
     index = _on("cpu", case.index)
     q_at, kv_at = case.q_blocks.offsets.tolist(), case.kv_blocks.offsets.tolist()
     valid = None if case.kv_valid is None else case.kv_valid.cpu()
-    allowed = torch.zeros(B, H, L, case.k.shape[1], dtype=torch.bool)
+    mask = torch.zeros(B, H, L, case.k.shape[1], dtype=torch.bool)
     for b, h, n in _rows(torch.empty(B, H, len(q_at) - 1, 1)):
         row = (b % index.kv_indices.shape[0], h % index.kv_indices.shape[1], n)
         for slot in range(int(index.kv_num_blocks[row])):
@@ -148,21 +148,21 @@ def expand_mask(case: Case) -> Tensor:
                 bits = index.mask_bits[int(index.mask_ids[row][slot])][: bits.shape[0], :size].clone()  # type: ignore[index]
             if valid is not None:
                 bits[:, int(valid[b, block]) :] = False
-            allowed[b, h, q_at[n] : q_at[n + 1], kv_at[block] : kv_at[block + 1]] = bits
-    return allowed
+            mask[b, h, q_at[n] : q_at[n + 1], kv_at[block] : kv_at[block + 1]] = bits
+    return mask
 
 
 def define(case: Case) -> dict[str, Tensor]:
     """The definition: out, lse, dq, dk, dv of a case by a dense masked softmax in fp64 and autograd."""
     case = case.to(torch.float64)
-    allowed = expand_mask(case).to(case.q.device)
+    mask = expand_mask(case).to(case.q.device)
     q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
     group = q.shape[2] // k.shape[2]
     kh, vh = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scale = q.shape[3] ** -0.5 if case.scale is None else case.scale
-    some = allowed.any(-1)
+    some = mask.any(-1)
     logits = torch.einsum("blhd,bshd->bhls", q, kh) * scale
-    logits = logits.masked_fill(~allowed, -torch.inf).masked_fill(~some[..., None], 0)
+    logits = logits.masked_fill(~mask, -torch.inf).masked_fill(~some[..., None], 0)
     p = torch.softmax(logits, -1) * some[..., None]
     out = torch.einsum("bhls,bshd->blhd", p, vh)
     lse = torch.logsumexp(logits, -1).masked_fill(~some, -torch.inf)
@@ -189,13 +189,13 @@ def summed_terms(case: Case) -> dict[str, float]:
     q, k, v, dout = (x.abs().transpose(1, 2) for x in (case.q, case.k, case.v, case.dout))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scale = case.q.shape[3] ** -0.5 if case.scale is None else case.scale
-    allowed = expand_mask(case).to(q.device)
+    mask = expand_mask(case).to(q.device)
     # tokens past kv_valid may hold anything
-    k, v = (x.masked_fill(~allowed.any(2)[..., None], 0) for x in (k, v))
+    k, v = (x.masked_fill(~mask.any(2)[..., None], 0) for x in (k, v))
     exact = define(case)
     logits = torch.einsum("blhd,bshd->bhls", case.q, case.k.repeat_interleave(group, 2)) * scale
     lse = exact["lse"].masked_fill(exact["lse"].isinf(), 0)
-    p = (logits - lse[..., None]).masked_fill(~allowed, -torch.inf).exp()
+    p = (logits - lse[..., None]).masked_fill(~mask, -torch.inf).exp()
     out = exact["out"].abs().transpose(1, 2)
     ds = p * (dout @ v.transpose(2, 3) + (dout * out).sum(-1, keepdim=True) + case.dlse.nan_to_num().abs()[..., None])
     dk, dv = ds.transpose(2, 3) @ q * scale, p.transpose(2, 3) @ dout
@@ -227,14 +227,14 @@ def assert_within_budget(actual: Tensor, plain: Tensor, exact: Tensor, name: str
     assert not actual.isnan().any(), f"{name}: NaN in the result"
     infinite = exact.isinf()
     assert torch.equal(actual.double()[infinite], exact[infinite]), f"{name}: infinities differ"
-    error, allowed = ((x.double() - exact).abs()[~infinite] for x in (actual, plain))
+    error, plain_error = ((x.double() - exact).abs()[~infinite] for x in (actual, plain))
     if not error.numel():
         return
     size, eps = exact.abs()[~infinite], torch.finfo(actual.dtype).eps
     for kind in ("max", "mean"):
-        got, budget, rounding = (float(getattr(x, kind)()) for x in (error, allowed, size))
+        actual_error, budget, rounding = (float(getattr(x, kind)()) for x in (error, plain_error, size))
         limit = 2 * budget + eps * rounding + torch.finfo(torch.float32).eps * terms
-        assert got <= limit, f"{name}: expected a {kind} error of at most {limit:.3g}, got {got:.3g}"
+        assert actual_error <= limit, f"{name}: expected a {kind} error of at most {limit:.3g}, got {actual_error:.3g}"
 
 
 def _rows(x: Tensor) -> list[tuple[int, int, int]]:

@@ -56,9 +56,9 @@ _NO_SPARSITY = ("dense", "free", "block without", "text", "VAE", "permutation", 
 
 def table(report: dict[str, Any]) -> str:
     """Format a report as a Markdown table, without columns that older reports lack."""
-    rows, shown = report["rows"], report["machine"]
-    where = shown.get("gpu") or f"{shown['cpu']}, {shown['cores']} cores, {shown['threads']} threads"
-    named = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    rows, hardware = report["rows"], report["machine"]
+    where = hardware.get("gpu") or f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads"
+    version_text = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     spread = ("p20_ms", "p80_ms") if any("p20_ms" in r for r in rows) else ("min_ms", "max_ms")
     words = "20th to 80th percentile" if spread[0] == "p20_ms" else "min to max"
     columns = {
@@ -89,7 +89,7 @@ def table(report: dict[str, Any]) -> str:
     # columns without values are left out
     cells = {name: values for name, values in cells.items() if any(v not in (None, "-") for v in values)}
     lines = [
-        f"`{report['command']}` on {report['date']}: {where}; {named}",
+        f"`{report['command']}` on {report['date']}: {where}; {version_text}",
         "",
         "| " + " | ".join(cells) + " |",
         "|---" * len(cells) + "|",
@@ -173,10 +173,10 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         "notes": [],
     }
     for shape in shapes:
-        got = measure_shape(args.case, shape, setup)
-        report["rows"] += got.rows
-        report["notes"] += got.notes
-        report["skipped"] += [{"name": shape.name, "op": op, "reason": why} for op, why in got.skipped.items()]
+        result = measure_shape(args.case, shape, setup)
+        report["rows"] += result.rows
+        report["notes"] += result.notes
+        report["skipped"] += [{"name": shape.name, "op": op, "reason": why} for op, why in result.skipped.items()]
         # saved after every shape, so that a later failure loses nothing
         if args.out:
             with atomic_file(args.out) as temporary:

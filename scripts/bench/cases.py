@@ -99,23 +99,23 @@ def layer(shape: Shape, setup: Setup) -> Measured:
     def build(name: str) -> tuple[Layer, dict[str, Any]]:
         torch.manual_seed(0)
         method = attention_of(shape, name)(dim=heads * head_dim, num_heads=heads, head_dim=head_dim)
-        built = Layer.build(
+        dit_layer = Layer.build(
             method, shape.grid_thw, shape.batch, shape.topk, setup.dtype, setup.device,
             text_tokens=TEXT_TOKENS, ffn_dim=model_size(shape)["ffn_dim"],
         )  # fmt: skip
         # no TFLOP/s, because most matrix products are projections
-        return built, {"inputs": (built.x, *built.block.parameters()), "dout": built.dout}
+        return dit_layer, {"inputs": (dit_layer.x, *dit_layer.block.parameters()), "dout": dit_layer.dout}
 
     for name in ("dense", *setup.backends):
-        built, read = build(name)
-        for part, call in (("attention", built.attention), ("block", built.whole)):
+        dit_layer, read = build(name)
+        for part, call in (("attention", dit_layer.attention), ("block", dit_layer.whole)):
             ops.append(Op(name=f"{part}, {name}", call=call, against=(f"{part}, dense",), **read))
     ops.sort(key=lambda op: op.name.split(",")[0])
     for mode in setup.modes:
-        built, read = build("free")
+        dit_layer, read = build("free")
         name = f"block without self-attention, {mode}"
-        checks.check_measured_block(built.run_in(mode), name)
-        ops.append(Op(name=name, call=built.whole, against=(), **read))
+        checks.check_measured_block(dit_layer.run_in(mode), name)
+        ops.append(Op(name=name, call=dit_layer.whole, against=(), **read))
     return Measured(measure(ops, setup), {})
 
 
@@ -201,20 +201,20 @@ def measure_shape(case: str, shape: Shape, setup: Setup) -> Measured:
     if shape.group > 1 and case not in ("fine", "selection"):
         raise ValueError(f"shape {shape.name} has query blocks of several tiles: only fine and selection support it")
     with fast_sdpa(setup.device) if case in NETWORK_CASES else nullcontext():
-        got = CASES[case].run(shape, setup)
+        result = CASES[case].run(shape, setup)
     common = {**shape.row(), "dtype": str(setup.dtype).removeprefix("torch.")}
     if case not in OWN_LISTS:
         common["lists"] = setup.lists
-    return Measured([{**common, **row} for row in got.rows], got.skipped, got.notes)
+    return Measured([{**common, **row} for row in result.rows], result.skipped, result.notes)
 
 
 def _check_operator_of(p: Problem, backend: str) -> None:
     case = p.case
     with torch.no_grad():
-        got = coarse_fine_attn(
+        output = coarse_fine_attn(
             case.q, case.k, case.v, p.gate_coarse, p.gate_fine, **case.blocks, topk=p.shape.topk, backend=backend
         )
-    checks.check_measured_operator(p, got, f"the operator on backend {backend}")
+    checks.check_measured_operator(p, output, f"the operator on backend {backend}")
 
 
 def _ours(name: str, p: Problem, backend: str, call: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Op:

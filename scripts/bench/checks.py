@@ -57,11 +57,11 @@ def check_operator(backend: str, dtype: torch.dtype, device: torch.device) -> st
     def result(backend: Any, dtype: torch.dtype, scale: float | None = None) -> dict[str, Tensor]:
         *leaves, dout = (x.to(dtype).requires_grad_() for x in inputs)
         sides: dict[str, Any] = {"q_blocks": blocks, "kv_blocks": blocks, "topk": topk, "scale": scale}
-        got = coarse_fine_attn(*leaves, **sides, backend=backend)
+        output = coarse_fine_attn(*leaves, **sides, backend=backend)
         names = ("dq", "dk", "dv", "dgate_coarse", "dgate_fine")
-        grads = torch.autograd.grad(got.out, leaves, dout.detach())
-        listed = got.index.to_dense(blocks.num).to(dtype)
-        return {"listed": listed, "out": got.out.detach(), **dict(zip(names, grads, strict=True))}
+        grads = torch.autograd.grad(output.out, leaves, dout.detach())
+        block_mask = output.index.to_dense(blocks.num).to(dtype)
+        return {"listed": block_mask, "out": output.out.detach(), **dict(zip(names, grads, strict=True))}
 
     exact, plain = result("reference", torch.float64), result("reference", dtype)
     damaged = result(backend, dtype, scale=1.0)
@@ -107,8 +107,8 @@ def check_block(mode: str, dtype: torch.dtype, device: torch.device) -> str:
     what = f"the {mode} block without self-attention"
 
     def refuse_wrong(layer: Layer) -> None:
-        for name, got in layer.results().items():
-            refuse_far(f"{what}: {name}", got, exact[name], dtype)
+        for name, result in layer.results().items():
+            refuse_far(f"{what}: {name}", result, exact[name], dtype)
 
     refuse_wrong(layer)
     try:
@@ -124,8 +124,8 @@ def check_measured_block(layer: Layer, what: str) -> None:
     exact = layer.exact(rows).results()
     out = layer.whole()
     (dx,) = torch.autograd.grad(out, layer.x, layer.dout)
-    for name, got in (("out", out.detach()), ("dx", dx)):
-        refuse_far(f"{what}: {name}", got[:, rows], exact[name], got.dtype)
+    for name, result in (("out", out.detach()), ("dx", dx)):
+        refuse_far(f"{what}: {name}", result[:, rows], exact[name], result.dtype)
 
 
 def compare(
@@ -137,8 +137,8 @@ def compare(
         ValueError: an error exceeds its budget, or the damaged result stays within the budget.
     """
 
-    def agrees(got: dict[str, Tensor]) -> None:
-        for name, x in got.items():
+    def agrees(results: dict[str, Tensor]) -> None:
+        for name, x in results.items():
             assert_within_budget(x, plain[name], exact[name], name)
 
     try:
@@ -227,7 +227,7 @@ def check_measured(case: Case, backend: str) -> None:
     spot = Spot(case=case, b=0, h=0)
     n = case.q_blocks.num // 2
     rows, columns, _, ds = spot.block(n)
-    found = {f"dq of query block {n}": (spot.take(dq, rows), ds @ spot.take(case.k, columns))}
+    comparisons = {f"dq of query block {n}": (spot.take(dq, rows), ds @ spot.take(case.k, columns))}
     # gradients of the last kv block of this list, summed over all query blocks that list it
     j = spot.listed(n)[-1]
     own = spot.tokens(case.kv_blocks, [j])
@@ -235,12 +235,15 @@ def check_measured(case: Case, backend: str) -> None:
     for i in range(case.q_blocks.num):
         if j in spot.listed(i):
             rows, columns, p, ds = spot.block(i)
-            seen = (columns >= own[0]) & (columns <= own[-1])
-            want_v = want_v + p[:, seen].T @ spot.take(case.dout, rows)
-            want_k = want_k + ds[:, seen].T @ spot.take(case.q, rows)
-    found |= {f"dk of kv block {j}": (spot.take(dk, own), want_k), f"dv of kv block {j}": (spot.take(dv, own), want_v)}
-    for name, (got, want) in found.items():
-        refuse_far(f"backend {backend}: {name}", got, want, q.dtype)
+            own_columns = (columns >= own[0]) & (columns <= own[-1])
+            want_v = want_v + p[:, own_columns].T @ spot.take(case.dout, rows)
+            want_k = want_k + ds[:, own_columns].T @ spot.take(case.q, rows)
+    comparisons |= {
+        f"dk of kv block {j}": (spot.take(dk, own), want_k),
+        f"dv of kv block {j}": (spot.take(dv, own), want_v),
+    }
+    for name, (actual, expected) in comparisons.items():
+        refuse_far(f"backend {backend}: {name}", actual, expected, q.dtype)
 
 
 def check_measured_operator(p: Problem, got: CoarseFineOutput, what: str) -> None:
@@ -253,16 +256,16 @@ def check_measured_operator(p: Problem, got: CoarseFineOutput, what: str) -> Non
         rows = torch.arange(at[n], at[n + 1], device=p.device)
         k_mean, v_mean = (_means(x[b, :, h * x.shape[2] // case.q.shape[2]], case.kv_blocks) for x in (case.k, case.v))
         scores = k_mean @ spot.take(case.q, rows).mean(0) * case.q.shape[-1] ** -0.5
-        listed = spot.listed(n)
-        if listed != sorted(set(listed)) or len(listed) != min(p.shape.topk, case.kv_blocks.num):
+        blocks = spot.listed(n)
+        if blocks != sorted(set(blocks)) or len(blocks) != min(p.shape.topk, case.kv_blocks.num):
             raise ValueError(
-                f"{what}: query block {n} has an invalid list of {len(listed)} blocks, no speed is printed"
+                f"{what}: query block {n} has an invalid list of {len(blocks)} blocks, no speed is printed"
             )
         rest = torch.ones_like(scores, dtype=torch.bool)
-        rest[listed] = False
+        rest[blocks] = False
         # scores may be computed in tf32
         slack = float(scores.abs().max()) * (4e-3 if p.dtype.itemsize == 2 else 1e-5)
-        if rest.any() and float(scores[listed].min()) < float(scores[rest].max()) - slack:
+        if rest.any() and float(scores[blocks].min()) < float(scores[rest].max()) - slack:
             raise ValueError(f"{what}: query block {n} does not list its best blocks, no speed is printed")
         coarse = torch.softmax(scores, 0) @ v_mean
         gates = [spot.take(x, rows) for x in (p.gate_coarse, p.gate_fine)]

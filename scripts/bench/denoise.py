@@ -218,7 +218,7 @@ def _whole_rows(
     mode: str, names: list[str], rows: dict[str, dict[str, Any]], around: dict[str, dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Sums from caption to pixels, for the parts that could be measured; guidance also needs the empty caption."""
-    found, notes = list[dict[str, Any]](), list[str]()
+    whole_rows, notes = list[dict[str, Any]](), list[str]()
     for codec in (key for key in around if key.startswith("VAE")):
         if not {_captions(1), _captions(2)} <= set(around):
             break
@@ -231,9 +231,9 @@ def _whole_rows(
         sparse = [whole(_few(name), 1) for name in names]
         for row in (dense, *sparse):
             against(row, dense)
-        found += [dense, *sparse]
+        whole_rows += [dense, *sparse]
         notes += [f"{mode}, with text encoder and {codec}: {row['speedup']:.2f}x, {row['op']}" for row in sparse]
-    return found, notes
+    return whole_rows, notes
 
 
 def _text_and_vae(shape: Shape, latents: Tensor, setup: Setup) -> tuple[dict[str, dict[str, Any]], Skipped]:

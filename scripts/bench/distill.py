@@ -47,11 +47,11 @@ class Distillation:
         torch.manual_seed(0)
 
         def network(attention: str, trained: bool) -> VideoDiT:
-            made = video_dit(shape, attention, device).requires_grad_(trained)
-            fill_zeros(made)
+            dit = video_dit(shape, attention, device).requires_grad_(trained)
+            fill_zeros(dit)
             level: Level = "full" if trained else "none"
-            parallelize(made, None, ParallelPlan(activation_checkpointing=level, compile=compile), device.type)
-            return made
+            parallelize(dit, None, ParallelPlan(activation_checkpointing=level, compile=compile), device.type)
+            return dit
 
         self.networks = Networks(
             generator=network(attention, True), fake_score=network("dense", True), real_score=network("dense", False)
@@ -89,11 +89,11 @@ class Distillation:
         self.optimizers[trained].zero_grad(set_to_none=True)
         # the first iteration that draws this step
         iteration = next(i for i in count() if self.objective.index(seed=0, iteration=i, update=trained) == index)
-        given: dict[str, Any] = {"seed": 0, "iteration": iteration, "topk": self.topk}
+        options: dict[str, Any] = {"seed": 0, "iteration": iteration, "topk": self.topk}
         if trained == "generator":
-            scored = self.objective.generator_update(self.networks, self.batch, self.latents, self.negative, **given)
+            scored = self.objective.generator_update(self.networks, self.batch, self.latents, self.negative, **options)
         else:
-            scored = self.objective.fake_score_update(self.networks, self.batch, self.latents, **given)
+            scored = self.objective.fake_score_update(self.networks, self.batch, self.latents, **options)
         weighted_loss(scored.loss, torch.ones_like(scored.loss), self.batch.num_slots).backward()
         return scored
 
@@ -128,13 +128,13 @@ class Distillation:
                 raise ValueError(f"the {trained}'s update has no finite loss, no speed is printed")
             for role in ("generator", "fake_score", "real_score"):
                 grads = [p.grad for p in getattr(self.networks, role).parameters()]
-                found = [local(g).norm() for g in grads if g is not None]
-                if role != trained and found:
+                norms = [local(g).norm() for g in grads if g is not None]
+                if role != trained and norms:
                     raise ValueError(f"the {trained}'s update reaches the {role}, no speed is printed")
-                norm = float(torch.stack(found).norm()) if found else 0.0
-                if role == trained and (len(found) < len(grads) or not 0 < norm < math.inf):
+                norm = float(torch.stack(norms).norm()) if norms else 0.0
+                if role == trained and (len(norms) < len(grads) or not 0 < norm < math.inf):
                     raise ValueError(
-                        f"the {trained}'s update has {len(found)} of {len(grads)} gradients, their norm is {norm}, "
+                        f"the {trained}'s update has {len(norms)} of {len(grads)} gradients, their norm is {norm}, "
                         "no speed is printed"
                     )
         self.forget_gradients()
@@ -169,9 +169,9 @@ def _iteration_rows(shape: Shape, name: str, mode: str, setup: Setup) -> dict[st
     def timed(calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
         runs = {part: torch.enable_grad()(call) for part, call in calls.items()}
         ops = [Op(name=f"{name}: {part}", call=run, passes=(kind,), warm_up=run) for part, run in runs.items()]
-        found = measure(ops, setup)
+        op_rows = measure(ops, setup)
         at_work.forget_gradients()
-        return dict(zip(calls, found, strict=True))
+        return dict(zip(calls, op_rows, strict=True))
 
     at_work.check()
     updates = ("generator update", "critic update")

@@ -119,10 +119,10 @@ class Schedule:
             now = denoising.at(step, step / _STEPS)
             if now.dense:
                 continue
-            kept = row_at(topk, now.progress, step)
-            assert isinstance(kept, int)
-            steps[kept] += 1
-            selecting[kept] += now.refresh
+            step_topk = row_at(topk, now.progress, step)
+            assert isinstance(step_topk, int)
+            steps[step_topk] += 1
+            selecting[step_topk] += now.refresh
         return cls(steps, selecting)
 
     @property
@@ -172,10 +172,10 @@ class HilbertProblem:
             sub_tokens=shape.block // 8,
         )
         layout = method.layout([Segment(shape.grid_thw)], device)
-        drawn = draw_captures(shape.grid_thw, heads=heads, head_dim=head_dim, device=str(device)).items[0]
+        capture = draw_captures(shape.grid_thw, heads=heads, head_dim=head_dim, device=str(device)).items[0]
         q, k, v = (
             layout.permute(x.to(dtype)).expand(shape.batch, -1, -1, -1).contiguous()
-            for x in (drawn.q, drawn.k, drawn.v)
+            for x in (capture.q, capture.k, capture.v)
         )
         dlse = q.new_zeros((shape.batch, heads, shape.tokens), dtype=torch.float32)
         blocks: dict[str, Any] = {"q_blocks": layout.blocks, "kv_blocks": layout.blocks}

@@ -96,14 +96,17 @@ def share_of(text: str) -> float:
 
 def mask_shapes(args: argparse.Namespace, device: torch.device) -> list[MaskShape]:
     """The problems of the command line."""
-    known = {shape.name: shape for shape in (*CPU_MASKS, *GPU_MASKS)}
-    unknown = [name for name in args.shapes or () if name not in known]
+    shapes_by_name = {shape.name: shape for shape in (*CPU_MASKS, *GPU_MASKS)}
+    unknown = [name for name in args.shapes or () if name not in shapes_by_name]
     if unknown:
-        raise ValueError(f"--shapes must be of {', '.join(known)}, got {', '.join(unknown)}")
+        raise ValueError(f"--shapes must be of {', '.join(shapes_by_name)}, got {', '.join(unknown)}")
     usual = GPU_MASKS if device.type == "cuda" else CPU_MASKS
-    given = {name: getattr(args, name) for name in ("q_tokens", "kv_tokens", "sparsities")}
-    changes = {name: tuple(values) for name, values in given.items() if values}
-    return [replace(shape, **changes) for shape in ([known[name] for name in args.shapes] if args.shapes else usual)]
+    options = {name: getattr(args, name) for name in ("q_tokens", "kv_tokens", "sparsities")}
+    changes = {name: tuple(values) for name, values in options.items() if values}
+    return [
+        replace(shape, **changes)
+        for shape in ([shapes_by_name[name] for name in args.shapes] if args.shapes else usual)
+    ]
 
 
 def fine_grained(shape: Shape, setup: Setup) -> Measured:
@@ -121,16 +124,16 @@ def fine_grained(shape: Shape, setup: Setup) -> Measured:
     dense = rows[0] if rows else None
     for tiles, sparsity in itertools.product(itertools.product(shape.q_tokens, shape.kv_tokens), shape.sparsities):
         counts = tuple(-(-shape.tokens // n) for n in tiles)
-        kept = torch.rand(shape.batch, shape.heads, *counts, generator=g, device=setup.device) >= sparsity
-        case = _case(shape, q, k, v, tiles, kept)
+        mask = torch.rand(shape.batch, shape.heads, *counts, generator=g, device=setup.device) >= sparsity
+        case = _case(shape, q, k, v, tiles, mask)
         for backend in setup.backends:
             plan = partial(plan_groups, case.index, counts[1], _ROWS // tiles[0], backend=backend)
             planning = Op(name=f"{backend}: planning", call=plan, passes=(FORWARD,), against=())
             rows += _measured([_attend(backend, backend, case, plan()), planning], case, setup, dense)
     for skew, backend in itertools.product(shape.skews, setup.backends):
-        kept = skewed(shape, skew, g)
-        case = _case(shape, q, k, v, shape.skewed_tiles, kept)
-        groups = plan_groups(case.index, kept.shape[3], _ROWS // shape.skewed_tiles[0], backend=backend)
+        mask = skewed(shape, skew, g)
+        case = _case(shape, q, k, v, shape.skewed_tiles, mask)
+        groups = plan_groups(case.index, mask.shape[3], _ROWS // shape.skewed_tiles[0], backend=backend)
         orders = {"longest first": groups, "as listed": replace(groups, order=None)}
         timed = [_attend(f"{backend}, skew {skew:.0%}, {name}", backend, case, some) for name, some in orders.items()]
         rows += _measured(timed, case, setup, dense)
@@ -151,10 +154,10 @@ def skewed(shape: MaskShape, skew: float, g: torch.Generator) -> Tensor:
     return rank < length[..., None]
 
 
-def _case(shape: MaskShape, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[int], kept: Tensor | None) -> Case:
+def _case(shape: MaskShape, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[int], mask: Tensor | None) -> Case:
     q_blocks, kv_blocks = (_runs(shape.tokens, n, q.device) for n in tiles)
     # dense attention reads no mask
-    index = BlockIndex.from_dense(torch.ones(1, 1, 1, 1, dtype=torch.bool) if kept is None else kept)
+    index = BlockIndex.from_dense(torch.ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask)
     dlse = q.new_zeros(0)
     return Case(q=q, k=k, v=v, dout=q, dlse=dlse, index=index, q_blocks=q_blocks, kv_blocks=kv_blocks)
 
@@ -166,8 +169,8 @@ def _runs(num_tokens: int, size: int, device: torch.device) -> Blocks:
 def _attend(name: str, backend: str, case: Case, groups: TileGroups) -> Op:
     """The op of the kernel without planning, after parts of its result have been compared with fp64."""
     call = partial(gathered_attn, case.q, case.k, case.v, groups, **case.blocks, backend=backend)
-    seen = groups.tile_index(case.q_blocks.num, case.kv_blocks.num)
-    check_forward(replace(case, index=seen), call()[0], f"gathered attention on backend {backend}")
+    index = groups.tile_index(case.q_blocks.num, case.kv_blocks.num)
+    check_forward(replace(case, index=index), call()[0], f"gathered attention on backend {backend}")
     batch, _, heads, head_dim = case.q.shape
     pairs = listed_pairs(case.index, case.q_blocks.sizes, case.kv_blocks.sizes, batch, heads)
     executed = int(groups.kv_num_blocks.sum()) * case.kv_blocks.max_size * _ROWS
@@ -201,8 +204,8 @@ def check_groups(backend: str, dtype: torch.dtype, device: torch.device) -> str:
     case = replace(case, index=groups.tile_index(5, 6))
 
     def result(scale: float | None) -> dict[str, Tensor]:
-        got = gathered_attn(case.q, case.k, case.v, groups, **case.blocks, scale=scale, backend=backend)
-        return dict(zip(("out", "lse"), got, strict=True))
+        outputs = gathered_attn(case.q, case.k, case.v, groups, **case.blocks, scale=scale, backend=backend)
+        return dict(zip(("out", "lse"), outputs, strict=True))
 
     compare(f"gathered attention on backend {backend}", result(None), result(1.0), run(case, "reference"), define(case))
     return f"gathered attention on {backend} {dtype}: out, lse within the fp64 budget; the wrong scale is noticed"

@@ -116,12 +116,12 @@ def grid_of(text: str) -> Grid:
 def window_shapes(args: argparse.Namespace, device: torch.device) -> list[WindowShape]:
     """The problems of the command line."""
     usual = GPU_WINDOWS if device.type == "cuda" else CPU_WINDOWS
-    known = {shape.name: shape for shape in (*CPU_WINDOWS, *GPU_WINDOWS)}
-    unknown = [name for name in args.shapes or () if name not in known]
+    shapes_by_name = {shape.name: shape for shape in (*CPU_WINDOWS, *GPU_WINDOWS)}
+    unknown = [name for name in args.shapes or () if name not in shapes_by_name]
     if unknown:
-        raise ValueError(f"--shapes must be of {', '.join(known)}, got {', '.join(unknown)}")
+        raise ValueError(f"--shapes must be of {', '.join(shapes_by_name)}, got {', '.join(unknown)}")
     shapes = []
-    for shape in [known[name] for name in args.shapes] if args.shapes else usual:
+    for shape in [shapes_by_name[name] for name in args.shapes] if args.shapes else usual:
         changes = {
             "window_thw": args.window or shape.window_thw,
             "strides": tuple(args.strides or shape.strides),
@@ -154,10 +154,10 @@ def neighborhood(shape: Shape, setup: Setup) -> Measured:
         executed = pair_counts(case, backend)[1]
         rest: dict[str, Any] = {"head_dim": shape.head_dim, "pairs": useful, "executed": executed}
         rest["products"] = 7 if backend == "triton" else 5
-        for label, given in ((backend, case), (f"{backend}, permuted", p.raster)):
-            leaves = tuple(x.detach().requires_grad_() for x in (given.q, given.k, given.v))
-            call = partial(p.attend, case, leaves, backend, permuted=given is p.raster)
-            ops.append(Op(name=f"{label}, stride {name}", call=call, inputs=leaves, dout=given.dout, **rest))
+        for label, source in ((backend, case), (f"{backend}, permuted", p.raster)):
+            leaves = tuple(x.detach().requires_grad_() for x in (source.q, source.k, source.v))
+            call = partial(p.attend, case, leaves, backend, permuted=source is p.raster)
+            ops.append(Op(name=f"{label}, stride {name}", call=call, inputs=leaves, dout=source.dout, **rest))
             by_op[ops[-1].name] = {"stride": name, **_listed(case)}
     ops.append(Op(name="permutation of q, k, v, out", call=p.permute_all, passes=(FORWARD,), against=()))
     rows = measure(ops, setup)
@@ -298,16 +298,18 @@ def check_windows(p: WindowProblem, case: Case, stride: Grid, backend: str) -> N
     q, k, v, dout = (x[b, :, h].double() for x in (p.raster.q, p.raster.k, p.raster.v, p.raster.dout))
     spot = _Spot(q, k, v, dout, sees)
     _, want_out, ds = spot.rows(sample)
-    found = {"out": (out.detach()[b, sample, h], want_out), "dq": (dq[b, sample, h], ds @ spot.k)}
+    comparisons = {"out": (out.detach()[b, sample, h], want_out), "dq": (dq[b, sample, h], ds @ spot.k)}
     want_k, want_v = (torch.zeros_like(spot.k[sample]) for _ in range(2))
     seeing = spot.seen(torch.arange(p.shape.tokens, device=out.device), sample).any(1).nonzero()[:, 0]
     for some in seeing.split(_CHUNK):
         probability, _, ds = spot.rows(some)
         want_k += ds[:, sample].T @ spot.q[some]
         want_v += probability[:, sample].T @ spot.dout[some]
-    found |= {"dk": (dk[b, sample, h], want_k), "dv": (dv[b, sample, h], want_v)}
-    for name, (got, want) in found.items():
-        refuse_far(f"backend {backend}, stride {'x'.join(map(str, stride))}: {name}", got.double(), want, out.dtype)
+    comparisons |= {"dk": (dk[b, sample, h], want_k), "dv": (dv[b, sample, h], want_v)}
+    for name, (actual, expected) in comparisons.items():
+        refuse_far(
+            f"backend {backend}, stride {'x'.join(map(str, stride))}: {name}", actual.double(), expected, out.dtype
+        )
 
 
 @dataclass(frozen=True)

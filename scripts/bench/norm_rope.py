@@ -61,12 +61,12 @@ def rotation_shapes(args: argparse.Namespace, device: torch.device) -> list[Shap
 
 def chosen(args: argparse.Namespace, cpu: Sequence[Shape], gpu: Sequence[Shape], device: torch.device) -> list[Shape]:
     """The named problems of the command line, or those of the device."""
-    known = {shape.name: shape for shape in (*cpu, *gpu)}
-    unknown = [name for name in args.shapes or () if name not in known]
+    shapes_by_name = {shape.name: shape for shape in (*cpu, *gpu)}
+    unknown = [name for name in args.shapes or () if name not in shapes_by_name]
     if unknown:
-        raise ValueError(f"--shapes must be of {', '.join(known)}, got {', '.join(unknown)}")
+        raise ValueError(f"--shapes must be of {', '.join(shapes_by_name)}, got {', '.join(unknown)}")
     usual = gpu if device.type == "cuda" else cpu
-    return [known[name] for name in args.shapes] if args.shapes else list(usual)
+    return [shapes_by_name[name] for name in args.shapes] if args.shapes else list(usual)
 
 
 class _Inputs(NamedTuple):
@@ -142,10 +142,10 @@ def beside_a_copy(
     rows = measure(ops, setup)
     copy = rows[0]["median_ms"]
     for row in rows:
-        moved = _MOVED[row["pass"]]
+        num_tensors = _MOVED[row["pass"]]
         row |= {"block": "-", "q_block": "-", "topk": None, "sparsity": None}
-        row["gb_per_s"] = round(moved * x.numel() * x.itemsize / row["median_ms"] / 1e6, 1)
-        row["share_of_copy"] = round(moved / 2 * copy / row["median_ms"], 3)
+        row["gb_per_s"] = round(num_tensors * x.numel() * x.itemsize / row["median_ms"] / 1e6, 1)
+        row["share_of_copy"] = round(num_tensors / 2 * copy / row["median_ms"], 3)
     return Measured(rows, {})
 
 

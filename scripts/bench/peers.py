@@ -51,16 +51,16 @@ def dense_ops(case: Case, names: tuple[str, ...] = (*_DENSE, "dense")) -> dict[s
 def flex_lists(p: Problem) -> tuple[Tensor, Tensor]:
     """Lists over blocks of 128 with as many pairs as in the problem: indices `[B, H, N, N]`, counts `[B, H, N]`."""
     shape = p.shape
-    listed, rest = divmod(shape.topk * shape.block, _FLEX_BLOCK)
+    topk, rest = divmod(shape.topk * shape.block, _FLEX_BLOCK)
     if rest or shape.tokens % _FLEX_BLOCK or shape.group > 1 or p.lists != "random":
         raise ValueError(f"requires random lists of whole blocks of {_FLEX_BLOCK} tokens on both sides")
     num = shape.tokens // _FLEX_BLOCK
     g = torch.Generator(device=p.device).manual_seed(0)
     scores = torch.rand(shape.batch, shape.heads, num, num, generator=g, device=p.device)
-    chosen = torch.zeros_like(scores, dtype=torch.int32).scatter_(-1, scores.topk(listed, -1).indices, 1)
+    mask = torch.zeros_like(scores, dtype=torch.int32).scatter_(-1, scores.topk(topk, -1).indices, 1)
     # `BlockMask` requires the full width: the listed blocks come first, ascending
-    indices = chosen.sort(dim=-1, descending=True, stable=True).indices.int()
-    return indices, torch.full_like(indices[..., 0], listed)
+    indices = mask.sort(dim=-1, descending=True, stable=True).indices.int()
+    return indices, torch.full_like(indices[..., 0], topk)
 
 
 def _flex(p: Problem) -> Op:
@@ -154,13 +154,13 @@ def pad(x: Tensor, slots: Tensor, p: Problem) -> Tensor:
 def add_peers(ops: list[Op], skipped: Skipped, p: Problem, peers: list[str], whole: bool = False) -> None:
     """Append the ops of the installed peers that support a problem."""
     cuda = p.device.type == "cuda"
-    known: dict[str, dict[str, Callable[[], Op]]] = {
+    ops_by_peer: dict[str, dict[str, Callable[[], Op]]] = {
         "dense": dense_ops(p.case),
         "flex": {f"flex-{_FLEX_BLOCK}": partial(_flex, p)} if cuda and not whole else {},
         "fastvideo": {},
     }
     if cuda and importlib.util.find_spec("fastvideo_kernel") is not None:
-        known["fastvideo"] = {name: partial(_fastvideo, p, name, whole) for name in _FASTVIDEO}
+        ops_by_peer["fastvideo"] = {name: partial(_fastvideo, p, name, whole) for name in _FASTVIDEO}
     for name in PEERS:
-        for op, make in known[name].items() if name in peers else ():
+        for op, make in ops_by_peer[name].items() if name in peers else ():
             attempt(ops, skipped, op, make)

@@ -117,13 +117,13 @@ def choose_shapes(names: list[str] | None, everything: bool, device: torch.devic
         device: compute device.
     """
     defaults = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    known = {shape.name: shape for shape in (*CPU_SHAPES, *GPU_SHAPES, *EXTRA_SHAPES, *SELECTION_SHAPES)}
+    shapes_by_name = {shape.name: shape for shape in (*CPU_SHAPES, *GPU_SHAPES, *EXTRA_SHAPES, *SELECTION_SHAPES)}
     if everything:
         return [*defaults, *(s for s in EXTRA_SHAPES if s.name != "smoke" and device.type == "cuda")]
-    unknown = [name for name in names or () if name not in known]
+    unknown = [name for name in names or () if name not in shapes_by_name]
     if unknown:
-        raise ValueError(f"--shapes must be of {', '.join(known)}, got {', '.join(unknown)}")
-    return list(defaults) if names is None else [known[name] for name in names]
+        raise ValueError(f"--shapes must be of {', '.join(shapes_by_name)}, got {', '.join(unknown)}")
+    return list(defaults) if names is None else [shapes_by_name[name] for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +197,9 @@ def tile_centres(shape: Shape, layout: TileLayout) -> Tensor:
 
 def listed_pairs(index: BlockIndex, q_sizes: Tensor, kv_sizes: Tensor, batch: int, heads: int) -> int:
     """Token pairs of the listed blocks over batch and heads, for blocks of sizes `[Nq]`, `[Nkv]`."""
-    kept = torch.arange(index.kv_indices.shape[-1], device=q_sizes.device) < index.kv_num_blocks[..., None]
+    in_list = torch.arange(index.kv_indices.shape[-1], device=q_sizes.device) < index.kv_num_blocks[..., None]
     # entries past the count are not part of the list
-    sizes = kv_sizes.long()[torch.where(kept, index.kv_indices, 0).long()] * kept
+    sizes = kv_sizes.long()[torch.where(in_list, index.kv_indices, 0).long()] * in_list
     rows = index.kv_indices.shape[0] * index.kv_indices.shape[1]
     return int((sizes.sum(-1) * q_sizes).sum()) * (batch * heads // rows)
 

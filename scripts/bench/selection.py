@@ -112,14 +112,14 @@ def refuse_wrong(scores: Tensor, index: BlockIndex, what: str) -> None:
     for b, h, n in {(0, 0, 0), (0, H // 2, Nq // 2), (B - 1, H - 1, Nq - 1)}:
         row = scores[b, h, n].double()
         weights = row.softmax(0)
-        listed = index.kv_indices[b, h, n, : int(index.kv_num_blocks[b, h, n])].long()
+        blocks = index.kv_indices[b, h, n, : int(index.kv_num_blocks[b, h, n])].long()
         inside = torch.zeros_like(row, dtype=torch.bool)
-        inside[listed] = True
+        inside[blocks] = True
         # the best block that is not listed; scores have no NaN
         following = row.masked_fill(inside, -torch.inf).argmax()
-        ordered = bool((listed.diff() > 0).all()) and (bool(inside.all()) or row[listed].min() >= row[following])
-        mass = float(weights[listed].sum())
-        small = mass <= _SHARE + _SLACK or len(listed) == 1
+        ordered = bool((blocks.diff() > 0).all()) and (bool(inside.all()) or row[blocks].min() >= row[following])
+        mass = float(weights[blocks].sum())
+        small = mass <= _SHARE + _SLACK or len(blocks) == 1
         large = mass + float(weights[following]) > _SHARE - _SLACK or bool(inside.all())
         if not (ordered and small and large):
             raise ValueError(f"{what}: the blocks of query block {n} are not the share, no speed is printed")

@@ -128,8 +128,8 @@ class Op:
 
     def flops(self, kind: str) -> tuple[int, int]:
         """Executed and useful floating-point operations of a pass."""
-        needed, done = (14, 4 + 2 * self.products) if kind == BOTH else (4, 4)
-        return done * self.head_dim * self.executed, needed * self.head_dim * self.pairs
+        useful_factor, executed_factor = (14, 4 + 2 * self.products) if kind == BOTH else (4, 4)
+        return executed_factor * self.head_dim * self.executed, useful_factor * self.head_dim * self.pairs
 
 
 Skipped = dict[str, str]
@@ -263,13 +263,13 @@ def breakdown(call: Callable[[], Any]) -> dict[str, float]:
         call()
         torch.cuda.synchronize()
     copies, rest = "copies", "elementwise and norms"
-    found = dict.fromkeys((*_KINDS, copies, rest), 0.0)
+    ms_by_kind = dict.fromkeys((*_KINDS, copies, rest), 0.0)
     for event in profiled.key_averages():
         name = event.key.lower()
         others = copies if only_moves(name) else rest
         kind = next((k for k, parts in _KINDS.items() if any(p in name for p in parts)), others)
-        found[kind] += event.self_device_time_total / 1e3
-    return {kind: round(ms, 2) for kind, ms in found.items()}
+        ms_by_kind[kind] += event.self_device_time_total / 1e3
+    return {kind: round(ms, 2) for kind, ms in ms_by_kind.items()}
 
 
 def _cpu_samples(steps: Sequence[tuple[Op, str]], repeats: int) -> list[Samples]:
@@ -277,15 +277,15 @@ def _cpu_samples(steps: Sequence[tuple[Op, str]], repeats: int) -> list[Samples]
     times: list[list[float]] = [[] for _ in steps]
     # the first two turns warm up caches and the allocator
     for turn in range(-2, repeats):
-        for (op, kind), taken in zip(steps, times, strict=True):
+        for (op, kind), op_times in zip(steps, times, strict=True):
             if turn < 0 and op.warm_up is not None:
                 op.warm_up()
                 continue
             begin = time.perf_counter()
             op.step(kind)
             if turn >= 0:
-                taken.append((time.perf_counter() - begin) * 1e3)
-    return [(taken, None) for taken in times]
+                op_times.append((time.perf_counter() - begin) * 1e3)
+    return [(op_times, None) for op_times in times]
 
 
 def _row(op: Op, kind: str, times: list[float], peak: int | None) -> dict[str, Any]:

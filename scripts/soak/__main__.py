@@ -56,13 +56,15 @@ def choose_rows(words: Sequence[str]) -> list[Row]:
     names = [word for word in words if word not in files]
     # the machine may lack packages that other modules import
     searched = (*TOPICS, *ON_GPUS) if names else files or TOPICS
-    known = rows_by_topic(searched)
+    topics = rows_by_topic(searched)
     for word in words:
-        if word not in known and not any(word in row.name for rows in known.values() for row in rows):
-            raise ValueError(f"no row {word!r}: expected one of {', '.join(known)}, or a part of a row's name (--list)")
+        if word not in topics and not any(word in row.name for rows in topics.values() for row in rows):
+            raise ValueError(
+                f"no row {word!r}: expected one of {', '.join(topics)}, or a part of a row's name (--list)"
+            )
     return [
         row
-        for topic, rows in known.items()
+        for topic, rows in topics.items()
         for row in rows
         if not words or topic in files or any(name in row.name for name in names)
     ]
@@ -84,19 +86,19 @@ def run(rows: Sequence[Row], out: Path, *, short: bool, seed: int, jobs: int, ke
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = Path(temporary) if keep is None else keep
         folder.mkdir(parents=True, exist_ok=True)
-        ended = run_rows(rows, folder, short=short, seed=seed, jobs=jobs)
+        finished_rows = run_rows(rows, folder, short=short, seed=seed, jobs=jobs)
         try:
-            for result in ended:
+            for result in finished_rows:
                 results.append(result)
-                said = f"{result.outcome.survived} of {result.outcome.tried}"
-                print(f"{said:>12}  {result.seconds:5.0f} s  {result.row.name}", flush=True)
+                score = f"{result.outcome.survived} of {result.outcome.tried}"
+                print(f"{score:>12}  {result.seconds:5.0f} s  {result.row.name}", flush=True)
                 for failure in result.outcome.failures[:3]:
                     print(f"{'lost: ':>15}{failure}", flush=True)
         except KeyboardInterrupt:
             interrupted = True
             print("interrupted: the rows that ran are stopped", file=sys.stderr)
         finally:
-            ended.close()
+            finished_rows.close()
     order = {row.name: place for place, row in enumerate(rows)}
     results.sort(key=lambda result: order[result.row.name])
     not_run = [row.name for row in rows if row.name not in {result.row.name for result in results}]

@@ -51,22 +51,22 @@ def settings(folder: Path, tries: int, seed: int) -> Outcome:
     checkpoint = trained(folder)
     whole = shutil.copytree(checkpoint.parent.parent, folder / "whole")
     draw = random.Random(seed)
-    chosen = [(change, key, value) for change, key, value in CHANGES] + [(change, "", "") for change in FREE]
-    draw.shuffle(chosen)
+    cases = [(change, key, value) for change, key, value in CHANGES] + [(change, "", "") for change in FREE]
+    draw.shuffle(cases)
 
     def attempt(case: tuple[str, str, str]) -> tuple[bool, str]:
         change, key, value = case
         before = {path: path.read_bytes() for path in sorted(whole.rglob("*")) if path.is_file()}
         shutil.rmtree(checkpoint.parent.parent)
         shutil.copytree(whole, checkpoint.parent.parent)
-        said = train(folder, "run=source", "ckpt_path=last", "trainer.max_steps=7", change)
+        message = train(folder, "run=source", "ckpt_path=last", "trainer.max_steps=7", change)
         if not key:
-            return said == "", f"{change}: {said}"
+            return message == "", f"{change}: {message}"
         same = all((checkpoint.parent.parent / p.relative_to(whole)).read_bytes() == b for p, b in before.items())
-        good = f"{key}=" in said and f"the settings have {value}" in said and "\n" not in said and same
-        return good, f"{change}: {said[:200] or 'trained on'}, untouched {same}"
+        good = f"{key}=" in message and f"the settings have {value}" in message and "\n" not in message and same
+        return good, f"{change}: {message[:200] or 'trained on'}, untouched {same}"
 
-    return tally(map(attempt, chosen[:tries]))
+    return tally(map(attempt, cases[:tries]))
 
 
 SETTINGS = Row(name="resume: a setting is changed", tries=len(CHANGES) + len(FREE), short_tries=2, run=settings)

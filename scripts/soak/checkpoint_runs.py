@@ -97,15 +97,15 @@ def falls_back(checkpoint: Path) -> tuple[bool, str]:
     try:
         read_checkpoint(checkpoint)
     except ValueError as refused:
-        told = str(refused)
+        message = str(refused)
     except Exception as error:
         return False, f"a traceback of {type(error).__name__}"
     else:
         return False, "taken as good"
-    if "\n" in told or checkpoint.name not in told:
-        return False, f"not told in one line with its name: {told[:100]!r}"
-    taken = latest_checkpoint(checkpoint.parent, lambda said: None).path
-    return taken == older, f"{taken.name} was taken, not {older.name}"
+    if "\n" in message or checkpoint.name not in message:
+        return False, f"not told in one line with its name: {message[:100]!r}"
+    fallback = latest_checkpoint(checkpoint.parent, lambda _: None).path
+    return fallback == older, f"{fallback.name} was taken, not {older.name}"
 
 
 def damage(

@@ -119,7 +119,7 @@ def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
     tensors = {name.removesuffix(".safetensors"): read_checkpoint(whole).tensors(name[:-12]) for name in state["files"]}
     keys: list[tuple[str, ...]] = [(key,) for key in state]
     keys += [(name, key) for name, value in state.items() if name in ("files", "loss_window") for key in value]
-    keys += [(f"{group}.safetensors", key) for group, found in tensors.items() for key in found]
+    keys += [(f"{group}.safetensors", key) for group, group_tensors in tensors.items() for key in group_tensors]
     # all moments of a parameter, which have several keys
     owners = sorted({key.rpartition("/")[0] for key in tensors["optimizer"]})
     draw = random.Random(seed)
@@ -127,7 +127,7 @@ def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
     whole_parameters = [("moments", owner) for owner in draw.sample(owners, 4)]
     others = draw.sample([key for key in keys if key not in values], 60)
     # all values come first
-    chosen = (draw.sample([*values, *whole_parameters], len(values) + 4) + others)[:tries]
+    cases = (draw.sample([*values, *whole_parameters], len(values) + 4) + others)[:tries]
 
     def attempt(key: tuple[str, ...]) -> tuple[bool, str]:
         shutil.rmtree(checkpoint)
@@ -146,7 +146,7 @@ def deleted_keys(folder: Path, tries: int, seed: int) -> Outcome:
         refused = train(folder, "run=source", f"ckpt_path={checkpoint}", "trainer.max_steps=7")
         return bool(refused) and "\n" not in refused, f"{'.'.join(key)}: {refused[:100] or 'trained on'}"
 
-    outcome = tally(map(attempt, chosen))
+    outcome = tally(map(attempt, cases))
     shutil.rmtree(checkpoint)
     shutil.copytree(whole, checkpoint)
     control = train(folder, "run=source", f"ckpt_path={checkpoint}", "trainer.max_steps=7")
@@ -163,13 +163,13 @@ def retention(folder: Path, tries: int, seed: int) -> Outcome:
         draw, place = random.Random(seed * 1_000_003 + number), folder / str(number)
         keep, good = draw.choice([2, 2, 3, 5]), set[str]()
         for step in range(1, draw.randrange(4, 14)):
-            written = write_checkpoint(place, {"model": {"w": torch.full((8,), float(step))}}, {"step": step})
-            prune_checkpoints(place, written, keep)
-            before, good = len(good), good | {written.name}
-            kept = {path.name for path in list_checkpoints(place) if is_good(path)}
-            if not set(sorted(good)[-2:]) <= kept or len(kept) < min(2, before + 1):
-                return False, f"sequence {number}, step {step}: {sorted(kept)} of the good {sorted(good)} are left"
-            good &= kept
+            checkpoint = write_checkpoint(place, {"model": {"w": torch.full((8,), float(step))}}, {"step": step})
+            prune_checkpoints(place, checkpoint, keep)
+            before, good = len(good), good | {checkpoint.name}
+            names = {path.name for path in list_checkpoints(place) if is_good(path)}
+            if not set(sorted(good)[-2:]) <= names or len(names) < min(2, before + 1):
+                return False, f"sequence {number}, step {step}: {sorted(names)} of the good {sorted(good)} are left"
+            good &= names
             while good and draw.random() < 0.4:
                 broken = draw.choice(sorted(good))
                 file = place / broken / draw.choice(["model.safetensors", "state.json"])
@@ -204,14 +204,14 @@ def going_back(folder: Path, tries: int, seed: int) -> Outcome:
         refused = train(place, "run=source", f"ckpt_path={source}", f"trainer.max_steps={end}")
         last = latest_checkpoint(run / "checkpoints").step
         aside = run / "checkpoints" / f"abandoned-after-step-{back:08d}"
-        kept = {path.name for path in list_checkpoints(aside)}
+        names = {path.name for path in list_checkpoints(aside)}
         there = (run / "checkpoints" / f"step-{back:08d}").exists()
         refused = refused or train(place, "run=source", "ckpt_path=last", "trainer.max_steps=6")
-        ended = latest_checkpoint(run / "checkpoints")
-        same = ended.state["files"] == straight.state["files"]
+        final_checkpoint = latest_checkpoint(run / "checkpoints")
+        same = final_checkpoint.state["files"] == straight.state["files"]
         shutil.rmtree(place)
-        said = f"back to {back}, end at {end}: last is {last}, aside {sorted(kept)}, equal at the end {same} {refused}"
-        return last == end and kept == later and there and same and not refused, said
+        note = f"back to {back}, end at {end}: last is {last}, aside {sorted(names)}, equal at the end {same} {refused}"
+        return last == end and names == later and there and same and not refused, note
 
     return tally(map(attempt, range(tries)))
 
@@ -248,11 +248,11 @@ def kills(folder: Path, tries: int, seed: int) -> Outcome:
         litter = [path.name for path in place.iterdir() if path.name.startswith(".")]
         inside += bool(litter)
         broken = [path.name for path in list_checkpoints(place) if not is_good(path)]
-        step = latest_checkpoint(place, lambda said: None).step
+        step = latest_checkpoint(place, lambda _: None).step
         write_checkpoint(place, {"model": {"w": torch.ones(2)}}, {"step": step + 1})
-        left = [path.name for path in place.iterdir() if path.name.startswith(".")]
+        rest = [path.name for path in place.iterdir() if path.name.startswith(".")]
         shutil.rmtree(place)
-        return not broken and len(litter) <= 1 and not left, f"kill {number}: {broken=} {litter=} {left=}"
+        return not broken and len(litter) <= 1 and not rest, f"kill {number}: {broken=} {litter=} left={rest!r}"
 
     outcome = tally(map(attempt, range(tries)))
     shutil.rmtree(memory / f"vsa-soak-{os.getpid()}", ignore_errors=True)
@@ -287,9 +287,9 @@ def full_disk(folder: Path, tries: int, seed: int) -> Outcome:
                 status = stop.code
         there = sorted(os.listdir(folder))
         good = is_good(folder / "step-00000001")
-        written = write_checkpoint(folder, tensors, {"step": 2 + number})
-        again = is_good(written)
-        shutil.rmtree(written)
+        checkpoint = write_checkpoint(folder, tensors, {"step": 2 + number})
+        again = is_good(checkpoint)
+        shutil.rmtree(checkpoint)
         return status == DISK_FULL and there == before and good and again, f"byte {most}: {status=} {there=}"
 
     return tally(map(attempt, range(tries)))

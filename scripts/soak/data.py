@@ -71,7 +71,7 @@ def _one_line(error: BaseException, *words: str) -> bool:
 
 def _flipped_shards(folder: Path, tries: int, seed: int) -> Outcome:
     root, draw = _write(folder / "set"), random.Random(seed)
-    good, failures, told = _read(root), [], 0
+    good, failures, num_reported = _read(root), [], 0
     for i in range(tries):
         path = draw.choice(sorted(root.glob("*.tar")))
         content = path.read_bytes()
@@ -80,16 +80,16 @@ def _flipped_shards(folder: Path, tries: int, seed: int) -> Outcome:
         what = f"try {i}: bit {bit} of byte {place} of {path.name}"
         try:
             reader, read = LatentReader(root), _read(root)
-            told += any(isinstance(value, str) for value in read.values())
+            num_reported += any(isinstance(value, str) for value in read.values())
             if not _same(read, good) or list(reader.damaged_shards()) != [path]:
                 failures.append(what)
         except ValueError as error:
             # opening a data set already reads the null embedding
-            told += 1
+            num_reported += 1
             if not _one_line(error, path.name, "__null__"):
                 failures.append(f"{what}: {error!r}")
         path.write_bytes(content)
-    notes = (f"{told} of {tries} in bytes that a training reads, all {tries} found by a whole read",)
+    notes = (f"{num_reported} of {tries} in bytes that a training reads, all {tries} found by a whole read",)
     return Outcome(tried=tries, survived=tries - len(failures), failures=tuple(failures), notes=notes)
 
 
@@ -236,24 +236,24 @@ def _module(root: Path, **options: Any) -> LatentDataModule:
 def _forged_members(folder: Path, tries: int, seed: int) -> Outcome:
     """Draw each sample in the first step of a training, which has to skip it and report the cause."""
     good, failures = _write(folder / "good", count=8), []
-    chosen = list(forgeries())[:tries]
-    for i, forgery in enumerate(chosen):
+    cases = list(forgeries())[:tries]
+    for i, forgery in enumerate(cases):
         root = shutil.copytree(good, folder / "set")
         forge(root, "clip-003", forgery.kind, forgery.payload)
         try:
             module = _module(root, batch_size=8)
             module.setup()
             batch = next(iter(module.train_dataloader()))
-            told = [(bad.id, bad.cause) for bad in batch.bad]
+            reports = [(bad.id, bad.cause) for bad in batch.bad]
             passed = len(batch.sample_ids) == 8 and "clip-003" not in batch.sample_ids
             whole = bool(batch.latents.isfinite().all() and batch.text.isfinite().all())
             # a sample that replaces itself is reported only once
-            if set(told) != {("clip-003", forgery.cause)} or not passed or not whole:
-                failures.append(f"try {i}: {forgery.name}: told {told}, expected {forgery.cause}")
+            if set(reports) != {("clip-003", forgery.cause)} or not passed or not whole:
+                failures.append(f"try {i}: {forgery.name}: told {reports}, expected {forgery.cause}")
         except Exception as error:
             failures.append(f"try {i}: {forgery.name}: {error!r}"[:300])
         shutil.rmtree(root)
-    return Outcome(tried=len(chosen), survived=len(chosen) - len(failures), failures=tuple(failures))
+    return Outcome(tried=len(cases), survived=len(cases) - len(failures), failures=tuple(failures))
 
 
 def index_tricks() -> dict[str, tuple[Callable[[dict[str, Any]], object], str]]:
@@ -294,13 +294,13 @@ def index_tricks() -> dict[str, tuple[Callable[[dict[str, Any]], object], str]]:
 def _index_tricks(folder: Path, tries: int, seed: int) -> Outcome:
     root, failures = _write(folder / "set"), []
     content = (root / INDEX_NAME).read_text()
-    chosen = list(index_tricks().items())[:tries]
-    for name, (change, word) in chosen:
+    cases = list(index_tricks().items())[:tries]
+    for name, (change, word) in cases:
         edit_index(root, change)
         if (problem := _not_refused(root, INDEX_NAME, word)) is not None:
             failures.append(f"{name}: {problem}")
         (root / INDEX_NAME).write_text(content)
-    return Outcome(tried=len(chosen), survived=len(chosen) - len(failures), failures=tuple(failures))
+    return Outcome(tried=len(cases), survived=len(cases) - len(failures), failures=tuple(failures))
 
 
 def _runs_with_bad_samples(folder: Path, tries: int, seed: int) -> Outcome:

@@ -49,12 +49,12 @@ def overwrite(folder: Path, tries: int, seed: int) -> Outcome:
     ]
     tally = Tally()
     before = contents(folder)
-    for chosen in drawn(settings, tries, seed):
-        words = tiny.words(folder, "overwrite=true", "trainer.max_steps=1", *chosen)
+    for overrides in drawn(settings, tries, seed):
+        words = tiny.words(folder, "overwrite=true", "trainer.max_steps=1", *overrides)
         failure = refusal_failure(tiny.start(words, folder=folder))
         if contents(folder) != before:
             failure = f"files changed: {sorted(set(before.items()) ^ set(contents(folder).items()))[:3]}"
-        tally.add(" ".join(chosen), failure)
+        tally.add(" ".join(overrides), failure)
     return tally.outcome()
 
 
@@ -235,10 +235,10 @@ def checkpoints(folder: Path, tries: int, seed: int) -> Outcome:
             "convert": [str(run / "out"), "--to", "run"],
             "evaluate": ["--prompt", "x", "--steps", "1", "--out", str(run / "out")],
         }[command]
-        started = tiny.start([source, *options], folder=folder, script=command)
-        failure = refusal_failure(started)
+        process = tiny.start([source, *options], folder=folder, script=command)
+        failure = refusal_failure(process)
         # a command may not use the node
-        if started.returncode == 0:
+        if process.returncode == 0:
             failure = None
         tally.add(f"{command} {node}", "it was executed" if proof.exists() else failure)
         proof.unlink(missing_ok=True)

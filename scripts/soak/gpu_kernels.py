@@ -58,8 +58,8 @@ def long_views(
     # always includes the last token
     for token in [tokens - 1, *rng.sample(range(tokens), min(19, tokens))]:
         block = token // 64
-        seen = torch.cat([torch.arange(n * 64, n * 64 + sizes[n], device=device) for n in lists[block].tolist()])
-        q, k, v = fused[0, token, 0].double(), *(fused[0, seen, part].double() for part in (1, 2))
+        kv_tokens = torch.cat([torch.arange(n * 64, n * 64 + sizes[n], device=device) for n in lists[block].tolist()])
+        q, k, v = fused[0, token, 0].double(), *(fused[0, kv_tokens, part].double() for part in (1, 2))
         weights = (torch.einsum("hd,shd->hs", q, k) * head_dim**-0.5).softmax(-1)
         error = (views[0][0, token].double() - torch.einsum("hs,shd->hd", weights, v)).abs().max().item()
         if error > 4 * torch.finfo(dtype).eps:

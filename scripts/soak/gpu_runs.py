@@ -71,21 +71,21 @@ def signals(folder: Path, tries: int, seed: int) -> Outcome:
     for number in range(tries):
         kind, whom = (signal.SIGTERM, signal.SIGINT)[number % 2], ("first", "last", "all")[number // 2 % 3]
         words, run = gpu_words(folder, f"run=r{number}", "trainer.max_steps=400"), tiny.run_folder(folder, f"r{number}")
-        started = tiny.start(words, folder=folder, fresh=True)
+        process = tiny.start(words, folder=folder, fresh=True)
         step = rng.randint(1, 40)
-        if not tiny.wait_for_step(run, step, seconds=240, of=started):
-            started.kill()
-            tally.add(f"{kind.name} to the {whom}", f"no step {step}: {started.output()[-300:]}")
+        if not tiny.wait_for_step(run, step, seconds=240, of=process):
+            process.kill()
+            tally.add(f"{kind.name} to the {whom}", f"no step {step}: {process.output()[-300:]}")
             continue
-        pids = ranks_of(started, 2)
+        pids = ranks_of(process, 2)
         for pid in {"first": pids[:1], "last": pids[-1:], "all": pids}[whom]:
             os.kill(pid, kind)
         try:
-            status = started.wait(120)
+            status = process.wait(120)
         except TimeoutError as error:
-            started.kill()
+            process.kill()
             status = str(error)
-        failure = None if status == 128 + kind else f"status {status}: {started.output()[-300:]}"
+        failure = None if status == 128 + kind else f"status {status}: {process.output()[-300:]}"
         if failure is None and not list_checkpoints(run / "checkpoints"):
             failure = "nothing was saved"
         if failure is None:
@@ -108,20 +108,20 @@ def poisoned(folder: Path, tries: int, seed: int) -> Outcome:
         settings = ("callbacks.checkpoint.every_n_steps=1", "callbacks.checkpoint.keep=20", "trainer.max_steps=10")
         words, run = gpu_words(folder, *settings, f"run=r{number}"), tiny.run_folder(folder, f"r{number}")
         # replaces train.py, since the launcher starts the same script for the other ranks
-        started = tiny.start([str(step), str(rank), value, *words], folder=folder, fresh=True, script=str(script))
+        process = tiny.start([str(step), str(rank), value, *words], folder=folder, fresh=True, script=str(script))
         try:
-            status = started.wait(300)
+            status = process.wait(300)
         except TimeoutError as error:
-            started.kill()
+            process.kill()
             status = str(error)
-        failure = None if status == 0 else f"status {status}: {started.output()[-300:]}"
+        failure = None if status == 0 else f"status {status}: {process.output()[-300:]}"
         if failure is None:
             before, after = (
                 read_checkpoint(run / "checkpoints" / f"step-{at:08d}").tensors("model") for at in (step, step + 1)
             )
-            moved = [name for name in before if not torch.equal(before[name], after[name])]
+            names = [name for name in before if not torch.equal(before[name], after[name])]
             skipped = tiny.metrics(run)[step + 1]["skipped_steps"]
-            failure = f"{len(moved)} tensors moved, {skipped} steps skipped" if moved or skipped != "1" else None
+            failure = f"{len(names)} tensors moved, {skipped} steps skipped" if names or skipped != "1" else None
         tally.add(f"{value} in rank {rank} at step {step}", failure)
     return tally.outcome()
 
@@ -133,29 +133,29 @@ def lost_ranks(folder: Path, tries: int, seed: int) -> Outcome:
         kind = (signal.SIGSTOP, signal.SIGKILL)[number % 2]
         timeouts = (f"trainer.strategy.timeout={TIMEOUT}", f"trainer.strategy.first_timeout={6 * TIMEOUT}")
         words = gpu_words(folder, *timeouts, f"run=r{number}", "trainer.max_steps=100000")
-        started = tiny.start(words, folder=folder, fresh=True)
+        process = tiny.start(words, folder=folder, fresh=True)
         step = rng.randint(1, 40)
-        if not tiny.wait_for_step(tiny.run_folder(folder, f"r{number}"), step, seconds=240, of=started):
-            started.kill()
-            tally.add(kind.name, f"no step {step}: {started.output()[-300:]}")
+        if not tiny.wait_for_step(tiny.run_folder(folder, f"r{number}"), step, seconds=240, of=process):
+            process.kill()
+            tally.add(kind.name, f"no step {step}: {process.output()[-300:]}")
             continue
-        pids = ranks_of(started, 2)
+        pids = ranks_of(process, 2)
         victim, lost = pids[-1], f"rank {len(pids) - 1}"
         os.kill(victim, kind)
         began = time.monotonic()
         try:
-            status, seconds = started.wait(TIMEOUT + 30), time.monotonic() - began
+            status, seconds = process.wait(TIMEOUT + 30), time.monotonic() - began
             failure = None if status != 0 else "status 0"
             if failure is None and seconds > TIMEOUT + 10:
                 failure = f"it took {seconds:.0f} s"
-            if failure is None and lost not in started.output():
-                failure = f"no line names {lost}: {started.output()[-300:]}"
+            if failure is None and lost not in process.output():
+                failure = f"no line names {lost}: {process.output()[-300:]}"
         except TimeoutError as error:
             failure = str(error)
         finally:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-            started.kill()
+            process.kill()
         tally.add(f"{kind.name} at step {step}", failure)
     return tally.outcome()
 

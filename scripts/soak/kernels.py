@@ -51,10 +51,12 @@ def operator(folder: Path, tries: int, seed: int) -> Outcome:
         q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
         gates = [torch.rand_like(q).requires_grad_() for _ in range(2)]
         out = coarse_fine_attn(q, k, v, *gates, **blocks, topk=topk, backend=BACKENDS[number % 2]).out
-        got = torch.autograd.grad(out, (q, k, v, *gates), p.d_out)
-        wanted_out = _operator(p, q, k, v, gates[0], gates[1], topk)
-        wanted = torch.autograd.grad(wanted_out, (q, k, v, *gates), p.d_out)
-        gap = max((a - b).abs().max().item() for a, b in zip((out, *got), (wanted_out, *wanted), strict=True))
+        grads = torch.autograd.grad(out, (q, k, v, *gates), p.d_out)
+        expected_out = _operator(p, q, k, v, gates[0], gates[1], topk)
+        expected_grads = torch.autograd.grad(expected_out, (q, k, v, *gates), p.d_out)
+        gap = max(
+            (a - b).abs().max().item() for a, b in zip((out, *grads), (expected_out, *expected_grads), strict=True)
+        )
         tally.add(f"problem {number}, top {topk}", None if gap < 1e-10 else f"differs by {gap:.1e}")
     return tally.outcome()
 
@@ -68,10 +70,10 @@ def _operator(p: Problem, q: Tensor, k: Tensor, v: Tensor, coarse_gate: Tensor, 
     ]
     qm, km, vm = means[0], *(x.repeat_interleave(group, dim=2) for x in means[1:])
     scores = torch.einsum("bnhd,bmhd->bhnm", qm, km) * p.scale
-    kept = torch.zeros_like(scores, dtype=torch.bool)
-    kept.scatter_(-1, scores.sort(stable=True, dim=-1, descending=True).indices[..., :topk], True)
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    mask.scatter_(-1, scores.sort(stable=True, dim=-1, descending=True).indices[..., :topk], True)
     q_block, kv_block = block_of_token(p.q_sizes), block_of_token(p.kv_sizes)
-    fine, _ = dense(q, k, v, kept[:, :, q_block][..., kv_block], p.scale)
+    fine, _ = dense(q, k, v, mask[:, :, q_block][..., kv_block], p.scale)
     coarse = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), vm)[:, q_block]
     return coarse_gate * coarse + fine_gate * fine
 
@@ -96,8 +98,8 @@ def topk(folder: Path, tries: int, seed: int) -> Outcome:
                 # NaN ranks below -inf, and ties go to the lowest index
                 keys = [(-1, 0.0) if x != x else (0, x) for x in scores[0, head, row].tolist()]
                 order = sorted(range(columns), key=lambda i, keys=keys: (-keys[i][0], -keys[i][1], i))
-                kept = int(index.kv_num_blocks[0, head, row])
-                if index.kv_indices[0, head, row, :kept].tolist() != sorted(order[:count]):
+                length = int(index.kv_num_blocks[0, head, row])
+                if index.kv_indices[0, head, row, :length].tolist() != sorted(order[:count]):
                     failure = f"row {row} of head {head}"
         tally.add(f"problem {number}, top {count} of {columns}", failure)
     return tally.outcome()
@@ -110,15 +112,15 @@ def everything(folder: Path, tries: int, seed: int) -> Outcome:
         p = problem(_repeat(seed, number), torch.float64)
         every = tuple(range(len(p.kv_sizes)))
         whole = tuple(tuple(tuple(every for _ in p.q_sizes) for _ in head) for head in p.lists)
-        got = computed(replace(p, lists=whole), torch.float64, BACKENDS[number % 2])
+        actual = computed(replace(p, lists=whole), torch.float64, BACKENDS[number % 2])
 
         def sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
             return out.transpose(1, 2), out
 
-        wanted = gradients(sdpa, p.q, p.k, p.v, p.d_out)
-        gap = max((got[name] - wanted[name]).abs().max().item() for name in ("out", "dq", "dk", "dv"))
+        expected = gradients(sdpa, p.q, p.k, p.v, p.d_out)
+        gap = max((actual[name] - expected[name]).abs().max().item() for name in ("out", "dq", "dk", "dv"))
         tally.add(f"problem {number}", None if gap < 1e-11 else f"differs by {gap:.1e}")
     return tally.outcome()
 
@@ -146,9 +148,9 @@ def indices(folder: Path, tries: int, seed: int) -> Outcome:
         p = problem(_repeat(seed, number), torch.float32)
         if number % 3:
             empty = tuple(tuple(tuple(() for _ in p.q_sizes) for _ in head) for head in p.lists)
-            got = computed(replace(p, lists=empty), torch.float32, BACKENDS[number % 2])
-            wrong = [name for name in ("out", "dq", "dk", "dv") if got[name].any()]
-            wrong += [] if bool((got["lse"] == -torch.inf).all()) else ["lse"]
+            results = computed(replace(p, lists=empty), torch.float32, BACKENDS[number % 2])
+            wrong = [name for name in ("out", "dq", "dk", "dv") if results[name].any()]
+            wrong += [] if bool((results["lse"] == -torch.inf).all()) else ["lse"]
             tally.add(f"problem {number}, empty", f"{wrong} not 0" if wrong else None)
             continue
         bad = (-1, len(p.kv_sizes), 2**30)[number // 3 % 3]
@@ -173,8 +175,8 @@ def extremes(folder: Path, tries: int, seed: int) -> Outcome:
         backend, mask = BACKENDS[number % 2], p.mask()
         if number % 3 == 2:
             large = replace(p, q=p.q * 1e3, k=p.k * 1e3)
-            got = computed(large, torch.float32, backend)
-            failure = None if all(bool(x.isfinite().all()) for x in got.values()) else "not finite"
+            results = computed(large, torch.float32, backend)
+            failure = None if all(bool(x.isfinite().all()) for x in results.values()) else "not finite"
             tally.add(f"problem {number}, large logits", failure)
             continue
         q, k, v = (x.float() for x in (p.q, p.k, p.v))
@@ -198,9 +200,9 @@ def repeats(folder: Path, tries: int, seed: int) -> Outcome:
     for number in range(tries):
         kind = number % 5
         p = problem(_repeat(seed, kind), torch.float32, most=60)
-        got = computed(p, torch.float32, BACKENDS[kind % 2])
-        wanted = first.setdefault(kind, got)
-        same = all(torch.equal(got[name], wanted[name]) for name in got)
+        actual = computed(p, torch.float32, BACKENDS[kind % 2])
+        expected = first.setdefault(kind, actual)
+        same = all(torch.equal(actual[name], expected[name]) for name in actual)
         tally.add(f"problem {kind}, repeat {number // 5}", None if same else "other bits")
     return tally.outcome()
 
@@ -258,10 +260,10 @@ def layouts(folder: Path, tries: int, seed: int) -> Outcome:
         ) -> tuple[Tensor, Tensor]:
             return block_sparse_attn(q, k, v, index, **blocks, backend=backend)
 
-        got = gradients(sparse, *(laid(x) for x in (q, k, v, d_out)))
-        wanted = gradients(sparse, *(x.contiguous() for x in (q, k, v, d_out)))
-        wrong = [part for part in got if not torch.equal(got[part], wanted[part])]
-        if name == "one token" and not torch.equal(got["out"], v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)):
+        actual = gradients(sparse, *(laid(x) for x in (q, k, v, d_out)))
+        expected = gradients(sparse, *(x.contiguous() for x in (q, k, v, d_out)))
+        wrong = [part for part in actual if not torch.equal(actual[part], expected[part])]
+        if name == "one token" and not torch.equal(actual["out"], v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)):
             wrong.append("not its own value")
         tally.add(f"problem {number}, {name}, {backend}", f"{wrong} differ" if wrong else None)
     return tally.outcome()
@@ -283,9 +285,9 @@ def triton(folder: Path, tries: int, seed: int) -> Outcome:
     path = os.pathsep.join((str(tiny.ROOT), str(tiny.ROOT / "kernels"), os.environ.get("PYTHONPATH", "")))
     code = f"import json; from scripts.soak.kernels import interpreted; print(json.dumps(interpreted({tries}, {seed})))"
     env = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    return Outcome(tried=found["tried"], survived=found["survived"], failures=tuple(found["failures"]))
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    report = json.loads(process.stdout.splitlines()[-1])
+    return Outcome(tried=report["tried"], survived=report["survived"], failures=tuple(report["failures"]))
 
 
 ROWS = (

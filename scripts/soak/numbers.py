@@ -169,13 +169,13 @@ def _kept(trainer: L.Trainer, module: Any, network: str) -> dict[str, Tensor]:
     """Weights, optimizer moments and weight average of a network."""
     owner = module.model if network == "model" else module.fake_score.network
     optimizer = trainer.optimizers[0 if network == "model" else 1]
-    kept = {f"weight {name}": p.detach().clone() for name, p in owner.named_parameters()}
+    tensors = {f"weight {name}": p.detach().clone() for name, p in owner.named_parameters()}
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        kept |= {f"{key} {number}": value.clone() for key, value in optimizer.state.get(parameter, {}).items()}
+        tensors |= {f"{key} {number}": value.clone() for key, value in optimizer.state.get(parameter, {}).items()}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, EMA) and network == "model":
-            kept |= {f"average {name}": value.clone() for name, value in callback.average.items()}
-    return kept
+            tensors |= {f"average {name}": value.clone() for name, value in callback.average.items()}
+    return tensors
 
 
 def not_finite(folder: Path, tries: int, seed: int) -> Outcome:
@@ -195,20 +195,20 @@ def _survives(folder: Path, place: Place, run: str, seed: int) -> str | None:
     settings = (f"run={run}", f"seed={seed}", "trainer.max_steps=16", *task)
     try:
         train(folder, *settings, callbacks=(spoil, Compare(spoil)))
-        ended = ""
+        cause = ""
     except FloatingPointError as error:
-        ended = str(error)
+        cause = str(error)
     if spoil.changed:
         return f"a dropped update changed {spoil.changed[:3]}"
     if place.always:
         return (
-            None if spoil.dropped >= 9 and "10 steps in a row" in ended else f"{spoil.dropped} dropped, ended {ended!r}"
+            None if spoil.dropped >= 9 and "10 steps in a row" in cause else f"{spoil.dropped} dropped, ended {cause!r}"
         )
     rows = metrics(run_folder(folder, run))
-    counted = sum(float(rows[16].get(key) or 0) for key in ("skipped_steps", "fake_score/skipped_steps"))
+    num_skipped = sum(float(rows[16].get(key) or 0) for key in ("skipped_steps", "fake_score/skipped_steps"))
     loss = rows[16]["fake_score/loss" if place.distilled else "train/loss"]
-    if ended or not spoil.dropped or counted != spoil.dropped or not math.isfinite(float(loss)):
-        return f"{spoil.dropped} dropped, {counted:g} counted, loss {loss} at the end, ended {ended!r}"
+    if cause or not spoil.dropped or num_skipped != spoil.dropped or not math.isfinite(float(loss)):
+        return f"{spoil.dropped} dropped, {num_skipped:g} counted, loss {loss} at the end, ended {cause!r}"
     return None
 
 
@@ -224,8 +224,8 @@ class SpoilAt(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         # a weight is changed before the step, a sample in its last micro-batch
         micro_batch = batch_idx % pl_module.accumulate
-        wanted = pl_module.accumulate - 1 if self.what == "latents" else 0
-        if trainer.global_step != self.step or micro_batch != wanted:
+        target_micro_batch = pl_module.accumulate - 1 if self.what == "latents" else 0
+        if trainer.global_step != self.step or micro_batch != target_micro_batch:
             return
         with torch.no_grad():
             target = batch.latents if self.what == "latents" else pl_module.get_parameter(self.what)

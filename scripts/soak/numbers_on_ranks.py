@@ -34,8 +34,8 @@ def train_on_two(folder: Path, callback: type[L.Callback], arguments: tuple[Any,
         status = ranks.wait(240)
     except TimeoutError as error:
         return str(error)
-    said = [rank.output()[-200:] for rank in ranks.ranks]
-    return "" if status == [0, 0] else f"exit status {status}: {said}"
+    outputs = [rank.output()[-200:] for rank in ranks.ranks]
+    return "" if status == [0, 0] else f"exit status {status}: {outputs}"
 
 
 class SpoilOne(SpoilAt):
@@ -66,8 +66,8 @@ def replayed(folder: Path, tries: int, seed: int) -> Outcome:
             paths = sorted((run / "nan-dumps").glob("*"))
             results = [replay_step(path, accelerator="cpu") for path in paths]
             # the losses of both ranks, by rank and micro-batch
-            found = [(r.reproduced, r.step, len(r.losses), "latents of sample" in str(r.first)) for r in results]
-            failure = None if found == [(True, step, 2 * accumulate, True)] else str(results)
+            summaries = [(r.reproduced, r.step, len(r.losses), "latents of sample" in str(r.first)) for r in results]
+            failure = None if summaries == [(True, step, 2 * accumulate, True)] else str(results)
         tally.add(f"{value} on rank {rank} in step {step}, {accumulate} micro-batches, seed {seed + number}", failure)
     return tally.outcome()
 

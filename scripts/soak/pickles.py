@@ -32,15 +32,15 @@ def unpickle(folder: Path, tries: int, seed: int) -> Outcome:
     """13 payloads as checkpoints, weights and tensors with correct digests, 6 as latents, and 7 data roots."""
     proof = arm(folder)
     assert tiny.start(tiny.words(folder, "trainer.max_steps=3"), folder=folder).wait() == 0
-    found = payloads(proof)
-    cases = [(place, name) for place in ("ckpt_path", "init_from", "tensors", "sample") for name in found]
+    payloads_by_name = payloads(proof)
+    cases = [(place, name) for place in ("ckpt_path", "init_from", "tensors", "sample") for name in payloads_by_name]
     # in the order of the payloads, whose last six include an object array, an archive and a script
-    cases += [("latents", name) for name in [*found][-6:]] + [("root", root) for root in ROOTS]
+    cases += [("latents", name) for name in [*payloads_by_name][-6:]] + [("root", root) for root in ROOTS]
     tally = Tally()
     for number, (place, name) in enumerate(drawn(cases, tries, seed)):
         own = folder / f"case{number}"
         own.mkdir()
-        tally.add(f"{place} {name}", _failure(place, name, found.get(name, b""), own, folder, proof))
+        tally.add(f"{place} {name}", _failure(place, name, payloads_by_name.get(name, b""), own, folder, proof))
         proof.unlink(missing_ok=True)
     return tally.outcome()
 
@@ -51,19 +51,19 @@ def _failure(place: str, name: str, payload: bytes, own: Path, folder: Path, pro
     if place in ("ckpt_path", "init_from", "sample"):
         file.write_bytes(payload)
     if place == "sample":
-        started = tiny.start([str(file), "--prompt", "x"], folder=own, script="sample")
+        process = tiny.start([str(file), "--prompt", "x"], folder=own, script="sample")
     elif place == "root":
-        started = tiny.start([*words, f"data.root='{name}'"], folder=own)
+        process = tiny.start([*words, f"data.root='{name}'"], folder=own)
     elif place == "latents":
-        started = tiny.start(
+        process = tiny.start(
             [*words, f"data.root={_as_latents(folder / 'shards', own / 'shards', payload)}"], folder=own
         )
     elif place == "tensors":
         checkpoint = _as_tensors(resolve_checkpoint("last", tiny.run_folder(folder)).path, own / "checkpoint", payload)
-        started = tiny.start([*words, f"ckpt_path={checkpoint}"], folder=own)
+        process = tiny.start([*words, f"ckpt_path={checkpoint}"], folder=own)
     else:
-        started = tiny.start([*words, f"{place}={file}"], folder=own)
-    failure = refusal_failure(started)
+        process = tiny.start([*words, f"{place}={file}"], folder=own)
+    failure = refusal_failure(process)
     return "it was executed" if proof.exists() or (own / "proof").exists() else failure
 
 

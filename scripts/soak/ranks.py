@@ -46,13 +46,13 @@ def _children_of(pid: int) -> list[int]:
     return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def _wrong(run: Path, lost: int, told: str, status: int | None, seconds: float) -> str | None:
+def _wrong(run: Path, lost: int, output: str, status: int | None, seconds: float) -> str | None:
     """Failure of a rank to end correctly after its partner was lost, None if it did."""
-    lines = [line for line in told.splitlines() if line.startswith("error: ")]
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
     if status != LOST_STATUS:
-        return f"status {status} after {seconds:.1f} s: {told[-300:]}"
-    if len(lines) != 1 or not re.match(rf"error: rank {lost} \(pid \d+ on ", lines[0]) or "Traceback" in told:
-        return f"it said {lines}: {told[-300:]}"
+        return f"status {status} after {seconds:.1f} s: {output[-300:]}"
+    if len(lines) != 1 or not re.match(rf"error: rank {lost} \(pid \d+ on ", lines[0]) or "Traceback" in output:
+        return f"it said {lines}: {output[-300:]}"
     if not (run / f"stacks-rank-{1 - lost}.txt").read_text():
         return "no stacks"
     # the ranks may notice it half a heartbeat apart
@@ -83,31 +83,31 @@ def _lost_of_launcher(
 ) -> str | None:
     """Freeze or kill one of two ranks of a launcher; no process of the run may be left."""
     run = tiny.run_folder(folder, name)
-    started = start(settings_of(folder, *ENDLESS, f"run={name}"), folder=folder)
+    process = start(settings_of(folder, *ENDLESS, f"run={name}"), folder=folder)
     try:
         if not tiny.wait_for_step(run, 3, seconds=240):
-            return f"no steps: {started.output()[-300:]}"
-        family = _children_of(started.pid)
+            return f"no steps: {process.output()[-300:]}"
+        family = _children_of(process.pid)
         # torchrun has both ranks as children, otherwise rank 0 is the launcher
-        ranks = family if len(family) > 1 else [started.pid, *family]
+        ranks = family if len(family) > 1 else [process.pid, *family]
         began = time.monotonic()
         os.kill(ranks[lost], number)
-        if ranks[lost] != started.pid:
+        if ranks[lost] != process.pid:
             # torchrun waits for half a minute before it kills a frozen rank
-            status = started.wait(TIMEOUT + 60)
+            status = process.wait(TIMEOUT + 60)
             if status != expected:
-                return f"status {status}: {started.output()[-300:]}"
-        gone = [pid for pid in ranks if pid != ranks[lost]]
-        if not tiny.wait_for(lambda: not any(map(_alive, gone)), seconds=TIMEOUT + 20):
+                return f"status {status}: {process.output()[-300:]}"
+        other_pids = [pid for pid in ranks if pid != ranks[lost]]
+        if not tiny.wait_for(lambda: not any(map(_alive, other_pids)), seconds=TIMEOUT + 20):
             return f"a rank is left after {time.monotonic() - began:.1f} s"
         # torchrun may notice it first and end the other rank by SIGTERM
-        named = (f"error: rank {lost} (pid ", f"SIGTERM: rank {lost} (pid ")
-        lines = [line for line in started.output().splitlines() if line.startswith(named)]
-        return None if len(lines) == 1 else f"it said {lines}: {started.output()[-300:]}"
+        prefixes = (f"error: rank {lost} (pid ", f"SIGTERM: rank {lost} (pid ")
+        lines = [line for line in process.output().splitlines() if line.startswith(prefixes)]
+        return None if len(lines) == 1 else f"it said {lines}: {process.output()[-300:]}"
     finally:
-        for pid in {started.pid, *_children_of(started.pid)} if _alive(started.pid) else set[int]():
+        for pid in {process.pid, *_children_of(process.pid)} if _alive(process.pid) else set[int]():
             os.kill(pid, signal.SIGKILL)
-        started.wait()
+        process.wait()
 
 
 def _own_launcher(words: Sequence[str], *, folder: Path) -> tiny.Started:
@@ -158,8 +158,8 @@ def waiting(folder: Path, tries: int, seed: int) -> Outcome:
             other = job.ranks[1 - lost]
             other.send_signal(signal.SIGTERM)
             status = other.wait(30)
-            said = [line for line in other.output().splitlines() if line.startswith(f"SIGTERM: rank {lost} (pid ")]
-            failure = None if status == 143 and len(said) == 1 else f"status {status}: {other.output()[-300:]}"
+            lines = [line for line in other.output().splitlines() if line.startswith(f"SIGTERM: rank {lost} (pid ")]
+            failure = None if status == 143 and len(lines) == 1 else f"status {status}: {other.output()[-300:]}"
         except TimeoutError as error:
             failure = str(error)
         finally:
@@ -182,9 +182,9 @@ def slow(folder: Path, tries: int, seed: int) -> Outcome:
                     job.ranks[one].send_signal(signalled)
                 time.sleep(seconds)
         statuses = job.wait(60)
-        named = re.findall(r"rank (\d+) is \d+% behind the others over 50 steps", job.ranks[0].output())
+        slow_ranks = re.findall(r"rank (\d+) is \d+% behind the others over 50 steps", job.ranks[0].output())
         expected = [] if one is None else [str(one)] * 2
-        failure = None if named == expected and not any(statuses) else f"statuses {statuses}, named {named}"
+        failure = None if slow_ranks == expected and not any(statuses) else f"statuses {statuses}, named {slow_ranks}"
         tally.add("nobody is slow" if one is None else f"rank {one} is slow", failure)
     return tally.outcome()
 
@@ -261,9 +261,9 @@ CELLS = tuple((task, strategy, world) for task in TASKS for strategy in STRATEGI
 def parity_row(folder: Path, tries: int, seed: int) -> Outcome:
     """All tasks with all strategies and numbers of ranks."""
     tally = Tally()
-    for (task, strategy, world), found in parity(folder, CELLS[:tries]).items():
-        alike = isinstance(found, float) and found < TOLERANCE
-        tally.add(f"{task}, {strategy}, {world} ranks", None if alike else f"it differs by {found}")
+    for (task, strategy, world), gap in parity(folder, CELLS[:tries]).items():
+        alike = isinstance(gap, float) and gap < TOLERANCE
+        tally.add(f"{task}, {strategy}, {world} ranks", None if alike else f"it differs by {gap}")
     return tally.outcome()
 
 
@@ -274,8 +274,8 @@ def table(differences: dict[tuple[str, str, int], float | str]) -> str:
     for task in TASKS:
         for strategy in STRATEGIES:
             cells = [differences[task, strategy, world] for world in WORLDS]
-            shown = [cell if isinstance(cell, str) else f"{cell:.1e}" if cell else "0" for cell in cells]
-            lines.append(f"| {task} | `{strategy}` | " + " | ".join(shown) + " |")
+            texts = [cell if isinstance(cell, str) else f"{cell:.1e}" if cell else "0" for cell in cells]
+            lines.append(f"| {task} | `{strategy}` | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 

@@ -38,5 +38,5 @@ def refusal_failure(run: tiny.Started, *, seconds: float = 60) -> str | None:
 
 def drawn(values: Sequence[Any], tries: int, seed: int) -> list[Any]:
     """A random choice of as many values as tries, in their order."""
-    chosen = sorted(random.Random(seed).sample(range(len(values)), min(tries, len(values))))
-    return [values[number] for number in chosen]
+    indices = sorted(random.Random(seed).sample(range(len(values)), min(tries, len(values))))
+    return [values[number] for number in indices]

@@ -101,8 +101,8 @@ def reached(run: Path, step: int) -> bool:
 
 
 def step_of(run: Path) -> int:
-    found = list_checkpoints(run / "checkpoints")
-    return resolve_checkpoint("last", run).step if found else 0
+    checkpoints = list_checkpoints(run / "checkpoints")
+    return resolve_checkpoint("last", run).step if checkpoints else 0
 
 
 def _kill_row(folder: Path, tries: int, seed: int, kinds: Sequence[Sequence[str]]) -> Outcome:
@@ -166,8 +166,8 @@ def stopped(folder: Path, words: Sequence[str], run: Path, step: int) -> int:
 
 def annealed_topk(step: int) -> int:
     """K of `ANNEALED` on 8 tiles: all tiles for 3 steps, then linearly down to 2 in 20 steps, rounded up."""
-    left = 20 - min(max(step - 3, 0), 20)
-    return 2 + -(-6 * left // 20)
+    remaining_steps = 20 - min(max(step - 3, 0), 20)
+    return 2 + -(-6 * remaining_steps // 20)
 
 
 def annealed(folder: Path, tries: int, seed: int) -> Outcome:
@@ -182,9 +182,9 @@ def annealed(folder: Path, tries: int, seed: int) -> Outcome:
         saved = stopped(folder, words, run, step)
         failure = finished(folder, [*words, "ckpt_path=last"])
         if failure is None:
-            measured = {at: int(row["sparsity/topk"]) for at, row in tiny.metrics(run).items()}
-            wrong = {at: k for at, k in measured.items() if k != annealed_topk(at - 1)}
-            failure = f"K at steps {wrong}" if wrong or len(measured) != tiny.STEPS else None
+            topk_by_step = {at: int(row["sparsity/topk"]) for at, row in tiny.metrics(run).items()}
+            wrong = {at: k for at, k in topk_by_step.items() if k != annealed_topk(at - 1)}
+            failure = f"K at steps {wrong}" if wrong or len(topk_by_step) != tiny.STEPS else None
         if failure is None and tiny.digest_of_run(run) != expected:
             failure = "other weights or losses"
         tally.add(f"cut at {saved}", failure)
@@ -305,11 +305,11 @@ def memory(folder: Path, tries: int, seed: int) -> Outcome:
         failure = f"status {status}: {process.output()[-300:]}" if status or len(sizes) < 2 else None
         if failure is None:
             (before, opened), (after, open_then) = sizes
-            said = f"{workers} workers: {before} to {after} kB ({after / before - 1:+.2%}), {opened} to {open_then} fds"
-            tally.notes.append(said)
+            note = f"{workers} workers: {before} to {after} kB ({after / before - 1:+.2%}), {opened} to {open_then} fds"
+            tally.notes.append(note)
             # allows for files that are currently written
             grew = open_then > opened + 2 or (full and after > 1.01 * before)
-            failure = said if grew else None
+            failure = note if grew else None
         tally.add(f"{steps} steps, {workers} workers", failure)
     return tally.outcome()
 

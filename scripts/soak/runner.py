@@ -157,7 +157,7 @@ def _descendants(pid: int) -> list[int]:
                 children.setdefault(above, []).append(own)
     below, unseen = [], [pid]
     while unseen:
-        found = children.get(unseen.pop(), [])
-        below += found
-        unseen += found
+        pids = children.get(unseen.pop(), [])
+        below += pids
+        unseen += pids
     return below

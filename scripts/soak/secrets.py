@@ -109,14 +109,14 @@ def _leaks(folder: Path, case: Case) -> str | None:
     status = process.wait()
     (folder / "experiment" / "mine.yaml").unlink(missing_ok=True)
     # separators are optional, because names of files may lack them
-    wanted = re.compile(re.sub(r"\W", r"[^a-z0-9]?", CANARY).encode())
-    found = [
+    pattern = re.compile(re.sub(r"\W", r"[^a-z0-9]?", CANARY).encode())
+    paths = [
         str(path.relative_to(folder))
         for path in folder.rglob("*")
-        if wanted.search(path.name.encode()) or (path.is_file() and wanted.search(path.read_bytes()))
+        if pattern.search(path.name.encode()) or (path.is_file() and pattern.search(path.read_bytes()))
     ]
-    if found:
-        return f"found in {found[:4]}"
+    if paths:
+        return f"found in {paths[:4]}"
     if status != case.status:
         return f"exit status {status}, expected {case.status}: {process.output()[-300:]}"
     return None
@@ -148,16 +148,16 @@ def _held_up(folder: Path, mood: str) -> str | None:
         if mood == "refuses":
             server.close()
         process = start(words(folder, "logger=wandb", "logger.wandb.offline=false"), folder=folder, env=env)
-        status, said, run = process.wait(180), process.output(), run_folder(folder)
+        status, output, run = process.wait(180), process.output(), run_folder(folder)
         rows = metrics(run)
         online = mood in ("answers", "dies")
         if status or len(rows) != STEPS:
-            return f"exit status {status}, {len(rows)} of {STEPS} steps: {said[-300:]}"
-        if ("wandb: kept offline" in said) == online:
-            return f"expected a run that is {'online' if online else 'offline'}: {said[-300:]}"
-        told = re.search(r"wandb: to upload this run: wandb sync (\S+)", said)
-        if (told is None) != (mood == "answers") or (told and not list(Path(told[1]).glob("*.wandb"))):
-            return f"told {told and told[0]}"
+            return f"exit status {status}, {len(rows)} of {STEPS} steps: {output[-300:]}"
+        if ("wandb: kept offline" in output) == online:
+            return f"expected a run that is {'online' if online else 'offline'}: {output[-300:]}"
+        match = re.search(r"wandb: to upload this run: wandb sync (\S+)", output)
+        if (match is None) != (mood == "answers") or (match and not list(Path(match[1]).glob("*.wandb"))):
+            return f"told {match and match[0]}"
         if server.got_metrics.is_set() != online:
             return "the server got no metrics" if online else "the server got metrics"
     return None

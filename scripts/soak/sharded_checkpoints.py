@@ -78,9 +78,9 @@ def written_by_ranks(folder: Path) -> Path:
 def _save_for_ever(folder: Path) -> None:
     tensors = _tensors(83_333, 6)
     for step in range(1, 10_000):
-        written = write_checkpoint(folder, tensors, {"step": step}, together=True)
+        checkpoint = write_checkpoint(folder, tensors, {"step": step}, together=True)
         if dist.get_rank() == 0:
-            prune_checkpoints(folder, written, 2)
+            prune_checkpoints(folder, checkpoint, 2)
         # the ranks of a run synchronise in the same way
         dist.barrier()
 
@@ -109,11 +109,11 @@ def kills(folder: Path, tries: int, seed: int) -> Outcome:
         litter = [path.name for path in place.iterdir() if path.name.startswith(".")]
         inside += bool(litter)
         broken = [path.name for path in list_checkpoints(place) if not is_good(path)]
-        step = latest_checkpoint(place, lambda said: None).step
+        step = latest_checkpoint(place, lambda _: None).step
         write_checkpoint(place, {"model": {"w": torch.ones(2)}}, {"step": step + 1})
-        left = [path.name for path in place.iterdir() if path.name.startswith(".")]
+        rest = [path.name for path in place.iterdir() if path.name.startswith(".")]
         shutil.rmtree(place)
-        return not broken and not left, f"kill {number} of rank {lost}: {broken=} {litter=} {left=}"
+        return not broken and not rest, f"kill {number} of rank {lost}: {broken=} {litter=} left={rest!r}"
 
     outcome = tally(map(attempt, range(tries)))
     return replace(outcome, notes=(f"{inside} of {tries} left the folder of a save",))

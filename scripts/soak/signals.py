@@ -49,39 +49,39 @@ def _run_of(words: Sequence[str], folder: Path) -> Path:
     return tiny.run_folder(folder, name)
 
 
-def _ended(started: tiny.Started) -> tuple[int, str]:
+def _ended(process: tiny.Started) -> tuple[int, str]:
     try:
-        return started.wait(90), started.output()
+        return process.wait(90), process.output()
     except TimeoutError as error:
-        started.kill()
+        process.kill()
         return -1, str(error)
 
 
 def _while_loading(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
-    started = tiny.start(words, folder=folder, fresh=True)
+    process = tiny.start(words, folder=folder, fresh=True)
     # the handlers are set by the first statement, after the start of the interpreter
     time.sleep(rng.uniform(0.5, 3))
-    started.send_signal(number)
-    return _ended(started)
+    process.send_signal(number)
+    return _ended(process)
 
 
 def _in_set_up(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
-    started = tiny.start(words, folder=folder)
-    tiny.wait_for(lambda: bool(started.output()))
+    process = tiny.start(words, folder=folder)
+    tiny.wait_for(lambda: bool(process.output()))
     time.sleep(rng.uniform(0, 0.05))
-    started.send_signal(number)
-    return _ended(started)
+    process.send_signal(number)
+    return _ended(process)
 
 
 def _after_a_step(times: int = 1, delay: float = 0.1) -> Callable[..., tuple[int, str]]:
     def signalled(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
-        started = tiny.start(words, folder=folder)
+        process = tiny.start(words, folder=folder)
         tiny.wait_for_step(_run_of(words, folder), rng.randint(1, 12))
         time.sleep(rng.uniform(0, delay))
         for _ in range(times):
-            started.send_signal(number)
+            process.send_signal(number)
             time.sleep(0.01)
-        return _ended(started)
+        return _ended(process)
 
     return signalled
 
@@ -100,20 +100,20 @@ def _to_one_rank(step: int) -> Callable[..., tuple[int, str]]:
         except TimeoutError as error:
             return -1, str(error)
         # rank 0 reports for all ranks
-        told = job.ranks[0].output()
+        output = job.ranks[0].output()
         # a rank that has not yet connected to the signalled one may only notice that it is gone
         alike = statuses[1] in ((0,) if step else (0, statuses[0], LOST_STATUS))
-        return (statuses[0], told) if alike else (-1, f"{told} (statuses {statuses})")
+        return (statuses[0], output) if alike else (-1, f"{output} (statuses {statuses})")
 
     return signalled
 
 
 def _by_launcher(start: Callable[..., tiny.Started]) -> Callable[..., tuple[int, str]]:
     def signalled(folder: Path, words: Sequence[str], number: int, rng: random.Random) -> tuple[int, str]:
-        started = start(words, folder=folder)
+        process = start(words, folder=folder)
         tiny.wait_for_step(_run_of(words, folder), 3, seconds=180)
-        started.send_signal(number)
-        return _ended(started)
+        process.send_signal(number)
+        return _ended(process)
 
     return signalled
 
@@ -152,19 +152,19 @@ LAUNCHED = (
 )
 
 
-def _wrong(folder: Path, moment: Moment, number: int, words: Sequence[str], status: int, told: str) -> str | None:
+def _wrong(folder: Path, moment: Moment, number: int, words: Sequence[str], status: int, output: str) -> str | None:
     """Failure of a run to end correctly, None if it did."""
     run, name = _run_of(words, folder), signal.Signals(number).name
     if status != moment.status(number):
-        return f"status {status}, expected {moment.status(number)}: {told[-300:]}"
+        return f"status {status}, expected {moment.status(number)}: {output[-300:]}"
     saved = list_checkpoints(run / "checkpoints")
-    says = [line for line in told.splitlines() if line.startswith(f"{name}: ") and "saving after" not in line]
+    says = [line for line in output.splitlines() if line.startswith(f"{name}: ") and "saving after" not in line]
     expected = "saved " if saved else "stopped, there was nothing to save"
     # a second Ctrl-C ends a run immediately
     at_once = moment.name == "twice" and name == "SIGINT"
     # torchrun prints its own traceback
-    if re.search('File ".*/vsa/', told) or (not at_once and (len(says) != 1 or expected not in says[0])):
-        return f"it said {says}: {told[-300:]}"
+    if re.search('File ".*/vsa/', output) or (not at_once and (len(says) != 1 or expected not in says[0])):
+        return f"it said {says}: {output[-300:]}"
     if moment.steps and not saved:
         return "no checkpoint"
     return None
@@ -209,8 +209,8 @@ def _row(moments: Sequence[Moment], kinds: Sequence[signal.Signals]) -> Callable
             moment, number = moments[index % len(moments)], kinds[index % len(kinds)]
             settings = [f"run=signal{index}", f"trainer.max_steps={STEPS}"]
             words = tiny.words(folder, *moment.settings, *settings)
-            status, told = moment.signalled(folder, words, number, rng)
-            failure = _wrong(folder, moment, number, words, status, told)
+            status, output = moment.signalled(folder, words, number, rng)
+            failure = _wrong(folder, moment, number, words, status, output)
             if failure is None and list_checkpoints(_run_of(words, folder) / "checkpoints"):
                 failure = _goes_on(folder, words, _straight(folder, moment))
             tally.add(f"{number.name} {moment.name}", failure)

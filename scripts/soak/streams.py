@@ -67,9 +67,9 @@ def _damage(server: ShardServer, parts: dict[str, list[SampleEntry]], draw: rand
     server.ranges = draw.random() < 0.7
     server.breaks = {name: draw.randrange(len(remote.PAUSES)) for name in parts if draw.random() < 0.6}
     if draw.random() < 0.4:
-        gone = draw.choice(sorted(parts))
-        server.status[gone] = draw.choice(_STATUSES)
-        lost |= {entry.id for entry in parts[gone]}
+        lost_shard = draw.choice(sorted(parts))
+        server.status[lost_shard] = draw.choice(_STATUSES)
+        lost |= {entry.id for entry in parts[lost_shard]}
     if draw.random() < 0.4:
         short = draw.choice(sorted(parts))
         # one sample at least arrives: where hardly any does, the stream ends by itself
@@ -93,12 +93,12 @@ def _one(root: Path, draw: random.Random) -> str | None:
     parts = samples_by_shard(reader.index)
     buffer, world = draw.randint(1, 12), draw.choice((1, 2, 3))
     wrong: list[str] = []
-    seen: set[str] = set()
-    told: set[str] = set()
+    trained_ids: set[str] = set()
+    reported_ids: set[str] = set()
 
     def take(batch: VideoBatch) -> None:
-        seen.update(batch.sample_ids)
-        told.update(bad.id for bad in batch.bad)
+        trained_ids.update(batch.sample_ids)
+        reported_ids.update(bad.id for bad in batch.bad)
         wrong.extend(
             name
             for name, latents in zip(batch.sample_ids, batch.latents, strict=True)
@@ -118,8 +118,8 @@ def _one(root: Path, draw: random.Random) -> str | None:
             ends.append(module._next_shard())
         start = min(ends)
         before = {entry.id for place in range(start) for entry in module._order.at(place)}
-        if not before <= seen | told:
-            return f"a resume would leave out {sorted(before - seen - told)[:3]}"
+        if not before <= trained_ids | reported_ids:
+            return f"a resume would leave out {sorted(before - trained_ids - reported_ids)[:3]}"
         module = _module(urls, shuffle_buffer=buffer, num_workers=draw.choice((0, 0, 0, 1)))
         world = draw.choice((1, 2, 3))
         # enough steps for the share of a reader in the shards of an epoch, and for its shuffle buffer
@@ -129,9 +129,9 @@ def _one(root: Path, draw: random.Random) -> str | None:
                 take(batch)
     if wrong:
         return f"wrong latents of {wrong[:3]}"
-    if not told <= lost:
-        return f"whole samples were given up: {sorted(told - lost)[:3]}"
-    missing = good.keys() - seen - told
+    if not reported_ids <= lost:
+        return f"whole samples were given up: {sorted(reported_ids - lost)[:3]}"
+    missing = good.keys() - trained_ids - reported_ids
     return f"neither trained on nor told: {sorted(missing)[:3]}" if missing else None
 
 

@@ -86,9 +86,9 @@ def words(folder: Path, *overrides: str) -> list[str]:
     shards = folder / "shards"
     if not any(override.startswith("data.root=") for override in overrides) and not shards.exists():
         write_shards(shards)
-    chosen = {override.partition("=")[0] for override in overrides}
+    keys = {override.partition("=")[0] for override in overrides}
     own = (*SETTINGS, f"data.root={shards}", f"output_dir={folder / 'outputs'}")
-    return [*(word for word in own if word.partition("=")[0] not in chosen), *overrides]
+    return [*(word for word in own if word.partition("=")[0] not in keys), *overrides]
 
 
 def run_folder(folder: Path, run: str = "default", *, name: str = "pretrain") -> Path:

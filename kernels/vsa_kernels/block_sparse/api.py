@@ -61,8 +61,8 @@ def block_sparse_attn(
     mask = BlockMask(index=index, q_blocks=q_blocks, kv_blocks=kv_blocks, kv_valid=kv_valid)
     check_mask(q, mask)
     refuse_forward_mode(q, k, v)
-    chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
-    factor = check_scale(scale, q.shape[-1], chosen)
+    resolved_backend = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
+    factor = check_scale(scale, q.shape[-1], resolved_backend)
     if check_values:
         check_mask_values(mask, q.shape[1], k.shape[1])
-    return block_sparse_fwd(q, k, v, *mask.flatten(), factor, chosen)
+    return block_sparse_fwd(q, k, v, *mask.flatten(), factor, resolved_backend)

@@ -77,12 +77,12 @@ def check_mask_values(mask: BlockMask, num_q: int, num_kv: int) -> None:
         if int(x.min()) < 0 or int(x.max()) > most:
             raise ValueError(f"{name} must be in 0 .. {most}, got {int(x.min())} .. {int(x.max())}")
     slot = torch.arange(capacity, device=counts.device)
-    listed = slot < counts[..., None]
-    chosen = index.kv_indices[listed]
-    if chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= num):
-        raise ValueError(f"kv_indices must be in 0 .. {num - 1}, got {int(chosen.min())} .. {int(chosen.max())}")
+    in_list = slot < counts[..., None]
+    entries = index.kv_indices[in_list]
+    if entries.numel() and (int(entries.min()) < 0 or int(entries.max()) >= num):
+        raise ValueError(f"kv_indices must be in 0 .. {num - 1}, got {int(entries.min())} .. {int(entries.max())}")
     # the first masked entry starts a new ascending run
-    follows = listed[..., 1:] & (slot[1:] != full[..., None])
+    follows = in_list[..., 1:] & (slot[1:] != full[..., None])
     falls = follows & (index.kv_indices[..., 1:] <= index.kv_indices[..., :-1])
     if bool(falls.any()):
         b, h, n, j = (int(x) for x in falls.nonzero()[0])

@@ -134,17 +134,17 @@ def backward(
     dq = torch.zeros_like(q_rows, dtype=wide)
     dk, dv = torch.zeros_like(k_table, dtype=wide), torch.zeros_like(v_table, dtype=wide)
     for lo, hi in _chunks(lists, q_rows, k_table):
-        chosen = lists.blocks[lo:hi]
-        k_rows = scratch.gather("k", k_table, chosen)
+        blocks = lists.blocks[lo:hi]
+        k_rows = scratch.gather("k", k_table, blocks)
         logits = scratch.matmul("logits", q_rows[lo:hi], k_rows.transpose(1, 2), scale)
         lists.bias_logits(logits, lo, hi)
         p = logits.sub_(lse_rows[lo:hi]).exp_()
-        v_rows = scratch.gather("v", v_table, chosen)
+        v_rows = scratch.gather("v", v_table, blocks)
         dlogits = scratch.matmul("dlogits", d_rows[lo:hi], v_rows.transpose(1, 2))
         dlogits = dlogits.sub_(delta_rows[lo:hi]).mul_(p).to(q_rows.dtype)
         dq[lo:hi] = scratch.matmul("dq", dlogits, k_rows, scale)
-        _add_rows(dv, chosen, scratch.matmul("dkv", p.to(q_rows.dtype).transpose(1, 2), d_rows[lo:hi]))
-        _add_rows(dk, chosen, scratch.matmul("dkv", dlogits.transpose(1, 2), q_rows[lo:hi], scale))
+        _add_rows(dv, blocks, scratch.matmul("dkv", p.to(q_rows.dtype).transpose(1, 2), d_rows[lo:hi]))
+        _add_rows(dk, blocks, scratch.matmul("dkv", dlogits.transpose(1, 2), q_rows[lo:hi], scale))
     dk, dv = (
         _tokens(x.view(B * kv_heads, -1, *x.shape[1:])[:, : mask.kv_blocks.num], mask.kv_blocks, B, kv_heads, S)
         for x in (dk, dv)

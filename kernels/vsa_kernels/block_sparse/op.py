@@ -108,8 +108,8 @@ block_sparse_fwd.register_autograd(_backward, setup_context=_setup_context)
 def _matmul_flops(q_shape: Any, k_shape: Any, mask: tuple[Any, ...]) -> int:
     # one matmul over the listed blocks at their mean size; where the host knows no bound, the list capacity counts
     B, L, H, D = q_shape
-    listed = mask[0][-1] if mask[5] is None else mask[5]
-    return 2 * B * H * L * D * listed * k_shape[1] // (mask[10][0] - 1)
+    list_length = mask[0][-1] if mask[5] is None else mask[5]
+    return 2 * B * H * L * D * list_length * k_shape[1] // (mask[10][0] - 1)
 
 
 @register_flop_formula(torch.ops.vsa_kernels.block_sparse_fwd)

@@ -16,9 +16,9 @@ from vsa_kernels.block_sparse.mask import BlockMask, existing
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs `[B, L, H, D]` and lse `[B, H, L]` of `block_sparse_attn`."""
     heads = q.shape[2]
-    allowed = token_mask(mask, q.shape[1], k.shape[1])
+    pair_mask = token_mask(mask, q.shape[1], k.shape[1])
     qh, kh, vh = _by_head(q, heads), _by_head(existing(k, mask), heads), _by_head(existing(v, mask), heads)
-    logits = _logits(qh, kh, allowed, scale)
+    logits = _logits(qh, kh, pair_mask, scale)
     lse = torch.logsumexp(logits, dim=-1)
     p = logits.sub_(_finite(lse)[..., None]).exp_()
     out = _rounded(p, q.dtype) @ vh
@@ -31,10 +31,10 @@ def backward(
     """dq, dk, dv from dout `[B, L, H, D]` and delta = rowsum(dout * out) - dlse `[B, H, L]`."""
     B, S, kv_heads, D = k.shape
     heads = q.shape[2]
-    allowed = token_mask(mask, q.shape[1], S)
+    pair_mask = token_mask(mask, q.shape[1], S)
     qh, kh, vh = _by_head(q, heads), _by_head(existing(k, mask), heads), _by_head(existing(v, mask), heads)
     dh = _by_head(dout, heads)
-    p = _logits(qh, kh, allowed, scale).sub_(_finite(lse)[..., None]).exp_()
+    p = _logits(qh, kh, pair_mask, scale).sub_(_finite(lse)[..., None]).exp_()
     dv = _rounded(p, q.dtype).transpose(-1, -2) @ dh
     dlogits = (dh @ vh.transpose(-1, -2)).sub_(delta[..., None]).mul_(p)
     dlogits = _rounded(dlogits, q.dtype)
@@ -48,17 +48,17 @@ def token_mask(mask: BlockMask, num_q: int, num_kv: int) -> Tensor:
     """bool `[B|1, H|1, L, S]`, True where a query token attends to a kv token."""
     q_block, q_place = token_places(mask.q_blocks, num_q)
     kv_block, kv_place = token_places(mask.kv_blocks, num_kv)
-    allowed = mask.index.to_dense(mask.kv_blocks.num)[:, :, q_block][..., kv_block]
+    pair_mask = mask.index.to_dense(mask.kv_blocks.num)[:, :, q_block][..., kv_block]
     if mask.index.mask_bits is not None:
         assert mask.index.mask_ids is not None
         assert mask.index.kv_num_full_blocks is not None
         which = _mask_of_block(mask)[:, :, q_block][..., kv_block]
         # the last row is the mask of blocks that need no fine mask
         bits = torch.cat([mask.index.mask_bits, torch.ones_like(mask.index.mask_bits[:1])])
-        allowed = allowed & bits[which, q_place[:, None], kv_place]
+        pair_mask = pair_mask & bits[which, q_place[:, None], kv_place]
     if mask.kv_valid is not None:
-        allowed = allowed & (kv_place < mask.kv_valid[:, kv_block])[:, None, None]
-    return allowed
+        pair_mask = pair_mask & (kv_place < mask.kv_valid[:, kv_block])[:, None, None]
+    return pair_mask
 
 
 def _mask_of_block(mask: BlockMask) -> Tensor:
@@ -81,8 +81,8 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
 
 
-def _logits(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
-    return (q @ k.transpose(-1, -2)).mul_(scale).masked_fill_(~allowed, -torch.inf)
+def _logits(q: Tensor, k: Tensor, pair_mask: Tensor, scale: float) -> Tensor:
+    return (q @ k.transpose(-1, -2)).mul_(scale).masked_fill_(~pair_mask, -torch.inf)
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def _plan(
     options = config(kernel, D, dtype, device)
     q_tiles = Tiles.of(q_blocks, L, options.pop("BLOCK_M"))
     kv_tiles = Tiles.of(kv_blocks, S, options.pop("BLOCK_N"))
-    wanted = bool(options.pop("DESC", 0))
+    describe = bool(options.pop("DESC", 0))
     constants: dict[str, Any] = {
         "GROUP": group, "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)),
         "BLOCK_M": q_tiles.block, "Q_PARTS": q_tiles.parts, "Q_SIZE": q_tiles.size, "EVEN_Q": q_tiles.even,
@@ -170,7 +170,7 @@ def _plan(
         "PRECISION": "tf32" if half and dtype == torch.float32 else "ieee",
         **options,
     }  # fmt: skip
-    return Plan(q_tiles, kv_tiles, constants, wanted)
+    return Plan(q_tiles, kv_tiles, constants, describe)
 
 
 def lists_of(mask: BlockMask | None) -> tuple[tuple[Tensor | None, Tensor | None], tuple[int, int, int, int, int]]:

@@ -71,13 +71,13 @@ def coarse_fine_attn(
         if gate is not None and (gate.shape != q.shape or gate.dtype != q.dtype):
             raise ValueError(f"{name} must be {q.dtype} {list(q.shape)} like q, got {gate.dtype} {list(gate.shape)}")
         check_device(name, gate, "q", q)
-    for name, allowed in (("candidates", candidates), ("always", always)):
-        check_allowed(name, allowed, q_blocks.num, kv_blocks.num, "q", q)
+    for name, mask in (("candidates", candidates), ("always", always)):
+        check_allowed(name, mask, q_blocks.num, kv_blocks.num, "q", q)
     if topk < 1:
         raise ValueError(f"topk must be at least 1, got {topk}")
-    chosen = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
-    factor = check_scale(scale, q.shape[-1], chosen)
-    if chosen != "triton" or candidates is not None or always is not None:
+    resolved_backend = resolve_backend(backend, q.device, q.dtype, q.shape[-1])
+    factor = check_scale(scale, q.shape[-1], resolved_backend)
+    if resolved_backend != "triton" or candidates is not None or always is not None:
         stages = coarse_fine_stages(
             *(q, k, v),
             q_blocks=q_blocks,
@@ -86,21 +86,23 @@ def coarse_fine_attn(
             candidates=candidates,
             always=always,
             scale=scale,
-            backend=chosen,
+            backend=resolved_backend,
         )
         out = combine(stages.fine, stages.coarse, gate_coarse, gate_fine, q_blocks)
         looked_at = (x.detach() for x in (stages.fine, stages.lse, stages.coarse))
         return CoarseFineOutput(out, stages.index, *looked_at)
-    kept = min(topk, kv_blocks.num)
+    num_selected = min(topk, kv_blocks.num)
     call = Call(
         *(q, k, v, gate_coarse, gate_fine),
         *(q_blocks.offsets, q_blocks.max_size, q_blocks.min_size),
         *(kv_blocks.offsets, kv_blocks.max_size, kv_blocks.min_size),
-        topk=kept,
+        topk=num_selected,
         capacity=list_capacity(topk, kv_blocks.num),
         scale=factor,
     )
     out, *saved = coarse_fine_fwd(*call)
     saved = Saved(*saved)
-    index = BlockIndex(kv_indices=saved.kv_indices, kv_num_blocks=saved.kv_num_blocks, max_blocks=kept, min_blocks=kept)
+    index = BlockIndex(
+        kv_indices=saved.kv_indices, kv_num_blocks=saved.kv_num_blocks, max_blocks=num_selected, min_blocks=num_selected
+    )
     return CoarseFineOutput(out, index, saved.fine, saved.lse, saved.coarse)

@@ -76,9 +76,9 @@ def _select(
     for first in range(0, rows, step):
         count = min(step, rows - first)
         scores = coarse_scores(q_mean, k_mean, scale, first, count, precision=precision)
-        chosen, kept = triton_topk.select(scores[None], topk, None, None, None, capacity)
-        indices.view(rows, num_q, capacity)[first : first + count] = chosen[0]
-        counts.view(rows, num_q)[first : first + count] = kept[0]
+        part_indices, part_counts = triton_topk.select(scores[None], topk, None, None, None, capacity)
+        indices.view(rows, num_q, capacity)[first : first + count] = part_indices[0]
+        counts.view(rows, num_q)[first : first + count] = part_counts[0]
     return indices, counts
 
 

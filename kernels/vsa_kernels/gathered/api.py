@@ -61,11 +61,11 @@ def gathered_attn(
     check_blocks("kv_blocks", kv_blocks, "k", k)
     _check_groups(q, groups)
     refuse_forward_mode(q, k, v)
-    chosen = resolve_plain(backend, q.device, q.dtype, q.shape[-1])
-    factor = check_scale(scale, q.shape[-1], chosen)
+    resolved_backend = resolve_plain(backend, q.device, q.dtype, q.shape[-1])
+    factor = check_scale(scale, q.shape[-1], resolved_backend)
     lists = (groups.members, groups.kv_indices, groups.kv_num_blocks, groups.kv_members, groups.order)
     sides = (x for b in (q_blocks, kv_blocks) for x in (b.offsets, b.max_size, b.min_size))
-    return gathered_fwd(q, k, v, *lists, *sides, factor, chosen)
+    return gathered_fwd(q, k, v, *lists, *sides, factor, resolved_backend)
 
 
 def _check_groups(q: Tensor, groups: TileGroups) -> None:
@@ -114,12 +114,12 @@ def group_tiles(mask: Tensor, size: int, *, backend: str | None = None) -> Tenso
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
     # a mask has no float dtype and no head dim that a backend could reject
-    chosen = resolve_plain(backend, mask.device, torch.float32)
-    if chosen == "triton" and (refusal := _ranks_too_many(mask)) is not None:
+    resolved_backend = resolve_plain(backend, mask.device, torch.float32)
+    if resolved_backend == "triton" and (refusal := _ranks_too_many(mask)) is not None:
         if backend == "triton":
             raise ValueError(f"backend triton {refusal}")
-        chosen = "reference"
-    return group_tiles_op(mask, size, chosen)
+        resolved_backend = "reference"
+    return group_tiles_op(mask, size, resolved_backend)
 
 
 def _ranks_too_many(mask: Tensor) -> str | None:

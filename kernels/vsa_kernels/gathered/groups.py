@@ -41,9 +41,9 @@ class TileGroups:
     def to_dense(self, num_q: int, num_kv: int) -> Tensor:
         """Bool mask `[B, H, num_q, num_kv]` of the tiles that each query tile attends to."""
         capacity, size = self.kv_indices.shape[-1], self.members.shape[-1]
-        listed = torch.arange(capacity, device=self.members.device) < self.kv_num_blocks[..., None]
+        in_list = torch.arange(capacity, device=self.members.device) < self.kv_num_blocks[..., None]
         # entries past the count go to a spare column, missing members to a spare row
-        column = torch.where(listed, self.kv_indices, num_kv).long()
+        column = torch.where(in_list, self.kv_indices, num_kv).long()
         row = torch.where(self.members < 0, num_q, self.members).long().flatten(2)
         attending = torch.full_like(self.kv_indices, -1) if self.kv_members is None else self.kv_members
         bits = attending.new_zeros((*column.shape[:-1], num_kv + 1)).scatter_(-1, column, attending)

@@ -30,13 +30,13 @@ def group(mask: Tensor, size: int) -> Tensor:
     tile = torch.arange(num_q, device=mask.device)
     free = torch.ones(rows.shape[:2], dtype=torch.bool, device=mask.device)
     members = torch.full((batch * heads, -(-num_q // size), size), -1, dtype=torch.int32, device=mask.device)
-    for i, left in enumerate(range(num_q, 0, -size)):
+    for i, num_free in enumerate(range(num_q, 0, -size)):
         # argmax returns the first free tile
         leader = free.int().argmax(-1)[:, None, None].expand(-1, 1, rows.shape[2])
         distance = (rows ^ rows.gather(1, leader)).sum(-1)
         # all ranks differ, and the leader's is the smallest, since no tile before it is free
         rank = torch.where(free, distance * num_q + tile, torch.iinfo(torch.int64).max)
-        chosen = rank.topk(min(size, left), largest=False, sorted=True).indices
-        members[:, i, : chosen.shape[1]] = chosen.int()
-        free = free.scatter(1, chosen, False)
+        tile_indices = rank.topk(min(size, num_free), largest=False, sorted=True).indices
+        members[:, i, : tile_indices.shape[1]] = tile_indices.int()
+        free = free.scatter(1, tile_indices, False)
     return members.unflatten(0, (batch, heads))

@@ -54,10 +54,10 @@ def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, 
     check_device("weight", weight, "x", x)
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps must be finite and at least 0, got {eps}")
-    wanted = [L, C // num_heads // 2]
+    shape = [L, C // num_heads // 2]
     for name, table in (("cos", cos), ("sin", sin)):
-        if list(table.shape) != wanted or table.dtype != torch.float32:
-            raise ValueError(f"{name} must be float32 {wanted}, got {table.dtype} {list(table.shape)}")
+        if list(table.shape) != shape or table.dtype != torch.float32:
+            raise ValueError(f"{name} must be float32 {shape}, got {table.dtype} {list(table.shape)}")
         if table.requires_grad:
             raise ValueError(f"{name} must be a constant, got a tensor that requires a gradient")
         check_device(name, table, "x", x)

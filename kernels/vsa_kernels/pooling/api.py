@@ -28,8 +28,8 @@ def block_mean_pool(x: Tensor, blocks: Blocks, backend: str | None = None) -> Te
     check_tokens("x", x)
     check_blocks("blocks", blocks, "x", x)
     refuse_forward_mode(x)
-    chosen = resolve_plain(backend, x.device, x.dtype, x.shape[3])
-    return block_mean_pool_fwd(x, blocks.offsets, blocks.max_size, blocks.min_size, chosen)
+    resolved_backend = resolve_plain(backend, x.device, x.dtype, x.shape[3])
+    return block_mean_pool_fwd(x, blocks.offsets, blocks.max_size, blocks.min_size, resolved_backend)
 
 
 def block_mean_and_similarity(
@@ -56,11 +56,11 @@ def block_mean_and_similarity(
     check_tokens("x", x)
     check_blocks("blocks", blocks, "x", x)
     if center is not None:
-        wanted = [x.shape[0], *x.shape[2:]]
-        if list(center.shape) != wanted or not center.is_floating_point():
-            raise ValueError(f"center must be floating {wanted}, got {center.dtype} {list(center.shape)}")
+        shape = [x.shape[0], *x.shape[2:]]
+        if list(center.shape) != shape or not center.is_floating_point():
+            raise ValueError(f"center must be floating {shape}, got {center.dtype} {list(center.shape)}")
         check_device("center", center, "x", x)
         center = center.detach().to(torch.promote_types(x.dtype, torch.float32))
-    chosen = resolve_plain(backend, x.device, x.dtype, x.shape[3])
+    resolved_backend = resolve_plain(backend, x.device, x.dtype, x.shape[3])
     sizes = (blocks.max_size, blocks.min_size)
-    return block_mean_and_similarity_op(x.detach(), center, blocks.offsets, *sizes, chosen)
+    return block_mean_and_similarity_op(x.detach(), center, blocks.offsets, *sizes, resolved_backend)

@@ -50,10 +50,10 @@ def select_topk(
     """
     _check_scores(scores)
     num_q, num_kv = scores.shape[2], scores.shape[3]
-    for name, allowed in (("candidates", candidates), ("always", always)):
-        check_allowed(name, allowed, num_q, num_kv, "scores", scores)
-    chosen = _resolve(backend, scores, MAX_COLUMNS)
-    kept, per_row = None, None
+    for name, mask in (("candidates", candidates), ("always", always)):
+        check_allowed(name, mask, num_q, num_kv, "scores", scores)
+    resolved_backend = _resolve(backend, scores, MAX_COLUMNS)
+    num_selected, per_row = None, None
     if isinstance(topk, Tensor):
         if topk.shape != (num_q,) or topk.dtype != torch.int32:
             raise ValueError(f"topk must be an int or an int32 tensor {[num_q]}, got {topk.dtype} {list(topk.shape)}")
@@ -62,12 +62,14 @@ def select_topk(
     elif topk < 1:
         raise ValueError(f"topk must be at least 1, got {topk}")
     else:
-        kept = min(topk, num_kv)
-    known = kept if always is None else None
-    capacity = num_kv if known is None else list_capacity(known, num_kv)
-    indices, counts = select_topk_op(scores.detach(), kept, per_row, candidates, always, capacity, chosen)
-    least = known if candidates is None else None
-    return BlockIndex(kv_indices=indices, kv_num_blocks=counts, max_blocks=known, min_blocks=least)
+        num_selected = min(topk, num_kv)
+    max_blocks = num_selected if always is None else None
+    capacity = num_kv if max_blocks is None else list_capacity(max_blocks, num_kv)
+    indices, counts = select_topk_op(
+        scores.detach(), num_selected, per_row, candidates, always, capacity, resolved_backend
+    )
+    least = max_blocks if candidates is None else None
+    return BlockIndex(kv_indices=indices, kv_num_blocks=counts, max_blocks=max_blocks, min_blocks=least)
 
 
 def select_share(
@@ -115,8 +117,8 @@ def select_share(
         raise ValueError(f"share must be above 0 and at most 1, got {share}")
     else:
         shares = scores.new_full((1, 1, 1), share, dtype=torch.float64)
-    chosen = _resolve(backend, scores, MAX_SHARE_COLUMNS)
-    indices, counts = select_share_op(scores.detach(), shares, crossing, candidates, always, chosen)
+    resolved_backend = _resolve(backend, scores, MAX_SHARE_COLUMNS)
+    indices, counts = select_share_op(scores.detach(), shares, crossing, candidates, always, resolved_backend)
     return BlockIndex(kv_indices=indices, kv_num_blocks=counts)
 
 
@@ -138,9 +140,9 @@ def mean_scores(
     check_qkv(q_mean, k_mean, k_mean)
     if q_mean.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"means must be float32 or float64, got {q_mean.dtype}")
-    chosen = resolve_plain(backend, q_mean.device, q_mean.dtype, q_mean.shape[3])
+    resolved_backend = resolve_plain(backend, q_mean.device, q_mean.dtype, q_mean.shape[3])
     factor = q_mean.shape[3] ** -0.5 if scale is None else scale
-    return mean_scores_op(q_mean.detach(), k_mean.detach(), factor, half, chosen)
+    return mean_scores_op(q_mean.detach(), k_mean.detach(), factor, half, resolved_backend)
 
 
 def _check_scores(scores: Tensor) -> None:
@@ -154,9 +156,9 @@ def _by_head(name: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
     """A mask with the four dims of the scores; a dim has size 1 where the mask broadcasts."""
     if mask is None:
         return None
-    sizes, wanted = (1,) * (4 - mask.ndim) + tuple(mask.shape), tuple(scores.shape)
-    if mask.dtype != torch.bool or len(sizes) > 4 or any(n not in (1, m) for n, m in zip(sizes, wanted, strict=True)):
-        raise ValueError(f"{name} must be bool and broadcast to {list(wanted)}, got {mask.dtype} {list(mask.shape)}")
+    sizes, shape = (1,) * (4 - mask.ndim) + tuple(mask.shape), tuple(scores.shape)
+    if mask.dtype != torch.bool or len(sizes) > 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+        raise ValueError(f"{name} must be bool and broadcast to {list(shape)}, got {mask.dtype} {list(mask.shape)}")
     check_device(name, mask, "scores", scores)
     return mask.view(sizes)
 
@@ -180,10 +182,10 @@ def _by_row(share: Tensor, scores: Tensor) -> Tensor:
 
 def _resolve(backend: str | None, scores: Tensor, most: int) -> str:
     # scores have no head dim that a backend could reject
-    chosen, refusal = resolve_plain(backend, scores.device, scores.dtype), unsupported(scores, most)
+    resolved_backend, refusal = resolve_plain(backend, scores.device, scores.dtype), unsupported(scores, most)
     if refusal is not None and backend == "triton":
         raise ValueError(f"backend triton {refusal}")
-    return chosen if refusal is None else "reference"
+    return resolved_backend if refusal is None else "reference"
 
 
 def list_capacity(topk: int, num_kv: int) -> int:

@@ -32,10 +32,10 @@ def select(
     limit = compete.sum(-1).clamp(max=topk_per_row if topk is None else topk)
     # a block is kept when its rank is below the limit of its row
     slot = torch.arange(scores.shape[-1], device=scores.device)
-    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ranking, (slot < limit[:, None]).expand_as(ranking))
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ranking, (slot < limit[:, None]).expand_as(ranking))
     if always is not None:
-        kept = kept | always
-    return _lists(kept, capacity)
+        mask = mask | always
+    return _lists(mask, capacity)
 
 
 def select_share(
@@ -50,8 +50,8 @@ def select_share(
     inside = within_share(weight_units(scores, compete).gather(-1, ranking), shares[..., None], crossing)
     # a row keeps at least its best block
     inside[..., 0] = True
-    kept = torch.zeros_like(inside).scatter_(-1, ranking, inside) & compete
-    return _lists(kept if always is None else kept | always, scores.shape[-1])
+    mask = torch.zeros_like(inside).scatter_(-1, ranking, inside) & compete
+    return _lists(mask if always is None else mask | always, scores.shape[-1])
 
 
 def mean_scores(q_mean: Tensor, k_mean: Tensor, scale: float) -> Tensor:
@@ -60,10 +60,10 @@ def mean_scores(q_mean: Tensor, k_mean: Tensor, scale: float) -> Tensor:
     return (q_mean.transpose(1, 2) * scale) @ keys.transpose(2, 3)
 
 
-def _lists(kept: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def _lists(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     # a stable sort of the negated mask lists the kept blocks first, ascending
-    indices = torch.sort((~kept).to(torch.int8), dim=-1, stable=True).indices[..., :capacity]
-    return indices.to(torch.int32).contiguous(), kept.sum(-1, dtype=torch.int32)
+    indices = torch.sort((~mask).to(torch.int8), dim=-1, stable=True).indices[..., :capacity]
+    return indices.to(torch.int32).contiguous(), mask.sum(-1, dtype=torch.int32)
 
 
 def order_keys(scores: Tensor) -> Tensor:

@@ -224,14 +224,14 @@ def select(
     counts = scores.new_empty((B, H, Nq), dtype=torch.int32)
     shares = shares.expand(scores.shape[:3])
     # the kernel never reads the pointer that replaces an absent mask
-    allowed, forced = (indices if x is None else _mask(x, scores) for x in (candidates, always))
+    candidate_mask, always_mask = (indices if x is None else _mask(x, scores) for x in (candidates, always))
     launch(
         _share_kernel,
         (B * H * Nq,),
         scores,
         shares,
-        allowed,
-        forced,
+        candidate_mask,
+        always_mask,
         indices,
         counts,
         Nkv,
@@ -239,8 +239,8 @@ def select(
         H,
         *scores.stride()[:3],
         *shares.stride(),
-        *allowed.stride(),
-        *forced.stride(),
+        *candidate_mask.stride(),
+        *always_mask.stride(),
         CROSSING=crossing,
         HAS_CANDIDATES=candidates is not None,
         HAS_ALWAYS=always is not None,

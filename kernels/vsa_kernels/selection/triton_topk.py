@@ -207,13 +207,15 @@ def select(
     indices = scores.new_empty((B, H, Nq, capacity), dtype=torch.int32)
     counts = scores.new_empty((B, H, Nq), dtype=torch.int32)
     # the kernel never reads the pointer that replaces an absent mask
-    allowed, forced = (counts if x is None else x.contiguous().view(torch.uint8) for x in (candidates, always))
+    candidate_mask, always_mask = (
+        counts if x is None else x.contiguous().view(torch.uint8) for x in (candidates, always)
+    )
     launch(
         _topk_kernel,
         (B * H * Nq,),
         scores,
-        allowed,
-        forced,
+        candidate_mask,
+        always_mask,
         counts if topk_per_row is None else topk_per_row.contiguous(),
         indices,
         counts,

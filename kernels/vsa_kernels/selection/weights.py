@@ -82,11 +82,11 @@ def within_share(ranked: Tensor, shares: Tensor | float, crossing: Crossing) -> 
     """
     reached = ranked.cumsum(-1)
     total = reached[..., -1:]
-    wanted = total.double() * shares
+    target = total.double() * shares
     if crossing == "keep":
-        inside = reached - ranked < wanted
+        inside = reached - ranked < target
     else:
-        inside = ((reached if crossing == "drop" else reached - ranked) <= wanted) & (total > 0)
+        inside = ((reached if crossing == "drop" else reached - ranked) <= target) & (total > 0)
     if isinstance(shares, Tensor):
         return inside | (shares >= 1)
     return torch.ones_like(inside) if shares >= 1 else inside

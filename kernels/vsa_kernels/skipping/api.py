@@ -81,9 +81,9 @@ def skipping_attn(
             f"backend triton takes blocks of at most {MAX_BLOCK} tokens and slices of a power of two, "
             f"got {largest} and {slice_rows}"
         )
-    chosen = resolve_plain(backend if suits else backend or "reference", q.device, q.dtype, q.shape[3])
-    factor = check_scale(scale, q.shape[-1], chosen)
+    resolved_backend = resolve_plain(backend if suits else backend or "reference", q.device, q.dtype, q.shape[3])
+    factor = check_scale(scale, q.shape[-1], resolved_backend)
     partitions = (x for blocks in (q_blocks, kv_blocks) for x in (blocks.offsets, blocks.max_size, blocks.min_size))
     lists = (index.kv_indices, index.kv_num_blocks, index.max_blocks)
     with torch.no_grad():
-        return skipping_fwd(q, k, v, *lists, *partitions, thresholds, slice_rows, keeps_sum, factor, chosen)
+        return skipping_fwd(q, k, v, *lists, *partitions, thresholds, slice_rows, keeps_sum, factor, resolved_backend)

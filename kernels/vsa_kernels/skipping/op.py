@@ -38,13 +38,13 @@ def skipping_fwd(
     index = BlockIndex(kv_indices=kv_indices, kv_num_blocks=kv_num_blocks, max_blocks=max_blocks)
     q_blocks = Blocks(offsets=q_offsets, max_size=q_max, min_size=q_min)
     kv_blocks = Blocks(offsets=kv_offsets, max_size=kv_max, min_size=kv_min)
-    given = (q, k, v, index, q_blocks, kv_blocks, thresholds, slice_rows, keeps_sum, scale)
+    arguments = (q, k, v, index, q_blocks, kv_blocks, thresholds, slice_rows, keeps_sum, scale)
     if backend == "triton":
         from vsa_kernels.skipping import triton_skipping
 
-        return triton_skipping.forward(*given)
+        return triton_skipping.forward(*arguments)
     with without_autocast(q.device):
-        return reference.forward(*given)
+        return reference.forward(*arguments)
 
 
 def _outputs_like(q: Tensor, _k: Tensor, _v: Tensor, kv_indices: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
@@ -62,5 +62,5 @@ def _fwd_flops(
 ) -> int:  # fmt: skip
     # counted without skips, which the host does not know
     B, L, H, D = q_shape
-    listed = lists[-1] if max_blocks is None else max_blocks
-    return 4 * B * H * L * D * listed * k_shape[1] // (kv_offsets[0] - 1)
+    list_length = lists[-1] if max_blocks is None else max_blocks
+    return 4 * B * H * L * D * list_length * k_shape[1] // (kv_offsets[0] - 1)

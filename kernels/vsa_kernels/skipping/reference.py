@@ -36,8 +36,8 @@ def forward(
     skipped = torch.zeros_like(counts)
     longest = int(counts.max()) if index.max_blocks is None else index.max_blocks
     for slot in range(min(longest, lists.shape[-1])):
-        listed = slot < counts
-        block = torch.where(listed, lists[..., slot], 0).long()
+        in_list = slot < counts
+        block = torch.where(in_list, lists[..., slot], 0).long()
         place = batch, kv_of_head[:, None], block
         logits = (rows @ keys[place].transpose(-1, -2)) * scale
         logits = logits.masked_fill((column >= kv_blocks.sizes[block][..., None])[..., None, :], -torch.inf)
@@ -45,15 +45,15 @@ def forward(
         new = torch.maximum(top, local)
         gaps = _slices((local - new).masked_fill(~exists, -torch.inf), slice_rows).amax(-1)
         # a slice past the end of its block has no rows and skips nothing
-        skip = (gaps < bars) & (gaps > -torch.inf) & listed[..., None]
-        kept = ~skip.repeat_interleave(slice_rows, dim=-1)[..., : rows.shape[3], None]
+        skip = (gaps < bars) & (gaps > -torch.inf) & in_list[..., None]
+        row_mask = ~skip.repeat_interleave(slice_rows, dim=-1)[..., : rows.shape[3], None]
         p = (logits - new[..., None]).exp()
-        weighed = p.masked_fill(~kept, 0)
+        weighed = p.masked_fill(~row_mask, 0)
         rescale = (top - new).exp()
         grown = total * rescale + (p if keeps_sum else weighed).sum(-1)
         added = out * rescale[..., None] + weighed.to(q.dtype).to(p.dtype) @ values[place]
-        top, total = torch.where(listed[..., None], new, top), torch.where(listed[..., None], grown, total)
-        out = torch.where(listed[..., None, None], added, out)
+        top, total = torch.where(in_list[..., None], new, top), torch.where(in_list[..., None], grown, total)
+        out = torch.where(in_list[..., None, None], added, out)
         skipped = skipped + skip.sum(-1, dtype=torch.int32)
     out = out / total.masked_fill(total == 0, 1)[..., None]
     block, place = token_places(q_blocks, L)
