@@ -189,8 +189,8 @@ def check_targets(config: Any) -> None:
         try:
             constructor = target_class(target)
         except (ImportError, AttributeError) as error:
-            moved = moved_target(target)
-            reason = f"it is {moved} now" if moved != target else str(error)
+            new_target = moved_target(target)
+            reason = f"it is {new_target} now" if new_target != target else str(error)
             raise ValueError(f"{key}={target} does not exist: {reason}") from None
         if not isinstance(constructor, type) or not f"{constructor.__module__}.".startswith(ALLOWED_TARGETS):
             raise refused
@@ -400,8 +400,8 @@ def _missing_package(error: ImportError) -> str:
     if package is None:
         return f"a package that is not installed: {error}"
     package = package.partition(".")[0]
-    wanted = f"'vsa-train[{EXTRAS[package]}]'" if package in EXTRAS else package
-    return f"the package {package}: pip install {wanted}"
+    requirement = f"'vsa-train[{EXTRAS[package]}]'" if package in EXTRAS else package
+    return f"the package {package}: pip install {requirement}"
 
 
 def model_factory(config: DictConfig | Mapping[str, Any]) -> Callable[..., VideoDiT]:

@@ -41,23 +41,23 @@ class Option:
 
 def choices() -> dict[str, dict[str, str]]:
     """The files of every group, each with the first sentence of its header."""
-    found: dict[str, dict[str, str]] = {}
+    files: dict[str, dict[str, str]] = {}
     for path in sorted(CONFIGS.glob("*/*.yaml")):
         head = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
         lines = [line[1:].strip() for line in head if not line.startswith("# @package")]
         text = " ".join(takewhile(lambda line: not line.startswith("Command:"), lines))
-        found.setdefault(path.parent.name, {})[path.stem] = text.removeprefix("Purpose:").partition(". ")[0].strip(" .")
-    return found
+        files.setdefault(path.parent.name, {})[path.stem] = text.removeprefix("Purpose:").partition(". ")[0].strip(" .")
+    return files
 
 
 def options(group: str) -> list[Option]:
     """Options of the default choice of a group, of one of its files (`task/distill`), or of the run itself (`run`)."""
     name, _, choice = group.partition("/")
-    known = choices()
-    if group != "run" and (name not in known or choice not in ("", *known[name])):
-        names = ["run", *known, *(f"{key}/{file}" for key, files in known.items() for file in files)]
+    groups = choices()
+    if group != "run" and (name not in groups or choice not in ("", *groups[name])):
+        names = ["run", *groups, *(f"{key}/{file}" for key, files in groups.items() for file in files)]
         nearest = get_close_matches(group, names, 1)
-        advice = f", did you mean {nearest[0]}?" if nearest else f": expected one of {', '.join(['run', *known])}"
+        advice = f", did you mean {nearest[0]}?" if nearest else f": expected one of {', '.join(['run', *groups])}"
         raise ValueError(f"{group}: unknown config group{advice}")
     if group != "run" and name not in (*OBJECTS, *TABLES, *PLAIN):
         raise ValueError(f"{name} sets options of other groups: see {name}/*.yaml or --cfg job")
@@ -99,26 +99,26 @@ def _options(prefix: str, constructor: type, settings: Mapping[str, Any]) -> Ite
 
 def _meaning(constructor: type, name: str) -> str:
     """Description of an argument in the docstring, or in that of a base class where this one only says "see"."""
-    found = ""
+    meaning = ""
     for cls in constructor.__mro__:
         for text in (cls.__doc__, getattr(cls.__init__, "__doc__", None)):
-            found = _documented(text or "").get(name, "") or found
-            if found and not found.startswith("see "):
-                return found
-    return found
+            meaning = _documented(text or "").get(name, "") or meaning
+            if meaning and not meaning.startswith("see "):
+                return meaning
+    return meaning
 
 
 def _documented(docstring: str) -> dict[str, str]:
     """Arguments and their descriptions in the `Args` section of a docstring."""
     _, _, section = inspect.cleandoc(docstring).partition("Args:\n")
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     names: list[str] = []
     for line in section.splitlines():
         if line and not line.startswith(" "):
             break
         if head := re.match(r" {4}([\w, *`]+?)(?: \(.*?\))?:\s*(.*)", line):
             names = [name.strip(" *`") for name in head[1].split(",")]
-            found |= dict.fromkeys(names, head[2])
+            descriptions |= dict.fromkeys(names, head[2])
         else:
-            found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
-    return found
+            descriptions |= {name: f"{descriptions[name]} {line.strip()}".strip() for name in names}
+    return descriptions

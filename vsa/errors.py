@@ -124,11 +124,11 @@ def too_large(make: Callable[[], Any], error: BaseException | None) -> str:
 
     try:
         with torch.device("meta"):
-            built = make()
+            model = make()
     except RuntimeError:
-        built = None
-    if not isinstance(built, nn.Module):
+        model = None
+    if not isinstance(model, nn.Module):
         return f"not enough memory: {reason}"
-    count = sum(p.numel() for p in built.parameters())
+    count = sum(p.numel() for p in model.parameters())
     size = f"{count:,} parameters, {4 * count / 2**30:,.1f} GiB in fp32"
     return f"the model is too large for the memory here: {size} ({reason})"

@@ -45,10 +45,10 @@ def writing(path: Path, temporary: Path | None = None, *, needed: int | None = N
         raise
 
 
-def _message(error: OSError, path: Path, written: Path, needed: int | None) -> str:
+def _message(error: OSError, path: Path, temporary: Path, needed: int | None) -> str:
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
     parts = [] if needed is None else [f"{_size(needed)} needed"]
-    parts += [f"{_size(_bytes(written))} written", f"{_size(shutil.disk_usage(nearest).free)} free"]
+    parts += [f"{_size(_bytes(temporary))} written", f"{_size(shutil.disk_usage(nearest).free)} free"]
     # the text of the error itself may contain the temporary name
     return f"cannot write {path}: {os.strerror(error.errno or 0)} ({', '.join(parts)})"
 

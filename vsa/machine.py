@@ -40,8 +40,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     info: dict[str, Any] = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        named = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        info["cpu"] = named[0] if named else info["cpu"]
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        info["cpu"] = names[0] if names else info["cpu"]
     if device.type == "cuda":
         info["gpu"] = torch.cuda.get_device_name(device)
     return info
@@ -49,11 +49,11 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions(device: torch.device) -> dict[str, str]:
     """Versions of the software that computes on `device`."""
-    known = {"python": platform.python_version(), "torch": torch.__version__}
+    software = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
-        known |= _installed(KERNEL_PACKAGES)
-        known["cudnn"] = str(torch.backends.cudnn.version())
-    return known
+        software |= _installed(KERNEL_PACKAGES)
+        software["cudnn"] = str(torch.backends.cudnn.version())
+    return software
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def describe_here() -> Iterator[str]:
     cpu = torch.device("cpu")
     here = machine(cpu)
     yield f"machine   {here['cpu']}, {here['cores']} cores, {here['threads']} threads, {platform.system()}"
-    named = {**versions(cpu), **_installed(KERNEL_PACKAGES + PACKAGES)}
-    yield "versions  " + ", ".join(f"{name} {version}" for name, version in named.items())
+    package_versions = {**versions(cpu), **_installed(KERNEL_PACKAGES + PACKAGES)}
+    yield "versions  " + ", ".join(f"{name} {version}" for name, version in package_versions.items())
     devices = [cpu, *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     for device in devices[1:]:
         properties = torch.cuda.get_device_properties(device)
@@ -86,11 +86,11 @@ def describe_here() -> Iterator[str]:
     for device in devices:
         # the compute dtype of training on this device, and the usual head dim
         dtype, head_dim = (torch.float32 if device.type == "cpu" else torch.bfloat16), 128
-        chosen = resolve_backend(None, device, dtype, head_dim)
+        automatic_backend = resolve_backend(None, device, dtype, head_dim)
         for name in BLOCK_SPARSE_BACKENDS:
             try:
                 resolve_backend(name, device, dtype, head_dim)
-                state = "runs, the automatic choice" if name == chosen else "runs"
+                state = "runs, the automatic choice" if name == automatic_backend else "runs"
             except (ValueError, ImportError) as error:
                 state = f"does not run: {error}"
             yield f"backend   {name} on {device}: {state}"

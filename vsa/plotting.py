@@ -132,13 +132,13 @@ def fit_text(text: str, width: int, lines: int) -> Fitted:
     families, missing = _fonts_for({ord(letter) for letter in words})
     wide = any(unicodedata.east_asian_width(letter) in "WF" for letter in words if ord(letter) not in missing)
     # missing letters are replaced by their code points
-    shown = "".join(s.encode("unicode_escape").decode() if ord(s) in missing else s for s in words)
+    printable_text = "".join(s.encode("unicode_escape").decode() if ord(s) in missing else s for s in words)
     letters = width // 2 if wide else width
-    cut = _wrap(shown, letters, lines)
+    cut = _wrap(printable_text, letters, lines)
     # some letters, like capitals, are wider than the average
     while letters > 2 and (widest := max((_ems(line, families) for line in cut), default=0)) > width * LETTER:
         letters = max(2, min(letters - 1, int(letters * width * LETTER / widest)))
-        cut = _wrap(shown, letters, lines)
+        cut = _wrap(printable_text, letters, lines)
     return Fitted("\n".join(cut), {"family": families, "parse_math": False}, bool(missing))
 
 
@@ -170,9 +170,9 @@ def _fonts_for(letters: Iterable[int]) -> tuple[list[str], set[int]]:
     families = list(rcParams["font.family"])
     missing = set(letters).difference(*map(_letters_of, families))
     for family in _upright_families() if missing else ():
-        if found := missing & _letters_of(family):
+        if covered_letters := missing & _letters_of(family):
             families.append(family)
-            missing -= found
+            missing -= covered_letters
     return families, missing
 
 

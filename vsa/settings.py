@@ -141,7 +141,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is Annotated:
         return fits(value, args[0]) and all(bound.holds(value) for bound in args[1:])
     if origin is Literal:
-        return any(value == allowed and type(value) is type(allowed) for allowed in args)
+        return any(value == choice and type(value) is type(choice) for choice in args)
     if origin in (Union, types.UnionType):
         return any(fits(value, part) for part in args)
     if _is(origin, Mapping):

@@ -123,6 +123,6 @@ def leave_signals_to_parent(worker: int = 0) -> None:
 
 def _end_with(parent: int) -> None:
     while True:
-        sent = signal.sigwaitinfo(ENDING)
-        if sent.si_signo == signal.SIGTERM and sent.si_pid == parent:
+        signal_info = signal.sigwaitinfo(ENDING)
+        if signal_info.si_signo == signal.SIGTERM and signal_info.si_pid == parent:
             os._exit(0)

@@ -82,13 +82,13 @@ def compare_attention(
     vsa compare-attention --pipeline Wan2.1-T2V-1.3B-Diffusers --prompt "a cat" --dense-steps 8 --refresh 4
     vsa compare-attention --captures Q.safetensors --method "video_sparse topk=8" --method "pooled_tail topk=8"
     """
-    given = locals()
+    arguments = locals()
     from vsa.data.prompts import read_prompts
     from vsa.evaluation.comparison.folder import compare_attention
 
-    given["methods"] = given.pop("method") or ()
-    given["prompts"] = [*(given.pop("prompt") or []), *(read_prompts(prompts) if prompts else [])]
-    given["sparsities"] = numbers("--sparsity", given.pop("sparsity"), float)
-    given |= {"layers": numbers("--layers", layers, int), "timesteps": numbers("--timesteps", timesteps, float)}
-    given["denoising"] = plan_options({name: value for name in PLAN if (value := given.pop(name)) is not None})
-    print(f"page, figures and tables: {compare_attention(**given)}")
+    arguments["methods"] = arguments.pop("method") or ()
+    arguments["prompts"] = [*(arguments.pop("prompt") or []), *(read_prompts(prompts) if prompts else [])]
+    arguments["sparsities"] = numbers("--sparsity", arguments.pop("sparsity"), float)
+    arguments |= {"layers": numbers("--layers", layers, int), "timesteps": numbers("--timesteps", timesteps, float)}
+    arguments["denoising"] = plan_options({name: value for name in PLAN if (value := arguments.pop(name)) is not None})
+    print(f"page, figures and tables: {compare_attention(**arguments)}")

@@ -48,12 +48,12 @@ def convert(
     vsa convert Wan2.1-T2V-1.3B wan-diffusers
     vsa convert FastWan/transformer exported --topk 32 --grid 16 28 52
     """
-    given = locals()
+    arguments = locals()
     from vsa.checkpoints.convert import Conversion
     from vsa.checkpoints.convert import convert as convert_weights
     from vsa.checkpoints.weight_source import open_weights
 
-    given["golden_layers"] = numbers("--golden-layers", golden_layers, int)
-    given["step_list"] = numbers("--step-list", step_list, float)
-    options = made_of(Conversion, given)
+    arguments["golden_layers"] = numbers("--golden-layers", golden_layers, int)
+    arguments["step_list"] = numbers("--step-list", step_list, float)
+    options = made_of(Conversion, arguments)
     print(*convert_weights(open_weights(source, weights), out, options, like=like), sep="\n")

@@ -71,12 +71,12 @@ def encode(
     Repeat an interrupted command to continue. To share the work, run it with --rank R --world-size N on every GPU,
     then once without them.
     """
-    given = locals()
+    arguments = locals()
     from vsa.data.buckets import Bucket
     from vsa.data.encode_report import encode_and_tell
     from vsa.data.encoders import EncoderChoice
 
-    encoders = made_of(EncoderChoice, given)
-    others = {name: value for name, value in given.items() if name not in vars(encoders)}
+    encoders = made_of(EncoderChoice, arguments)
+    others = {name: value for name, value in arguments.items() if name not in vars(encoders)}
     others["buckets"] = [Bucket.parse(part) for part in buckets.split(",") if part]
     encode_and_tell(encoders=encoders, **others)

@@ -58,18 +58,18 @@ def evaluate(
     vsa evaluate outputs/quickstart/default
     vsa evaluate outputs/quickstart/default --follow --min-psnr 20 --max-black 0
     """
-    given = locals()
+    arguments = locals()
     from vsa.data.prompts import read_prompts
     from vsa.errors import usable_device
     from vsa.evaluation.bars import BARS as metrics
     from vsa.evaluation.bars import choose_bars
     from vsa.evaluation.follow import EvaluationRequest, evaluate_run
 
-    kept = {"val_loss": not no_val_loss, "lpips": lpips is not None, "reference": reference != "none"}
-    bars = choose_bars({name: given[name] for name in metrics if given[name] is not None}, **kept)
+    measurements = {"val_loss": not no_val_loss, "lpips": lpips is not None, "reference": reference != "none"}
+    bars = choose_bars({name: arguments[name] for name in metrics if arguments[name] is not None}, **measurements)
     captions = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
-    given |= {"device": usable_device(device), "prompts": captions, "val_loss": not no_val_loss}
-    request = made_of(EvaluationRequest, given)
+    arguments |= {"device": usable_device(device), "prompts": captions, "val_loss": not no_val_loss}
+    request = made_of(EvaluationRequest, arguments)
     missed = evaluate_run(run, request, bars, out=out, follow=follow, poll=poll, timeout=timeout)
     for line in missed:
         print(f"error: {line}", file=sys.stderr)

@@ -46,12 +46,12 @@ def inspect(
     vsa inspect outputs/quickstart/default clip.mp4 --caption "a red circle" --timesteps 800,400 --layers 0,3
     vsa inspect outputs/quickstart/default toy-0-000003
     """
-    given = locals()
+    arguments = locals()
     from vsa.evaluation.inspection.folder import inspect_checkpoint
 
     for name, kind in (("timesteps", float), ("layers", int), ("heads", int), ("queries", int)):
-        given[name] = numbers(f"--{name}", given[name], kind)
-    folder, inspection, note = inspect_checkpoint(given.pop("checkpoint"), given.pop("clip"), **given)
+        arguments[name] = numbers(f"--{name}", arguments[name], kind)
+    folder, inspection, note = inspect_checkpoint(arguments.pop("checkpoint"), arguments.pop("clip"), **arguments)
     recall, random = (float(inspection.table(name).nanmean()) for name in ("recall", "recall_random"))
     print(f"recall {recall:.1%}, random tiles {random:.1%}", *filter(None, [note]), sep="\n")
     print(f"inspect.html, pictures and tables in {folder}")

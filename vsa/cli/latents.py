@@ -48,19 +48,19 @@ def latents(
     Repeat an interrupted command to continue. To share the work, run it with --rank R --world-size N on every GPU,
     then once without them.
     """
-    given = locals()
+    arguments = locals()
     from vsa.data.prompts import read_prompts
     from vsa.data.resumable_writer import check_target
     from vsa.errors import usable_device
     from vsa.sampling.latents import TeacherOptions, open_teacher, write_latents
 
-    given["device"] = usable_device(device, rank=rank)
-    options = made_of(TeacherOptions, given)
+    arguments["device"] = usable_device(device, rank=rank)
+    options = made_of(TeacherOptions, arguments)
     check_target(out, overwrite=overwrite)
     texts = read_prompts(prompts)
-    told = write_latents(
+    lines = write_latents(
         open_teacher(teacher, options), texts, out, clips_per_prompt=clips_per_prompt, seed=seed,
         batch_size=batch_size, dtype=dtype, samples_per_shard=samples_per_shard, overwrite=overwrite, rank=rank,
         world_size=world_size,
     )  # fmt: skip
-    print(*told, sep="\n")
+    print(*lines, sep="\n")

@@ -46,8 +46,8 @@ def option(
     """
     kind, bounds = (int, whole) if whole is not None else (float, real)
     parser = None if bounds is None else number(kind, *bounds)
-    shown = metavar or (None if bounds is None else "INTEGER" if whole is not None else "FLOAT")
-    return typer.Option(*names, help=text, rich_help_panel=panel, parser=parser, metavar=shown)
+    placeholder = metavar or (None if bounds is None else "INTEGER" if whole is not None else "FLOAT")
+    return typer.Option(*names, help=text, rich_help_panel=panel, parser=parser, metavar=placeholder)
 
 
 MANY = 1_000_000_000

@@ -76,19 +76,19 @@ def sample(
     vsa sample --pipeline Wan2.1-T2V-1.3B-Diffusers --method "neighborhood window_thw=[9,16,24]" --prompt "a cat"
     vsa sample --pipeline Wan2.1-T2V-1.3B-Diffusers --transformer EXPORT --prompt "a cat on the beach"
     """
-    given = {name: value for name, value in locals().items() if value is not None}
+    arguments = {name: value for name, value in locals().items() if value is not None}
     from vsa.sampling.clip_folder import all_prompts, sample_pipeline, sample_run
 
     if (run is None) == (pipeline is None):
         raise ValueError(f"expected a run folder or --pipeline, got run={run} and pipeline={pipeline}")
     other, owner = (PIPELINE, "--pipeline") if pipeline is None else (RUN, "a run folder")
-    refuse_options(sample, given, other, owner)
-    captions = all_prompts(given.pop("prompt", []), given.pop("prompts", None))
-    if plan := plan_options({name: given.pop(name) for name in PLAN if name in given}):
-        given["denoising"] = plan
+    refuse_options(sample, arguments, other, owner)
+    captions = all_prompts(arguments.pop("prompt", []), arguments.pop("prompts", None))
+    if plan := plan_options({name: arguments.pop(name) for name in PLAN if name in arguments}):
+        arguments["denoising"] = plan
     if attention:
         from vsa.evaluation.attention_map import draw_attention
 
-        given["attention"] = draw_attention
-    folder = (sample_run if pipeline is None else sample_pipeline)(prompts=captions, **given)
+        arguments["attention"] = draw_attention
+    folder = (sample_run if pipeline is None else sample_pipeline)(prompts=captions, **arguments)
     print(f"{len(captions)} clips, contact sheet and samples.json in {folder}")

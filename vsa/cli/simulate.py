@@ -56,7 +56,9 @@ def simulate(
 
     The simulation needs no GPU. A sweep takes seconds, with --one-d over three axes minutes to an hour.
     """
-    given = locals()
+    arguments = locals()
     from vsa.attention.neighborhood.simulation_table import print_simulation
 
-    print_simulation(given.pop("grid"), given.pop("window"), rounded=given.pop("paper_rounding"), **given)
+    print_simulation(
+        arguments.pop("grid"), arguments.pop("window"), rounded=arguments.pop("paper_rounding"), **arguments
+    )

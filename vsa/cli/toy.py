@@ -29,10 +29,10 @@ def toy(
     vsa toy data/toy/videos
     vsa toy VIDEOS --count 64 --size 16 64 64
     """
-    given = locals()
+    arguments = locals()
     from vsa.data.toy_videos import ToyClips, write_toy_videos
 
-    clips = made_of(ToyClips, given)
+    clips = made_of(ToyClips, arguments)
     write_toy_videos(clips, out)
     frames, height, width = clips.size
     print(f"{clips.count} clips of {frames}x{height}x{width} in {out}")

@@ -56,11 +56,11 @@ def tune_sparge(
     vsa tune-sparge --captures Q.safetensors --l1 0.07 --l2 0.08
     vsa compare-attention --captures Q.safetensors --method "sparge tuned=TUNED/tuned.json q_tokens=32 kv_tokens=16"
     """
-    given = locals()
+    arguments = locals()
     from vsa.attention.sparge.tune import Search
     from vsa.evaluation.sparge_tuning import tune_sparge
 
-    lists = {name: numbers(f"--{name}", given.pop(name), float) for name in ("taus", "thetas", "thresholds")}
-    given["search"] = made_of(Search, lists | {name: given.pop(name) for name in ("l1", "l2")})
-    given["timesteps"] = numbers("--timesteps", timesteps, float)
-    print(f"settings of every head: {tune_sparge(**given)}")
+    lists = {name: numbers(f"--{name}", arguments.pop(name), float) for name in ("taus", "thetas", "thresholds")}
+    arguments["search"] = made_of(Search, lists | {name: arguments.pop(name) for name in ("l1", "l2")})
+    arguments["timesteps"] = numbers("--timesteps", timesteps, float)
+    print(f"settings of every head: {tune_sparge(**arguments)}")

@@ -37,8 +37,8 @@ def made_of(kind: Callable[..., Made], options: Mapping[str, Any]) -> Made:
 def refuse_options(command: Callable[..., None], options: Mapping[str, Any], panel: str, owner: str) -> None:
     """Raise ValueError for an option of one panel of the help, which only `owner` supports."""
     for name, hint in get_type_hints(command, include_extras=True).items():
-        shown: Any = getattr(hint, "__metadata__", (None,))[0]
-        if options.get(name) is not None and shown.rich_help_panel == panel:
+        option_info: Any = getattr(hint, "__metadata__", (None,))[0]
+        if options.get(name) is not None and option_info.rich_help_panel == panel:
             raise ValueError(f"--{name.replace('_', '-')} is an option of {owner} only")
 
 

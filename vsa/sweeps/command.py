@@ -17,9 +17,9 @@ PLUGINS = {("sweeper", "points"): PointSweeper, ("launcher", "queue"): QueueLaun
 
 def launch_sweep(arguments: Sequence[str]) -> None:
     """Run the points of `sweep=NAME`, or a search with `hydra/launcher=queue`; see `vsa.training.launch.launch`."""
-    named = any(word.startswith("sweep=") for word in arguments)
+    has_sweep = any(word.startswith("sweep=") for word in arguments)
     with _plugins():
-        launch([*arguments, *(["hydra/sweeper=points"] if named else [])])
+        launch([*arguments, *(["hydra/sweeper=points"] if has_sweep else [])])
 
 
 @contextmanager

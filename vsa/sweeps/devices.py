@@ -33,20 +33,20 @@ def slots_of(sweep: Sweep, trainer: Mapping[str, Any]) -> list[Slot]:
             )
         each = min(sweep.cores, cores)
         return [Slot(f"cpu {i}", {"OMP_NUM_THREADS": str(each)}) for i in range(cores // each)]
-    chosen = list(range(here))
+    gpus = list(range(here))
     if isinstance(sweep.devices, int):
-        chosen = chosen[: sweep.devices]
+        gpus = gpus[: sweep.devices]
     elif sweep.devices is not None:
-        chosen = list(sweep.devices)
-    if not chosen or max(chosen) >= here or (isinstance(sweep.devices, int) and sweep.devices > here):
+        gpus = list(sweep.devices)
+    if not gpus or max(gpus) >= here or (isinstance(sweep.devices, int) and sweep.devices > here):
         raise ValueError(f"sweep.devices={sweep.devices}: this machine has {here} GPUs, numbered from 0")
-    wanted = trainer["devices"]
-    width = len(chosen) if wanted in ("auto", -1) else wanted if isinstance(wanted, int) else 0
-    if not 1 <= width <= len(chosen):
-        raise ValueError(f"trainer.devices={wanted}: expected a number of GPUs from 1 to {len(chosen)} in a sweep")
+    devices = trainer["devices"]
+    width = len(gpus) if devices in ("auto", -1) else devices if isinstance(devices, int) else 0
+    if not 1 <= width <= len(gpus):
+        raise ValueError(f"trainer.devices={devices}: expected a number of GPUs from 1 to {len(gpus)} in a sweep")
     # the indices count the GPUs visible to this process, which may be only some of them
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = [visible[i].strip() if len(visible) == here and all(visible) else str(i) for i in chosen]
+    names = [visible[i].strip() if len(visible) == here and all(visible) else str(i) for i in gpus]
     groups = [names[i : i + width] for i in range(0, len(names) - width + 1, width)]
     threads = max(1, cores // (len(groups) * sweep.jobs_per_device))
     return [

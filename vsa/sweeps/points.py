@@ -59,24 +59,24 @@ def variants_of(
     for key, values in (*sweep.axes.items(), *axes.items()):
         parts.append([(_label(key, value), (f"{key}={shown(value)}",)) for value in values])
     points: list[Point] = []
-    for chosen in product(*parts) if parts else ():
-        overrides = (*shared, *(o for _, own in chosen for o in own))
-        kept = used(overrides)
-        labels = [label for label, own in chosen if not own or set(own) & set(kept)]
+    for combination in product(*parts) if parts else ():
+        overrides = (*shared, *(o for _, own in combination for o in own))
+        used_overrides = used(overrides)
+        labels = [label for label, own in combination if not own or set(own) & set(used_overrides)]
         if not labels:
-            said = ", ".join(label for label, _ in chosen)
-            raise ValueError(f"the sweep's point {said} says how many tiles are kept, but its attention has no top-k")
-        point = Point("-".join(labels), kept, DENSE in kept)
-        if kept == overrides or point not in points:
+            title = ", ".join(label for label, _ in combination)
+            raise ValueError(f"the sweep's point {title} says how many tiles are kept, but its attention has no top-k")
+        point = Point("-".join(labels), used_overrides, DENSE in used_overrides)
+        if used_overrides == overrides or point not in points:
             points.append(point)
     if sweep.control:
-        known = {_kept(point.overrides) for point in points if point.control}
-        for chosen in product(*parts) if parts else ():
-            kept = [(label, _kept(own)) for label, own in chosen]
-            overrides = tuple(o for _, own in kept for o in own)
-            if overrides not in known:
-                known.add(overrides)
-                name = "-".join(["dense", *(label for label, own in kept if own)])
+        control_overrides = {_kept(point.overrides) for point in points if point.control}
+        for combination in product(*parts) if parts else ():
+            control_parts = [(label, _kept(own)) for label, own in combination]
+            overrides = tuple(o for _, own in control_parts for o in own)
+            if overrides not in control_overrides:
+                control_overrides.add(overrides)
+                name = "-".join(["dense", *(label for label, own in control_parts if own)])
                 points.append(Point(name, (*overrides, DENSE), control=True))
     if not points:
         raise ValueError("the sweep has no point: give sweep.variants, sweep.axes or a list of values, KEY=A,B")
@@ -113,11 +113,11 @@ def at_learning_rates(variant: Point, rates: Sequence[float], seed: int, setting
 
 def at_seeds(variant: Point, seeds: Sequence[int] | None, rate: float | None) -> list[Point]:
     """A variant at every seed, with the learning rate chosen for it."""
-    chosen = variant.overrides if rate is None else (*variant.overrides, f"optim.lr={rate}")
+    overrides = variant.overrides if rate is None else (*variant.overrides, f"optim.lr={rate}")
     if seeds is None:
-        return [Point(variant.name, chosen, variant.control)]
+        return [Point(variant.name, overrides, variant.control)]
     several = len(seeds) > 1
     return [
-        Point(f"{variant.name}-seed{seed}" if several else variant.name, (*chosen, f"seed={seed}"), variant.control)
+        Point(f"{variant.name}-seed{seed}" if several else variant.name, (*overrides, f"seed={seed}"), variant.control)
         for seed in seeds
     ]

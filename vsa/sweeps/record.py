@@ -85,8 +85,8 @@ def _read(folder: Path) -> list[dict[str, Any]]:
         return []
     try:
         points = json.loads(path.read_text())["points"]
-        wanted = {"name", "overrides", "settings", "status"}
-        if not all(wanted <= set(point) for point in points):
+        required_keys = {"name", "overrides", "settings", "status"}
+        if not all(required_keys <= set(point) for point in points):
             raise ValueError("a point lacks values")
         return points
     except (ValueError, KeyError, TypeError) as error:

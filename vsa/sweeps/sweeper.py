@@ -72,15 +72,15 @@ class PointSweeper(Sweeper):
         where = self._cluster or slots_of(sweep, config.trainer)
         shared = [text for text in settings if sets_tiles_kept(text)]
         settings = [text for text in settings if text not in shared]
-        started = SweepRun(self, sweep, folder, settings, seed=config.seed, overwrite=config.overwrite)
+        sweep_run = SweepRun(self, sweep, folder, settings, seed=config.seed, overwrite=config.overwrite)
         points = variants_of(sweep, axes, shared=shared, used=lambda own: self.used(own, settings))
         try:
             with locked(folder), Watch(folder) as watch:
-                started.train(points, where, watch)
+                sweep_run.train(points, where, watch)
         except Interrupted as stop:
-            print(f"{stop}, the same command goes on: {started.command}")
+            print(f"{stop}, the same command goes on: {sweep_run.command}")
             raise SystemExit(128 + stop.number) from None
-        started.end()
+        sweep_run.end()
 
     def _split(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         """Settings of every run, and the lists of values by key."""
@@ -152,8 +152,8 @@ class QueueLauncher(Launcher):
         """
         config, sweep = self._config, Sweep(name="search", control=False)
         folder = Path(str(config.output_dir)) / str(config.name) / str(sweep.name)
-        used = map(self._sweeper.used, job_overrides)
-        points = [Point(f"trial-{initial_job_idx + i}", own) for i, own in enumerate(used)]
+        overrides = map(self._sweeper.used, job_overrides)
+        points = [Point(f"trial-{initial_job_idx + i}", own) for i, own in enumerate(overrides)]
         search = SweepRun(self._sweeper, sweep, folder, [], seed=config.seed, overwrite=config.overwrite)
         try:
             with locked(folder), Watch(folder) as watch:
@@ -237,7 +237,7 @@ class SweepRun:
         self._queue([one for own in tried.values() for one in own.values()], where, watch)
         if self._seeds == []:
             return
-        chosen: list[list[Point]] = []
+        points_at_seeds: list[list[Point]] = []
         for point in good:
             losses = {
                 rate: final_loss(self._folder / one.name)
@@ -250,8 +250,8 @@ class SweepRun:
                 self._note(watch, at_seeds(point, self._seeds, None), "failed", reason)
                 continue
             watch.say(f"{point.name}: optim.lr={best:g} is the best of {len(losses)} (loss {losses[best]:.4g})")
-            chosen.append(at_seeds(point, self._seeds, best))
-        self._queue(_by_seed(chosen), where, watch)
+            points_at_seeds.append(at_seeds(point, self._seeds, best))
+        self._queue(_by_seed(points_at_seeds), where, watch)
 
     def _check(self, variants: Sequence[Point]) -> tuple[dict[str, float], list[tuple[Point, str]]]:
         """Learning rates of the valid variants by name, and the other variants with their errors."""
@@ -330,9 +330,9 @@ class SweepRun:
     def returned(self, point: Point) -> JobReturn:
         """The outcome of a point, for a sweeper of Hydra."""
         job = self._jobs[point.name]
-        done = job.status == "finished"
-        returned = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED if done else JobStatus.FAILED)
-        returned.return_value = final_loss(self._folder / point.name) if done else ValueError(job.reason)
+        is_finished = job.status == "finished"
+        returned = JobReturn(overrides=point.overrides, status=JobStatus.COMPLETED if is_finished else JobStatus.FAILED)
+        returned.return_value = final_loss(self._folder / point.name) if is_finished else ValueError(job.reason)
         return returned
 
     def end(self) -> None:
@@ -346,11 +346,11 @@ class SweepRun:
         width = max(map(len, self._jobs))
         for name in sorted(losses, key=lambda name: losses[name]):
             print(f"  {name:{width}}  loss {losses[name]:.4g}")
-        ended: dict[str, list[str]] = {}
+        names_by_reason: dict[str, list[str]] = {}
         for job in jobs:
             if job.status in ("refused", "failed"):
-                ended.setdefault(f"{job.status}: {job.reason}", []).append(job.name)
-        for how, names in ended.items():
+                names_by_reason.setdefault(f"{job.status}: {job.reason}", []).append(job.name)
+        for how, names in names_by_reason.items():
             print(f"  {', '.join(names)}  {how}")
         failed = sum(job.status == "failed" for job in jobs)
         print(f"{len(losses)} of {len(jobs)} runs finished in {self._folder}, next: vsa report {self._folder}")
@@ -379,8 +379,8 @@ def _run_elsewhere(jobs: Sequence[Job], launcher: Launcher, changed: Callable[[J
     for job in jobs:
         job.status, job.device = "running", type(launcher).__name__
         changed(job)
-    for job, ended in zip(jobs, launcher.launch([job.settings for job in jobs], initial_job_idx=0), strict=True):
-        job.reason = ended.return_value or None
+    for job, outcome in zip(jobs, launcher.launch([job.settings for job in jobs], initial_job_idx=0), strict=True):
+        job.reason = outcome.return_value or None
         job.status = "failed" if job.reason else "finished"
         changed(job)
 

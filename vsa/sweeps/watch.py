@@ -60,8 +60,8 @@ class RunView:
     def max_steps(self) -> int | None:
         """Number of steps of the run, once it has written its config."""
         if self._max_steps is None and (self._run / "config.yaml").exists():
-            found = re.search(r"^  max_steps: (\d+)$", (self._run / "config.yaml").read_text(), re.MULTILINE)
-            self._max_steps = int(found[1]) if found else None
+            match = re.search(r"^  max_steps: (\d+)$", (self._run / "config.yaml").read_text(), re.MULTILINE)
+            self._max_steps = int(match[1]) if match else None
         return self._max_steps
 
     @property
@@ -118,8 +118,8 @@ class Watch:
             parts.append(f"at step {view.values['step']:.0f}, loss {_number(view.values, 'val/loss', 'train/loss')}")
         if job.reason:
             parts.append(f"({job.reason})")
-        done = sum(one.status in ("finished", "failed", "refused") for one in self._jobs)
-        self.say(f"[{done}/{len(self._jobs)}] {' '.join(parts)}")
+        ended_count = sum(one.status in ("finished", "failed", "refused") for one in self._jobs)
+        self.say(f"[{ended_count}/{len(self._jobs)}] {' '.join(parts)}")
 
     def say(self, line: str) -> None:
         """Print a separate line."""
@@ -149,7 +149,7 @@ class Watch:
                 view.read()
             of = f"/{view.max_steps}" if view.max_steps is not None else ""
             step = f"{view.values['step']:.0f}{of}" if "step" in view.values else ""
-            left = view.seconds_left if job.status == "running" else None
+            remaining_seconds = view.seconds_left if job.status == "running" else None
             table.add_row(
                 job.name,
                 job.status,
@@ -157,7 +157,7 @@ class Watch:
                 _number(view.values, "train/loss"),
                 _number(view.values, "val/loss"),
                 _number(view.values, "throughput/step_seconds"),
-                "" if left is None else _clock(left),
+                "" if remaining_seconds is None else _clock(remaining_seconds),
                 Text((job.reason or "")[:_REASON] if job.status != "running" else str(job.device)),
                 style=_STYLES.get(job.status),
             )

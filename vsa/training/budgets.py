@@ -67,8 +67,8 @@ def steps_of_budget(cfg: Any, datamodule: Any, step_seconds: Callable[[int], flo
 
         def cost(flops: float) -> float:
             # between these two steps the time is interpolated linearly in FLOPs
-            done = 0.0 if at_last == at_first else (flops - at_first) / (at_last - at_first)
-            return times[0] + min(max(done, 0.0), 1.0) * (times[1] - times[0])
+            fraction = 0.0 if at_last == at_first else (flops - at_first) / (at_last - at_first)
+            return times[0] + min(max(fraction, 0.0), 1.0) * (times[1] - times[0])
 
         steps = work.steps_nearest(budget, cost, min(times))
         each = work.flops(steps, cost) / steps
@@ -129,11 +129,11 @@ class _Work:
             return 0
         sparsity: SparsitySchedule = build(cfg.sparsity)
         ends = [sparsity.final_step(n) for n in self._tiles.values()]
-        known = [end for end in ends if end is not None]
-        if len(known) < len(ends):
+        known_ends = [end for end in ends if end is not None]
+        if len(known_ends) < len(ends):
             name = budget_of(cfg)
             raise ValueError(f"{name} needs a schedule known in advance, {type(sparsity).__name__} is measured")
-        return max(known)
+        return max(known_ends)
 
     def step_flops(self, cfg: Any, step: int) -> float:
         """Executed training FLOPs of an optimizer step."""

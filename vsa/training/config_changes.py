@@ -100,8 +100,8 @@ def changed_settings(before: Mapping[str, Any], cfg: DictConfig) -> list[Change]
     """
     now, old = resolved(cfg), resolved(before)
     # an adaptive schedule depends on the measurements of callbacks.diagnostics
-    measured = getattr(target_class(now["sparsity"]["_target_"]), "measured", False)
-    part = (*PART, "callbacks.diagnostics") if measured else PART
+    is_adaptive = getattr(target_class(now["sparsity"]["_target_"]), "measured", False)
+    part = (*PART, "callbacks.diagnostics") if is_adaptive else PART
     changes = {
         key: Change(key=key, before=was, now=value, free=_within(key, FREE) and not _within(key, part))
         for key, was, value in _differences(old, now, "")
@@ -129,10 +129,10 @@ def refuse_unknown_keys(allow: Sequence[str], cfg: DictConfig, before: Mapping[s
     Raises:
         ValueError: names every such key with known ones that resemble it.
     """
-    known = {*_keys(resolved(cfg), constructors=True), *_keys(before)}
-    unknown = [key for key in allow if not any(_within(name, (key,)) for name in known)]
+    known_keys = {*_keys(resolved(cfg), constructors=True), *_keys(before)}
+    unknown = [key for key in allow if not any(_within(name, (key,)) for name in known_keys)]
     if unknown:
-        each = (f"unknown setting {key}{did_you_mean(key, known, _NEAREST)}" for key in unknown)
+        each = (f"unknown setting {key}{did_you_mean(key, known_keys, _NEAREST)}" for key in unknown)
         raise ValueError(f"resume.allow=[{','.join(allow)}]: {'; '.join(each)}")
 
 

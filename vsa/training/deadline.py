@@ -70,8 +70,8 @@ def deadline_of(max_time: Any, environment: Mapping[str, str]) -> Deadline | Non
     """
     ends = [] if max_time is None else [Deadline(_seconds(max_time), f"trainer.max_time={max_time}")]
     if environment.get(SCHEDULER, "").isdecimal():
-        left = float(environment[SCHEDULER]) - time.time()
-        ends.append(Deadline(left, f"{SCHEDULER}={environment[SCHEDULER]}", own=False))
+        remaining_seconds = float(environment[SCHEDULER]) - time.time()
+        ends.append(Deadline(remaining_seconds, f"{SCHEDULER}={environment[SCHEDULER]}", own=False))
     return min(ends, key=lambda deadline: deadline.end, default=None)
 
 

@@ -152,13 +152,13 @@ def fit(trainer: L.Trainer, module: DiffusionModule, datamodule: Any, run_dir: P
 
 def written_page(run_dir: Path) -> Path | None:
     """Write the page of a run; an error, or more than `PAGE_SECONDS`, gives a warning and None."""
-    written: list[Path] = []
+    pages: list[Path] = []
 
     def write() -> None:
         with never_fatal(str(run_dir / PAGE)):
             write_run_page(read_run(run_dir))
             # relative to the run folder as the user named it
-            written.append(run_dir / PAGE)
+            pages.append(run_dir / PAGE)
 
     # a thread, so that a hanging file system cannot keep a finished job alive
     writer = Thread(target=write, name="page", daemon=True)
@@ -166,7 +166,7 @@ def written_page(run_dir: Path) -> Path | None:
     writer.join(PAGE_SECONDS)
     if writer.is_alive():
         rank_zero_info(f"warning: {run_dir / PAGE} took more than {PAGE_SECONDS:g} s: `vsa report` writes it later")
-    return written[0] if written else None
+    return pages[0] if pages else None
 
 
 def _name(number: int, status: RunStatus) -> str:
@@ -184,8 +184,8 @@ def _requeue() -> None:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=30)
-        reason = done.stderr.strip() or f"exit status {done.returncode}" if done.returncode else None
+        result = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=30)
+        reason = result.stderr.strip() or f"exit status {result.returncode}" if result.returncode else None
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(error)
     line = f"job {job} is queued again" if reason is None else f"warning: scontrol requeue {job} failed: {reason}"

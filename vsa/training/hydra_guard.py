@@ -103,8 +103,8 @@ def _refusal(path: tuple[str, ...], value: Any, node: DictConfig) -> str | None:
     if top == "callbacks":
         return "callbacks of Hydra run before a config is checked"
     if last == "_target_" and value not in TARGETS.get(place, ()):
-        allowed = ", ".join(name.rpartition(".")[2] for name in TARGETS.get(place, ()))
-        return f"expected one of {allowed}" if allowed else "Hydra builds launchers, sweepers and samplers only"
+        class_names = ", ".join(name.rpartition(".")[2] for name in TARGETS.get(place, ()))
+        return f"expected one of {class_names}" if class_names else "Hydra builds launchers, sweepers and samplers only"
     if top in ("launcher", "sweeper"):
         if path[:2] in NAMES_OF_CODE and value is not None:
             return "a config may not bring commands or functions along: run them before the start"

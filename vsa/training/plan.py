@@ -47,10 +47,10 @@ def gpu_of(name: str, gib: float | None = None) -> Gpu:
         raise ValueError(f"--memory {gib:g}: expected GiB above 0")
     gpu = known_gpu(name)
     if gpu is None and gib is None:
-        known = ", ".join(kind.name for kind in GPUS)
+        names = ", ".join(kind.name for kind in GPUS)
         raise ValueError(
             f"--gpu {name}: unknown kind of GPU, give its memory (--memory GIB; vsa info there shows it), "
-            f"known are {known}; for times it also needs a row of vsa/training/estimate/gpus.py with measured rates: "
+            f"known are {names}; for times it also needs a row of vsa/training/estimate/gpus.py with measured rates: "
             f"{how_to_measure(MEASURED_BY)}"
         )
     gpu = gpu or Gpu(name=name, memory=0.0, sources={})

@@ -159,8 +159,8 @@ class RunStatus:
 def parts_of(trainer: L.Trainer) -> dict[str, Any]:
     """All parts of a run by name: of its module and data, and callbacks and loggers with an attribute `part`."""
     owners: Any = trainer
-    named: list[Any] = [owner for owner in (*owners.callbacks, *trainer.loggers) if hasattr(owner, "part")]
-    return {**owners.lightning_module.parts(), "data": owners.datamodule, **{owner.part: owner for owner in named}}
+    components: list[Any] = [owner for owner in (*owners.callbacks, *trainer.loggers) if hasattr(owner, "part")]
+    return {**owners.lightning_module.parts(), "data": owners.datamodule, **{owner.part: owner for owner in components}}
 
 
 def values_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -246,8 +246,8 @@ def load_values(parts: Mapping[str, Stateful], record: Mapping[str, Any], checkp
     if checkpoint.schema > 1:
         # checkpoints of before `auto` do not have the level
         parallel = checkpoint.state.get("config", {}).get("task", {}).get("parallel") or {}
-        chosen = parallel.get("activation_checkpointing") == "auto"
-        refuse_missing(checkpoint, (*(name for name in record if chosen or name != LEVEL), WITHOUT_GRADIENT))
+        level_is_auto = parallel.get("activation_checkpointing") == "auto"
+        refuse_missing(checkpoint, (*(name for name in record if level_is_auto or name != LEVEL), WITHOUT_GRADIENT))
     own = {name: part for name, part in parts.items() if not isinstance(part, HasTensors)}
     refuse_missing(checkpoint, (name for name in own if name not in TOP_LEVEL + newer))
     refuse_missing(checkpoint, (key for name in own if name in TOP_LEVEL for key in own[name].state_dict()))

@@ -127,19 +127,19 @@ def step_times(trace: Sequence[Mapping[str, Any]], window: str, steps: int) -> S
     else:
         spent, hidden = _host_times(own, stop - start), 0.0
     inside = [c for of_thread in calls.values() for c in of_thread if start <= c.start < stop and c.is_operator]
-    flops, moved = {LINEAR: 0.0, ATTENTION: 0.0}, {ELEMENTWISE: 0.0, COPIES: 0.0}
+    flops, bytes_by_kind = {LINEAR: 0.0, ATTENTION: 0.0}, {ELEMENTWISE: 0.0, COPIES: 0.0}
     for call in inside:
         kind = _kind(call.name, call)
         if kind in flops:
             flops[kind] += _product_flops(call) if kind == LINEAR else _attention_flops(call)
         # norm and rotation allocate their results by operators that move nothing
-        elif kind in moved and (not call.calls_operators or call.name.startswith(_ELEMENTWISE)):
-            moved[kind] += _bytes(call)
+        elif kind in bytes_by_kind and (not call.calls_operators or call.name.startswith(_ELEMENTWISE)):
+            bytes_by_kind[kind] += _bytes(call)
     return StepTimes(
         milliseconds={kind: us / 1e3 / steps for kind, us in spent.items()},
         hidden=hidden / 1e3 / steps,
         flops={kind: total / steps for kind, total in flops.items()},
-        bytes={kind: total / steps for kind, total in moved.items()},
+        bytes={kind: total / steps for kind, total in bytes_by_kind.items()},
     )
 
 

@@ -331,10 +331,10 @@ def _allowed_changes(cfg: DictConfig, resume: Checkpoint) -> list[Mapping[str, A
         changes = changed_settings(resume.state["config"], cfg)
     except (ImportError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{resume.path}: the settings in it cannot be read ({one_line(error)})") from None
-    allowed = refuse_changes(changes, cfg.resume.allow, resume.path)
+    allowed_changes = refuse_changes(changes, cfg.resume.allow, resume.path)
     if changes:
         rank_zero_info(f"settings that differ from the checkpoint's: {listed(changes)}")
-    news = [{"step": resume.step, "key": c.key, "before": c.before, "now": c.now} for c in allowed]
+    news = [{"step": resume.step, "key": c.key, "before": c.before, "now": c.now} for c in allowed_changes]
     return [*resume.state.get("allowed_changes", []), *news]
 
 
@@ -350,10 +350,10 @@ def _check_job(cfg: DictConfig, module: Any) -> None:
 
 def _callbacks(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> list[L.Callback]:
     """Callbacks by order: opening of the run, changes of its state (0), saving (1), display of the saved state (2)."""
-    built = [build(node) for node in cfg.callbacks.values() if node is not None]
+    callbacks = [build(node) for node in cfg.callbacks.values() if node is not None]
     opening = Opening(folder, OmegaConf.to_yaml(OmegaConf.create(resolved(cfg))), loggers, overwrite=_overwrites(cfg))
-    built += [BadSamples(str(cfg.run_dir)), Announcement(cfg), OutOfMemory(cfg)]
-    return [opening, *sorted(built, key=lambda callback: getattr(callback, "order", 0)), MissedValidation()]
+    callbacks += [BadSamples(str(cfg.run_dir)), Announcement(cfg), OutOfMemory(cfg)]
+    return [opening, *sorted(callbacks, key=lambda callback: getattr(callback, "order", 0)), MissedValidation()]
 
 
 def _processes(trainer: Mapping[str, Any]) -> int:

@@ -146,11 +146,11 @@ class WandbTracker(WandbLogger):
 
 def _within(seconds: float, ask: Callable[[], bool]) -> bool:
     """Result of `ask`, or False if it takes longer; a name lookup has no time limit of its own."""
-    said: list[bool] = []
-    thread = threading.Thread(target=lambda: said.append(ask()), daemon=True)
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     thread.start()
     thread.join(seconds)
-    return said == [True]
+    return answers == [True]
 
 
 def _answers(url: str) -> bool:

@@ -131,8 +131,8 @@ class Watch:
             if isinstance(error, Stopped) and not self._received:
                 # the main thread handled the signal before this thread saw it
                 self._received.append((error.number, time.monotonic()))
-            left = "done" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
-            self._own = replace(self._own, left=left)
+            outcome = "done" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
+            self._own = replace(self._own, left=outcome)
             self._meeting.close()
         self._ear.close()
         self._mouth.close()
@@ -205,22 +205,22 @@ class Watch:
 
     def _forgive(self, now: float) -> None:
         self._moved = now
-        self._seen = {rank: replace(seen, heard=now, lost_since=None) for rank, seen in self._seen.items()}
+        self._seen = {rank: replace(peer, heard=now, lost_since=None) for rank, peer in self._seen.items()}
 
     def _hear(self, meeting: Meeting, now: float) -> None:
-        for rank, seen in self._seen.items():
+        for rank, peer in self._seen.items():
             beat = meeting.beats[rank]
-            if beat.count != seen.beat.count:
-                seen = _Seen(beat=beat, heard=now)
+            if beat.count != peer.beat.count:
+                peer = _Seen(beat=beat, heard=now)
             elif beat.place == self._own.place and state_of_process(beat.pid) in (None, "T", "t"):
-                seen = replace(seen, lost_since=seen.lost_since or now)
+                peer = replace(peer, lost_since=peer.lost_since or now)
             else:
-                seen = replace(seen, lost_since=None)
-            self._seen[rank] = seen
+                peer = replace(peer, lost_since=None)
+            self._seen[rank] = peer
         moves = [beat.moves for beat in meeting.beats]
         if moves != self._moves or any(beat.paused for beat in meeting.beats):
             self._moves, self._moved = moves, now
-        received = next((seen.beat.signal for seen in self._seen.values() if seen.beat.signal), 0)
+        received = next((peer.beat.signal for peer in self._seen.values() if peer.beat.signal), 0)
         if received and not self._received and not self._passed_on and self._status.received is None:
             # resend the signal here, so that this rank's own handler decides what to do
             self._passed_on = True
@@ -246,18 +246,18 @@ class Watch:
                 self._end(f"{name}: {NOTHING_SAVED}", 128 + number, error=False)
         elif len(interrupts) > 1 and now - interrupts[1] > GRACE:
             self._end(f"{name}: ended at once, {self._saved()}", 128 + number, error=False)
-        for rank, seen in self._seen.items():
-            near, left = seen.beat.place == self._own.place, seen.beat.left
-            silent = seen.lost_for(now) > CONFIRMED if near else now - seen.heard > SILENCE
-            if left in ("stopped", "failed") or (not left and silent):
+        for rank, peer in self._seen.items():
+            near, outcome = peer.beat.place == self._own.place, peer.beat.left
+            silent = peer.lost_for(now) > CONFIRMED if near else now - peer.heard > SILENCE
+            if outcome in ("stopped", "failed") or (not outcome and silent):
                 why = f"{self._named(rank)} does not answer, so no step can be finished"
                 self._end(f"{name}: {why}: {self._saved()}", 128 + number, error=False)
 
     def _judge_ranks(self, meeting: Meeting, now: float) -> None:
         limit = self._timeouts.step if self._stepped else self._timeouts.first
-        for seen in self._seen.values():
-            if seen.beat.verdict:
-                self._end(seen.beat.verdict, LOST_STATUS, culprit=seen.beat.culprit)
+        for peer in self._seen.values():
+            if peer.beat.verdict:
+                self._end(peer.beat.verdict, LOST_STATUS, culprit=peer.beat.culprit)
         if self._received:
             # the other ranks end as well, in any order
             return
@@ -273,14 +273,14 @@ class Watch:
             if now - meeting.heard_at > limit:
                 self._lost(host, f"{store} has not answered for {limit:g} s")
             return
-        for rank, seen in self._seen.items():
-            if seen.beat.left == "failed":
+        for rank, peer in self._seen.items():
+            if peer.beat.left == "failed":
                 self._lost(rank, f"{self._named(rank)} ended with an error of its own")
-            if seen.beat.left:
+            if peer.beat.left:
                 continue
-            if seen.lost_for(now) > CONFIRMED and state_of_process(seen.beat.pid) is None:
+            if peer.lost_for(now) > CONFIRMED and state_of_process(peer.beat.pid) is None:
                 self._lost(rank, f"{self._named(rank)} died")
-            if now - seen.heard > limit:
+            if now - peer.heard > limit:
                 self._lost(rank, f"{self._named(rank)} has not answered for {limit:g} s")
         if now - self._moved > limit:
             last = [rank for rank, moves in enumerate(self._moves) if moves == min(self._moves)]
@@ -317,7 +317,7 @@ class Watch:
                 self._meeting.tell()
                 # time for the other ranks to write their stacks
                 time.sleep(2 * self._interval + 0.5)
-                others = {r for r, seen in self._seen.items() if seen.lost_since is None and not seen.beat.left}
+                others = {r for r, peer in self._seen.items() if peer.lost_since is None and not peer.beat.left}
                 if min({rank, *others} - {culprit}, default=rank) != rank:
                     line = ""
         for child in self._children:

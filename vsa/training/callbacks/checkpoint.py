@@ -236,8 +236,8 @@ class Checkpointing(L.Callback):
                 raise failure or OSError("another rank could not write the checkpoint")
             elif self._tried_again:
                 self._missed, self._saved_step = self._missed + 1, -1
-                allowed = f"callbacks.checkpoint.max_missed={self.max_missed}"
-                rank_zero_info(f"{failure}: training goes on without it ({self._missed} in a row, {allowed})")
+                setting = f"callbacks.checkpoint.max_missed={self.max_missed}"
+                rank_zero_info(f"{failure}: training goes on without it ({self._missed} in a row, {setting})")
             else:
                 rank_zero_info(f"{failure}: trying once more")
                 if trainer.is_global_zero:

@@ -123,13 +123,13 @@ class Diagnostics(L.Callback):
         num_tiles = pl_module.model.layout_for(shape).num_video_tiles
         rows = [per_layer(row, len(pl_module.model.blocks)) for row in self._rows(topk)]
         # layers that keep every tile have a recall of 1 and would raise the mean
-        kept = [min(layer) for layer in zip(*rows, strict=True)]
-        sparse = [row for n, row in zip(layers, tables["recall"], strict=True) if kept[n] < num_tiles]
+        smallest_topk = [min(layer) for layer in zip(*rows, strict=True)]
+        sparse = [row for n, row in zip(layers, tables["recall"], strict=True) if smallest_topk[n] < num_tiles]
         recall = float(torch.stack(sparse).mean()) if sparse else 1.0
         pl_module.sparsity.observe(step, min(max(1 - recall, 0.0), 1.0))
         if trainer.is_global_zero:
-            shown = topk if not isinstance(topk, DenoisingTopk) else rows
-            record = {"step": step, "latent_shape": list(shape), "topk": shown, "num_tiles": num_tiles}
+            recorded_topk = topk if not isinstance(topk, DenoisingTopk) else rows
+            record = {"step": step, "latent_shape": list(shape), "topk": recorded_topk, "num_tiles": num_tiles}
             record["sparsity"] = 1 - fmean(mean_topk(row, num_tiles) for row in rows) / num_tiles
             with never_fatal(f"the picture of {self.folder}, step {step}"):
                 self._show(trainer, record, layers, means, tables)

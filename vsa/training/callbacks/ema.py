@@ -87,7 +87,7 @@ class EMA(L.Callback):
         """Run with the averaged weights in place of the trained ones."""
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            kept = {name: local(p).clone() for name, p in parameters.items()}
+            trained_weights = {name: local(p).clone() for name, p in parameters.items()}
             for name, p in parameters.items():
                 local(p).copy_(local(self.average[name]))
         try:
@@ -95,7 +95,7 @@ class EMA(L.Callback):
         finally:
             with torch.no_grad():
                 for name, p in parameters.items():
-                    local(p).copy_(kept[name])
+                    local(p).copy_(trained_weights[name])
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         if self._average:

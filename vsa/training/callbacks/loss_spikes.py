@@ -136,10 +136,10 @@ class LossSpikes(L.Callback):
             rank_zero_info(f"{usual}: no checkpoint to go back to, training goes on")
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        done, windows = self._done + 1, (*data.skipped_windows, (checkpoint.step, last))
+        rollback_count, windows = self._done + 1, (*data.skipped_windows, (checkpoint.step, last))
         data.skipped_windows = ()
         module.go_back(checkpoint)
-        self._done, data.skipped_windows = done, windows
+        self._done, data.skipped_windows = rollback_count, windows
         self._checkpointing.go_back(trainer, checkpoint)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
@@ -147,7 +147,7 @@ class LossSpikes(L.Callback):
                     logger.open()
         rank_zero_info(
             f"{usual}: back to {checkpoint.path}, steps {checkpoint.step} to {last} draw other data "
-            f"(rollback {done} of {self.rollbacks})"
+            f"(rollback {rollback_count} of {self.rollbacks})"
         )
         restart_data(trainer)
         # ends the epoch loop; the next one begins at the step of the checkpoint

@@ -21,8 +21,8 @@ class MissedValidation(L.Callback):
         if pl_module.resume is None or not validates_at_start(trainer):
             return
         step = trainer.global_step
-        known = any(isinstance(logger, MetricsCSV) and logger.has_validation(step) for logger in trainer.loggers)
+        is_logged = any(isinstance(logger, MetricsCSV) and logger.has_validation(step) for logger in trainer.loggers)
         # only rank 0 reads the file
-        if not trainer.strategy.broadcast(known):
+        if not trainer.strategy.broadcast(is_logged):
             rank_zero_info(f"validating step {step} first: its validation is missing")
             validate_now(trainer)

@@ -52,8 +52,8 @@ class NanDump(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
         # a resumed run counts the dumps of its folder; the folder of a new run is empty
-        written = len(list(self.folder.glob("step-*"))) if trainer.is_global_zero else 0
-        self._left = self.dumps - int(trainer.strategy.broadcast(written))
+        dump_count = len(list(self.folder.glob("step-*"))) if trainer.is_global_zero else 0
+        self._left = self.dumps - int(trainer.strategy.broadcast(dump_count))
         for network, clipper in pl_module.clippers.items():
             clipper.on_drop = partial(self._dump, trainer, pl_module, network)
 

@@ -62,19 +62,19 @@ class OutOfMemory(L.Callback):
                 "beside the weights, and no level of activation checkpointing changes that; with trainer=fsdp several "
                 "GPUs share them"
             )
-        said = f"out of memory in step {step} with {SETTING}={level} ({reason})"
+        message = f"out of memory in step {step} with {SETTING}={level} ({reason})"
         if more is None:
-            raise MemoryRanOut(f"{said}: {self._smaller(trainer, module)}")
+            raise MemoryRanOut(f"{message}: {self._smaller(trainer, module)}")
         if not module.recomputation.automatic:
-            raise MemoryRanOut(f"{said}: {SETTING}={more} keeps less, and auto takes a level that fits")
+            raise MemoryRanOut(f"{message}: {SETTING}={more} keeps less, and auto takes a level that fits")
         if module.device_mesh is not None or module.updating:
             why = "with FSDP a step is not made again" if module.device_mesh is not None else "an update has begun"
-            raise MemoryRanOut(f"{said}, and {why}: set {SETTING}={more}, which keeps less")
+            raise MemoryRanOut(f"{message}, and {why}: set {SETTING}={more}, which keeps less")
         gc.collect()
         if module.device.type == "cuda":
             # pieces of the level before would not fit what comes
             torch.cuda.empty_cache()
-        rank_zero_info(f"{said}: the step is made again with {more}")
+        rank_zero_info(f"{message}: the step is made again with {more}")
         module.repeat_step(more)
         restart_data(trainer)
         raise StopIteration

@@ -52,10 +52,10 @@ class ClipSet:
     def title(self) -> str:
         """Name and number of steps, with guidance and kept tiles if they apply."""
         steps, guidance, tiles = (self.record[key] for key in ("steps", "guidance", "num_tiles"))
-        kept = mean_topk(self.record["topk"], tiles)
+        topk = mean_topk(self.record["topk"], tiles)
         parts = [*self.name.split("/"), f"{steps} step{'s' if steps > 1 else ''}"]
         parts += [f"guidance {guidance:g}"] if guidance != 1 else []
-        parts += [f"top {kept:g} of {tiles}"] if kept < tiles else []
+        parts += [f"top {topk:g} of {tiles}"] if topk < tiles else []
         return ", ".join(parts)
 
 
@@ -157,13 +157,13 @@ class Samples(L.Callback):
         teacher: Teacher | None = pl_module.reference
         best = "model" if ema is None else "ema"
         # names of the weights, by the name of their clips
-        shown = {"": best} if teacher is None else {"student": "model"} | ({} if ema is None else {"ema": "ema"})
+        weight_names = {"": best} if teacher is None else {"student": "model"} | ({} if ema is None else {"ema": "ema"})
         # clip sets, with the parent of their folders
         clip_sets: list[tuple[ClipSet, Path]] = []
         folder = self.run_dir / "samples" / f"step-{trainer.global_step:08d}"
         with pl_module.status.paused():
             pl_module.model.eval()
-            for name, weights in shown.items():
+            for name, weights in weight_names.items():
                 with ema.applied(pl_module.model) if ema is not None and weights == "ema" else nullcontext():
                     run = self._live_run(trainer, pl_module, weights)
                     options = self._options(run, self.sparsity)
@@ -195,8 +195,8 @@ class Samples(L.Callback):
         if not (folder / "samples.json").is_file():
             with never_fatal(str(folder)), pl_module.status.paused():
                 data: Any = trainer.datamodule  # type: ignore[attr-defined]
-                shown = examples(data, self.prompts, _DATA_CLIPS, device=pl_module.device)
-                write_examples(folder, shown, fps=self.fps)
+                clips = examples(data, self.prompts, _DATA_CLIPS, device=pl_module.device)
+                write_examples(folder, clips, fps=self.fps)
 
     def _options(self, run: LoadedRun, points: Sequence[SparsityPoint]) -> dict[SparsityPoint, SampleSettings]:
         # a step list fixes steps and shift, and its guidance is in the weights

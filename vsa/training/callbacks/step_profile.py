@@ -78,24 +78,24 @@ class StepProfile(L.Callback):
         use_profiler(trainer, Regions())
 
     def on_train_start(self, trainer: L.Trainer, pl_module: DiffusionModule) -> None:
-        self._first, left = trainer.global_step, trainer.max_steps - trainer.global_step
+        self._first, remaining_steps = trainer.global_step, trainer.max_steps - trainer.global_step
         if trainer.max_steps >= 0:
-            if left < 3:
+            if remaining_steps < 3:
                 raise ValueError(
-                    f"a profile takes at least 3 steps, trainer.max_steps={trainer.max_steps} leaves {left}"
+                    f"a profile takes at least 3 steps, trainer.max_steps={trainer.max_steps} leaves {remaining_steps}"
                 )
-            self.steps = min(self.steps, (left - 1) // 2)
-            self.warm_up = min(self.warm_up, left - 2 * self.steps)
+            self.steps = min(self.steps, (remaining_steps - 1) // 2)
+            self.warm_up = min(self.warm_up, remaining_steps - 2 * self.steps)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: VideoBatch, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % pl_module.accumulate:
             return
-        done = trainer.global_step - self._first - self.warm_up
-        if done == 0:
+        steps_after_warm_up = trainer.global_step - self._first - self.warm_up
+        if steps_after_warm_up == 0:
             self._began = _now(pl_module.device)
-        elif done == self.steps:
+        elif steps_after_warm_up == self.steps:
             self._plain = (_now(pl_module.device) - self._began) / self.steps * 1e3
             if trainer.is_global_zero:
                 kinds = [ProfilerActivity.CPU]
@@ -104,7 +104,7 @@ class StepProfile(L.Callback):
                 self._stack.enter_context(record_function(WINDOW))
                 for optimizer in trainer.optimizers:
                     self._stack.callback(optimizer.register_step_post_hook(self._count_update).remove)
-        elif done == 2 * self.steps:
+        elif steps_after_warm_up == 2 * self.steps:
             _now(pl_module.device)
             self._stack.close()
             if trainer.is_global_zero:
@@ -117,15 +117,15 @@ class StepProfile(L.Callback):
 
     def _moved_per_step(self, trainer: L.Trainer, module: DiffusionModule) -> dict[str, float]:
         """Bytes that the updates of this rank read and write in a traced step, by kind."""
-        moved: dict[str, float] = dict.fromkeys((NORMS, OPTIMIZER, AVERAGE), 0.0)
+        bytes_by_kind: dict[str, float] = dict.fromkeys((NORMS, OPTIMIZER, AVERAGE), 0.0)
         for optimizer, clipper in zip(trainer.optimizers, module.clippers.values(), strict=True):
             times = self._updates[optimizer] / self.steps
-            moved[NORMS] += times * clip_bytes(optimizer, clipper.clip)
-            moved[OPTIMIZER] += times * update_bytes(optimizer)
+            bytes_by_kind[NORMS] += times * clip_bytes(optimizer, clipper.clip)
+            bytes_by_kind[OPTIMIZER] += times * update_bytes(optimizer)
         average = next((c.average for c in trainer.callbacks if isinstance(c, EMA)), {})  # type: ignore[attr-defined]
         times = self._updates[module.raw_optimizer] / self.steps
-        moved[AVERAGE] = times * average_bytes(average, module.model)
-        return moved
+        bytes_by_kind[AVERAGE] = times * average_bytes(average, module.model)
+        return bytes_by_kind
 
     def _report(self, trainer: L.Trainer, module: Any, batch: VideoBatch) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -137,11 +137,11 @@ class StepProfile(L.Callback):
         flops = module.step_flops(batch, module.global_step - 1)
         operator = flops.self_attention * len(batch.sample_ids) * module.accumulate
         speed, bandwidth = matrix_speed(device), copy_bandwidth(device)
-        moved = {**times.bytes, **self._moved_per_step(trainer, module)}
+        bytes_by_kind = {**times.bytes, **self._moved_per_step(trainer, module)}
         floors = {
             OPERATOR: operator / speed * 1e3,
             **{kind: total / speed * 1e3 for kind, total in times.flops.items()},
-            **{kind: total / bandwidth * 1e3 for kind, total in moved.items()},
+            **{kind: total / bandwidth * 1e3 for kind, total in bytes_by_kind.items()},
         }
         # none for what does not run, or has no sizes in the trace
         floors = {kind: floor for kind, floor in floors.items() if floor}

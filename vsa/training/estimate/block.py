@@ -82,11 +82,11 @@ def turn_bytes(shape: BlockShape, level: Level) -> float:
     else:
         # gradients of the hidden layer, or fp32 gradients of modulation and residual
         gradients = max(width * (shape.ffn_dim + 3 * shape.dim), width * 7 * shape.dim)
-    whole, kept = kept_bytes(shape, "none"), kept_bytes(shape, level)
+    all_activations, kept_activations = kept_bytes(shape, "none"), kept_bytes(shape, level)
     if level == "attention":
         # the backward of the feed-forward layer is done when the attentions are recomputed
-        return max(kept, whole - _feed_forward(shape)) - kept + gradients
-    return max(0.0, whole - kept) + gradients
+        return max(kept_activations, all_activations - _feed_forward(shape)) - kept_activations + gradients
+    return max(0.0, all_activations - kept_activations) + gradients
 
 
 def _attention_outputs(shape: BlockShape) -> float:

@@ -77,15 +77,15 @@ def _moments(job: Job, network: PlannedNetwork) -> list[Parts]:
     if not job.sharded and job.level != "full":
         # layers round their parameters where they use them; what is not computed again keeps the result
         rounded = HALF * float(network.parameters)
-    kept, turn = kept_bytes(shape, job.level), turn_bytes(shape, job.level)
+    activations, turn = kept_bytes(shape, job.level), turn_bytes(shape, job.level)
     head = head_bytes(shape)
     begun = gradients if job.micro_batches > 1 else 0.0
     before = gradients if job.keeps_gradients else begun
     work = {"parameters in bf16": rounded}
     return [
-        {**work, "gradients": before, "activations": layers * kept, "last layers": head},
-        {**work, "gradients": begun, "activations": layers * kept, "a block in its backward": turn},
-        {**work, "gradients": gradients, "activations": kept, "a block in its backward": turn},
+        {**work, "gradients": before, "activations": layers * activations, "last layers": head},
+        {**work, "gradients": begun, "activations": layers * activations, "a block in its backward": turn},
+        {**work, "gradients": gradients, "activations": activations, "a block in its backward": turn},
         {"gradients": gradients, "AdamW's temporaries": _held(network.trained, job)},
     ]
 
@@ -154,9 +154,11 @@ def step_seconds(job: Job, gpu: Gpu) -> Parts:
             cross = 4 * network.model.dim * job.tokens(network) * keys * layers * ((3.5 if training else 1) + twice)
             parts["attention to text"] += samples * times * cross / gpu.cross_flops
             # recomputation repeats elementwise work in proportion to its products
-            moved = traffic.forward * (1 + min(1.0, fraction)) + traffic.backward * training
+            block_bytes = traffic.forward * (1 + min(1.0, fraction)) + traffic.backward * training
             outside = head.forward + head.backward * training
-            parts["elementwise and norms"] += job.micro_batches * times * (layers * moved + outside) / gpu.copy_bytes
+            parts["elementwise and norms"] += (
+                job.micro_batches * times * (layers * block_bytes + outside) / gpu.copy_bytes
+            )
             if job.sharded:
                 copied = _GATHER * (2 if training else 1) * network.parameters * job.micro_batches * times
                 parts["copies of parameters"] += copied / gpu.sharding_bytes

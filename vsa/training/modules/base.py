@@ -158,9 +158,9 @@ class DiffusionModule(L.LightningModule):
         """Resume the newest checkpoint that is intact on all ranks."""
         if self.resume is None:
             return
-        chosen = self.resume.path
+        chosen_path = self.resume.path
         self.resume = read_by_all(self.trainer, self.resume, newest=self._start.newest)
-        if self.resume.path != chosen:
+        if self.resume.path != chosen_path:
             rank_zero_info(f"resuming from {self.resume.path}")
             self.recomputation.keep(self.resume)
             self._changes = list(self._start.changes_since(self.resume))
@@ -355,8 +355,8 @@ class DiffusionModule(L.LightningModule):
         self.updating = True
         norms = self.clipper(optimizer, self.global_step)
         if self.logs_this_step(self.global_step + 1):
-            named = {f"grad_norm/{name}": norm for name, norm in norms.items()}
-            self.log_step({**named, "skipped_steps": self.clipper.skipped_total}, self.global_step + 1)
+            grad_norms = {f"grad_norm/{name}": norm for name, norm in norms.items()}
+            self.log_step({**grad_norms, "skipped_steps": self.clipper.skipped_total}, self.global_step + 1)
 
     @property
     def clippers(self) -> Mapping[str, GradientClipper]:

@@ -204,8 +204,8 @@ class DistillModule(DiffusionModule):
         passes: dict[str, dict[bool, float]] = {}
         for iteration in range(first, first + count):
             turn = self.cycle.is_generators_turn(iteration)
-            counted = self.objective.passes(seed=self.seed, iteration=iteration, generator=turn)
-            for (name, training), times in counted.items():
+            turn_passes = self.objective.passes(seed=self.seed, iteration=iteration, generator=turn)
+            for (name, training), times in turn_passes.items():
                 own = passes.setdefault(name, {})
                 own[training] = own.get(training, 0.0) + times / count
         (generator,) = super().planned_networks()
@@ -347,10 +347,10 @@ class DistillModule(DiffusionModule):
     def _log_window(self) -> None:
         generator, critic = self.trainer.optimizers
         metrics = self._window.metrics(self.trainer.strategy)
-        for shown, name in (("loss", "fake_score/loss"), ("gap", "dmd/gap")):
+        for label, name in (("loss", "fake_score/loss"), ("gap", "dmd/gap")):
             # missing if the generator had no update or every value was non-finite
             if name in metrics:
-                self.log(shown, metrics[name], prog_bar=True, logger=False)
+                self.log(label, metrics[name], prog_bar=True, logger=False)
         self.log_step(
             {
                 **metrics,

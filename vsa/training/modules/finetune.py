@@ -84,12 +84,12 @@ class FinetuneModule(PretrainModule):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in roles):
                 raise ValueError(f"task.trainable pattern {pattern!r} matches no parameter")
-        chosen = {name for name in roles if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        trainable_names = {name for name in roles if any(fnmatchcase(name, pattern) for pattern in patterns)}
         own = dict(model.named_parameters())
         if self.lora is not None:
             self.lora.inject(model)
         for name, parameter in own.items():
-            parameter.requires_grad_(name in chosen)
+            parameter.requires_grad_(name in trainable_names)
 
     def gates_of(self, model: VideoDiT) -> Gates:
         return self.gates

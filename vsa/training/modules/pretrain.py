@@ -104,8 +104,8 @@ class PretrainModule(DiffusionModule):
             losses = self._window.metrics()
             self._window = LossWindow(self.trainer.strategy)
             self._shown_loss = losses["loss"]
-            named = {f"train/{name}": value for name, value in losses.items()}
-            self.log_step({**named, "lr": self.raw_optimizer.param_groups[0]["lr"]}, step)
+            metrics = {f"train/{name}": value for name, value in losses.items()}
+            self.log_step({**metrics, "lr": self.raw_optimizer.param_groups[0]["lr"]}, step)
 
     def on_train_batch_end(self, outputs: Any, batch: VideoBatch, batch_idx: int) -> None:
         if self._shown_loss is not None:
@@ -117,14 +117,14 @@ class PretrainModule(DiffusionModule):
 
     def validation_step(self, batch: VideoBatch, batch_idx: int) -> None:
         latents = self.statistics.normalise(batch.latents)
-        done: dict[Topk, LossTerms] = {}
+        losses: dict[Topk, LossTerms] = {}
         seed = self.validation_seed + VALIDATION_SEED
         for at, means in self._validated.items():
             topk = self.topk_after(batch.latents.shape[1:], self.global_step, at)
-            if topk not in done:
-                done[topk] = self.objective(self.model, batch, latents, seed=seed, topk=topk)
-            means.add(done[topk].mse, done[topk].sigmas)
-            self._rows.add(at, batch, done[topk].sigmas, done[topk].mse)
+            if topk not in losses:
+                losses[topk] = self.objective(self.model, batch, latents, seed=seed, topk=topk)
+            means.add(losses[topk].mse, losses[topk].sigmas)
+            self._rows.add(at, batch, losses[topk].sigmas, losses[topk].mse)
 
     def on_validation_epoch_start(self) -> None:
         self._validated = {at: DecileMeans(self.device) for at in self.validate_at}
