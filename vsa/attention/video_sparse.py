@@ -173,6 +173,6 @@ class VideoSparseAttention(AttentionMethod):
         for sample, (start, stop) in enumerate(layout.sample_spans):
             text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
             video, tiles = stop - start - text, layout.video_tiles[sample]
-            kept = video * min(topk, tiles) / tiles if tiles else 0.0
-            total += video * (kept + text) + text * (video + text)
+            selected_keys = video * min(topk, tiles) / tiles if tiles else 0.0
+            total += video * (selected_keys + text) + text * (video + text)
         return total
