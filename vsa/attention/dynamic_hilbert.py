@@ -116,7 +116,7 @@ class DynamicHilbertAttention(AttentionMethod):
             index = dense_index(layout) if ctx.recorder is not None else None
         else:
             scores = ranked = self.scores(q, k, layout) if ctx.ranks else None
-            index = ctx.select(lambda kept: self._select(ranked, kept, layout))
+            index = ctx.select(lambda row_topk: self._select(ranked, row_topk, layout))
             blocks: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
             video = block_sparse_attn(layout.take_video(q), k, v, index, **blocks, backend=self.backend)[0]
             out = layout.merge(video, text_attn(q, k, v, layout))

@@ -204,7 +204,7 @@ class StagedAttention(AttentionMethod):
         elif self.selects:
             ctx.kept(q)
             scores = ranked = self._scores(q, k, logits, layout) if ctx.ranks else None
-            index = ctx.select(lambda topk: self._select(ranked, topk, window))
+            index = ctx.select(lambda row_topk: self._select(ranked, row_topk, window))
             parts["fine"] = self._fine(q, k, v, layout, index)
         if window is not None and self.stages != "c_fl":
             name, local = "window" if self.selects else "fine", BlockIndex.from_dense(window.tiles[None, None])

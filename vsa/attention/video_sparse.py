@@ -124,7 +124,7 @@ class VideoSparseAttention(AttentionMethod):
         else:
             # ranked by scores, not by probabilities: the same order, without ties where the softmax underflows
             masks = (layout.candidates, layout.always)
-            index = ctx.select(lambda kept: select_blocks(scores, kept, candidates=masks[0], always=masks[1]))
+            index = ctx.select(lambda row_topk: select_blocks(scores, row_topk, candidates=masks[0], always=masks[1]))
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
             fine = layout.merge(fine, text_attn(q, k, v, layout))
         if ctx.recorder is not None:

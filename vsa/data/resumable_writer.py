@@ -221,10 +221,10 @@ def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
 def _differing(root: Path, settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Name, old and new value of the settings in which existing parts differ."""
     settings = json.loads(json.dumps(settings))
-    begun = [json.loads(path.read_text()) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
+    records = [json.loads(path.read_text()) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
     return [
         (name, part["settings"].get(name), settings.get(name))
-        for part in begun
+        for part in records
         for name in sorted({*settings, *part["settings"]})
         if part["settings"].get(name) != settings.get(name)
     ]

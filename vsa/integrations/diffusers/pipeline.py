@@ -248,9 +248,9 @@ def generate_videos(
         part = slice(start, start + batch_size)
         texts = list(prompts[part])
 
-        def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], done: int = len(texts)) -> dict:
+        def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], num_clips: int = len(texts)) -> dict:
             if progress is not None:
-                progress(done)
+                progress(num_clips)
             return tensors
 
         result = pipe(
