@@ -93,10 +93,10 @@ class AttentionMethod(nn.Module):
 
     def trains(self, *tensors: Tensor) -> bool:
         """Whether gradients flow through a call with these tensors; ValueError where they may not."""
-        asked = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if asked:
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if needs_grad:
             self.refuse_training()
-        return asked
+        return needs_grad
 
     def layout(self, segments: Sequence[Segment], device) -> TileLayout:
         """The token order and tiles of this method for a row of segments."""

@@ -130,8 +130,8 @@ class AttnContext:
         """This context with a recorder that also receives `more` (tensors that `attend` does not have)."""
         if (recorder := self.recorder) is None:
             return self
-        known = {name: tensor.detach() for name, tensor in more.items()}
-        return replace(self, recorder=lambda layer_idx, tensors: recorder(layer_idx, {**tensors, **known}))
+        extra_tensors = {name: tensor.detach() for name, tensor in more.items()}
+        return replace(self, recorder=lambda layer_idx, tensors: recorder(layer_idx, {**tensors, **extra_tensors}))
 
     def record(self, layer_idx: int, index: BlockIndex, **tensors: Tensor | None) -> None:
         """Pass a layer's selection and other internals to the recorder, if there is one.

@@ -113,14 +113,14 @@ class DenoisingPlan:
     @property
     def ranges(self) -> tuple[tuple[float, float, Budget], ...]:
         """Start, stop and budget of each range of progress that has its own budget."""
-        kept = ((start, stop, Budget(topk=k)) for start, stop, k in self.topk_ranges)
-        return (*kept, *((start, stop, Budget(sparsity=share)) for start, stop, share in self.sparsity_ranges))
+        topk_ranges = ((start, stop, Budget(topk=k)) for start, stop, k in self.topk_ranges)
+        return (*topk_ranges, *((start, stop, Budget(sparsity=share)) for start, stop, share in self.sparsity_ranges))
 
     @property
     def steps(self) -> tuple[tuple[int, Budget], ...]:
         """Ascending steps at which the budget changes, with the new budget."""
-        kept = [(step, Budget(topk=k)) for step, k in self.step_topk]
-        return tuple(sorted(kept + [(step, Budget(sparsity=share)) for step, share in self.step_sparsity]))
+        topk_steps = [(step, Budget(topk=k)) for step, k in self.step_topk]
+        return tuple(sorted(topk_steps + [(step, Budget(sparsity=share)) for step, share in self.step_sparsity]))
 
     @property
     def keeps_selections(self) -> bool:
@@ -137,8 +137,8 @@ class DenoisingPlan:
         steps, ranges = self.steps, self.ranges
         if (i := last_from([start for start, _ in steps], step)) is not None:
             return steps[i][1]
-        found = range_at([(start, stop) for start, stop, _ in ranges], progress)
-        return None if found is None else ranges[found][2]
+        range_index = range_at([(start, stop) for start, stop, _ in ranges], progress)
+        return None if range_index is None else ranges[range_index][2]
 
     def selects_anew(self, step: int) -> bool:
         """Whether a step makes a new selection."""
@@ -165,9 +165,9 @@ class DenoisingPlan:
             method: name of the method.
             predicts: whether its tiles depend on q and k, so that its selections can be reused.
         """
-        used = (*_DENSE, *(_KEPT if predicts else ()))
+        usable_options = (*_DENSE, *(_KEPT if predicts else ()))
         for name, value in self.changes().items():
-            if name not in used:
+            if name not in usable_options:
                 reason = "has no top-k" if predicts else "selects no tiles"
                 raise ValueError(f"denoising has {name}={value}, but {method} {reason}")
 
@@ -205,8 +205,8 @@ class DenoisingTopk:
         """The top-k at a step and progress; without a step only the ranges apply."""
         if (i := last_from([start for start, _ in self.steps], step)) is not None:
             return self.steps[i][1]
-        found = range_at([(start, stop) for start, stop, _ in self.ranges], progress)
-        return self.base if found is None else self.ranges[found][2]
+        range_index = range_at([(start, stop) for start, stop, _ in self.ranges], progress)
+        return self.base if range_index is None else self.ranges[range_index][2]
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -310,13 +310,13 @@ class Denoising:
         """
         plan, shared = self.plan, self.plan.shared_cache
         # guidance in one batch shares selections without a cache
-        kept = plan.keeps_selections and not (plan.refresh == 1 and conditional is not None)
+        uses_cache = plan.keeps_selections and not (plan.refresh == 1 and conditional is not None)
         return DenoisingPass(
             step=step,
             progress=progress,
             dense=step < plan.dense_steps,
             dense_layers=plan.dense_layers,
-            cache=self._cache if kept else None,
+            cache=self._cache if uses_cache else None,
             owner=0 if shared else number,
             refresh=plan.selects_anew(step) and not (shared and number > 0),
             leaders=conditional if shared else None,

@@ -72,12 +72,12 @@ def dense_attn_per_sample(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -
 def dense_index(layout: TileLayout) -> BlockIndex:
     """The index `[1, 1, Nv, Nkv]` of dense attention: every tile of the query tile's own sample."""
     shape = (layout.video_blocks.num, layout.kv_blocks.num)
-    seen = layout.candidates
-    if seen is None:
-        seen = torch.ones(shape, dtype=torch.bool, device=layout.device)
+    visible = layout.candidates
+    if visible is None:
+        visible = torch.ones(shape, dtype=torch.bool, device=layout.device)
     elif layout.always is not None:
-        seen = seen | layout.always
-    return BlockIndex.from_dense(seen[None, None])
+        visible = visible | layout.always
+    return BlockIndex.from_dense(visible[None, None])
 
 
 def text_attn(q: Tensor, k: Tensor, v: Tensor, layout: TileLayout) -> list[Tensor]:

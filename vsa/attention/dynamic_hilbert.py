@@ -116,7 +116,7 @@ class DynamicHilbertAttention(AttentionMethod):
             index = dense_index(layout) if ctx.recorder is not None else None
         else:
             scores = ranked = self.scores(q, k, layout) if ctx.ranks else None
-            index = ctx.select(lambda kept: self._select(ranked, kept, layout))
+            index = ctx.select(lambda row_topk: self._select(ranked, row_topk, layout))
             blocks: dict[str, Any] = {"q_blocks": layout.video_blocks, "kv_blocks": layout.blocks}
             video = block_sparse_attn(layout.take_video(q), k, v, index, **blocks, backend=self.backend)[0]
             out = layout.merge(video, text_attn(q, k, v, layout))
@@ -143,8 +143,8 @@ class DynamicHilbertAttention(AttentionMethod):
         for sample, (start, stop) in enumerate(layout.sample_spans):
             text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
             video, tiles = stop - start - text, layout.video_tiles[sample]
-            kept = video * min(topk, tiles) / tiles if tiles else 0.0
-            total += video * (kept + text) + text * (video + text)
+            selected_keys = video * min(topk, tiles) / tiles if tiles else 0.0
+            total += video * (selected_keys + text) + text * (video + text)
         return total + layout.tiles[self._sub_thw].num ** 2 / 2
 
     @property

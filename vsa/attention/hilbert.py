@@ -68,9 +68,9 @@ def hilbert_order(grid_thw: tuple[int, int, int]) -> Tensor:
 
 def _move(cell: Cell, axis: Axis, steps: int) -> Cell:
     dim, sign, _ = axis
-    moved = list(cell)
-    moved[dim] += sign * steps
-    return moved[0], moved[1], moved[2]
+    target = list(cell)
+    target[dim] += sign * steps
+    return target[0], target[1], target[2]
 
 
 def _split(axis: Axis) -> tuple[Axis, Axis]:

@@ -226,10 +226,10 @@ class TileLayout:
         if not texts:
             return video
         pieces: list[tuple[int, Tensor]] = []
-        done = 0
+        offset = 0
         for start, stop in self.video_spans:
-            pieces.append((start, video[:, done : done + stop - start]))
-            done += stop - start
+            pieces.append((start, video[:, offset : offset + stop - start]))
+            offset += stop - start
         pieces += [(start, text) for (start, _, _), text in zip(self.text_spans, texts, strict=True)]
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim=1)
 

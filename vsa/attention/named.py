@@ -24,14 +24,14 @@ WITHOUT_PARAMETERS: Mapping[str, type[AttentionMethod]] = {
 
 def name_of(method: AttentionMethod) -> str | None:
     """The name of a method without parameters; None for any other."""
-    return next((name for name, known in WITHOUT_PARAMETERS.items() if type(method) is known), None)
+    return next((name for name, method_class in WITHOUT_PARAMETERS.items() if type(method) is method_class), None)
 
 
 def refuse_settings(name: str, settings: Mapping[str, Any], grids: Sequence[Grid]) -> None:
     """Raise ValueError for missing, unknown or invalid settings of a method, or a grid on which it cannot run."""
     method = WITHOUT_PARAMETERS[name]
-    hints, known = hints_of(method), own_settings(method)
-    missing, unknown = sorted(set(known) - set(settings)), sorted(set(settings) - set(known))
+    hints, setting_names = hints_of(method), own_settings(method)
+    missing, unknown = sorted(set(setting_names) - set(settings)), sorted(set(settings) - set(setting_names))
     if missing or unknown:
         raise ValueError(f"settings of {name}: missing {missing}, unknown {unknown}")
     wrong = [refusal(key, value, hints[key]) for key, value in settings.items() if not fits(value, hints[key])]

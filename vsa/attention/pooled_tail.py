@@ -101,7 +101,7 @@ class PooledTail(AttentionMethod):
         layout.only_video("attention with a pooled tail")
         blocks = layout.blocks
         tail = tile_logits(q, k, blocks, self.order)
-        index = ctx.select(lambda kept: select_blocks(self._scores(q, k, tail, layout), kept))
+        index = ctx.select(lambda row_topk: select_blocks(self._scores(q, k, tail, layout), row_topk))
         fine, lse = block_sparse_attn(q, k, v, index, q_blocks=blocks, kv_blocks=blocks, backend=self.backend)
         selected = index.to_dense(blocks.num).repeat_interleave(blocks.sizes, dim=2, output_size=layout.num_tokens)
         others = tail.masked_fill(selected, float("-inf"))

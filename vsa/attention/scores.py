@@ -106,10 +106,12 @@ def subblock_scores(q: Tensor, k: Tensor, layout: TileLayout, sub_thw: Grid, rag
             logits = logits.masked_fill(hidden, -math.inf)
         shares = logits.flatten(-2).softmax(-1).unflatten(-1, bias.shape).sum(-1)
         scores.append((shares * votes[..., None]).sum(3) / votes.sum(1)[:, None])
-    found = torch.cat(scores, dim=1)
+    video_scores = torch.cat(scores, dim=1)
     if len(columns.tiles) == layout.kv_blocks.num:
-        return found
-    return found.new_zeros(*found.shape[:3], layout.kv_blocks.num).index_copy(-1, columns.tiles, found)
+        return video_scores
+    return video_scores.new_zeros(*video_scores.shape[:3], layout.kv_blocks.num).index_copy(
+        -1, columns.tiles, video_scores
+    )
 
 
 def subblock_places(layout: TileLayout, sub_thw: Grid, tile_thw: Grid) -> SubBlocks:

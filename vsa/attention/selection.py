@@ -178,11 +178,11 @@ def select_blocks(
     # at least the best candidate is kept, one of `first` where the row has any
     best = keys.masked_fill(first.any(-1, keepdim=True) & ~first, lowest)
     best = best == best.amax(-1, keepdim=True)
-    chosen = _by_rule(scores.detach(), keys, compete, first, rule, count, shares)
-    kept = ((best & (best.cumsum(-1) == 1)) | chosen) & compete
+    rule_mask = _by_rule(scores.detach(), keys, compete, first, rule, count, shares)
+    selection = ((best & (best.cumsum(-1) == 1)) | rule_mask) & compete
     for mask in (always, union):
-        kept = kept if mask is None else kept | mask
-    return BlockIndex.from_dense(kept)
+        selection = selection if mask is None else selection | mask
+    return BlockIndex.from_dense(selection)
 
 
 def _parts_of(
@@ -210,8 +210,8 @@ def _topk_per_sample(
     most = min(topk.largest, num_kv) if always is None else None
     capacity = num_kv if most is None else list_capacity(most, num_kv)
     indices = index.kv_indices[0, ..., :capacity].unflatten(1, (batch, num_q)).transpose(0, 1).contiguous()
-    listed = index.kv_num_blocks[0].unflatten(1, (batch, num_q)).transpose(0, 1).contiguous()
-    return replace(index, kv_indices=indices, kv_num_blocks=listed, max_blocks=most, min_blocks=None)
+    lengths = index.kv_num_blocks[0].unflatten(1, (batch, num_q)).transpose(0, 1).contiguous()
+    return replace(index, kv_indices=indices, kv_num_blocks=lengths, max_blocks=most, min_blocks=None)
 
 
 def _by_rule(
@@ -229,18 +229,18 @@ def _by_rule(
     rows_in_group = scores.shape[2] // groups
     keys = keys.unflatten(2, (groups, -1)).flatten(3)
     # [B|1, H|1, groups, M]
-    allowed, leading = (mask.unflatten(2, (groups, -1)).flatten(3) for mask in (compete, first))
-    kept = torch.zeros_like(keys, dtype=torch.bool)
+    candidates, leading = (mask.unflatten(2, (groups, -1)).flatten(3) for mask in (compete, first))
+    selection = torch.zeros_like(keys, dtype=torch.bool)
     if rule.deviations is not None:
-        kept = _above(scores.unflatten(2, (groups, -1)).flatten(3), allowed, rule.deviations)
+        selection = _above(scores.unflatten(2, (groups, -1)).flatten(3), candidates, rule.deviations)
     if topk is not None or shares is not None:
         # stable, so that equal keys stay in ascending order of their index
         ranking = torch.sort(keys, dim=-1, descending=True, stable=True).indices
         behind = (~leading).expand_as(keys).gather(-1, ranking).to(torch.int8)
         ranking = ranking.gather(-1, torch.sort(behind, dim=-1, stable=True).indices)
-        slots = torch.zeros_like(kept)
+        slots = torch.zeros_like(selection)
         if topk is not None:
-            counts = allowed.sum(-1, keepdim=True)
+            counts = candidates.sum(-1, keepdim=True)
             if isinstance(topk, SampleTopk):
                 counts = counts.minimum(topk.counts.view(-1, 1, 1, 1) * rows_in_group)
             else:
@@ -257,17 +257,17 @@ def _by_rule(
                 # NaN has weight 0
                 units = (weights.nan_to_num(0.0).double() * _UNITS).round().long()
             slots = slots | within_share(units.reshape(keys.shape).gather(-1, ranking), shares, rule.crossing)
-        kept = kept | torch.zeros_like(kept).scatter_(-1, ranking, slots)
-    return kept.unflatten(3, (rows_in_group, -1)).flatten(2, 3)
+        selection = selection | torch.zeros_like(selection).scatter_(-1, ranking, slots)
+    return selection.unflatten(3, (rows_in_group, -1)).flatten(2, 3)
 
 
-def _above(scores: Tensor, allowed: Tensor, deviations: float) -> Tensor:
+def _above(scores: Tensor, candidates: Tensor, deviations: float) -> Tensor:
     """Bool mask of scores `[B, H, rows, M]` above mean + deviations * std of the row's candidates."""
-    values = scores.double().masked_fill(~allowed, 0)
-    count = allowed.sum(-1, keepdim=True).clamp(min=1)
+    values = scores.double().masked_fill(~candidates, 0)
+    count = candidates.sum(-1, keepdim=True).clamp(min=1)
     mean = values.sum(-1, keepdim=True) / count
-    spread = (values - mean).masked_fill(~allowed, 0).square().sum(-1, keepdim=True) / count
-    return (values > mean + deviations * spread.sqrt()) & allowed
+    spread = (values - mean).masked_fill(~candidates, 0).square().sum(-1, keepdim=True) / count
+    return (values > mean + deviations * spread.sqrt()) & candidates
 
 
 def _check(scores: Tensor, shares: Tensor | float | None, **masks: Tensor | None) -> None:

@@ -38,9 +38,9 @@ def resolve_topk(sparsity: float | str, num_tiles: int, rounding: Rounding = "up
     """
     if num_tiles < 1:
         raise ValueError(f"num_tiles must be at least 1, got {num_tiles}")
-    kept = (1 - _exact_sparsity(sparsity)) * num_tiles
-    kept = math.ceil(kept) if rounding == "up" else math.floor(kept)
-    return max(1, min(kept, num_tiles))
+    topk = (1 - _exact_sparsity(sparsity)) * num_tiles
+    topk = math.ceil(topk) if rounding == "up" else math.floor(topk)
+    return max(1, min(topk, num_tiles))
 
 
 def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
@@ -53,8 +53,8 @@ def check_points(name: str, points: Sequence[str]) -> tuple[SparsityPoint, ...]:
 
 def topk_at(topk: int, num_tiles: int, at: SparsityPoint) -> int:
     """A top-k halved (rounded up) or doubled at these points, unchanged at others; between 1 and num_tiles."""
-    wanted = {"half": -(-topk // 2), "double": 2 * topk}.get(at, topk)
-    return max(1, min(wanted, num_tiles))
+    target = {"half": -(-topk // 2), "double": 2 * topk}.get(at, topk)
+    return max(1, min(target, num_tiles))
 
 
 def mean_topk(topk: float | Sequence[float], num_tiles: int) -> float:
@@ -272,9 +272,9 @@ class SparsitySchedule:
             self._check_layers(num_layers)
 
     def _check_end(self, num_tiles: int) -> None:
-        wanted = {"topk": self._wanted(num_tiles)}
-        wanted |= {f"layer_topk of layer {layer}": k for layer, k in self._layer_topk.items()}
-        for name, k in wanted.items():
+        end_topk = {"topk": self._wanted(num_tiles)}
+        end_topk |= {f"layer_topk of layer {layer}": k for layer, k in self._layer_topk.items()}
+        for name, k in end_topk.items():
             # a grid of a single tile, as with dense attention, has nothing to select
             if k > num_tiles > 1:
                 raise ValueError(f"{name}={k} is above the number of tiles, {num_tiles}")
@@ -302,16 +302,16 @@ class SparsitySchedule:
     def _wanted(self, num_tiles: int) -> int:
         # the end value before it is clamped to the number of tiles
         at = num_tiles if self._reference_tiles is None else self._reference_tiles
-        kept = self._topk if self._topk is not None else resolve_topk(self._sparsity or 0, at, self.denoising.rounding)
+        topk = self._topk if self._topk is not None else resolve_topk(self._sparsity or 0, at, self.denoising.rounding)
         if self._reference_tiles is None:
-            return kept
+            return topk
         ratio = Fraction(num_tiles, self._reference_tiles)
         if self._exponent.denominator == 1:
-            return math.ceil(kept * ratio**self._exponent)
+            return math.ceil(topk * ratio**self._exponent)
         # decimal powers are the same on every machine; the last digits are rounded off before the ceiling
         power = Decimal(ratio.numerator) / Decimal(ratio.denominator)
         power **= Decimal(self._exponent.numerator) / Decimal(self._exponent.denominator)
-        return math.ceil((kept * power).quantize(Decimal("1e-12")))
+        return math.ceil((topk * power).quantize(Decimal("1e-12")))
 
     def _check_layers(self, num_layers: int) -> None:
         plan = ("denoising.dense_layers", self.denoising.dense_layers)

@@ -81,9 +81,9 @@ class LinearSparsity(SparsitySchedule):
         self._dense_steps, self._total_steps = dense_steps, total_steps
 
     def topk(self, step: int, num_tiles: int) -> int:
-        done = min(max(step - self._dense_steps, 0), self._total_steps)
+        elapsed_steps = min(max(step - self._dense_steps, 0), self._total_steps)
         target = self.target_topk(num_tiles)
-        return target + math.ceil((num_tiles - target) * self._left(Fraction(done, self._total_steps)))
+        return target + math.ceil((num_tiles - target) * self._left(Fraction(elapsed_steps, self._total_steps)))
 
     def _final_step(self, num_tiles: int) -> int:
         return 0 if self.target_topk(num_tiles) == num_tiles else self._dense_steps + self._total_steps

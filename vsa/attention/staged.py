@@ -204,7 +204,7 @@ class StagedAttention(AttentionMethod):
         elif self.selects:
             ctx.kept(q)
             scores = ranked = self._scores(q, k, logits, layout) if ctx.ranks else None
-            index = ctx.select(lambda kept: self._select(ranked, kept, window))
+            index = ctx.select(lambda row_topk: self._select(ranked, row_topk, window))
             parts["fine"] = self._fine(q, k, v, layout, index)
         if window is not None and self.stages != "c_fl":
             name, local = "window" if self.selects else "fine", BlockIndex.from_dense(window.tiles[None, None])
@@ -216,8 +216,8 @@ class StagedAttention(AttentionMethod):
             if coarse is not None:
                 # per token, because tiles of the coarse stage may have another size
                 coarse = coarse.repeat_interleave(layout.tiles[self.q_pool].sizes, 1, output_size=layout.num_tokens)
-            seen = {"coarse": coarse, "scores": self._as_logits(scores, logits, layout)}
-            ctx.record(self.layer_idx, index, q=q, k=k, fine=parts["fine"], **seen)
+            tensors = {"coarse": coarse, "scores": self._as_logits(scores, logits, layout)}
+            ctx.record(self.layer_idx, index, q=q, k=k, fine=parts["fine"], **tensors)
         return parts
 
     def combine(self, parts: dict[str, Tensor], extra: dict[str, Tensor], ctx: AttnContext) -> Tensor:
@@ -257,11 +257,11 @@ class StagedAttention(AttentionMethod):
             total += layout.tiles[self.score_thw].num ** 2 / 2
         if self.score == "oracle":
             total += tokens**2 / 2
-        kept, tiles = max(1, topk - self._fewer(window)), layout.kv_blocks.num
-        listed = float(tokens * min(kept, tiles))
+        selected_tiles, tiles = max(1, topk - self._fewer(window)), layout.kv_blocks.num
+        tile_visits = float(tokens * min(selected_tiles, tiles))
         if window is not None and self.stages == "c_f_l_e":
-            listed = float(sizes @ (tiles - window.tiles.sum(1)).clamp(max=kept).double())
-        selected = listed * tokens / tiles
+            tile_visits = float(sizes @ (tiles - window.tiles.sum(1)).clamp(max=selected_tiles).double())
+        selected = tile_visits * tokens / tiles
         if self.stages == "c_fl":
             return total + (selected if self.window_budget == "within" else min(selected + local, tokens**2))
         return total + local + selected

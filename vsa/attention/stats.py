@@ -106,9 +106,9 @@ def density(index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
         q_blocks: the query tiles.
         kv_blocks: the kv tiles.
     """
-    listed, masked = _entries(index)
+    valid, masked = _entries(index)
     # entries past the count may hold anything
-    tile = torch.where(listed, index.kv_indices, 0).long()
+    tile = torch.where(valid, index.kv_indices, 0).long()
     q_sizes, kv_sizes = q_blocks.sizes.double(), kv_blocks.sizes.double()
     pairs = q_sizes[:, None] * kv_sizes[tile]
     if index.mask_bits is not None and index.mask_ids is not None:
@@ -117,7 +117,7 @@ def density(index: BlockIndex, q_blocks: Blocks, kv_blocks: Blocks) -> Tensor:
         last = (q_blocks.sizes - 1)[:, None].long(), (kv_blocks.sizes - 1)[tile].long()
         ids = torch.where(masked, index.mask_ids, 0).long()
         pairs = torch.where(masked, sums[ids, last[0], last[1]].double(), pairs)
-    return (pairs * listed).sum((-2, -1)) / (q_sizes.sum() * kv_sizes.sum())
+    return (pairs * valid).sum((-2, -1)) / (q_sizes.sum() * kv_sizes.sum())
 
 
 def visible_recall(
@@ -136,9 +136,9 @@ def visible_recall(
     selected, visible = [], []
     for some, weights in dense_weights(q, k, tokens):
         # [B|1, H|1, n, S]
-        seen = visible_keys(index, some, q_blocks, kv_blocks)
-        selected.append((weights * seen).sum(-1))
-        visible.append(seen.float().mean(-1))
+        mask = visible_keys(index, some, q_blocks, kv_blocks)
+        selected.append((weights * mask).sum(-1))
+        visible.append(mask.float().mean(-1))
     random = torch.cat(visible, dim=2).mean(-1).expand(q.shape[0], q.shape[2])
     return Recall(torch.cat(selected, dim=2).mean(-1), random)
 
@@ -153,28 +153,28 @@ def visible_keys(index: BlockIndex, tokens: Tensor, q_blocks: Blocks, kv_blocks:
         kv_blocks: the kv tiles.
     """
     row = torch.bucketize(tokens, q_blocks.offsets[1:].long(), right=True)
-    listed, masked = (x[:, :, row] for x in _entries(index))
-    tile = torch.where(listed, index.kv_indices[:, :, row], 0).long()
+    valid, masked = (x[:, :, row] for x in _entries(index))
+    tile = torch.where(valid, index.kv_indices[:, :, row], 0).long()
     within = torch.arange(kv_blocks.max_size, device=tokens.device)
     # [B|1, H|1, n, K, block_kv]; slots past the end of a short tile hold no key
-    bits = listed[..., None] & (within < kv_blocks.sizes[tile][..., None])
+    bits = valid[..., None] & (within < kv_blocks.sizes[tile][..., None])
     if index.mask_bits is not None and index.mask_ids is not None:
         ids = torch.where(masked, index.mask_ids[:, :, row], 0).long()
         bits = bits & (index.mask_bits[ids, (tokens - q_blocks.offsets[row])[:, None]] | ~masked[..., None])
     # slots without a key go to a spare column
     num_keys = int(kv_blocks.offsets[-1])
     key = torch.where(bits, kv_blocks.offsets[tile][..., None] + within, num_keys).long().flatten(3)
-    seen = torch.zeros(*key.shape[:3], num_keys + 1, dtype=torch.bool, device=tokens.device)
-    return seen.scatter_(-1, key, True)[..., :-1]
+    visible = torch.zeros(*key.shape[:3], num_keys + 1, dtype=torch.bool, device=tokens.device)
+    return visible.scatter_(-1, key, True)[..., :-1]
 
 
 def _entries(index: BlockIndex) -> tuple[Tensor, Tensor]:
     """Valid entries of the lists, and those of them that have a fine mask; bool `[B|1, H|1, Nq, Kmax]`."""
     slot = torch.arange(index.kv_indices.shape[-1], device=index.kv_indices.device)
-    listed = slot < index.kv_num_blocks[..., None]
+    valid = slot < index.kv_num_blocks[..., None]
     if index.kv_num_full_blocks is None:
-        return listed, torch.zeros_like(listed)
-    return listed, listed & (slot >= index.kv_num_full_blocks[..., None])
+        return valid, torch.zeros_like(valid)
+    return valid, valid & (slot >= index.kv_num_full_blocks[..., None])
 
 
 def selection_overlap(a: Tensor, b: Tensor) -> Tensor:

@@ -117,8 +117,8 @@ def nested_tiles(
         t, h, w = (n // c for n, c in zip(torch.unravel_index(order, grid), tile, strict=True))
         _, nh, nw = (math.ceil(n / c) for n, c in zip(grid, tile, strict=True))
         inner = (t * nh + h) * nw + w
-        key, moved = torch.sort(outer * (int(inner.max()) + 1) + inner, stable=True)
-        order, sizes[tile] = order[moved], torch.unique_consecutive(key, return_counts=True)[1].tolist()
+        key, permutation = torch.sort(outer * (int(inner.max()) + 1) + inner, stable=True)
+        order, sizes[tile] = order[permutation], torch.unique_consecutive(key, return_counts=True)[1].tolist()
     return order, sizes
 
 

@@ -124,7 +124,7 @@ class VideoSparseAttention(AttentionMethod):
         else:
             # ranked by scores, not by probabilities: the same order, without ties where the softmax underflows
             masks = (layout.candidates, layout.always)
-            index = ctx.select(lambda kept: select_blocks(scores, kept, candidates=masks[0], always=masks[1]))
+            index = ctx.select(lambda row_topk: select_blocks(scores, row_topk, candidates=masks[0], always=masks[1]))
             fine, _ = block_sparse_attn(video, k, v, index, **tiles, backend=self.backend)
             fine = layout.merge(fine, text_attn(q, k, v, layout))
         if ctx.recorder is not None:
@@ -173,6 +173,6 @@ class VideoSparseAttention(AttentionMethod):
         for sample, (start, stop) in enumerate(layout.sample_spans):
             text = sum(b - a for a, b, owner in layout.text_spans if owner == sample)
             video, tiles = stop - start - text, layout.video_tiles[sample]
-            kept = video * min(topk, tiles) / tiles if tiles else 0.0
-            total += video * (kept + text) + text * (video + text)
+            selected_keys = video * min(topk, tiles) / tiles if tiles else 0.0
+            total += video * (selected_keys + text) + text * (video + text)
         return total

@@ -102,7 +102,7 @@ def sparse_config(source: WeightSource, options: Conversion) -> SparseAttentionC
         ValueError: gates without a description, options without gates, or a flow shift for a step list.
     """
     gates = [key for key in source if is_gate(key)]
-    said = options.topk is not None or options.sparsity is not None or options.grid is not None
+    has_sparsity_options = options.topk is not None or options.sparsity is not None or options.grid is not None
     sampling = {
         "flow_shift": options.flow_shift,
         "dense_steps": options.dense_steps,
@@ -111,7 +111,7 @@ def sparse_config(source: WeightSource, options: Conversion) -> SparseAttentionC
     }
     sampling = {key: value for key, value in sampling.items() if value is not None}
     if source.sparse is None and not gates:
-        if said:
+        if has_sparsity_options:
             raise ValueError(f"{source.name} has no gates, so --topk, --sparsity and --grid have no meaning")
         if options.step_list is not None and options.to != "run":
             sampling["step_list"] = options.step_list
@@ -119,7 +119,7 @@ def sparse_config(source: WeightSource, options: Conversion) -> SparseAttentionC
             raise ValueError(f"{source.name} has no gates, so no {SPARSE_CONFIG} to write {', '.join(sampling)} to")
         return None
     if source.sparse is not None:
-        if said:
+        if has_sparsity_options:
             raise ValueError(f"{source.name} says its own top-k and grid: leave --topk, --sparsity and --grid out")
         sparse = replace(source.sparse, golden=None, golden_tolerance=None)
     else:
@@ -170,9 +170,9 @@ def refuse_for_fastvideo(sparse: SparseAttentionConfig | None) -> None:
     if sparse is None:
         return
     own = ("method", "video_sparse")
-    for key, wanted in (own, ("tile_thw", FASTVIDEO_TILE), ("partition", "cube"), ("fine_gate", False)):
-        if getattr(sparse, key) != wanted:
-            raise ValueError(f"FastVideo runs {key}={wanted} only, the source has {key}={getattr(sparse, key)}")
+    for key, expected in (own, ("tile_thw", FASTVIDEO_TILE), ("partition", "cube"), ("fine_gate", False)):
+        if getattr(sparse, key) != expected:
+            raise ValueError(f"FastVideo runs {key}={expected} only, the source has {key}={getattr(sparse, key)}")
 
 
 def convert(source: WeightSource, out: Path, options: Conversion, *, like: str | None = None) -> list[str]:

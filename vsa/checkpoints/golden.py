@@ -156,12 +156,12 @@ def write_golden(
     tensors, cases = {}, []
     seeds = itertools.count(seed)
     for layer in layers:
-        kept = num_tiles if layer in sparse.dense_layers else topk
+        layer_topk = num_tiles if layer in sparse.dense_layers else topk
         dense = layer in sparse.dense_layers and not model.selects
-        used, case, out = _clear_case(model, layer, grid, kept, num_tiles, seeds, dense)
+        case_seed, case, out = _clear_case(model, layer, grid, layer_topk, num_tiles, seeds, dense)
         tensors[f"blocks.{layer}.hidden"] = case.hidden.contiguous()
         tensors[f"blocks.{layer}.out"] = out.float().cpu().contiguous()
-        cases.append({"layer": layer, "topk": kept, "seed": used} | ({"dense": True} if dense else {}))
+        cases.append({"layer": layer, "topk": layer_topk, "seed": case_seed} | ({"dense": True} if dense else {}))
     # a single entry, since the library writes several in any order and the file should be deterministic
     header = {"golden": json.dumps({"grid_thw": grid, "num_tiles": num_tiles, "cases": cases})}
     with atomic_file(folder / GOLDEN) as temporary:

@@ -156,7 +156,7 @@ def refuse_other_data(sources: Sequence[WeightSource]) -> None:
     Raises:
         ValueError: names the difference with both values.
     """
-    known: dict[str, tuple[Any, str]] = {}
+    known_facts: dict[str, tuple[Any, str]] = {}
     for source in sources:
         facts = {key: source.state[key] for key in ("latent_mean", "latent_std") if key in source.state}
         for key in ("codec", "text_encoder"):
@@ -165,9 +165,9 @@ def refuse_other_data(sources: Sequence[WeightSource]) -> None:
         if "data" in source.run_config:
             facts["data.text_padding"] = source.run_config["data"].get("text_padding", "mask")
         for key, value in facts.items():
-            wanted, name = known.setdefault(key, (value, source.name))
-            if value != wanted:
-                raise ValueError(f"{source.name} has {key} {value}, {name} has {wanted}")
+            expected, name = known_facts.setdefault(key, (value, source.name))
+            if value != expected:
+                raise ValueError(f"{source.name} has {key} {value}, {name} has {expected}")
 
 
 def other_base(source: WeightSource, base: WeightSource) -> str | None:
@@ -216,8 +216,10 @@ def merge_checkpoints(
         ValueError: sources that do not match, or a merged value that is not finite.
     """
     refuse_existing(out)
-    named = {key: open_weights(spec) for key, spec in (("base", base), ("sparse", sparse), ("few_step", few_step))}
-    dense, adapted, distilled = sources = list(named.values())
+    source_by_role = {
+        key: open_weights(spec) for key, spec in (("base", base), ("sparse", sparse), ("few_step", few_step))
+    }
+    dense, adapted, distilled = sources = list(source_by_role.values())
     model = refuse_other_models(*sources)
     refuse_other_data(sources)
     timesteps = few_step_list(distilled, steps)
@@ -229,7 +231,9 @@ def merge_checkpoints(
     weights = dict(zip(("sparse_weight", "few_step_weight"), factors, strict=True))
     merged = MergedTensors(dense, adapted, distilled, **weights)
     if isinstance(adapted, RunWeights):
-        merged_from = {key: {"source": source.source, "digest": source.digest} for key, source in named.items()}
+        merged_from = {
+            key: {"source": source.source, "digest": source.digest} for key, source in source_by_role.items()
+        }
         state = merged_state(adapted, timesteps, {**merged_from, **weights})
         write_weights_run(out, merged, state)
     else:

@@ -55,8 +55,8 @@ def branch_points(folder: Path) -> set[str]:
 
 
 def _branch_of(line: Path) -> str | None:
-    named = re.match(rf"{_ABANDONED}(step-\d+)", line.name)
-    return named[1] if named else None
+    match = re.match(rf"{_ABANDONED}(step-\d+)", line.name)
+    return match[1] if match else None
 
 
 def shared_step(folder: Path, resumed: Path) -> int:

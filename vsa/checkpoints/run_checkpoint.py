@@ -143,23 +143,23 @@ def write_parts(folder: Path, parts: Parts, state: Mapping[str, Any], *, togethe
 @contextmanager
 def _new_folder(final: Path, needed: int) -> Iterator[Path]:
     # remnants of a save that was killed
-    for left in final.parent.glob(".*-step-*"):
-        shutil.rmtree(left)
+    for remnant in final.parent.glob(".*-step-*"):
+        shutil.rmtree(remnant)
     with atomic_folder(final, needed=needed, replace=True) as temporary:
         yield temporary
 
 
 def _write_files(folder: Path, parts: Parts, rank: int, world: int) -> dict[str, tuple[str, int]]:
     """Write one file per group; returns digest and size of each by name."""
-    written: dict[str, tuple[str, int]] = {}
+    files: dict[str, tuple[str, int]] = {}
     for group, own in parts.items():
         path = folder / file_names(group, world)[rank]
-        written[path.name] = save_file(path, own), path.stat().st_size
-    return written
+        files[path.name] = save_file(path, own), path.stat().st_size
+    return files
 
 
-def _digests(written: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    return {name: digest for name, (digest, _) in written.items()}
+def _digests(files: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    return {name: digest for name, (digest, _) in files.items()}
 
 
 def _lead(meeting: SaveMeeting, final: Path, parts: Parts, state: Mapping[str, Any], needed: int) -> None:
@@ -168,9 +168,9 @@ def _lead(meeting: SaveMeeting, final: Path, parts: Parts, state: Mapping[str, A
     try:
         with _new_folder(final, needed) as temporary:
             meeting.open()
-            opened, written, failure = True, {}, None
+            opened, files, failure = True, {}, None
             try:
-                written = _write_files(temporary, parts, 0, meeting.world)
+                files = _write_files(temporary, parts, 0, meeting.world)
             except Exception as error:
                 failure = error
             # the others write to the folder until they have reported
@@ -186,8 +186,8 @@ def _lead(meeting: SaveMeeting, final: Path, parts: Parts, state: Mapping[str, A
                             f"rank {rank} has written {name} of {final}, and rank 0 does not see it: the ranks of a "
                             "run need one folder for checkpoints that all of them see"
                         )
-                written |= report["files"]
-            write_state(temporary, {**state, "files": _digests(written)})
+                files |= report["files"]
+            write_state(temporary, {**state, "files": _digests(files)})
     except BaseException as error:
         if not opened:
             meeting.open(error)
@@ -208,14 +208,14 @@ def _follow(meeting: SaveMeeting, final: Path, parts: Parts, needed: int) -> Non
                 )
             time.sleep(0.1)
         with writing(final, temporary, needed=needed):
-            written = _write_files(temporary, parts, meeting.rank, meeting.world)
+            files = _write_files(temporary, parts, meeting.rank, meeting.world)
             # on a shared file system only the writing process can flush its files
-            for name in written:
+            for name in files:
                 flush_to_disk(temporary / name)
     except BaseException as error:
         meeting.report({}, error)
         raise
-    meeting.report(written)
+    meeting.report(files)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -61,7 +61,7 @@ def locked(folder: Path) -> Iterator[None]:
     if folder.is_dir() and os.access(folder, os.W_OK) and not os.access(folder.parent, os.W_OK):
         path = folder / _INNER_LOCK
     refuse_unwritable(path.parent)
-    made = [parent for parent in path.parents if not parent.exists()]
+    new_parents = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     # half a second is enough for a process that is ending; none waits for a whole run
     lock = FileLock(path, timeout=0.5)
@@ -88,7 +88,7 @@ def locked(folder: Path) -> Iterator[None]:
             f"run folder {folder} is in use by {_holder(path)}: wait until it ends, or name another run with run=NAME"
         ) from None
     finally:
-        for parent in made:
+        for parent in new_parents:
             with suppress(OSError):
                 parent.rmdir()
 
@@ -111,8 +111,8 @@ def in_use(folder: Path) -> bool:
 
 def _holder(lock: Path) -> str:
     try:
-        known = json.loads(lock.read_text())
-        return f"process {known['pid']} on {known['host']} since {known['since']}"
+        owner = json.loads(lock.read_text())
+        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
 
@@ -263,8 +263,8 @@ class RunFolder:
                 _moved(old, self.path, "removing")
         for doomed in _beside(self.path, "removing"):
             shutil.rmtree(doomed, ignore_errors=True)
-        for left in (*_beside(self.path, "overwritten"), *_beside(self.path, "removing")):
-            warnings.warn(f"{left}, which was the run folder {self.path}, could not be removed", stacklevel=2)
+        for remnant in (*_beside(self.path, "overwritten"), *_beside(self.path, "removing")):
+            warnings.warn(f"{remnant}, which was the run folder {self.path}, could not be removed", stacklevel=2)
 
     def _undo(self) -> None:
         # errors become warnings, since the error that ends the run is more important
@@ -370,9 +370,9 @@ def checked_out_commit() -> str | None:
     mine = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
-        said = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=10, env={**mine, "GIT_OPTIONAL_LOCKS": "0"}, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.stdout.strip() or None
+    return result.stdout.strip() or None

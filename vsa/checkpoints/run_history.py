@@ -46,8 +46,8 @@ def note_end(folder: Path, *, how: str, reason: str, step: int) -> None:
     """
     manifest = _read(folder)
     *before, last = manifest[STARTS]
-    ended = {"ended": _now(), "how": how, "last_step": step, **({"reason": reason} if reason else {})}
-    _write(folder, {**manifest, STARTS: [*before, {**last, **ended}]})
+    end = {"ended": _now(), "how": how, "last_step": step, **({"reason": reason} if reason else {})}
+    _write(folder, {**manifest, STARTS: [*before, {**last, **end}]})
 
 
 def _read(folder: Path) -> dict[str, Any]:

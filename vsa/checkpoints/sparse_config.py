@@ -281,9 +281,9 @@ class SparseAttentionConfig:
         if version not in (1, SCHEMA_VERSION):
             raise ValueError(f"schema_version is {version}, this version reads 1 and {SCHEMA_VERSION}")
         values = {key: value for key, value in values.items() if key != "schema_version"}
-        known = {field.name for field in fields(cls)} - (set(VERSION_2) if version == 1 else set())
+        known_keys = {field.name for field in fields(cls)} - (set(VERSION_2) if version == 1 else set())
         # keys of version 2 are optional
-        missing, unknown = sorted(known - set(VERSION_2) - set(values)), sorted(set(values) - known)
+        missing, unknown = sorted(known_keys - set(VERSION_2) - set(values)), sorted(set(values) - known_keys)
         if missing or unknown:
             raise ValueError(f"missing keys {missing}, unexpected keys {unknown}")
         try:

@@ -93,14 +93,14 @@ def one_line(value: Any) -> str:
 
 def _expected(folder: Path, state: Mapping[str, Any]) -> dict[str, tuple[Callable[[Any], bool], str]]:
     """Checks of the values, with a description of the expected value, by name."""
-    named = _FOLDER.fullmatch(folder.name)
+    match = _FOLDER.fullmatch(folder.name)
     steps = state.get("step") if _is_count(state.get("step")) else math.inf
     skipped = state.get("skipped_steps") if _is_count(state.get("skipped_steps")) else math.inf
     always: dict[str, tuple[Callable[[Any], bool], str]] = {
         "step": (
             # a copied checkpoint may have another folder name
-            lambda step: _is_count(step) and (named is None or int(named[1]) == step),
-            f"{int(named[1])} as in the folder's name" if named else "a number of steps",
+            lambda step: _is_count(step) and (match is None or int(match[1]) == step),
+            f"{int(match[1])} as in the folder's name" if match else "a number of steps",
         ),
         "files": (_are_files, "SHA-256 by file name"),
     }

@@ -105,14 +105,18 @@ def save_file(path: Path, parts: Mapping[str, Part]) -> str:
         path: file to write.
         parts: parts by name; those without rows are left out.
     """
-    written = {name: part for name, part in parts.items() if part.written}
+    parts_to_write = {name: part for name, part in parts.items() if part.written}
     # in descending order of element size, so that every tensor is aligned
-    names = sorted(written, key=lambda name: (-written[name].rows.element_size(), name))
-    rows = {name: [written[name].first, written[name].shape[0]] for name in names if not written[name].is_whole}
+    names = sorted(parts_to_write, key=lambda name: (-parts_to_write[name].rows.element_size(), name))
+    rows = {
+        name: [parts_to_write[name].first, parts_to_write[name].shape[0]]
+        for name in names
+        if not parts_to_write[name].is_whole
+    }
     header: dict[str, Any] = {"__metadata__": {ROWS: json.dumps(rows, separators=(",", ":"))}} if rows else {}
     end = 0
     for name in names:
-        tensor = written[name].rows
+        tensor = parts_to_write[name].rows
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -128,5 +132,5 @@ def save_file(path: Path, parts: Mapping[str, Part]) -> str:
         write(text)
         for name in names:
             # not bound to a name, so that it is freed before the next tensor is copied
-            write(written[name].rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            write(parts_to_write[name].rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

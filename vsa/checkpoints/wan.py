@@ -59,8 +59,8 @@ def sparse_settings(model: VideoDiT) -> dict[str, Any]:
         none = dict.fromkeys(("tile_thw", "partition", "block_order"))
         return {"method": name, **none, "fine_gate": False, "gate_keys": (), "settings": method.settings()}
     if not isinstance(method, VideoSparseAttention):
-        known = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
-        raise ValueError(f"a {SPARSE_CONFIG} describes {known} attention, the model has {type(method).__name__}")
+        method_names = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
+        raise ValueError(f"a {SPARSE_CONFIG} describes {method_names} attention, the model has {type(method).__name__}")
     return {
         "method": "video_sparse",
         "tile_thw": method.tile_thw,
@@ -84,8 +84,8 @@ def method_options(sparse: SparseAttentionConfig) -> tuple[type[AttentionMethod]
     if sparse.settings is not None:
         return WITHOUT_PARAMETERS[sparse.method], dict(sparse.settings)
     if sparse.method != "video_sparse":
-        known = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
-        raise ValueError(f"{SPARSE_CONFIG}: method must be one of {known}, got {sparse.method!r}")
+        method_names = ", ".join(("video_sparse", *WITHOUT_PARAMETERS))
+        raise ValueError(f"{SPARSE_CONFIG}: method must be one of {method_names}, got {sparse.method!r}")
     names = ("tile_thw", "partition", "block_order", "fine_gate")
     return VideoSparseAttention, {name: getattr(sparse, name) for name in names}
 
@@ -186,9 +186,11 @@ def refuse_other_gates(ours: set[str], theirs: set[str], gates: Gates, what: str
             remedy = "; attention.fine_gate=false leaves them out" if _fine(missing) else ""
             remedy = remedy if theirs else "; to finetune a dense checkpoint use task.gates=initial"
             raise ValueError(f"{what} lacks {len(missing)} gate tensors of the model: {some(missing)}{remedy}")
-        if left := theirs - ours:
-            remedy = "; attention.fine_gate=true gives them a place" if _fine(left) else ""
-            raise ValueError(f"{what} has {len(left)} gate tensors the model has no place for: {some(left)}{remedy}")
+        if unexpected := theirs - ours:
+            remedy = "; attention.fine_gate=true gives them a place" if _fine(unexpected) else ""
+            raise ValueError(
+                f"{what} has {len(unexpected)} gate tensors the model has no place for: {some(unexpected)}{remedy}"
+            )
     elif theirs:
         remedy = "; go on with them by task.gates=required" if gates == "initial" else ""
         raise ValueError(f"gates={gates} takes a dense checkpoint, but {what} has gates: {some(theirs)}{remedy}")

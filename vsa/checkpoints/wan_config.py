@@ -47,8 +47,8 @@ def video_dit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in config.items():
         if key in _FIXED and value != _FIXED[key]:
             raise ValueError(f"{key}={value} is not supported, only {_FIXED[key]}")
-        known = key in _DEFAULTS or key in _FIXED or key == SPARSE_FLAG or key.startswith("_")
-        if not known and value is not None:
+        is_known = key in _DEFAULTS or key in _FIXED or key == SPARSE_FLAG or key.startswith("_")
+        if not is_known and value is not None:
             raise ValueError(f"config key {key}={value} is unknown: the model might compute something else")
     arguments = {key: config.get(key, default) for key, default in _DEFAULTS.items()}
     arguments["patch_size"] = tuple(arguments["patch_size"])

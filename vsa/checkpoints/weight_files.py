@@ -203,11 +203,11 @@ class WeightFiles(TensorFiles):
         index = folder / f"{name}.safetensors.index.json"
         weight_map: dict[str, str] | None = None
         if index.is_file():
-            found = read_json(index).get("weight_map")
-            if not isinstance(found, dict):
+            stored_map = read_json(index).get("weight_map")
+            if not isinstance(stored_map, dict):
                 raise ValueError(f"{index} has no weight_map")
-            weight_map = found
-            super().__init__(folder, sorted(set(found.values())))
+            weight_map = stored_map
+            super().__init__(folder, sorted(set(stored_map.values())))
         elif (folder / f"{name}.safetensors").is_file():
             super().__init__(folder, [f"{name}.safetensors"])
         else:
@@ -277,13 +277,13 @@ def write_weights(folder: Path, sizes: Mapping[str, int], values: Iterator[Tenso
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     shards: list[list[str]] = []
-    used = max_shard_bytes
+    shard_bytes = max_shard_bytes
     for name, size in sizes.items():
-        if used + size > max_shard_bytes:
+        if shard_bytes + size > max_shard_bytes:
             shards.append([])
-            used = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        used += size
+        shard_bytes += size
     weight_map = {}
     for i, names in enumerate(shards):
         file = (

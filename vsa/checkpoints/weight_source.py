@@ -237,9 +237,9 @@ class PretrainedWeights(WeightSource):
         super().check_data(data)
         if self.statistics is None and data.codec.statistics is not None:
             # a VAE with statistics comes from a Wan pipeline, whose models expect them and zero-padded captions
-            for key, ours, wanted in (("stats", data.stats, "codec"), ("text_padding", data.text_padding, "zeros")):
-                if ours != wanted:
-                    raise ValueError(f"{self.source} was trained with data.{key}={wanted}, the data have {ours}")
+            for key, ours, expected in (("stats", data.stats, "codec"), ("text_padding", data.text_padding, "zeros")):
+                if ours != expected:
+                    raise ValueError(f"{self.source} was trained with data.{key}={expected}, the data have {ours}")
         vae = self.folder.parent / "vae"
         if self.folder.name != "transformer" or not (vae / "config.json").is_file():
             return

@@ -96,7 +96,7 @@ def read_drop_list(path: Path, samples: Mapping[str, Collection[str]]) -> dict[s
     return {source: frozenset(names) for source, names in dropped.items()}
 
 
-def _sources(named: str | None, samples: Mapping[str, Collection[str]]) -> Iterable[str]:
-    if named is None:
+def _sources(source: str | None, samples: Mapping[str, Collection[str]]) -> Iterable[str]:
+    if source is None:
         return samples
-    return [named] if named in samples else []
+    return [source] if source in samples else []

@@ -100,12 +100,12 @@ class VideoBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> VideoBatch:
         """The batch with latents and text on `device`; seeds, slots and noise stay on the CPU, where noise is drawn."""
         tensors = {name: getattr(self, name) for name in _INPUTS}
-        moved = {
+        inputs = {
             name: sent(t, device) if isinstance(t, Tensor) else t.to(device, non_blocking=non_blocking)
             for name, t in tensors.items()
             if t is not None
         }
-        return replace(self, **moved)
+        return replace(self, **inputs)
 
     def pin_memory(self) -> VideoBatch:
         """The batch in page-locked memory, with its noise if `noise_ahead`; a loader of batches for a GPU calls it.

@@ -162,42 +162,42 @@ class PlannedStream(IterableDataset[VideoBatch], ABC):
         good: list[Draw] = []
         bad: list[BadSample] = []
         for each in drawn:
-            chosen, met = self._good(number, each)
-            good.append(chosen)
+            good_draw, met = self._good(number, each)
+            good.append(good_draw)
             bad += met
         return replace(self._read(good, num_slots=num_slots, step=step), bad=tuple(bad))
 
-    def _good(self, number: int, drawn: Draw) -> tuple[Draw, list[BadSample]]:
+    def _good(self, number: int, draw: Draw) -> tuple[Draw, list[BadSample]]:
         """A slot that can be read, with this sample or the first good replacement, and the bad samples before it."""
-        chosen, bad, tried, first = drawn, list[BadSample](), set[SampleRef](), None
+        candidate, bad, tried, first = draw, list[BadSample](), set[SampleRef](), None
         for attempt in range(_ATTEMPTS):
-            if chosen.ref not in tried:
-                tried.add(chosen.ref)
+            if candidate.ref not in tried:
+                tried.add(candidate.ref)
                 try:
-                    self._read([chosen], num_slots=1, step=0)
+                    self._read([candidate], num_slots=1, step=0)
                 except BadSampleError as error:
                     first = first or error
                     bad.append(
                         BadSample(
-                            source=chosen.ref.source,
-                            id=chosen.ref.id,
+                            source=candidate.ref.source,
+                            id=candidate.ref.id,
                             shard=error.shard,
                             cause=error.cause,
-                            slot=drawn.slot,
+                            slot=draw.slot,
                         )
                     )
                 else:
-                    return chosen, bad
-            ref = self.replacement(number, drawn.slot, drawn.ref, attempt)
-            caption = None if drawn.caption is None else drawn.caption % self.store.captions(ref)
+                    return candidate, bad
+            ref = self.replacement(number, draw.slot, draw.ref, attempt)
+            caption = None if draw.caption is None else draw.caption % self.store.captions(ref)
             # the noise seed belongs to the slot, not to the sample
-            chosen = replace(drawn, ref=ref, caption=caption)
+            candidate = replace(draw, ref=ref, caption=caption)
         raise NoGoodSample(
             f"{first}; all its replacements are bad too: vsa check-data lists bad samples, data.drop leaves them out"
         )
 
-    def _read(self, drawn: Sequence[Draw], *, num_slots: int, step: int) -> VideoBatch:
-        return read_batch(self.store, drawn, text_padding=self.text_padding, num_slots=num_slots, step=step)
+    def _read(self, draws: Sequence[Draw], *, num_slots: int, step: int) -> VideoBatch:
+        return read_batch(self.store, draws, text_padding=self.text_padding, num_slots=num_slots, step=step)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -242,7 +242,7 @@ class TrainStream(PlannedStream):
         plan, slots = self.plan_at(step).step(step), self.part.slots(self.batch_size, micro)
         # counted over the global batch, so that the division into micro-batches does not matter
         times = occurrences([ref.id for ref in plan.refs])
-        drawn = [
+        draws = [
             Draw(
                 ref=ref,
                 caption=self._caption(ref, step, time),
@@ -251,7 +251,7 @@ class TrainStream(PlannedStream):
             )
             for slot, ref, time in ((slot, plan.refs[slot], times[slot]) for slot in slots)
         ]
-        return self.collate(number, drawn, num_slots=self.batch_size, step=step)
+        return self.collate(number, draws, num_slots=self.batch_size, step=step)
 
     def replacement(self, number: int, slot: int, bad: SampleRef, attempt: int) -> SampleRef:
         step = self.start_step + number
@@ -297,13 +297,13 @@ class ValidationStream(PlannedStream):
         return len(self._batches)
 
     def batch(self, number: int, micro: int) -> VideoBatch:
-        drawn = []
+        draws = []
         for slot in self.part.slots(self.batch_size, micro):
             ref, place = self._batches[number][slot], number * self.batch_size + slot
             # the seed includes the slot, so that a sample that fills up a batch gets different noise
             seed = hash64(self.seed, "validation", place, ref.id) >> 1
-            drawn.append(Draw(ref=ref, caption=0, seed=seed, slot=place))
-        return self.collate(number, drawn, num_slots=self.num_batches * self.batch_size, step=0)
+            draws.append(Draw(ref=ref, caption=0, seed=seed, slot=place))
+        return self.collate(number, draws, num_slots=self.num_batches * self.batch_size, step=0)
 
     def replacement(self, number: int, slot: int, bad: SampleRef, attempt: int) -> SampleRef:
         refs = next(refs for refs in self.held.values() if self._batches[number][0] in refs)

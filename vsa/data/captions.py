@@ -43,7 +43,7 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
     """
     if caption_file is None:
         caption_file = next((videos / name for name in CAPTION_FILES if (videos / name).is_file()), None)
-    listed: dict[Path, list[str]] = {}
+    file_captions: dict[Path, list[str]] = {}
     fields: dict[Path, dict[str, str]] = {}
     unusable: list[tuple[str, str]] = []
     if caption_file is not None:
@@ -55,14 +55,14 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
             except ValueError as error:
                 unusable.append((f"{caption_file.name}, {place}", str(error)))
             else:
-                listed.setdefault((videos / name).resolve(), []).extend(captions)
+                file_captions.setdefault((videos / name).resolve(), []).extend(captions)
                 fields.setdefault((videos / name).resolve(), {}).update(others)
 
-    found: dict[Path, list[str]] = {}
+    captions_by_path: dict[Path, list[str]] = {}
     missing: dict[Path, str] = {}
     for path in files:
         beside = path.with_suffix(".txt")
-        captions = listed.get(path.resolve(), [])
+        captions = file_captions.get(path.resolve(), [])
         try:
             if (
                 not captions
@@ -76,9 +76,9 @@ def read_captions(videos: Path, caption_file: Path | None, files: Iterable[Path]
         except ValueError as error:
             missing[path] = str(error)
         else:
-            found[path] = captions
-    known = {path: fields[path.resolve()] for path in found if fields.get(path.resolve())}
-    return Captions(of=found, missing=missing, unusable=unusable, fields=known)
+            captions_by_path[path] = captions
+    fields_by_path = {path: fields[path.resolve()] for path in captions_by_path if fields.get(path.resolve())}
+    return Captions(of=captions_by_path, missing=missing, unusable=unusable, fields=fields_by_path)
 
 
 def _entries(caption_file: Path) -> Iterator[tuple[str, Any]]:

@@ -93,9 +93,9 @@ def _wrong_statistics(index: DatasetIndex, sums: Tensor) -> Iterator[str]:
     mean = total / count
     std = deviation_or_one((squares / count - mean**2).clamp_min(0).sqrt())
     for channel in range(len(mean)):
-        for name, actual, stored in (
+        for name, actual, expected in (
             ("latent_mean", float(mean[channel]), index.latent_mean[channel]),
             ("latent_std", float(std[channel]), index.latent_std[channel]),
         ):
-            if abs(actual - stored) > _TOLERANCE * float(std[channel]):
-                yield f"{name}[{channel}]={stored:.6g} in the index, but the latents have {actual:.6g}"
+            if abs(actual - expected) > _TOLERANCE * float(std[channel]):
+                yield f"{name}[{channel}]={expected:.6g} in the index, but the latents have {actual:.6g}"

@@ -103,20 +103,22 @@ class ClipRules:
     def plan(self, path: Path, codec: Codec, *, frames: int, height: int, width: int) -> Cut:
         """Scaling and cropping of a video of the given size; ValueError if it is too short or too small."""
         st, sh, sw = codec.stride
-        found = f"{frames} frame{'s' * (frames != 1)}"
-        size, wanted = self.size, self.frames
+        length_text = f"{frames} frame{'s' * (frames != 1)}"
+        size, target_frames = self.size, self.frames
         still = path.suffix.lower() in IMAGE_SUFFIXES
         if self.buckets:
             bucket = choose_bucket(self.buckets, frames=frames, height=height, width=width)
             if bucket is None:
-                known = ", ".join(map(str, self.buckets))
-                raise ValueError(f"video {path} ({found} of {height}x{width}) is too small for the buckets {known}")
-            size, wanted = (bucket.height, bucket.width), bucket.frames
-        length = 1 if still else wanted or codec.frames_that_fit(frames)
+                bucket_list = ", ".join(map(str, self.buckets))
+                raise ValueError(
+                    f"video {path} ({length_text} of {height}x{width}) is too small for the buckets {bucket_list}"
+                )
+            size, target_frames = (bucket.height, bucket.width), bucket.frames
+        length = 1 if still else target_frames or codec.frames_that_fit(frames)
         # a video of one frame is a damaged or a wrong file, unless one frame was requested
-        if length < 1 or length > frames or (length == 1 and not still and wanted != 1):
+        if length < 1 or length > frames or (length == 1 and not still and target_frames != 1):
             shortest = next(n for n in range(2, 2 * st + 1) if codec.frames_that_fit(n) == n)
-            raise ValueError(f"video {path} has {found}, expected at least {wanted or shortest}")
+            raise ValueError(f"video {path} has {length_text}, expected at least {target_frames or shortest}")
 
         if size is None:
             ph, pw = PATCH * sh, PATCH * sw

@@ -223,9 +223,9 @@ class WanVAE:
         pixels[:, :1] = video[:1].permute(3, 0, 1, 2).float() / 127.5 - 1
         latents = self._encode_pixels(pixels)
         mean, std = (s.to(latents.device).view(-1, 1, 1, 1) for s in (self._mean, self._std))
-        known = torch.zeros(self.stride[0], *latents.shape[1:], device=latents.device)
-        known[:, 0] = 1
-        return torch.cat((known, (latents - mean) / std))
+        mask = torch.zeros(self.stride[0], *latents.shape[1:], device=latents.device)
+        mask[:, 0] = 1
+        return torch.cat((mask, (latents - mean) / std))
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

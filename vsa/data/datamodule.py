@@ -113,13 +113,15 @@ class PlanDataModule(LightningDataModule):
         refuse_other_encoders(store, self.codec, self.text_encoder)
         weights = self.source_weights()
         sources: dict[str, Source] = {}
-        held: dict[Shape, tuple[SampleRef, ...]] = {}
+        validation_refs: dict[Shape, tuple[SampleRef, ...]] = {}
         for name, buckets in sorted(store.buckets.items()):
             train: dict[Shape, tuple[str, ...]] = {}
             for shape, ids in sorted(buckets.items()):
                 train[shape], out = split_ids(sorted(ids), self.val_fraction, partial(self.split_group, store, name))
                 if out:
-                    held[shape] = held.get(shape, ()) + tuple(SampleRef(source=name, id=i) for i in out)
+                    validation_refs[shape] = validation_refs.get(shape, ()) + tuple(
+                        SampleRef(source=name, id=i) for i in out
+                    )
             sources[name] = Source(weight=weights[name], buckets=train)
         counts = [len(ids) for source in sources.values() for ids in source.buckets.values() if ids]
         if not counts:
@@ -133,7 +135,7 @@ class PlanDataModule(LightningDataModule):
         if self.stats == "train":
             self._published = self.training_statistics(store, sources)
         plan = DataPlan(sources=sources, batch_size=self.batch_size, seed=self.seed, phases=self.phases())
-        self._opened = store, plan, held
+        self._opened = store, plan, validation_refs
 
     def train_dataloader(self) -> DataLoader[VideoBatch]:
         """Micro-batches of this rank from `start_step` to the trainer's `max_steps`."""
@@ -149,23 +151,23 @@ class PlanDataModule(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[VideoBatch] | list[Any]:
         """The fixed validation set of this rank; empty when nothing is held out."""
-        held = self._ready()[2]
-        if not held:
+        validation_refs = self._ready()[2]
+        if not validation_refs:
             return []
         seed = self.seed if self.validation_seed is None else self.validation_seed
-        return self._loader(ValidationStream, held=held, batches=self.val_batches, seed=seed)
+        return self._loader(ValidationStream, held=validation_refs, batches=self.val_batches, seed=seed)
 
     def held_out_captions(self, count: int) -> tuple[str, ...]:
         """At most `count` different captions of held-out samples, the same on every rank."""
-        store, held = self.store, self.held_out
-        found: dict[str, None] = {}
-        for ref in (ref for _, refs in sorted(held.items()) for ref in refs):
-            if len(found) == count:
+        store, validation_refs = self.store, self.held_out
+        captions: dict[str, None] = {}
+        for ref in (ref for _, refs in sorted(validation_refs.items()) for ref in refs):
+            if len(captions) == count:
                 break
             # training or validation reports a bad sample
             with suppress(BadSampleError):
-                found |= {caption: None for caption, _ in [store.text(ref, 0)] if caption}
-        return tuple(found)
+                captions |= {caption: None for caption, _ in [store.text(ref, 0)] if caption}
+        return tuple(captions)
 
     @property
     def held_out(self) -> Mapping[Shape, tuple[SampleRef, ...]]:
@@ -306,12 +308,12 @@ class LatentDataModule(PlanDataModule):
         if self.toy is not None and (self.root is None or self.videos is None):
             raise ValueError(f"toy clips need root and videos, got root={self.root} and videos={self.videos}")
         self._group = split_group(self.val_by, self.val_field)
-        named = {"main": {"root": self.root}} if self.root is not None else dict(self.sources or {})
-        for name, entry in named.items():
+        entries = {"main": {"root": self.root}} if self.root is not None else dict(self.sources or {})
+        for name, entry in entries.items():
             if not {"root"} <= set(entry) <= {"root", "weight"}:
                 raise ValueError(f"source {name}: expected the keys root and, optionally, weight, got {sorted(entry)}")
-        self._roots = {str(name): str(entry["root"]) for name, entry in named.items()}
-        self._weights = {str(name): float(entry.get("weight", 1.0)) for name, entry in named.items()}
+        self._roots = {str(name): str(entry["root"]) for name, entry in entries.items()}
+        self._weights = {str(name): float(entry.get("weight", 1.0)) for name, entry in entries.items()}
 
     def prepare_data(self) -> None:
         """Render and encode the requested toy clips if they are missing."""

@@ -157,10 +157,16 @@ class DecoderProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             # a crashed process needs a moment to end
             process.wait(0.1)
-        ended = process.poll()
+        exit_status = process.poll()
         process.kill()
         process.wait()
-        return "no reason given" if ended is None else signal.Signals(-ended).name if ended < 0 else f"status {ended}"
+        return (
+            "no reason given"
+            if exit_status is None
+            else signal.Signals(-exit_status).name
+            if exit_status < 0
+            else f"status {exit_status}"
+        )
 
 
 def main(descriptor: int, seconds: float, memory_gib: float) -> None:

@@ -123,12 +123,12 @@ def encode_folder(
     files, ignored = _media_files(folder)
     names = [path.relative_to(folder).as_posix() for path in files]
     ids = sample_ids(names)
-    found = read_captions(folder, Path(captions) if captions else None, files)
-    said = [(found.of.get(path), found.fields.get(path)) for path in files]
+    all_captions = read_captions(folder, Path(captions) if captions else None, files)
+    entries = [(all_captions.of.get(path), all_captions.fields.get(path)) for path in files]
     # without fields, the listing equals that of earlier versions
     listing = "\n".join(
         f"{name}\t{captions}" + (f"\t{fields}" if fields else "")
-        for name, (captions, fields) in zip(names, said, strict=True)
+        for name, (captions, fields) in zip(names, entries, strict=True)
     )
     settings = {
         "videos": f"{len(files)} files ({hashlib.sha256(listing.encode('utf-8', 'replace')).hexdigest()[:12]})",
@@ -150,13 +150,13 @@ def encode_folder(
     }
     with DecoderProcess(seconds=decode_seconds, memory_gib=decode_memory) as decoder:
         pending = [i for _, span in pending_parts(out, **share) for i in span]
-        bad = {i: found.missing[path] for i, path in enumerate(files) if path in found.missing}
+        bad = {i: all_captions.missing[path] for i, path in enumerate(files) if path in all_captions.missing}
         for i in track(pending, description="looking at files", transient=True, disable=not progress):
             try:
                 rules.probe(files[i], codec, decoder)
             except ValueError as error:
                 bad.setdefault(i, str(error))
-        problems = [*found.unusable, *((names[i], bad[i]) for i in sorted(bad))]
+        problems = [*all_captions.unusable, *((names[i], bad[i]) for i in sorted(bad))]
         if len(bad) == len(files):
             reason = problems[0][1]
             raise UnusableFiles(
@@ -171,7 +171,7 @@ def encode_folder(
                 tell(line)
 
         def about(i: int, info: dict[str, Any]) -> dict[str, Any]:
-            fields = found.fields.get(files[i])
+            fields = all_captions.fields.get(files[i])
             return {"source": names[i], **info, **({"fields": fields} if fields else {})}
 
         def encode(i: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
@@ -213,7 +213,7 @@ def encode_folder(
                 part, codec=codec, text_encoder=text_encoder, samples_per_shard=len(span) + 1, dtype=dtype
             ) as writer:
                 for i, latents, info, condition in chain([first], encoded):
-                    writer.add(ids[i], latents, found.of[files[i]], info, condition)
+                    writer.add(ids[i], latents, all_captions.of[files[i]], info, condition)
             return PartContent(skipped=skipped, notes=notes)
 
         report = write_parts(
@@ -232,7 +232,7 @@ def encode_folder(
         join_parts(out)
         for line in _describe_notes(report.notes):
             tell(line)
-    return replace(report, skipped=(*ignored, *found.unusable, *report.skipped))
+    return replace(report, skipped=(*ignored, *all_captions.unusable, *report.skipped))
 
 
 def _refuse_overlap(videos: Path, out: Path) -> None:
@@ -245,13 +245,13 @@ def _media_files(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
     """Every video and image below a folder, and (name, reason) of entries that only have such a name."""
     if not folder.is_dir():
         raise ValueError(f"no such folder of videos: {folder}")
-    named = sorted(p for p in folder.rglob("*") if p.suffix.lower() in VIDEO_SUFFIXES + IMAGE_SUFFIXES)
-    files = [path for path in named if path.is_file()]
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in VIDEO_SUFFIXES + IMAGE_SUFFIXES)
+    files = [path for path in paths if path.is_file()]
     if not files:
         raise ValueError(f"no videos in {folder} (looked for {' '.join(VIDEO_SUFFIXES + IMAGE_SUFFIXES)})")
     return files, [
         (path.relative_to(folder).as_posix(), "it is a folder" if path.is_dir() else "it is a link to a missing file")
-        for path in named
+        for path in paths
         if not path.is_file()
     ]
 

@@ -70,18 +70,18 @@ def examples(
 
 
 def _chosen(data: PlanDataModule, captions: Sequence[str], count: int) -> list[tuple[SampleRef, Shape, str]]:
-    wanted: dict[str, tuple[SampleRef, Shape, str] | None] = dict.fromkeys(captions)
+    by_caption: dict[str, tuple[SampleRef, Shape, str] | None] = dict.fromkeys(captions)
     others: list[tuple[SampleRef, Shape, str]] = []
-    for ref, shape, held in islice(_refs(data), SEARCHED):
-        if None not in wanted.values() and len(wanted) + len(others) >= count:
+    for ref, shape, is_validation in islice(_refs(data), SEARCHED):
+        if None not in by_caption.values() and len(by_caption) + len(others) >= count:
             break
         with suppress(BadSampleError):
             caption = data.store.text(ref, 0)[0]
-            if caption in wanted:
-                wanted[caption] = wanted[caption] or (ref, shape, caption)
-            elif held and len(others) < count:
+            if caption in by_caption:
+                by_caption[caption] = by_caption[caption] or (ref, shape, caption)
+            elif is_validation and len(others) < count:
                 others.append((ref, shape, caption))
-    return [*(found for found in wanted.values() if found is not None), *others][:count]
+    return [*(example for example in by_caption.values() if example is not None), *others][:count]
 
 
 def _refs(data: PlanDataModule) -> Iterator[tuple[SampleRef, Shape, bool]]:

@@ -146,8 +146,8 @@ class DatasetIndex:
         if not drop:
             return self
         samples = {name: sample for name, sample in self.samples.items() if name not in drop}
-        used = {span.shard for sample in samples.values() for span in (sample.latent, sample.text)}
-        shards = {name: shard for name, shard in self.shards.items() if name in used | {self.null_text.shard}}
+        used_shards = {span.shard for sample in samples.values() for span in (sample.latent, sample.text)}
+        shards = {name: shard for name, shard in self.shards.items() if name in used_shards | {self.null_text.shard}}
         return replace(self, samples=samples, shards=shards)
 
     def to_json(self) -> str:
@@ -159,8 +159,8 @@ class DatasetIndex:
             record["latent_shape"] = sample.latent_shape
             record.setdefault("latents", []).append([sample.id, latent.offset, latent.size, latent.sha256])
             about = sample.about
-            known = {"source": about.source, "fields": dict(about.fields), "moments": about.moments}
-            record.setdefault("about", []).append({name: value for name, value in known.items() if value})
+            details = {"source": about.source, "fields": dict(about.fields), "moments": about.moments}
+            record.setdefault("about", []).append({name: value for name, value in details.items() if value})
             row = [sample.id, text.offset, text.size, text.sha256, sample.captions]
             records[text.shard].setdefault("texts", []).append(row)
         content = {
@@ -255,8 +255,8 @@ def statistics_of(samples: Iterable[SampleEntry], channels: int) -> tuple[Tensor
     """Mean and standard deviation float64 `[C]` over the latents of the given samples, from their moments."""
     cells, moments = list[int](), list[np.ndarray]()
     for sample in samples:
-        stored = b"" if sample.about.moments is None else base64.b64decode(sample.about.moments)
-        values = np.frombuffer(stored, dtype="<f4") if len(stored) == 8 * channels else np.array([np.nan])
+        payload = b"" if sample.about.moments is None else base64.b64decode(sample.about.moments)
+        values = np.frombuffer(payload, dtype="<f4") if len(payload) == 8 * channels else np.array([np.nan])
         if not np.isfinite(values).all():
             raise ValueError(
                 f"{INDEX_NAME} holds no statistics of sample {sample.id}: it was written by an earlier version"

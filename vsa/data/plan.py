@@ -250,10 +250,10 @@ def split_ids(
         group: function from an id to its group; a group is never split.
     """
     train: list[str] = []
-    held: list[str] = []
+    validation: list[str] = []
     for sample_id in ids:
-        (held if is_validation(group(sample_id), fraction) else train).append(sample_id)
-    return tuple(train), tuple(held)
+        (validation if is_validation(group(sample_id), fraction) else train).append(sample_id)
+    return tuple(train), tuple(validation)
 
 
 def hash64(*parts: object) -> int:
@@ -284,11 +284,11 @@ def sample_seed(seed: int, step: int, sample_id: str, occurrence: int = 0) -> in
 
 def occurrences(ids: Sequence[str]) -> list[int]:
     """For each id of a global batch, in slot order, the number of its earlier occurrences."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     result = []
     for sample_id in ids:
-        result.append(seen[sample_id])
-        seen[sample_id] += 1
+        result.append(counts[sample_id])
+        counts[sample_id] += 1
     return result
 
 

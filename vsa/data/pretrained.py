@@ -50,17 +50,17 @@ def read_config(folder: Path, class_name: str) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    found = config.get("_class_name") or ", ".join(config.get("architectures") or ["nothing"])
-    if found != class_name:
-        raise ValueError(f"{path} describes {found}, expected {class_name}")
+    actual = config.get("_class_name") or ", ".join(config.get("architectures") or ["nothing"])
+    if actual != class_name:
+        raise ValueError(f"{path} describes {actual}, expected {class_name}")
     return config
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a config without the keys that only describe the library that wrote it."""
     names = {"transformers_version", "torch_dtype", "dtype"}
-    kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in names}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    content = {key: value for key, value in config.items() if not key.startswith("_") and key not in names}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def weights_digest(folder: Path) -> str:

@@ -65,21 +65,21 @@ def expand_urls(key: str, urls: str | Sequence[str]) -> tuple[str, ...]:
         key: name of the setting in messages.
         urls: one or more URLs or paths.
     """
-    found: list[str] = []
+    all_urls: list[str] = []
     for pattern in [urls] if isinstance(urls, str) else urls:
         # checked before the braces are expanded, since a command may contain braces
         refuse_url(key, pattern)
         try:
-            found += braceexpand(pattern)
+            all_urls += braceexpand(pattern)
         except ValueError:
             raise ValueError(f"{key}={pattern}: unbalanced braces") from None
-    for url in found:
+    for url in all_urls:
         refuse_url(key, url)
-    if not found:
+    if not all_urls:
         raise ValueError(f"{key} lists no shards")
-    if len(set(found)) < len(found):
-        raise ValueError(f"{key} lists {next(url for url in found if found.count(url) > 1)} twice")
-    return tuple(sorted(found))
+    if len(set(all_urls)) < len(all_urls):
+        raise ValueError(f"{key} lists {next(url for url in all_urls if all_urls.count(url) > 1)} twice")
+    return tuple(sorted(all_urls))
 
 
 def refuse_url(key: str, url: str) -> None:
@@ -184,13 +184,13 @@ def _open_web(url: str, offset: int) -> BinaryIO:
 
 
 def _read_exactly(file: BinaryIO, size: int) -> bytes:
-    parts, left = [], size
-    while left:
-        part = file.read(min(left, _CHUNK))
+    parts, remaining = [], size
+    while remaining:
+        part = file.read(min(remaining, _CHUNK))
         if not part:
-            raise EOFError(f"it ends {left:,} bytes early")
+            raise EOFError(f"it ends {remaining:,} bytes early")
         parts.append(part)
-        left -= len(part)
+        remaining -= len(part)
     return b"".join(parts)
 
 
@@ -266,9 +266,9 @@ def _reason(error: BaseException) -> str:
     status = _status(error)
     if isinstance(error, HTTPError):
         return f"HTTP status {status}"
-    told = getattr(error, "server_message", None) or getattr(error, "strerror", None) or error
+    message = getattr(error, "server_message", None) or getattr(error, "strerror", None) or error
     # the hub and its storage put signatures into queries
-    text = without_secrets(_QUERY.sub(r"\1", " ".join(str(told).split()))).rstrip(".")
+    text = without_secrets(_QUERY.sub(r"\1", " ".join(str(message).split()))).rstrip(".")
     if len(text) > _LONGEST_REASON:
         text = text[:_LONGEST_REASON] + "..."
     return f"{type(error).__name__} {text}".strip() if status is None else f"HTTP status {status}: {text}"

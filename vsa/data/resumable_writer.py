@@ -147,17 +147,17 @@ def write_parts(
     _make_room(root, settings, overwrite=overwrite)
 
     parts, pending = _all_parts(root, count, part_size), find_pending()
-    total, left = (sum(len(span) for _, span in group) for group in (parts[rank::world_size], pending))
-    with progress_bar(title, total, done=total - left, disable=not progress) as advance:
+    total, remaining = (sum(len(span) for _, span in group) for group in (parts[rank::world_size], pending))
+    with progress_bar(title, total, done=total - remaining, disable=not progress) as advance:
         for folder, span in pending:
             _write_part(folder, span, write, settings, partial(advance, 1))
-    done = [json.loads((folder / _DONE).read_text()) for folder, _ in parts if (folder / _DONE).is_file()]
+    records = [json.loads((folder / _DONE).read_text()) for folder, _ in parts if (folder / _DONE).is_file()]
     return PartsReport(
-        samples=sum(part["samples"] for part in done),
-        skipped=tuple((name, reason) for part in done for name, reason in part["skipped"]),
+        samples=sum(part["samples"] for part in records),
+        skipped=tuple((name, reason) for part in records for name, reason in part["skipped"]),
         # absent in parts of earlier versions
-        notes=tuple((kind, value) for part in done for kind, value in part.get("notes", ())),
-        complete=len(done) == len(parts),
+        notes=tuple((kind, value) for part in records for kind, value in part.get("notes", ())),
+        complete=len(records) == len(parts),
     )
 
 
@@ -221,10 +221,10 @@ def _make_room(root: Path, settings: Mapping[str, Any], *, overwrite: bool) -> N
 def _differing(root: Path, settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Name, old and new value of the settings in which existing parts differ."""
     settings = json.loads(json.dumps(settings))
-    begun = [json.loads(path.read_text()) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
+    records = [json.loads(path.read_text()) for path in sorted((root / _PARTS).glob(f"*/{_DONE}"))]
     return [
         (name, part["settings"].get(name), settings.get(name))
-        for part in begun
+        for part in records
         for name in sorted({*settings, *part["settings"]})
         if part["settings"].get(name) != settings.get(name)
     ]

@@ -143,8 +143,8 @@ class ShardWriter:
             )
         if not captions:
             raise ValueError(f"sample {sample_id} has no caption")
-        stored = self._as_stored("latents", sample_id, latents)
-        tensors = {"latent": stored}
+        latent = self._as_stored("latents", sample_id, latents)
+        tensors = {"latent": latent}
         if cond_latents is not None:
             if cond_latents.shape[1:] != latents.shape[1:]:
                 raise ValueError(
@@ -160,7 +160,7 @@ class ShardWriter:
             )
         self._cond_channels = cond_channels
 
-        flat = stored.double().flatten(1)
+        flat = latent.double().flatten(1)
         self._sums += torch.stack([torch.full((len(flat),), flat.shape[1]), flat.sum(1), (flat**2).sum(1)])
         shape = tuple(latents.shape)
         header = {"codec_id": self._codec.id, "codec_hash": self._codec.hash}
@@ -177,21 +177,21 @@ class ShardWriter:
             "json": json.dumps(record, ensure_ascii=False).encode(),
         }
         about = About(
-            source=info.get("source"), fields=info.get("fields") or {}, moments=encoded_moments(stored.float())
+            source=info.get("source"), fields=info.get("fields") or {}, moments=encoded_moments(latent.float())
         )
         self._samples[sample_id] = shape, len(captions), about
         self._write(f"latents-C{'x'.join(map(str, shape))}", sample_id, fields)
         self._write("text", sample_id, {"text.safetensors": self._text_payload(captions)})
 
     def _as_stored(self, what: str, sample_id: str, tensor: Tensor) -> Tensor:
-        stored = tensor.detach().cpu().to(self._dtype).contiguous()
-        if not stored.isfinite().all():
+        result = tensor.detach().cpu().to(self._dtype).contiguous()
+        if not result.isfinite().all():
             raise ValueError(f"{what} of {sample_id} are not finite as {str(self._dtype).removeprefix('torch.')}")
-        if stored.abs().max() > LARGEST_VALUE:
+        if result.abs().max() > LARGEST_VALUE:
             raise ValueError(
-                f"{what} of {sample_id} have values of {float(stored.abs().max()):.3g}, above {LARGEST_VALUE:g}"
+                f"{what} of {sample_id} have values of {float(result.abs().max()):.3g}, above {LARGEST_VALUE:g}"
             )
-        return stored
+        return result
 
     def _text_payload(self, captions: Sequence[str]) -> bytes:
         header = {

@@ -87,13 +87,13 @@ class LatentReader:
         entry = self._entry(sample_id)
         header, tensors = self._tensors(sample_id, entry.latent)
         if header.get("codec_hash") != self.index.codec.hash:
-            found = f"{_short(header.get('codec_id'))} {_short(header.get('codec_hash'))}"
+            actual = f"{_short(header.get('codec_id'))} {_short(header.get('codec_hash'))}"
             says = f"{self.index.codec.id} {self.index.codec.hash}"
-            raise self._bad(sample_id, entry.latent, "metadata", f"expected encoder {says}, got {found}")
+            raise self._bad(sample_id, entry.latent, "metadata", f"expected encoder {says}, got {actual}")
         tensor, shape = tensors.get(name), (channels, *entry.latent_shape[1:])
         if tensor is None or tuple(tensor.shape) != shape:
-            found = None if tensor is None else tuple(tensor.shape)
-            raise self._bad(sample_id, entry.latent, "shape", f"expected {name} of shape {shape}, got {found}")
+            actual = None if tensor is None else tuple(tensor.shape)
+            raise self._bad(sample_id, entry.latent, "shape", f"expected {name} of shape {shape}, got {actual}")
         return self._numbers(sample_id, entry.latent, name, tensor)
 
     def text(self, sample_id: str, caption: int) -> tuple[str, Tensor]:
@@ -125,9 +125,9 @@ class LatentReader:
         header, tensors = self._tensors(key, span)
         encoder = self.index.text_encoder
         if header.get("text_encoder_hash") != encoder.hash:
-            found = f"{_short(header.get('text_encoder_id'))} {_short(header.get('text_encoder_hash'))}"
+            actual = f"{_short(header.get('text_encoder_id'))} {_short(header.get('text_encoder_hash'))}"
             says = f"{encoder.id} {encoder.hash}"
-            raise self._bad(key, span, "metadata", f"expected encoder {says}, got {found}")
+            raise self._bad(key, span, "metadata", f"expected encoder {says}, got {actual}")
         captions, embedding = header.get("captions"), tensors.get(str(caption))
         if embedding is None or not isinstance(captions, list) or caption >= len(captions):
             raise self._bad(key, span, "metadata", f"missing caption {caption}")

@@ -140,9 +140,9 @@ class ShuffleBuffer:
             sample = next(self._samples)
             self._unread = sample.place + self._every * sample.last
             self._held.append(sample)
-        chosen = hash64(self._seed, self._drawn) % self._size
+        place = hash64(self._seed, self._drawn) % self._size
         self._drawn += 1
-        self._held[chosen], self._held[-1] = self._held[-1], self._held[chosen]
+        self._held[place], self._held[-1] = self._held[-1], self._held[place]
         return self._held.pop()
 
 
@@ -204,10 +204,10 @@ class StreamedBatches(IterableDataset[VideoBatch]):
         place, in_row = -1, 0
         while True:
             self.store.readers[TRAIN].hold(_payloads(samples))
-            drawn = [self._draw(sample.entry, step, slot) for sample, slot in zip(samples, slots, strict=True)]
+            draws = [self._draw(sample.entry, step, slot) for sample, slot in zip(samples, slots, strict=True)]
             try:
                 batch = read_batch(
-                    self.store, drawn, text_padding=self.text_padding, num_slots=self.batch_size, step=step
+                    self.store, draws, text_padding=self.text_padding, num_slots=self.batch_size, step=step
                 )
                 return replace(batch, bad=tuple(bad))
             except BadSampleError as error:
@@ -217,7 +217,7 @@ class StreamedBatches(IterableDataset[VideoBatch]):
                     raise NoGoodSample(f"{error}; all of the {in_row:,} samples drawn before it are bad too") from None
                 bad.append(
                     BadSample(
-                        source=TRAIN, id=error.sample, shard=error.shard, cause=error.cause, slot=drawn[place].slot
+                        source=TRAIN, id=error.sample, shard=error.shard, cause=error.cause, slot=draws[place].slot
                     )
                 )
                 samples[place] = buffer.draw()
@@ -287,14 +287,14 @@ def told(error: RemoteError) -> None:
 def _members(folder: str, spans: Sequence[Span], tell: Callable[[RemoteError], None]) -> Iterator[bytes | None]:
     """The bytes of members in the given order, None for the remaining members of a shard after an error."""
     for shard, group in groupby(spans, key=lambda span: span.shard):
-        left = list(group)
+        remaining = list(group)
         try:
-            for payload in read_spans(f"{folder}/{shard}", list(left)):
-                del left[0]
+            for payload in read_spans(f"{folder}/{shard}", list(remaining)):
+                del remaining[0]
                 yield payload
         except RemoteError as error:
             tell(error)
-            yield from [None] * len(left)
+            yield from [None] * len(remaining)
 
 
 def _payloads(samples: Iterable[Arrived]) -> dict[Span, bytes]:

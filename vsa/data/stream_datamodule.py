@@ -81,10 +81,10 @@ class StreamDataModule(PlanDataModule):
             each.check(indexes[name])
         self._refuse_shared(indexes)
         roots = {name: each.folder for name, each in shards.items()}
-        chosen = chosen_samples(indexes, roots, drop=self.drop, tell=rank_zero_info)
-        store = StreamStore({name: open_reader(each.folder, chosen[name]) for name, each in shards.items()})
+        chosen_indexes = chosen_samples(indexes, roots, drop=self.drop, tell=rank_zero_info)
+        store = StreamStore({name: open_reader(each.folder, chosen_indexes[name]) for name, each in shards.items()})
         refuse_other_encoders(store, self.codec, self.text_encoder)
-        parts = [part for part in self._train.samples(chosen[TRAIN]) if part]
+        parts = [part for part in self._train.samples(chosen_indexes[TRAIN]) if part]
         self._order = ShardOrder(folder=self._train.folder, shards=parts, seed=self.seed)
         ids = {self._shape(parts): tuple(entry.id for part in parts for entry in part)}
         if self.stats == "train":
@@ -94,8 +94,8 @@ class StreamDataModule(PlanDataModule):
             sources={TRAIN: Source(weight=1.0, buckets=ids)}, batch_size=self.batch_size, seed=self.seed, phases=()
         )
         self._digests = {name: each.digests(indexes[name]) for name, each in shards.items()}
-        held = {} if self._val is None else self._hold(self._val, store.readers[VALIDATION])
-        self._opened = store, plan, held
+        validation_refs = {} if self._val is None else self._hold(self._val, store.readers[VALIDATION])
+        self._opened = store, plan, validation_refs
         rank_zero_info(
             f"data=stream: {len(parts):,} shards of {self._train.folder} with {sum(map(len, parts)):,} samples, each "
             "seen at least once an epoch: a resumed run begins at a boundary of shards (exact resume needs data=folder)"
@@ -164,9 +164,9 @@ class StreamDataModule(PlanDataModule):
         if not shapes:
             raise ValueError(f"{self._train.key}: the shards hold no samples, or data.drop leaves none")
         if len(shapes) > 1:
-            told = ", ".join("x".join(map(str, shape)) for shape in shapes)
+            names = ", ".join("x".join(map(str, shape)) for shape in shapes)
             raise ValueError(
-                f"data.urls: expected latents of one shape, got {len(shapes)} ({told}); names of shards contain it"
+                f"data.urls: expected latents of one shape, got {len(shapes)} ({names}); names of shards contain it"
             )
         return shapes[0]
 
@@ -187,13 +187,13 @@ class StreamDataModule(PlanDataModule):
         parts = val.samples(reader.index)
         most = None if self.val_batches is None else self.val_batches * self.batch_size
         arrived = islice((each for part in parts for each in read_samples(val.folder, part, refuse)), most)
-        held: dict[Shape, tuple[SampleRef, ...]] = {}
+        refs: dict[Shape, tuple[SampleRef, ...]] = {}
         payloads: dict[Span, bytes] = {}
         for entry, members in arrived:
-            held[entry.latent_shape] = (*held.get(entry.latent_shape, ()), SampleRef(source=VALIDATION, id=entry.id))
+            refs[entry.latent_shape] = (*refs.get(entry.latent_shape, ()), SampleRef(source=VALIDATION, id=entry.id))
             payloads |= members
         reader.hold(payloads)
-        return held
+        return refs
 
 
 class _Shards:

@@ -128,10 +128,10 @@ class UMT5Encoder:
         self.max_tokens = max_tokens
         self.id = f"umt5-{self.dim}x{max_tokens}"
         vocabulary = [self._tokenizer_folder / name for name in ("tokenizer.json", "spiece.model")]
-        found = next((path for path in vocabulary if path.is_file()), None)
-        if found is None:
+        vocabulary_file = next((path for path in vocabulary if path.is_file()), None)
+        if vocabulary_file is None:
             raise ValueError(f"no tokenizer.json or spiece.model in {self._tokenizer_folder}")
-        words = hashlib.sha256(found.read_bytes()).hexdigest()
+        words = hashlib.sha256(vocabulary_file.read_bytes()).hexdigest()
         content = [self.id, "v1", config_digest(config), weights_digest(self._folder), words]
         self.hash = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
         self._dtype = getattr(torch, dtype)

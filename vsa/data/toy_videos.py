@@ -195,15 +195,17 @@ def captions_of(attributes: ToyAttributes) -> tuple[str, ...]:
 def parse_prompt(caption: str) -> ToyAttributes:
     """The attributes that a caption names."""
     words = re.findall(r"[a-z]+", caption.lower())
-    found = {
-        name: [word for word in words if word in known]
-        for name, known in (("colour", COLOURS), ("direction", DIRECTIONS), ("shape", SHAPES), ("speed", SPEEDS))
+    words_by_name = {
+        name: [word for word in words if word in vocabulary]
+        for name, vocabulary in (("colour", COLOURS), ("direction", DIRECTIONS), ("shape", SHAPES), ("speed", SPEEDS))
     }
     for name in ("colour", "direction"):
-        if len(set(found[name])) != 1:
-            known = COLOURS if name == "colour" else DIRECTIONS
-            raise ValueError(f"prompt {caption!r} must name one {name} of {', '.join(known)}, got {found[name]}")
-    return ToyAttributes(**{name: (words[0] if words else None) for name, words in found.items()})  # pyright: ignore
+        if len(set(words_by_name[name])) != 1:
+            vocabulary = COLOURS if name == "colour" else DIRECTIONS
+            raise ValueError(
+                f"prompt {caption!r} must name one {name} of {', '.join(vocabulary)}, got {words_by_name[name]}"
+            )
+    return ToyAttributes(**{name: (words[0] if words else None) for name, words in words_by_name.items()})  # pyright: ignore
 
 
 def evaluation_prompts(count: int) -> list[str]:
@@ -252,12 +254,12 @@ def measure_clip(video: Tensor) -> tuple[str | None, str | None]:
     angles = {name: _cosine(offset, np.array(rgb, dtype=np.float32) - background) for name, rgb in COLOURS.items()}
     colour = max(angles, key=lambda name: angles[name])
 
-    seen = mass > 0.05 * mass.max()
-    if seen.sum() < 2:
+    visible = mass > 0.05 * mass.max()
+    if visible.sum() < 2:
         return colour, None
-    time = np.arange(T, dtype=np.float64)[seen]
-    x = columns[seen] @ (np.arange(W) + 0.5) / mass[seen] / W
-    y = rows[seen] @ (np.arange(H) + 0.5) / mass[seen] / H
+    time = np.arange(T, dtype=np.float64)[visible]
+    x = columns[visible] @ (np.arange(W) + 0.5) / mass[visible] / W
+    y = rows[visible] @ (np.arange(H) + 0.5) / mass[visible] / H
     span = max(T - 1, 1)
     move_x, move_y = float(np.polyfit(time, x, 1)[0]) * span, float(np.polyfit(time, y, 1)[0]) * span
     if max(abs(move_x), abs(move_y)) < _LEAST_MOTION:
@@ -278,10 +280,10 @@ def score_clip(video: Tensor, caption: str) -> dict[str, bool]:
         {"colour": bool, "direction": bool, "shape": bool}, without the shape when the caption leaves it open; a random
         clip scores 1 in 6, 1 in 4 and 1 in 4.
     """
-    wanted = parse_prompt(caption)
+    expected = parse_prompt(caption)
     colour, direction = measure_clip(video)
-    scores = {"colour": colour == wanted.colour, "direction": direction == wanted.direction}
-    return scores if wanted.shape is None else {**scores, "shape": measure_shape(video) == wanted.shape}
+    scores = {"colour": colour == expected.colour, "direction": direction == expected.direction}
+    return scores if expected.shape is None else {**scores, "shape": measure_shape(video) == expected.shape}
 
 
 def _stream(seed: int, index: int) -> Callable[[], float]:

@@ -90,12 +90,12 @@ def probe_video(path: str | Path, *, fps: float | None = None) -> tuple[int | No
         with _opened_image(path) as image:
             return 1, image.height, image.width
     with _opened(path) as (container, stream):
-        stored = stream.frames or round((container.duration or 0) / av.time_base * _rate(stream))
-        if stored < 1 or not stream.height or not stream.width:
+        num_frames = stream.frames or round((container.duration or 0) / av.time_base * _rate(stream))
+        if num_frames < 1 or not stream.height or not stream.width:
             return None, stream.height, stream.width
         if fps is not None:
-            stored = math.ceil(fps * (stored - _SLACK) / _rate(stream))
-        return stored, stream.height, stream.width
+            num_frames = math.ceil(fps * (num_frames - _SLACK) / _rate(stream))
+        return num_frames, stream.height, stream.width
 
 
 def read_image(path: str | Path) -> Tensor:

@@ -31,10 +31,10 @@ class DecileMeans:
     def add(self, values: Tensor, sigmas: Tensor) -> None:
         """Add values `[B]` at noise levels `[B]`."""
         values = values.detach().double().to(self.table.device)
-        counted = values.isfinite() if self._finite_only else torch.ones_like(values, dtype=torch.bool)
+        valid = values.isfinite() if self._finite_only else torch.ones_like(values, dtype=torch.bool)
         index = decile(sigmas).to(values.device)
         for row, addend in zip(self.table, (values, torch.ones_like(values)), strict=True):
-            row.index_add_(0, index, torch.where(counted, addend, 0))
+            row.index_add_(0, index, torch.where(valid, addend, 0))
 
     def gather(self, strategy: Any) -> None:
         """Sum over all ranks, on the CPU (a collective)."""

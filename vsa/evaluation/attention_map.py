@@ -58,15 +58,15 @@ def record_attention(
         By layer, the recorded `kv_indices` `[1, H, Nq, K]`, `kv_num_blocks` `[1, H, Nq]` and scores, if there are any,
         on the CPU. Empty if no layer records (dense attention).
     """
-    found: dict[int, dict[str, Tensor]] = {}
+    records: dict[int, dict[str, Tensor]] = {}
 
     def recorder(layer_idx: int, tensors: dict[str, Tensor]) -> None:
         # the other tensors are as long as the sequence
         names = [name for name in ("scores", "kv_indices", "kv_num_blocks") if name in tensors]
-        found[layer_idx] = {name: tensors[name].detach().cpu() for name in names}
+        records[layer_idx] = {name: tensors[name].detach().cpu() for name in names}
 
     denoise_once(model, latents, text, text_mask, sigma=sigma, topk=topk, recorder=recorder, seed=seed)
-    return found
+    return records
 
 
 @torch.no_grad()
@@ -110,13 +110,13 @@ def draw_attention(
     latents = sample_latents(run.model, run.text_encoder, [prompt], seeds, settings)
     video = decode_latents(run.codec, latents, run.statistics)[0]
     text, mask = encode_prompts(run.text_encoder, [prompt], run.device, settings.text_padding)
-    found = record_attention(run.model, latents, text, mask, sigma=sigma, topk=settings.topk, seed=settings.seed)
-    found = {index: tensors for index, tensors in found.items() if "kv_indices" in tensors}
-    if not found:
+    records = record_attention(run.model, latents, text, mask, sigma=sigma, topk=settings.topk, seed=settings.seed)
+    records = {index: tensors for index, tensors in records.items() if "kv_indices" in tensors}
+    if not records:
         raise ValueError(f"{run.source} selects no tiles (dense attention, or all tiles are kept): nothing to draw")
-    layer = sorted(found)[len(found) // 2] if layer is None else layer
-    if layer not in found:
-        raise ValueError(f"layer {layer} selects no tiles: expected one of the layers {sorted(found)}")
+    layer = sorted(records)[len(records) // 2] if layer is None else layer
+    if layer not in records:
+        raise ValueError(f"layer {layer} selects no tiles: expected one of the layers {sorted(records)}")
     if path is None:
         return None
     layout = run.model.layout_for(settings.latent_shape)
@@ -125,8 +125,8 @@ def draw_attention(
     return attention_picture(
         video,
         layout,
-        found[layer]["kv_indices"][0],
-        found[layer]["kv_num_blocks"][0],
+        records[layer]["kv_indices"][0],
+        records[layer]["kv_num_blocks"][0],
         path,
         times=token_times(run.codec, len(video), run.model.patch_size[0]),
         title=f"{caption}\nlayer {layer}, sigma {sigma:g}: {topk} of {layout.num_video_tiles} tiles per query",
@@ -176,8 +176,8 @@ def selection_share(kv_indices: Tensor, kv_num_blocks: Tensor, num_blocks: int) 
     valid = torch.arange(capacity) < kv_num_blocks.cpu()[..., None]
     # entries past the count are arbitrary and go to a spare column
     columns = torch.where(valid, kv_indices.cpu().long(), num_blocks)
-    chosen = torch.zeros(heads, queries, num_blocks + 1).scatter_(2, columns, 1.0)
-    return chosen[..., :num_blocks].mean(0)
+    selection = torch.zeros(heads, queries, num_blocks + 1).scatter_(2, columns, 1.0)
+    return selection[..., :num_blocks].mean(0)
 
 
 def to_pixels(values: Tensor, times: Sequence[int], height: int, width: int) -> np.ndarray:
@@ -285,11 +285,11 @@ def attention_sheet(
         strength: meaning of the tint's strength, for the legend.
     """
     picked = torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long().tolist()
-    shown, shown_times = video[picked], [times[frame] for frame in picked]
+    picked_frames, shown_times = video[picked], [times[frame] for frame in picked]
     figure = Figure(figsize=(1.9 * len(picked) + 0.4, 1.95 * len(rows) + 1.0), layout="constrained")
     grid = figure.subplots(len(rows), len(picked), squeeze=False)
     for number, (row, (name, query, share)) in enumerate(zip(grid, rows, strict=True)):
-        overlay = attention_overlay(shown, tiles, share, query, shown_times)
+        overlay = attention_overlay(picked_frames, tiles, share, query, shown_times)
         for axes, frame, picture in zip(row, picked, overlay, strict=True):
             axes.imshow(picture.clamp(0, 1).numpy())
             axes.set_xticks([])
@@ -326,8 +326,8 @@ def varied_tiles(video: Tensor, tiles: Tensor, times: Sequence[int], count: int)
         0, tiles.flatten(), torch.arange(tiles.shape[0]).repeat_interleave(tiles[0].numel()), "amin"
     )
     ranked = torch.argsort(variance, descending=True, stable=True).tolist()
-    fresh, later, seen = [], [], set()
+    fresh, later, used_starts = [], [], set()
     for tile in ranked:
-        (later if int(start[tile]) in seen else fresh).append(tile)
-        seen.add(int(start[tile]))
+        (later if int(start[tile]) in used_starts else fresh).append(tile)
+        used_starts.add(int(start[tile]))
     return sorted([*fresh, *later][:count], key=lambda tile: (int(start[tile]), tile))

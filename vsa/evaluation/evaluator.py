@@ -142,18 +142,18 @@ class Evaluator:
         if s.val_loss:
             metrics |= validation_loss(run, checkpoint.state, batch_size=s.batch_size)
         videos, finite = sample_clips(run, s.prompts, ours, progress)
-        wanted = None if other is None else self._reference_clips(*other, progress)
+        reference = None if other is None else self._reference_clips(*other, progress)
         clips = [
-            {"prompt": prompt, "finite": bool(ok), **self._clip(videos, wanted, i)}
+            {"prompt": prompt, "finite": bool(ok), **self._clip(videos, reference, i)}
             for i, (prompt, ok) in enumerate(zip(s.prompts, finite, strict=True))
         ]
         metrics["non_finite"] = 1 - float(finite.double().mean())
         for name in clips[0]:
             if name not in ("prompt", "finite"):
                 metrics[name] = sum(clip[name] for clip in clips) / len(clips)
-        if wanted is not None:
+        if reference is not None:
             # over all pixels, because a clip that equals its reference would make the mean over clips infinite
-            metrics["psnr"] = psnr(videos, wanted)
+            metrics["psnr"] = psnr(videos, reference)
         record = {
             "step": run.step,
             "digest": weights_digest(checkpoint, s.weights),
@@ -166,7 +166,7 @@ class Evaluator:
             "reference_sampling": None if other is None else settings_dict(other[1], other[0]),
             "torch": torch.__version__,
         }
-        return Evaluation(record=record, videos=videos, reference=wanted)
+        return Evaluation(record=record, videos=videos, reference=reference)
 
     def clip_steps(self, run: LoadedRun) -> int:
         """Clip-steps of one evaluation, for its progress: sampler steps of all clips and of their references."""
@@ -215,14 +215,14 @@ class Evaluator:
         return clips
 
     def _clip(self, videos: Tensor, reference: Tensor | None, i: int) -> dict[str, Any]:
-        found: dict[str, Any] = {name: measure(videos[i]) for name, measure in CLIP_METRICS.items()}
+        metrics: dict[str, Any] = {name: measure(videos[i]) for name, measure in CLIP_METRICS.items()}
         if reference is not None:
-            found |= {f"reference_{name}": measure(reference[i]) for name, measure in CLIP_METRICS.items()}
-            found["flicker_excess"] = found["flicker"] - found["reference_flicker"]
-            found |= {"psnr": psnr(videos[i], reference[i]), "ssim": ssim(videos[i], reference[i])}
+            metrics |= {f"reference_{name}": measure(reference[i]) for name, measure in CLIP_METRICS.items()}
+            metrics["flicker_excess"] = metrics["flicker"] - metrics["reference_flicker"]
+            metrics |= {"psnr": psnr(videos[i], reference[i]), "ssim": ssim(videos[i], reference[i])}
             if self._lpips is not None:
-                found["lpips"] = self._lpips(videos[i], reference[i])
-        return found
+                metrics["lpips"] = self._lpips(videos[i], reference[i])
+        return metrics
 
 
 def weights_digest(checkpoint: Checkpoint, weights: str) -> str:

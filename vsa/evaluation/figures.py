@@ -58,8 +58,8 @@ def logged_metrics(metrics_csv: str | Path, columns: Sequence[str]) -> dict[str,
 
 def final_loss(run: Path) -> float:
     """The last validation loss of a run, without one the last training loss; infinite where there is neither."""
-    found = logged_metrics(run / "metrics.csv", ("val/loss", "train/loss"))
-    last = next((float(values[-1]) for _, values in found.values()), math.inf)
+    curves = logged_metrics(run / "metrics.csv", ("val/loss", "train/loss"))
+    last = next((float(values[-1]) for _, values in curves.values()), math.inf)
     return last if math.isfinite(last) else math.inf
 
 
@@ -233,7 +233,7 @@ def draw_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path, *, titl
     lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.8 * columns, 3.8 * lines), layout="constrained")
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
-    measured = sorted({int(row["step"]) for row in rows})
+    eval_steps = sorted({int(row["step"]) for row in rows})
     for axes in grid[len(panels) :]:
         axes.axis("off")
     for axes, (heading, label, metrics) in zip(grid, panels, strict=False):
@@ -259,10 +259,10 @@ def draw_evaluation(rows: Sequence[Mapping[str, Any]], path: str | Path, *, titl
         step_axis(axes.xaxis, most=6)
         if not any(np.size(line.get_xdata()) for line in axes.lines):
             # no point gives the axes a range
-            axes.set_xlim(measured[0] - 1, measured[-1] + 1)
+            axes.set_xlim(eval_steps[0] - 1, eval_steps[-1] + 1)
             axes.set_yticks([])
-        if len(measured) == 1:
-            axes.set_xticks(measured)
+        if len(eval_steps) == 1:
+            axes.set_xticks(eval_steps)
         axes.grid(alpha=0.3)
         # below the axes, where no curve is
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)

@@ -146,11 +146,11 @@ def _settings(request: EvaluationRequest, checkpoint: Checkpoint, reference: str
     prompts = request.prompts or samples.get("prompts") or _held_out_prompts(config)
     distilled = checkpoint.state.get("step_list") is not None
     own = {"steps": None, "guidance": None} if distilled else sampling_of(config)
-    given = {"steps": request.steps, "guidance": request.guidance, "flow_shift": request.flow_shift}
+    overrides = {"steps": request.steps, "guidance": request.guidance, "flow_shift": request.flow_shift}
     return EvaluationSettings(
         prompts=tuple(prompts),
         seed=samples.get("seed", 0) if request.seed is None else request.seed,
-        **{**own, **{name: value for name, value in given.items() if value is not None}},
+        **{**own, **{name: value for name, value in overrides.items() if value is not None}},
         batch_size=request.batch_size,
         weights=checkpoint.choose_weights(request.weights),
         reference=reference,
@@ -202,8 +202,8 @@ def _measure(evaluator: Evaluator, run: LoadedRun, checkpoint: Checkpoint, out: 
 def _judge(record: Mapping[str, Any], bars: Sequence[Bar]) -> list[str]:
     """Print the metrics of a checkpoint and return one line for each bar that it misses."""
     metrics = record["metrics"]
-    shown = ", ".join(f"{name} {float(metrics[name]):.5g}" for name in SHOWN if name in metrics)
-    print(f"step {record['step']}: {shown}", flush=True)
+    summary = ", ".join(f"{name} {float(metrics[name]):.5g}" for name in SHOWN if name in metrics)
+    print(f"step {record['step']}: {summary}", flush=True)
     return [line for line in (bar.missed(metrics) for bar in bars) if line is not None]
 
 
@@ -219,10 +219,10 @@ def new_checkpoints(folder: Path, *, follow: bool, poll: float = 5.0, timeout: f
         poll: seconds between two checks.
         timeout: seconds without a new checkpoint after which following ends.
     """
-    seen: set[tuple[str, int, int]] = set()
+    seen_versions: set[tuple[str, int, int]] = set()
     since = time.monotonic()
     while True:
-        path = _oldest_unseen(folder, seen)
+        path = _oldest_unseen(folder, seen_versions)
         if path is not None:
             yield path
             since = time.monotonic()
@@ -232,15 +232,15 @@ def new_checkpoints(folder: Path, *, follow: bool, poll: float = 5.0, timeout: f
             time.sleep(min(poll, timeout))
 
 
-def _oldest_unseen(folder: Path, seen: set[tuple[str, int, int]]) -> Path | None:
+def _oldest_unseen(folder: Path, seen_versions: set[tuple[str, int, int]]) -> Path | None:
     for path in list_checkpoints(folder):
         try:
-            found = path.stat()
+            stat = path.stat()
         except FileNotFoundError:
             continue
         # a run that is started again writes the same names
-        version = (path.name, found.st_ino, found.st_mtime_ns)
-        if version not in seen:
-            seen.add(version)
+        version = (path.name, stat.st_ino, stat.st_mtime_ns)
+        if version not in seen_versions:
+            seen_versions.add(version)
             return path
     return None

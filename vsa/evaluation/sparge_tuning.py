@@ -120,7 +120,7 @@ def tune_sparge(
         assert captures is not None
         source = _File(captures)
     kind = dtype or ("float32" if torch.device(device).type == "cpu" else "bfloat16")
-    made = {"source": source.name, "dtype": kind} | {
+    provenance = {"source": source.name, "dtype": kind} | {
         name: list(value) if isinstance(value, list | tuple) else value for name, value in asdict(search).items()
     }
     heads, head_dim = source.heads, source.head_dim
@@ -131,7 +131,7 @@ def tune_sparge(
         q_tokens=q_tokens,
         kv_tokens=kv_tokens,
         order=order,
-        made=made,
+        made=provenance,
     )
     heads_by_layer: dict[int, Sequence[HeadSettings]] = dict(_finished(path, tuned))
     method = SpargeAttention(
@@ -139,8 +139,8 @@ def tune_sparge(
     )
     bounds = {"l1": search.l1, "l2": search.l2}
     calls = [source.inputs(layer) * search.steps for layer in range(source.layers)]
-    done = sum(calls[layer] for layer in heads_by_layer)
-    with progress_bar("tuning", sum(calls), done=done, transient=True) as advance:
+    finished_calls = sum(calls[layer] for layer in heads_by_layer)
+    with progress_bar("tuning", sum(calls), done=finished_calls, transient=True) as advance:
         for layer in (i for i in range(source.layers) if i not in heads_by_layer):
             items = source.captures(layer)
 
@@ -189,8 +189,10 @@ class _Model:
         at = ", ".join(f"{t:g}" for t in timesteps)
         self.heads, self.head_dim = self.run.model.num_heads, self.run.model.head_dim
         digests = [f" ({file_digest(Path(name))[:16]})" if Path(name).is_file() else "" for name in names]
-        shown = "; ".join(clip.name + digest for clip, digest in zip(self.clips, digests, strict=True))
-        self.name = f"{self.run.source}, step {self.run.step}, {self.run.weights} weights: {shown} at {at}, seed {seed}"
+        clip_names = "; ".join(clip.name + digest for clip, digest in zip(self.clips, digests, strict=True))
+        self.name = (
+            f"{self.run.source}, step {self.run.step}, {self.run.weights} weights: {clip_names} at {at}, seed {seed}"
+        )
         for name, value in {"latents": latents, "pipeline": pipeline}.items():
             self.name += f", {name} {value}"
 
@@ -209,8 +211,8 @@ class _File:
         layers = sorted({item.layer for item in self.items})
         self.layers = layers[-1] + 1
         if missing := sorted(set(range(self.layers)) - set(layers)):
-            listed = ", ".join(map(str, layers))
-            raise ValueError(f"--captures {path} has layers {listed}: layer {missing[0]} is missing")
+            layer_list = ", ".join(map(str, layers))
+            raise ValueError(f"--captures {path} has layers {layer_list}: layer {missing[0]} is missing")
         self.heads, self.head_dim = self.items[0].q.shape[2:]
         for item in self.items:
             sizes = [tuple(x.shape[2:]) for x in (item.q, item.k, item.v)]
@@ -296,16 +298,16 @@ def error_chart(tuned: Tuned, tried: Mapping[int, Sequence[Point]], bounds: Mapp
     means = {
         layer: (fmean(h.sparsity for h in heads), fmean(h.error for h in heads)) for layer, heads in tuned.found.items()
     }
-    chosen = _cloud("mean of the heads", means.values(), [f"layer {layer}" for layer in means], colour=0)
-    panels = {("all layers",): _panel([chosen, *_bounds([chosen], bounds)])}
+    mean_series = _cloud("mean of the heads", means.values(), [f"layer {layer}" for layer in means], colour=0)
+    panels = {("all layers",): _panel([mean_series, *_bounds([mean_series], bounds)])}
     for layer, heads in sorted(tuned.found.items()):
         texts = [_described(i, head) for i, head in enumerate(heads)]
         own = _cloud("chosen", [(h.sparsity, h.error) for h in heads], texts, colour=0)
         curves = [
             _curve(f"head {i}", [p for p in tried[layer] if p.head == i], colour=1 + i) for i in range(len(heads))
         ]
-        drawn = [curve for curve in curves if len(curve.x)]
-        panels[(f"layer {layer}",)] = _panel([own, *_bounds([own, *drawn], bounds), *drawn])
+        nonempty_curves = [curve for curve in curves if len(curve.x)]
+        panels[(f"layer {layer}",)] = _panel([own, *_bounds([own, *nonempty_curves], bounds), *nonempty_curves])
     return Chart(
         key="error",
         title="Error against sparsity",

@@ -52,8 +52,8 @@ def ssim(video: Tensor, reference: Tensor) -> float:
     # frame by frame, since the five filtered maps of a long clip would take gigabytes
     values = []
     for pair in zip(video, reference, strict=True):
-        frame, wanted = (_channels_first(f[None]) for f in pair)
-        values.append(structural_similarity_index_measure(frame, wanted, data_range=DATA_RANGE))
+        frame, reference_frame = (_channels_first(f[None]) for f in pair)
+        values.append(structural_similarity_index_measure(frame, reference_frame, data_range=DATA_RANGE))
     return float(torch.stack(values).double().mean())
 
 
@@ -134,9 +134,9 @@ def load_lpips(folder: str | Path) -> Callable[[Tensor, Tensor], float]:
     Args:
         folder: holds torchvision's AlexNet weights, one file `alexnet-*.pth`.
     """
-    found = sorted(Path(folder).glob("alexnet-*.pth"))
-    if len(found) != 1:
-        raise ValueError(f"LPIPS needs one file alexnet-*.pth in {folder}, found {len(found)}")
+    weight_files = sorted(Path(folder).glob("alexnet-*.pth"))
+    if len(weight_files) != 1:
+        raise ValueError(f"LPIPS needs one file alexnet-*.pth in {folder}, found {len(weight_files)}")
     try:
         import lpips
     # a torchvision built for another torch ends in RuntimeError
@@ -145,7 +145,7 @@ def load_lpips(folder: str | Path) -> Callable[[Tensor, Tensor], float]:
     # the initialisation of its trunk must not change the caller's random state
     with torch.random.fork_rng(devices=[]):
         network = lpips.LPIPS(net="alex", pnet_rand=True, verbose=False).requires_grad_(False)
-    _load_trunk(network.net, found[0])
+    _load_trunk(network.net, weight_files[0])
 
     def distance(video: Tensor, reference: Tensor) -> float:
         _check_pair(video, reference)

@@ -70,11 +70,11 @@ def score_clip(video: Tensor, caption: str) -> dict[str, list[bool]]:
     """
     scene = parse_caption(caption)
     by_colour, camera = measure_clip(video, len(scene.objects))
-    pairs = [(named, by_colour.get(named.colour)) for named in scene.objects]
+    pairs = [(expected, by_colour.get(expected.colour)) for expected in scene.objects]
     scores = {
-        "colour": [shown is not None for _, shown in pairs],
-        "shape": [shown is not None and shown.shape == named.shape for named, shown in pairs],
-        "motion": [shown is not None and shown.motion == named.motion for named, shown in pairs],
+        "colour": [actual is not None for _, actual in pairs],
+        "shape": [actual is not None and actual.shape == expected.shape for expected, actual in pairs],
+        "motion": [actual is not None and actual.motion == expected.motion for expected, actual in pairs],
         "camera": [camera == scene.camera],
     }
     return {**scores, "all": [all(value for values in scores.values() for value in values)]}
@@ -198,9 +198,9 @@ def _fit(own: Tensor, open_: Tensor, masks: Tensor, *, stride: int = 1) -> tuple
         both = F.pad(torch.stack([weight[i], open_[i].float()]), (pad,) * 4)
         top, left = int(y[i]), int(x[i])
         windows.append(both[:, top : top + P + 2 * reach, left : left + P + 2 * reach])
-    shown = torch.stack(windows)  # [N, 2, P + 2 reach, P + 2 reach]
-    hits = F.conv2d(shown.flatten(0, 1)[:, None], masks[:, None], stride=stride).unflatten(0, (N, 2))  # [N, 2, M, S, S]
-    inside, union = hits[:, 0], hits[:, 1] + shown[:, :1].sum((2, 3), keepdim=True) - hits[:, 0]
+    crops = torch.stack(windows)  # [N, 2, P + 2 reach, P + 2 reach]
+    hits = F.conv2d(crops.flatten(0, 1)[:, None], masks[:, None], stride=stride).unflatten(0, (N, 2))  # [N, 2, M, S, S]
+    inside, union = hits[:, 0], hits[:, 1] + crops[:, :1].sum((2, 3), keepdim=True) - hits[:, 0]
     fit, place = (inside / union.clamp(min=1)).flatten(2).max(2)  # [N, M]
     down, right = place // hits.shape[-1] * stride, place % hits.shape[-1] * stride
     return fit, torch.stack([x.long()[:, None] - pad + right, y.long()[:, None] - pad + down], -1).float()

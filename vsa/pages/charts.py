@@ -233,17 +233,17 @@ def plotly_panel(panel: Panel | Heat, points: int) -> dict[str, Any]:
     traces = [
         trace
         for place, series in enumerate(panel.series)
-        for trace in _traces(series, points, shown=place < panel.visible)
+        for trace in _traces(series, points, visible=place < panel.visible)
     ]
     return {"traces": traces, **axes}
 
 
-def _traces(series: Series, points: int, *, shown: bool) -> list[dict[str, Any]]:
+def _traces(series: Series, points: int, *, visible: bool) -> list[dict[str, Any]]:
     picked = np.arange(len(series.x)) if series.points else thinned(len(series.x), points)
     colour, symbol = COLOURS[series.colour % len(COLOURS)], list(_MARKERS.values())[_marker(series)]
     x = _numbers(series.x[picked])
     # the legend of the page shows `label` as plain text
-    common = {"type": "scatter", "name": _plain(series.name), "label": series.name, "visible": shown, "x": x}
+    common = {"type": "scatter", "name": _plain(series.name), "label": series.name, "visible": visible, "x": x}
     line = {"color": colour, "width": 1 if series.faint else 2, "dash": "dash" if series.dashed else "solid"}
     main = common | {"y": _numbers(series.y[picked]), "mode": "lines", "line": line}
     if series.faint:

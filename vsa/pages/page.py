@@ -124,15 +124,15 @@ def page(
 
 
 def _chart_data(charts: Sequence[Chart]) -> str:
-    drawn = []
+    chart_data = []
     for chart in charts:
         panels = []
         for key, panel in chart.panels.items():
             curves = len(getattr(panel, "series", ()))
             panels.append({"key": [*key], **plotly_panel(panel, max(20, min(300, POINTS // max(curves, 1))))})
-        drawn.append({"key": chart.key, "switches": [*chart.switches], "panels": panels})
+        chart_data.append({"key": chart.key, "switches": [*chart.switches], "panels": panels})
     # without <, no text of a run can close the script element
-    return json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(chart_data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def figure_html(chart: Chart, picture: Path | None, data: str) -> str:
@@ -143,13 +143,13 @@ def figure_html(chart: Chart, picture: Path | None, data: str) -> str:
         picture: PNG that is shown without JavaScript; None: a line says that the chart needs it.
         data: path of its CSV relative to the page, "" for none.
     """
-    shown = "<noscript>This chart needs JavaScript.</noscript>"
+    image_html = "<noscript>This chart needs JavaScript.</noscript>"
     if picture is not None:
-        shown = f'<img src="{data_uri(picture, "image/png")}" alt="{escape(chart.title)}">'
+        image_html = f'<img src="{data_uri(picture, "image/png")}" alt="{escape(chart.title)}">'
     return (
         f'<section><h2>{escape(chart.title)}</h2><p class="note">{escape(chart.note)}{_data_link(data)}</p>'
         f'<figure id="chart-{chart.key}"><div class="switches"></div><div class="legend"></div>'
-        f'<div class="plot"></div>{shown}</figure></section>'
+        f'<div class="plot"></div>{image_html}</figure></section>'
     )
 
 

@@ -42,8 +42,8 @@ def clip_table(variants: Sequence[Variant], *, most_bytes: float) -> ClipTable:
     for variant in variants:
         for run in variant.runs:
             sets = newest_clips(run)
-            for said, clips in sets.items():
-                columns[variant.name, f"{said}, seed {run.seed}" if run.seed is not None else said] = clips
+            for label, clips in sets.items():
+                columns[variant.name, f"{label}, seed {run.seed}" if run.seed is not None else label] = clips
             if sets:
                 break
     return _fitting(columns, most_bytes)
@@ -55,13 +55,13 @@ def newest_clips(run: Run) -> dict[str, dict[str, Path]]:
         sets: dict[str, dict[str, Path]] = {}
         for record in sorted(step.glob("**/samples.json")):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                listed = json.loads(record.read_text(encoding="utf-8"))["clips"]
+                entries = json.loads(record.read_text(encoding="utf-8"))["clips"]
                 # only the last part, so that a path in the file cannot leave the folder
-                paths = {str(clip["prompt"]): record.parent / Path(clip["gif"]).name for clip in listed}
+                paths = {str(clip["prompt"]): record.parent / Path(clip["gif"]).name for clip in entries}
                 name = "/".join(record.parent.relative_to(step).parts)
                 number = int(step.name.removeprefix("step-"))
                 sets[f"step {number}{f', {name}' if name else ''}"] = {p: c for p, c in paths.items() if c.is_file()}
-        sets = {said: clips for said, clips in sets.items() if clips}
+        sets = {label: clips for label, clips in sets.items() if clips}
         if sets:
             return sets
     return {}
@@ -75,8 +75,8 @@ def run_clip_table(run: Run, *, most_bytes: float) -> ClipTable:
         most_bytes: as in `clip_table`.
     """
     columns: dict[tuple[str, str], dict[str, Path]] = {}
-    for said, clips in newest_clips(run).items():
-        step, _, name = said.partition(", ")
+    for label, clips in newest_clips(run).items():
+        step, _, name = label.partition(", ")
         columns[name or "generated", step] = clips
     folder = run.folder / DATA_CLIPS
     codec, real = {}, {}
@@ -89,8 +89,8 @@ def run_clip_table(run: Run, *, most_bytes: float) -> ClipTable:
                 real[prompt] = folder / Path(clip["original"]).name
             if clip.get("psnr") is not None:
                 psnr.append(float(clip["psnr"]))
-    said = f"PSNR {fmean(psnr):.1f} dB" if psnr else ""
-    for heading, clips in ((("real", "of the data"), real), (("codec's reconstruction", said), codec)):
+    psnr_text = f"PSNR {fmean(psnr):.1f} dB" if psnr else ""
+    for heading, clips in ((("real", "of the data"), real), (("codec's reconstruction", psnr_text), codec)):
         there = {prompt: path for prompt, path in clips.items() if path.is_file()}
         if there:
             columns[heading] = there
@@ -117,14 +117,14 @@ def clips_html(clips: ClipTable, *, title: str, note: str) -> str:
     """The section of the clips as HTML, empty without clips."""
     if not clips.rows:
         return ""
-    head = "".join(f'<th>{escape(name)}<span class="sub">{escape(said)}</span></th>' for name, said in clips.headings)
+    head = "".join(f'<th>{escape(name)}<span class="sub">{escape(label)}</span></th>' for name, label in clips.headings)
     rows = "".join(
         f"<tr><td>{escape(prompt)}</td>{''.join(_clip(path, prompt) for path in paths)}</tr>"
         for prompt, paths in clips.rows.items()
     )
-    left = f" {clips.left_out} more prompts did not fit into the page (--clips-mb)." if clips.left_out else ""
+    omission_note = f" {clips.left_out} more prompts did not fit into the page (--clips-mb)." if clips.left_out else ""
     return (
-        f'<section class="clips"><h2>{escape(title)}</h2><p class="note">{escape(note)}{left}</p>'
+        f'<section class="clips"><h2>{escape(title)}</h2><p class="note">{escape(note)}{omission_note}</p>'
         f'<div class="scroll"><table><thead><tr><th>prompt</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
         "</section>"
     )

@@ -88,16 +88,16 @@ def smoothed_train(run: Run) -> Curve:
 
 def _banded(variant: Variant, colours: dict[str, int], curves: Sequence[tuple[Run, Curve]], over: str) -> Series:
     """Mean and range of the curves of a variant's runs, over steps or over what was spent up to them."""
-    known = []
+    curves_with_x = []
     for run, (steps, values) in curves:
         x = steps if over == "steps" else run.spent(over, steps)
         if x is not None:
-            known.append((steps, values, x))
-    losses = band([(steps, values) for steps, values, _ in known])
-    several = len(known) > 1
+            curves_with_x.append((steps, values, x))
+    losses = band([(steps, values) for steps, values, _ in curves_with_x])
+    several = len(curves_with_x) > 1
     return Series(
         name=variant.name,
-        x=band([(steps, x) for steps, _, x in known]).mean,
+        x=band([(steps, x) for steps, _, x in curves_with_x]).mean,
         y=losses.mean,
         low=losses.low if several else None,
         high=losses.high if several else None,
@@ -123,10 +123,10 @@ def _texts(values: np.ndarray) -> list[str]:
 
 def pareto_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
     """Final loss against the time of a step, with the Pareto front."""
-    known = [(v, seconds, loss) for v in variants if (loss := v.finite_loss) and (seconds := v.mean("step_seconds"))]
-    if len(known) < 2:
+    points = [(v, seconds, loss) for v in variants if (loss := v.finite_loss) and (seconds := v.mean("step_seconds"))]
+    if len(points) < 2:
         return None
-    front = pareto_front([(seconds, loss) for _, seconds, loss in known])
+    front = pareto_front([(seconds, loss) for _, seconds, loss in points])
     series = [
         Series(
             name=variant.name,
@@ -137,23 +137,23 @@ def pareto_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart 
             colour=colours[variant.name],
             points=True,
         )
-        for variant, seconds, loss in known
+        for variant, seconds, loss in points
     ]
     line = Series(
         name="Pareto front",
-        x=np.array([known[i][1] for i in front]),
-        y=np.array([known[i][2] for i in front]),
+        x=np.array([points[i][1] for i in front]),
+        y=np.array([points[i][2] for i in front]),
         colour=9,
         dashed=True,
     )
-    names = {known[i][0].name for i in front}
+    names = {points[i][0].name for i in front}
     return Chart(
         key="pareto",
         title="Loss and step time",
         note="Lower and further left is better. The dashed line is the Pareto front; bars range over the seeds.",
         panels={(): Panel(x_label="seconds a step (median)", y_label="final loss", series=[line, *series])},
         columns=("variant", "step_seconds", "loss", "lowest", "highest", "on_front"),
-        rows=[(v.name, seconds, loss, min(v.losses), max(v.losses), v.name in names) for v, seconds, loss in known],
+        rows=[(v.name, seconds, loss, min(v.losses), max(v.losses), v.name in names) for v, seconds, loss in points],
     )
 
 
@@ -166,16 +166,16 @@ def timestep_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Char
             name = "val/gap_decile_" if run.distilled else "val/loss_decile_"
             last = {d: loss for d in range(10) if (loss := run.last(f"{name}{d}")) is not None}
             curves.append((np.array([*last]), np.array([*last.values()])))
-        found = band(curves)
-        if len(found.steps):
+        losses = band(curves)
+        if len(losses.steps):
             several = len(curves) > 1
             series.append(
                 Series(
                     name=variant.name,
-                    x=(found.steps + 0.5) / 10,
-                    y=found.mean,
-                    low=found.low if several else None,
-                    high=found.high if several else None,
+                    x=(losses.steps + 0.5) / 10,
+                    y=losses.mean,
+                    low=losses.low if several else None,
+                    high=losses.high if several else None,
                     colour=colours[variant.name],
                 )
             )
@@ -237,13 +237,13 @@ def sequence_length(run: Run) -> int | None:
 
 def families(variants: Sequence[Variant]) -> dict[str, list[Variant]]:
     """Variants that differ only in model size and run length, by the settings that they share."""
-    found: dict[str, list[Variant]] = {}
+    variants_by_name: dict[str, list[Variant]] = {}
     for variant in variants:
         length = ("trainer.max_steps", "optim.schedule.total_steps", "flop_budget", "second_budget")
         shared = {k: v for k, v in variant.values.items() if not k.startswith("model.") and k not in length}
         name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in shared.items()) or "all variants"
-        found.setdefault(name, []).append(variant)
-    return found
+        variants_by_name.setdefault(name, []).append(variant)
+    return variants_by_name
 
 
 def scaling_fits(variants: Sequence[Variant]) -> dict[tuple[str, str], tuple[list[tuple[float, float]], PowerLaw]]:
@@ -311,9 +311,9 @@ def scaling_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart
 def diagnostics_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | None:
     """Metrics of `callbacks=diagnostics` over the steps."""
     logged = {name for variant in variants for run in variant.runs for name in run.metrics if name.startswith("diag/")}
-    known = [f"diag/{name}" for name in DIAGNOSTICS]
+    known_names = [f"diag/{name}" for name in DIAGNOSTICS]
     panels: dict[tuple[str, ...], Panel] = {}
-    for column in (*(name for name in known if name in logged), *sorted(logged - {*known})):
+    for column in (*(name for name in known_names if name in logged), *sorted(logged - {*known_names})):
         name = column.removeprefix("diag/")
         bands = [
             _banded(v, colours, [(run, run.curve(column)) for run in v.runs if column in run.metrics], "steps")
@@ -345,8 +345,8 @@ def lr_chart(variants: Sequence[Variant], colours: dict[str, int]) -> Chart | No
         if tried:
             x, y = np.array([float(lr) for lr in tried]), np.array([fmean(losses) for losses in tried.values()])
             series.append(Series(name=variant.name, x=x, y=y, colour=colours[variant.name]))
-        chosen = variant.runs[0].settings.get("optim.lr")
-        rows += [(variant.name, lr, fmean(losses), len(losses), lr == chosen) for lr, losses in tried.items()]
+        chosen_lr = variant.runs[0].settings.get("optim.lr")
+        rows += [(variant.name, lr, fmean(losses), len(losses), lr == chosen_lr) for lr, losses in tried.items()]
     if not series:
         return None
     return Chart(

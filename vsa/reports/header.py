@@ -21,17 +21,17 @@ _READING = ("batch_size", "num_workers", "caption_dropout", "val_batches", "val_
 def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing: Sequence[Missing]) -> dict[str, str]:
     """Facts about the runs for the header, by heading."""
     running = sum(run.status == "running" for run in runs)
-    counted = f"{len(runs)} in {len(variants)} variants, seeds {_listed({run.seed for run in runs})}"
-    counted += f"; {running} still running" if running else ""
+    run_counts = f"{len(runs)} in {len(variants)} variants, seeds {_listed({run.seed for run in runs})}"
+    run_counts += f"; {running} still running" if running else ""
     lost = sum(one.status in ("failed", "refused", "unreadable") for one in missing)
-    counted += f"; {lost} failed, refused or unreadable" if lost else ""
+    run_counts += f"; {lost} failed, refused or unreadable" if lost else ""
     created = sorted(str(run.manifest["created"])[:16] for run in runs if "created" in run.manifest)
     devices = {run.point.device for run in runs if run.point is not None and run.point.device}
     flops = sum(run.last("throughput/flops_total") or 0 for run in runs)
     spent = [run.spent("seconds", np.array([run.steps])) for run in runs]
     seconds = sum(float(each[0]) for each in spent if each is not None)
-    named = {
-        "Runs": counted,
+    entries = {
+        "Runs": run_counts,
         "Where": shown_path(root) + (f", on {_listed(devices)}" if devices else ""),
         "When": f"started {created[0]} to {created[-1]}" if created else "",
         "Code": ", ".join(f"{version}: {count} runs" for version, count in code_versions(runs).items()),
@@ -40,7 +40,7 @@ def facts(root: Path, runs: Sequence[Run], variants: Sequence[Variant], missing:
         "Training": f"{flops:.3g} executed FLOPs, {duration(seconds)} in all" if flops or seconds else "",
         "Page": f"written {datetime.now().astimezone().isoformat(sep=' ', timespec='minutes')}",
     }
-    return {name: text for name, text in named.items() if text}
+    return {name: text for name, text in entries.items() if text}
 
 
 def differences(runs: Sequence[Run], missing: Sequence[Missing]) -> list[str]:
@@ -49,8 +49,8 @@ def differences(runs: Sequence[Run], missing: Sequence[Missing]) -> list[str]:
 
 
 def _of_data(runs: Sequence[Run]) -> Iterator[str]:
-    known = [run for run in runs if run.settings]
-    settings = [_data(run) for run in known]
+    runs_with_settings = [run for run in runs if run.settings]
+    settings = [_data(run) for run in runs_with_settings]
     keys = dict.fromkeys(key for each in settings for key in each)
     differing = [key for key in keys if len({each.get(key, "unset") for each in settings}) > 1]
     if differing:
@@ -65,8 +65,8 @@ def _of_data(runs: Sequence[Run]) -> Iterator[str]:
 
 def _data(run: Run) -> dict[str, Any]:
     """Settings that determine the data set, without copies of the run's seed."""
-    named = {key: value for key, value in run.settings.items() if key.startswith("data.")}
-    return {key: value for key, value in named.items() if key.split(".")[1] not in (*_READING, "seed")}
+    data_settings = {key: value for key, value in run.settings.items() if key.startswith("data.")}
+    return {key: value for key, value in data_settings.items() if key.split(".")[1] not in (*_READING, "seed")}
 
 
 def _data_name(run: Run) -> str:
@@ -77,15 +77,15 @@ def _data_name(run: Run) -> str:
 
 
 def _validation_sets(runs: Sequence[Run]) -> list[str]:
-    named = []
+    descriptions = []
     for run in runs:
         keys = run.validation.get("current", {})
         if keys:
             samples = len({sample for sample, _ in keys})
-            named.append(f"{samples} samples at {len(keys)} noise levels")
+            descriptions.append(f"{samples} samples at {len(keys)} noise levels")
         else:
-            named.append("no validation.csv")
-    return [f"{text}: {count} runs" for text, count in _counted(named).items()]
+            descriptions.append("no validation.csv")
+    return [f"{text}: {count} runs" for text, count in _counted(descriptions).items()]
 
 
 def _of_validation(runs: Sequence[Run]) -> Iterator[str]:
@@ -126,25 +126,25 @@ def _of_state(runs: Sequence[Run], missing: Sequence[Missing]) -> Iterator[str]:
 def not_shown(variants: Sequence[Variant], drawn: Sequence[str]) -> list[str]:
     """One sentence about each figure that could not be drawn, with what it needs."""
     runs = [run for variant in variants for run in variant.ended]
-    said = []
+    sentences = []
     if "loss" not in drawn:
-        said.append("Loss: no run has logged one yet.")
+        sentences.append("Loss: no run has logged one yet.")
     if "pareto" not in drawn:
-        said.append("Loss and step time: needs two variants with a loss and a step time.")
+        sentences.append("Loss and step time: needs two variants with a loss and a step time.")
     if "loss_by_timestep" not in drawn:
-        said.append("Loss by timestep: needs a validation.")
+        sentences.append("Loss by timestep: needs a validation.")
     if "topk_by_length" not in drawn:
         lengths, topks = ({sequence_length(run) for run in runs}, {run.last("sparsity/topk") for run in runs})
-        said.append(
+        sentences.append(
             "Top-k by sequence length: needs runs that vary both, "
             f"found {len(lengths - {None})} lengths and {len(topks - {None})} values of top-k."
         )
     if not scaling_fits(variants):
         most = max((_sizes(members) for members in families(variants).values()), default=0)
-        said.append(f"Scaling: needs at least three sizes of one family of variants, found {most}.")
+        sentences.append(f"Scaling: needs at least three sizes of one family of variants, found {most}.")
     if "diagnostics" not in drawn:
-        said.append("Recall and gates: needs runs with callbacks=diagnostics.")
-    return said
+        sentences.append("Recall and gates: needs runs with callbacks=diagnostics.")
+    return sentences
 
 
 def _sizes(members: Sequence[Variant]) -> int:

@@ -62,14 +62,14 @@ def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *,
     """Write the page of a comparison with its CSVs and PNGs; see `report`."""
     variants = compared(group(runs))
     folder = out / DATA
-    drawn = []
+    chart_pictures = []
     for chart in charts(variants):
         write_csv(folder / f"{chart.key}.csv", chart.columns, chart.rows)
         pictures = [
             draw_panel(panel, folder / f"{'-'.join((chart.key, *key))}.png", title=f"{chart.title}, {root.name}")
             for key, panel in chart.panels.items()
         ]
-        drawn.append((chart, pictures[0]))
+        chart_pictures.append((chart, pictures[0]))
     write_csv(folder / "variants.csv", *tables.variant_rows(variants))
     write_csv(folder / "runs.csv", tables.RUN_COLUMNS, tables.run_rows(variants))
     results = Section(
@@ -78,14 +78,14 @@ def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *,
         table=tables.variant_table(variants),
         data=f"{DATA}/variants.csv",
     )
-    missed = list_html(not_shown(variants, [chart.key for chart, _ in drawn]), "missing")
+    missed = list_html(not_shown(variants, [chart.key for chart, _ in chart_pictures]), "missing")
     text = page(
         title=f"Runs in {root.name}",
         facts=facts(root, runs, variants, missing),
         careful=differences(runs, missing),
         body=[
             section_html(results),
-            *(figure_html(chart, picture, f"{DATA}/{chart.key}.csv") for chart, picture in drawn),
+            *(figure_html(chart, picture, f"{DATA}/{chart.key}.csv") for chart, picture in chart_pictures),
             clips_html(
                 clip_table(variants, most_bytes=clips_mb * MEGABYTE),
                 title="Sampled clips",
@@ -94,7 +94,7 @@ def write_report(root: Path, runs: Sequence[Run], missing: Sequence[Missing], *,
             *(section_html(section) for section in _sections(variants, missing, folder)),
             f"<section><h2>Not shown</h2>{missed}</section>" if missed else "",
         ],
-        charts=[chart for chart, _ in drawn],
+        charts=[chart for chart, _ in chart_pictures],
         footer=f"Every figure as CSV and PNG: {DATA}/",
     )
     write_whole(out / PAGE, text)
@@ -121,8 +121,8 @@ def _sections(variants: Sequence[Variant], missing: Sequence[Missing], folder: P
         sections.append(Section(title="Learning rates tried", note=note, table=rates, data=f"{DATA}/learning_rate.csv"))
     if sparsity is not None:
         points, rows = tables.sparsity_rows(variants)
-        named = [[variant.name, *row] for variant, row in zip(variants, rows, strict=True)]
-        write_csv(folder / "sparsity_points.csv", ("variant", *points), named)
+        named_rows = [[variant.name, *row] for variant, row in zip(variants, rows, strict=True)]
+        write_csv(folder / "sparsity_points.csv", ("variant", *points), named_rows)
         note = "The same weights validated with other numbers of tiles; below: change relative to the current number."
         sections.append(
             Section(title="Tiles at inference", note=note, table=sparsity, data=f"{DATA}/sparsity_points.csv")

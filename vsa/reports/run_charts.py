@@ -30,8 +30,8 @@ _PROFILES = 5
 
 def run_charts(run: Run) -> list[Chart]:
     """All charts with logged values, in the order of the page."""
-    made = (loss_chart(run), timestep_chart(run), optimizer_chart(run), throughput_chart(run), sparsity_chart(run))
-    return [chart for chart in made if chart is not None]
+    charts = (loss_chart(run), timestep_chart(run), optimizer_chart(run), throughput_chart(run), sparsity_chart(run))
+    return [chart for chart in charts if chart is not None]
 
 
 def loss_chart(run: Run) -> Chart | None:
@@ -40,23 +40,23 @@ def loss_chart(run: Run) -> Chart | None:
     there = np.isfinite(run.train[1])
     steps, losses = run.train[0][there], run.train[1][there]
     window = max(1, len(losses) // 30)
-    named: list[tuple[str, Curve, dict[str, object]]] = []
+    curves: list[tuple[str, Curve, dict[str, object]]] = []
     if len(losses):
         what = "critic" if run.distilled else "training"
         if window > 1:
-            named.append((f"{what}, every logged step", (steps, losses), {"colour": 0, "faint": True}))
-            named.append((f"{what}, mean of {window}", (steps, running_mean(losses, window)), {"colour": 0}))
+            curves.append((f"{what}, every logged step", (steps, losses), {"colour": 0, "faint": True}))
+            curves.append((f"{what}, mean of {window}", (steps, running_mean(losses, window)), {"colour": 0}))
         else:
-            named.append((what, (steps, losses), {"colour": 0}))
+            curves.append((what, (steps, losses), {"colour": 0}))
     if len(run.val[1]):
-        named.append(("gap to the teacher" if run.distilled else "validation", run.val, {"colour": 1}))
+        curves.append(("gap to the teacher" if run.distilled else "validation", run.val, {"colour": 1}))
     others = [(match[1], curve) for name, curve in run.metrics.items() if (match := _VALIDATED_AT.match(name))]
     for place, (at, curve) in enumerate(sorted(others)):
-        named.append((f"validation, {at}", curve, {"colour": 2 + place, "dashed": True}))
+        curves.append((f"validation, {at}", curve, {"colour": 2 + place, "dashed": True}))
     panels = {}
     for over, label in SPENT.items():
         series = []
-        for name, (at, values), style in named:
+        for name, (at, values), style in curves:
             x = at if over == "steps" else run.spent(over, at)
             if x is not None:
                 series.append(Series(name=name, x=x, y=values, **style))  # type: ignore[arg-type]
@@ -83,10 +83,10 @@ def timestep_chart(run: Run) -> Chart | None:
     panels: dict[tuple[str, ...], Panel] = {}
     steps = sorted({int(step) for at, _ in validated.values() for step in at})
     if steps:
-        chosen = sorted({steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(_PROFILES, len(steps)))})
+        profile_steps = sorted({steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(_PROFILES, len(steps)))})
         series = [
             _profile(validated, step, colour=0 if step == steps[-1] else place + 1, dashed=step != steps[-1])
-            for place, step in enumerate(chosen)
+            for place, step in enumerate(profile_steps)
         ]
         x_label = "noise level (1: pure noise), tenths"
         panels[("validation",)] = Panel(x_label=x_label, y_label="validation loss", series=series[::-1])
@@ -124,8 +124,8 @@ def optimizer_chart(run: Run) -> Chart | None:
         panels[("learning rate",)] = _over_steps(rates, "learning rate")
     norms = {name: curve for name, curve in run.metrics.items() if "grad_norm/" in name}
     if norms:
-        named = {name.replace("grad_norm/", ""): curve for name, curve in norms.items()}
-        panels[("gradient norm",)] = _over_steps(named, "gradient norm before clipping", log=True)
+        norms_by_kind = {name.replace("grad_norm/", ""): curve for name, curve in norms.items()}
+        panels[("gradient norm",)] = _over_steps(norms_by_kind, "gradient norm before clipping", log=True)
     note = "The norm of all gradients and of each kind of parameter, before clipping."
     return _chart("optimizer", "Learning rate and gradients", note, panels, switches=("what",)) if panels else None
 
@@ -139,9 +139,9 @@ def throughput_chart(run: Run) -> Chart | None:
     }
     for what in ("step", "data"):
         ranks = {name: curve for name, curve in run.metrics.items() if name.startswith(f"ranks/{what}_seconds_")}
-        named = {f"rank {name.rpartition('_')[2]}": curve for name, curve in ranks.items()}
-        if named:
-            panels[(f"{what} time by rank",)] = _over_steps(named, f"{what} seconds of each rank")
+        times_by_rank = {f"rank {name.rpartition('_')[2]}": curve for name, curve in ranks.items()}
+        if times_by_rank:
+            panels[(f"{what} time by rank",)] = _over_steps(times_by_rank, f"{what} seconds of each rank")
     note = "Without validation, sampling and saving."
     return _chart("throughput", "Throughput", note, panels, switches=("what",)) if panels else None
 
@@ -153,15 +153,18 @@ def sparsity_chart(run: Run) -> Chart | None:
         for name, label in _SPARSITY.items()
         if name in run.metrics
     }
-    measured = [name for name in run.metrics if name.startswith("diag/")]
-    known = [f"diag/{name}" for name in DIAGNOSTICS]
-    for name in sorted(measured, key=lambda name: (name not in known, known.index(name) if name in known else 0, name)):
+    diagnostic_names = [name for name in run.metrics if name.startswith("diag/")]
+    known_names = [f"diag/{name}" for name in DIAGNOSTICS]
+    for name in sorted(
+        diagnostic_names,
+        key=lambda name: (name not in known_names, known_names.index(name) if name in known_names else 0, name),
+    ):
         short = name.removeprefix("diag/")
         panels[(short,)] = _over_steps({short: run.metrics[name]}, DIAGNOSTICS.get(short, short))
     if not panels:
         return None
     note = "Recall, gates and entropy are measured on fixed samples and noise while training."
-    if not measured:
+    if not diagnostic_names:
         note = "Recall and gates are logged with callbacks=diagnostics."
     return _chart("sparsity", "Sparsity and recall", note, panels, switches=("what",))
 

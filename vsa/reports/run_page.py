@@ -79,8 +79,8 @@ def write_run_page(run: Run, *, out: Path | None = None, clips_mb: float = CLIPS
 
 
 def _title(run: Run) -> str:
-    named = [str(run.settings[key]) for key in ("name", "run") if run.settings.get(key) is not None]
-    return "/".join(named) or run.folder.name
+    names = [str(run.settings[key]) for key in ("name", "run") if run.settings.get(key) is not None]
+    return "/".join(names) or run.folder.name
 
 
 def _picture(run: Run, key: str) -> Path | None:
@@ -93,7 +93,7 @@ def _facts(run: Run) -> dict[str, str]:
     of = f" of {most}" if isinstance(most, int) and most >= 0 else ""
     method, data = run.settings.get("attention._target_"), run.settings.get("data._target_")
     density = run.last("sparsity/density")
-    kept = f", {density:.1%} of the tiles at the end" if density is not None else ""
+    density_text = f", {density:.1%} of the tiles at the end" if density is not None else ""
     spent = run.spent("seconds", run.val[0][-1:] if len(run.val[0]) else run.train[0][-1:])
     device = run.starts[-1].get("environment", {}) if run.starts else {}
     where = str(device.get("gpu") or device.get("cpu") or "") if isinstance(device, dict) else ""
@@ -101,7 +101,7 @@ def _facts(run: Run) -> dict[str, str]:
         "Status": run.status + (f" at step {run.steps}{of}" if run.metrics else f", {_without_steps(run)}"),
         "Loss": _first_and_last(run),
         "Model": f"{count(run.parameters)} parameters" if run.parameters is not None else "",
-        "Attention": f"{shown(method)}{kept}" if method else "",
+        "Attention": f"{shown(method)}{density_text}" if method else "",
         "Data": " ".join(str(part) for part in (shown(data) if data else "", run.settings.get("data.root")) if part),
         "Training": ", ".join(part for part in (duration(float(spent[0])) if spent is not None else "", where) if part),
         "Begun": str(run.manifest.get("created", ""))[:19],
@@ -130,11 +130,11 @@ def _score(run: Run) -> str:
 
 def _first_and_last(run: Run) -> str:
     what = "gap to the teacher" if run.distilled else "validation"
-    told = []
+    parts = []
     for name, (_, values) in (("training", run.train), (what, run.val)):
         if len(values):
-            told.append(f"{name} {number(float(values[0]), 4)} to {number(float(values[-1]), 4)}")
-    return ", ".join(told)
+            parts.append(f"{name} {number(float(values[0]), 4)} to {number(float(values[-1]), 4)}")
+    return ", ".join(parts)
 
 
 def _careful(run: Run) -> Iterator[str]:
@@ -156,10 +156,10 @@ def _careful(run: Run) -> Iterator[str]:
         yield f"Files were changed after the commit in {', '.join(changed)}: the commit does not say what ran."
 
 
-def _not_shown(run: Run, drawn: list[str], clips: object, attention: Path) -> Iterator[str]:
-    if "loss" not in drawn:
+def _not_shown(run: Run, chart_keys: list[str], clips: object, attention: Path) -> Iterator[str]:
+    if "loss" not in chart_keys:
         yield f"Loss: {_without_steps(run) if not run.metrics else 'no loss was logged'}."
-    if "loss_by_timestep" not in drawn:
+    if "loss_by_timestep" not in chart_keys:
         yield "Loss by timestep: nothing has been logged."
     if not any(name.startswith("diag/") for name in run.metrics):
         yield "Recall and gates: needs callbacks=diagnostics."

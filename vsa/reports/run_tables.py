@@ -29,22 +29,22 @@ def settings_sections(run: Run) -> list[Section]:
         return []
     defaults = _defaults(run.settings)
     hidden = (*_FOLDERS, *_HYDRA)
-    told = {k: v for k, v in run.settings.items() if k not in _IDENTITY and not k.endswith(hidden)}
-    usual = {key for key, value in told.items() if key in defaults and defaults[key] == value}
+    settings = {k: v for k, v in run.settings.items() if k not in _IDENTITY and not k.endswith(hidden)}
+    usual = {key for key, value in settings.items() if key in defaults and defaults[key] == value}
     parts = (
         ("Settings of this run", "Settings that differ from the defaults of their classes.", False),
         ("Settings left at their defaults", "", True),
     )
     sections = []
-    for (title, note, folded), keys in zip(parts, (told.keys() - usual, usual), strict=True):
+    for (title, note, folded), keys in zip(parts, (settings.keys() - usual, usual), strict=True):
         rows = [
-            [Cell(text=key.removesuffix("._target_")), Cell(text=shown(told[key]), long=True)]
-            for key in told
+            [Cell(text=key.removesuffix("._target_")), Cell(text=shown(settings[key]), long=True)]
+            for key in settings
             if key in keys
         ]
         if rows:
-            named = f"{title} ({len(rows)})"
-            sections.append(Section(title=named, note=note, table=_pairs("setting", "value", rows), folded=folded))
+            heading = f"{title} ({len(rows)})"
+            sections.append(Section(title=heading, note=note, table=_pairs("setting", "value", rows), folded=folded))
     return sections
 
 
@@ -72,18 +72,18 @@ def _defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def environment_section(run: Run) -> Section | None:
     """Code, versions and devices as recorded by the starts of the run; older runs recorded only the code."""
-    known = {"code": ", ".join(code_versions([run]))} if run.manifest else {}
+    facts = {"code": ", ".join(code_versions([run]))} if run.manifest else {}
     environments = [start.get("environment") for start in run.starts]
     environments = [each for each in environments if isinstance(each, Mapping)]
     for name in dict.fromkeys(name for each in environments for name in each):
         values = [_listed(each.get(name)) for each in environments]
         # only the starts at which the value changed
-        known[name] = "; then ".join(
+        facts[name] = "; then ".join(
             text for i, text in enumerate(values) if text and (i == 0 or text != values[i - 1])
         )
-    if not known:
+    if not facts:
         return None
-    rows = [[Cell(text=name), Cell(text=text, long=True)] for name, text in known.items()]
+    rows = [[Cell(text=name), Cell(text=text, long=True)] for name, text in facts.items()]
     return Section(title="Environment", note="", table=_pairs("what", "of this run", rows), folded=False)
 
 
@@ -103,9 +103,9 @@ def starts_section(run: Run) -> Section | None:
         how = start.get("how") or ("running" if last and run.writing else "killed: no end was recorded")
         reason = str(start.get("reason", ""))
         end = start.get("last_step", run.steps if last else None)
-        began, ended = str(start.get("began", "")), str(start.get("ended", ""))
-        texts = [str(place + 1), began[:19], str(start.get("step", "")), "" if end is None else str(end)]
-        spent = seconds_between(began, ended)
+        start_time, end_time = str(start.get("began", "")), str(start.get("ended", ""))
+        texts = [str(place + 1), start_time[:19], str(start.get("step", "")), "" if end is None else str(end)]
+        spent = seconds_between(start_time, end_time)
         took = "" if spent is None else duration(spent)
         rows.append([*(Cell(text=text) for text in (*texts, took)), Cell(text=how, sub=reason, long=True)])
     headings = [("start", ""), ("began", ""), ("from step", ""), ("to step", ""), ("took", ""), ("ended", "")]
@@ -133,8 +133,8 @@ def faults(run: Run) -> Iterator[tuple[str, str, str]]:
     bad = run.last("bad_samples")
     if bad:
         causes = {n.partition("/")[2]: c[1][-1] for n, c in run.metrics.items() if n.startswith("bad_samples/")}
-        listed = ", ".join(f"{cause} {many:.0f}" for cause, many in sorted(causes.items()))
-        yield "bad samples", f"{bad:.0f}", f"replaced by other samples ({listed}); bad_samples.txt lists them"
+        cause_list = ", ".join(f"{cause} {many:.0f}" for cause, many in sorted(causes.items()))
+        yield "bad samples", f"{bad:.0f}", f"replaced by other samples ({cause_list}); bad_samples.txt lists them"
     steps, rollbacks = run.curve("loss_spikes/rollbacks")
     if len(rollbacks) and rollbacks[-1] > 0:
         grown = steps[np.diff(rollbacks, prepend=0) > 0]
@@ -171,18 +171,18 @@ def cost_section(run: Run) -> Section | None:
     spent = {what: run.spent(what, at) for what in ("seconds", "flops", "tokens")}
     totals = {what: float(values[0]) for what, values in spent.items() if values is not None}
     walls = [seconds_between(str(s.get("began", "")), str(s.get("ended", ""))) for s in run.starts]
-    known = [wall for wall in walls if wall is not None]
+    known_walls = [wall for wall in walls if wall is not None]
     processes = [_processes(start) for start in run.starts]
     rows: list[tuple[str, str, str]] = [("optimizer steps", str(run.steps), "")]
     if "seconds" in totals:
         rows.append(("training", duration(totals["seconds"]), "only steps, without validation, sampling and saving"))
-    if known:
+    if known_walls:
         part = (
             ""
-            if len(known) == len(walls)
-            else f"; {len(walls) - len(known)} of {len(walls)} starts have no recorded end"
+            if len(known_walls) == len(walls)
+            else f"; {len(walls) - len(known_walls)} of {len(walls)} starts have no recorded end"
         )
-        rows.append(("whole run", duration(sum(known)), f"from the first step on, over all starts{part}"))
+        rows.append(("whole run", duration(sum(known_walls)), f"from the first step on, over all starts{part}"))
         hours = sum(w * p for w, p in zip(walls, processes, strict=True) if w is not None) / 3600
         rows.append(("device-hours", f"{hours:.3g}", f"of {max(processes)} process{'es' * (max(processes) > 1)}"))
     if "flops" in totals:
@@ -202,8 +202,8 @@ def cost_section(run: Run) -> Section | None:
 
 def _processes(start: Mapping[str, Any]) -> int:
     environment = start.get("environment")
-    found = environment.get("processes", 1) if isinstance(environment, Mapping) else 1
-    return found if isinstance(found, int) else 1
+    num_processes = environment.get("processes", 1) if isinstance(environment, Mapping) else 1
+    return num_processes if isinstance(num_processes, int) else 1
 
 
 def checkpoints_section(run: Run) -> Section | None:

@@ -139,22 +139,22 @@ class Run:
     def status(self) -> str:
         """running, finished, failed, stopped or the status in the sweep; without other records a run is finished."""
         # a process that has recorded the end of its run may still lock the folder
-        ended = self.starts[-1].get("how") if self.starts else None
-        if self.writing and ended is None:
+        outcome = self.starts[-1].get("how") if self.starts else None
+        if self.writing and outcome is None:
             return "running"
         if self.point is not None and self.point.status != "running":
             return self.point.status
         if self.starts:
             # a killed run recorded no end
-            return str(ended or "stopped")
+            return str(outcome or "stopped")
         most = self.settings.get("trainer.max_steps")
         return "stopped" if isinstance(most, int) and self.steps < most else "finished"
 
     @property
     def seed(self) -> int | None:
         """Seed of the settings, else the seed in the name."""
-        named = re.search(r"seed[-_=]?(\d+)", self.name)
-        return self.settings.get("seed", int(named[1]) if named else None)
+        match = re.search(r"seed[-_=]?(\d+)", self.name)
+        return self.settings.get("seed", int(match[1]) if match else None)
 
     @property
     def step_seconds(self) -> float | None:
@@ -203,11 +203,11 @@ def find_runs(folders: Sequence[Path]) -> tuple[Path, list[Run], list[Missing]]:
             raise ValueError(f"{folder} is not a folder: expected a run, a sweep or a folder of them")
     tops = [folder.resolve() for folder in folders]
     root = tops[0] if len(tops) == 1 else Path(os.path.commonpath([top.parent for top in tops]))
-    found = {top: sorted(_walk(top)) for top in tops}
+    paths_by_top = {top: sorted(_walk(top)) for top in tops}
     for folder, top in zip(folders, tops, strict=True):
-        if not found[top]:
+        if not paths_by_top[top]:
             raise ValueError(f"no run in {folder}: {METRICS} is missing there and in every folder below")
-    paths = sorted({path for inside in found.values() for path in inside})
+    paths = sorted({path for inside in paths_by_top.values() for path in inside})
     points = {path / point.name: point for path in paths for point in _points(path / SWEEP)}
     runs, missing = [], []
     for path in (path for path in paths if (path / METRICS).is_file()):
@@ -234,7 +234,7 @@ def read_run(folder: Path) -> Run:
         raise ValueError(_not_a_run(folder, "is empty"))
     _refuse_foreign(folder)
     try:
-        return _read_run(folder.resolve(), folder.resolve(), None, wanted=_WHOLE)
+        return _read_run(folder.resolve(), folder.resolve(), None, pattern=_WHOLE)
     except (OSError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(f"{folder} cannot be read: {' '.join(str(error).split())}") from None
 
@@ -287,13 +287,13 @@ def _points(path: Path) -> Iterator[Point]:
             )
 
 
-def _read_run(folder: Path, root: Path, point: Point | None, *, wanted: re.Pattern[str] = _COMPARED) -> Run:
+def _read_run(folder: Path, root: Path, point: Point | None, *, pattern: re.Pattern[str] = _COMPARED) -> Run:
     metrics = folder / METRICS
     return Run(
         folder=folder,
         name=_name(folder, root),
         settings=_settings(folder / "config.yaml"),
-        metrics=read_metrics(metrics, wanted) if metrics.is_file() else {},
+        metrics=read_metrics(metrics, pattern) if metrics.is_file() else {},
         validation=_validation(folder / "validation.csv"),
         manifest=_manifest(folder / MANIFEST),
         point=point,
@@ -387,8 +387,8 @@ def code_versions(runs: Iterable[Run]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for run in runs:
         version = str(run.manifest.get("version", "unknown version"))
-        named = run.manifest.get("commits") or [None]
-        for commit in named:
+        commits = run.manifest.get("commits") or [None]
+        for commit in commits:
             text = f"{version} ({commit})" if commit else version
             counts[text] = counts.get(text, 0) + 1
     return counts

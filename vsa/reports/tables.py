@@ -143,11 +143,13 @@ def lr_table(variants: Sequence[Variant]) -> Table | None:
     rates = sorted({rate for _, variant in tried for rate in variant.tried}, key=float)
     rows = []
     for place, variant in tried:
-        chosen = variant.runs[0].settings.get("optim.lr")
+        chosen_lr = variant.runs[0].settings.get("optim.lr")
         cells = []
         for rate in rates:
             losses = [run.val_loss for run in variant.tried.get(rate, ()) if run.val_loss is not None]
-            cells.append(Cell(text=number(fmean(losses), 5) if losses else "", sub="chosen" if rate == chosen else ""))
+            cells.append(
+                Cell(text=number(fmean(losses), 5) if losses else "", sub="chosen" if rate == chosen_lr else "")
+            )
         rows.append([Cell(text=variant.name, colour=place), *cells])
     return Table(headings=[("variant", ""), *((f"lr {rate:g}", "") for rate in rates)], rows=rows)
 

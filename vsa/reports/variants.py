@@ -84,8 +84,8 @@ class Variant:
     def mean(self, name: str) -> float | None:
         """Mean over the runs of an attribute of `Run` or of the last value of a metric."""
         values = [run.last(name) if "/" in name else getattr(run, name) for run in self.ended]
-        known = [value for value in values if value is not None]
-        return fmean(known) if known else None
+        known_values = [value for value in values if value is not None]
+        return fmean(known_values) if known_values else None
 
     @property
     def status(self) -> str:
@@ -116,12 +116,12 @@ def group(runs: Sequence[Run]) -> list[Variant]:
     # if only the learning rate differs, its values are the variants
     if len(families) < 2:
         families = _by(runs, lambda run: _key(run, keys))
-    chosen = [_at_best_lr(family) for family in families]
-    columns = _columns([members for members, _ in chosen], keys)
-    names = _names([members for members, _ in chosen], columns)
+    best_families = [_at_best_lr(family) for family in families]
+    columns = _columns([members for members, _ in best_families], keys)
+    names = _names([members for members, _ in best_families], columns)
     variants = [
         Variant(name=name, values={key: members[0].settings.get(key, _UNSET) for key in columns}, runs=members, tried=t)
-        for name, (members, t) in zip(names, chosen, strict=True)
+        for name, (members, t) in zip(names, best_families, strict=True)
     ]
     return sorted(variants, key=lambda variant: (variant.loss is None, variant.loss or 0.0, variant.name))
 
@@ -182,14 +182,14 @@ def _by_seed(run: Run) -> tuple[int, str]:
 
 def _columns(members: Sequence[Sequence[Run]], keys: Sequence[str]) -> list[str]:
     """Settings that differ between variants; of several that separate them in the same way, the shortest key."""
-    said: dict[tuple[int, ...], str] = {}
+    key_by_pattern: dict[tuple[int, ...], str] = {}
     for key in keys:
         values = [runs[0].settings.get(key, _UNSET) for runs in members]
         # equal for settings that separate the variants in the same way
         pattern = tuple(values.index(value) for value in values)
-        if len(set(pattern)) > 1 and (pattern not in said or _rank(key) < _rank(said[pattern])):
-            said[pattern] = key
-    return [key for key in keys if key in said.values()]
+        if len(set(pattern)) > 1 and (pattern not in key_by_pattern or _rank(key) < _rank(key_by_pattern[pattern])):
+            key_by_pattern[pattern] = key
+    return [key for key in keys if key in key_by_pattern.values()]
 
 
 def _rank(key: str) -> tuple[bool, int]:

@@ -70,12 +70,12 @@ def sample_run(
     # checked first, because clips that cannot be written would be lost
     refuse_unwritable(out)
     loaded = load_run(run, weights=weights, device=usable_device(device))
-    chosen = loaded.settings(**settings)
-    with progress_bar("sampling", len(prompts) * chosen.steps) as advance:
-        videos = generate(loaded, prompts, chosen, advance)
-    write_clips(out, prompts, videos, settings_dict(chosen, loaded), fps=fps)
+    sample_settings = loaded.settings(**settings)
+    with progress_bar("sampling", len(prompts) * sample_settings.steps) as advance:
+        videos = generate(loaded, prompts, sample_settings, advance)
+    write_clips(out, prompts, videos, settings_dict(sample_settings, loaded), fps=fps)
     if attention is not None:
-        attention(loaded, prompts[0], chosen, out / "attention.png")
+        attention(loaded, prompts[0], sample_settings, out / "attention.png")
     return out
 
 
@@ -127,8 +127,10 @@ def sample_pipeline(
     clip = clip_settings(pipe, size=size, frames=frames, guidance=guidance, steps=steps)
     trained, grid = trained_settings(pipe), token_grid(pipe, clip.size, clip.frames)
     if trained is not None and grid not in trained.grids:
-        known = ", ".join("x".join(map(str, other)) for other in trained.grids)
-        print(f"the model was not trained on the clip's grid of {'x'.join(map(str, grid))} tokens, but on: {known}")
+        known_grids = ", ".join("x".join(map(str, other)) for other in trained.grids)
+        print(
+            f"the model was not trained on the clip's grid of {'x'.join(map(str, grid))} tokens, but on: {known_grids}"
+        )
     shared = {"negative_prompt": negative_prompt, "batch_size": batch_size}
     with progress_bar("sampling", len(prompts) * clip.steps) as advance:
         seeds = clip_seeds(seed, len(prompts)).tolist()

@@ -121,8 +121,8 @@ def _note(texts: Sequence[Fitted], across: float) -> Fitted:
     """What stands below a sheet whose texts have letters that no installed font has; empty otherwise."""
     if not any(text.escaped for text in texts):
         return Fitted("", {})
-    said = r"\u and \U stand for letters that no installed font has: install one for their script, such as Noto."
-    return fit_text(said, round((across - _GAP) * _LETTERS_PER_INCH), 3)
+    explanation = r"\u and \U stand for letters that no installed font has: install one for their script, such as Noto."
+    return fit_text(explanation, round((across - _GAP) * _LETTERS_PER_INCH), 3)
 
 
 def _strip(video: Tensor, frames: int) -> np.ndarray:

@@ -175,10 +175,10 @@ class PipelineTeacher:
         def velocity(x: Tensor, timestep: Tensor) -> Tensor:
             if guided:
                 x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
-            found = transformer(x.to(self._dtype), timestep, text, return_dict=False)[0].float()
+            prediction = transformer(x.to(self._dtype), timestep, text, return_dict=False)[0].float()
             if not guided:
-                return found
-            cond, uncond = found.chunk(2)
+                return prediction
+            cond, uncond = prediction.chunk(2)
             return guide(cond, uncond, self._guidance)
 
         noise = noise_like(torch.empty(len(prompts), *self._shape, device=self._device), seeds)
@@ -298,9 +298,9 @@ def write_latents(
         world_size=world_size,
         title="sampling the teacher",
     )
-    told = [f"{report.samples} samples in {out}"]
+    lines = [f"{report.samples} samples in {out}"]
     if world_size == 1:
-        return [join_parts(out).summary(), *told]
+        return [join_parts(out).summary(), *lines]
     if report.complete:
-        return ["every part is done: run the command once more without --rank and --world-size", *told]
-    return told
+        return ["every part is done: run the command once more without --rank and --world-size", *lines]
+    return lines

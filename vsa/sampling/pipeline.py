@@ -132,29 +132,29 @@ class LoadedRun:
         plan = self.sparsity.denoising if at != "dense" else DenoisingPlan()
         budgets = sparsity is None and topk is None
         plan = replace(plan if budgets else plan.without_budgets(), **(denoising or {}))
-        asked = topk if sparsity is None else resolve_topk(sparsity, num_tiles, plan.rounding)
-        chosen: Topk
-        if asked is not None:
-            chosen = constant_topk(asked, plan, num_tiles)
+        requested_topk = topk if sparsity is None else resolve_topk(sparsity, num_tiles, plan.rounding)
+        resolved_topk: Topk
+        if requested_topk is not None:
+            resolved_topk = constant_topk(requested_topk, plan, num_tiles)
         else:
             schedule = self.sparsity.with_denoising(plan)
-            chosen = schedule.topk_after(self.step, num_tiles, len(self.model.blocks), at)
-        given = {"steps": steps, "guidance": guidance, "flow_shift": flow_shift}
-        given = {name: value for name, value in given.items() if value is not None}
+            resolved_topk = schedule.topk_after(self.step, num_tiles, len(self.model.blocks), at)
+        overrides = {"steps": steps, "guidance": guidance, "flow_shift": flow_shift}
+        overrides = {name: value for name, value in overrides.items() if value is not None}
         if self.step_list is None:
             own = {"flow_shift": self.flow_shift(math.prod(self.model.grid(shape))), **self.sampling}
         else:
             for name in ("steps", "flow_shift"):
-                if name in given:
+                if name in overrides:
                     raise ValueError(
-                        f"{name} {given[name]} has no meaning for {self.source}: it is distilled to the timesteps "
+                        f"{name} {overrides[name]} has no meaning for {self.source}: it is distilled to the timesteps "
                         f"{list(self.step_list)}"
                     )
             own = {"steps": len(self.step_list), "step_list": self.step_list}
         return SampleSettings(
             seed=seed,
-            **{**own, **given},
-            topk=chosen,
+            **{**own, **overrides},
+            topk=resolved_topk,
             denoising=plan,
             latent_shape=shape,  # type: ignore[arg-type]
             batch_size=batch_size,
@@ -213,13 +213,13 @@ def _matching(key: str, source: RunWeights) -> Any:
     node, expected = source.run_config["data"].get(key), source.state[key]
     if node is None:
         raise ValueError(f"checkpoint {source.name} has no config for data.{key}, which sampling needs")
-    built = build(node)
-    if built.hash != expected["hash"]:
+    component = build(node)
+    if component.hash != expected["hash"]:
         raise ValueError(
-            f"data.{key} of checkpoint {source.name} is {built.id} with hash {built.hash}, but the training data were "
-            f"made with {expected['id']}, hash {expected['hash']}"
+            f"data.{key} of checkpoint {source.name} is {component.id} with hash {component.hash}, but the training "
+            f"data were made with {expected['id']}, hash {expected['hash']}"
         )
-    return built
+    return component
 
 
 def clip_seeds(seed: int, count: int) -> Tensor:
@@ -329,7 +329,7 @@ def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]
     """Settings and description of the weights as plain values, for the JSON file of the samples."""
     shape = settings.latent_shape
     num_tiles, num_layers = run.model.layout_for(shape).num_video_tiles, len(run.model.blocks)
-    kept, changes = settings.kept(num_tiles, num_layers), settings.denoising.changes()
+    topk_rows, changes = settings.kept(num_tiles, num_layers), settings.denoising.changes()
     return {
         "checkpoint": run.source,
         "step": run.step,
@@ -339,11 +339,11 @@ def settings_dict(settings: SampleSettings, run: LoadedRun) -> Mapping[str, Any]
         "step_list": None if settings.step_list is None else list(settings.step_list),
         "guidance": settings.guidance,
         "flow_shift": settings.flow_shift,
-        "topk": kept[-1][0] if len(set(kept[-1])) == 1 else kept[-1],
+        "topk": topk_rows[-1][0] if len(set(topk_rows[-1])) == 1 else topk_rows[-1],
         "num_tiles": num_tiles,
-        "sparsity": 1 - fmean(mean_topk(row, num_tiles) for row in kept) / num_tiles,
+        "sparsity": 1 - fmean(mean_topk(row, num_tiles) for row in topk_rows) / num_tiles,
         **({"denoising": changes} if changes else {}),
-        **({"topk_by_step": [mean_topk(row, num_tiles) for row in kept]} if len(set(kept)) > 1 else {}),
+        **({"topk_by_step": [mean_topk(row, num_tiles) for row in topk_rows]} if len(set(topk_rows)) > 1 else {}),
         "latent_shape": list(shape),
         "batch_size": settings.batch_size,
         "codec": {"id": run.codec.id, "hash": run.codec.hash},

@@ -115,10 +115,10 @@ class AxisRule(NamedTuple):
         """The window on an axis of `size` tokens."""
         places = max(size // self.dilation, 1)
         stride = _nearest(_tokens(self.stride, places))
-        wanted = _tokens(self.window, places)
-        window = _nearest(wanted)
-        if self.window[0] == "share" and wanted < places and stride <= places:
-            window = stride * min(_nearest(wanted / stride), places // stride)
+        exact_window = _tokens(self.window, places)
+        window = _nearest(exact_window)
+        if self.window[0] == "share" and exact_window < places and stride <= places:
+            window = stride * min(_nearest(exact_window / stride), places // stride)
         return AxisWindow(
             size=size, window=window, stride=stride, dilation=self.dilation, causal=self.causal, name=self.name
         )

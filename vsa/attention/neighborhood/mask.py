@@ -59,14 +59,14 @@ def neighborhood_index(layout: TileLayout, axes: Axes) -> BlockIndex:
     keys = _Side.of(place, torch.cat([offsets[:-1][inside], torch.tensor([stop - start])]), layout.kv_tile_thw)
     numbers = inside.nonzero()[:, 0]
 
-    kv, seen, full, triple = _entries(tiles, keys)
+    kv, visible, full, triple = _entries(tiles, keys)
     others = (~inside).nonzero()[:, 0].expand(len(kv), -1)
     nothing = torch.zeros_like(others)
     kv, triple = torch.cat([numbers[kv], others], 1), torch.cat([triple, nothing], 1)
-    seen, full = (torch.cat([x, nothing == 0], 1) for x in (seen, full))
+    visible, full = (torch.cat([x, nothing == 0], 1) for x in (visible, full))
     # full entries first, then masked ones, both ascending, and invisible ones last
-    rank = torch.where(full, 0, torch.where(seen, 1, 2)) * len(inside) + kv
-    counts, full_counts = seen.sum(1), full.sum(1)
+    rank = torch.where(full, 0, torch.where(visible, 1, 2)) * len(inside) + kv
+    counts, full_counts = visible.sum(1), full.sum(1)
     most, least = int(counts.max()), int(counts.min())
     order = rank.argsort(dim=1)[:, :most]
     # rows in the order in which the query tiles are stored
@@ -155,15 +155,15 @@ def axis_tiles(axis: AxisWindow, q_tile: int, kv_tile: int) -> AxisTiles:
     # tiles that no query reaches, also those past the end, form one group
     group = torch.where((kv_start <= high[:, None]) & (kv_size > 0), group, -1)
     groups, of_group = torch.unique(group, return_inverse=True)
-    chosen = torch.empty_like(groups).scatter_(0, of_group.flatten(), torch.arange(kv.numel()))
-    q_start, kv_start, size = (x.flatten()[chosen] for x in (q_start, kv_start, q_size * kv_size))
+    representatives = torch.empty_like(groups).scatter_(0, of_group.flatten(), torch.arange(kv.numel()))
+    q_start, kv_start, size = (x.flatten()[representatives] for x in (q_start, kv_start, q_size * kv_size))
     # [groups, tq, tk]; tokens past the end see nothing
     query, key = q_start[:, None] + torch.arange(q_tile), kv_start[:, None] + torch.arange(kv_tile)
     start, end = (x[query.clamp(max=n - 1)][..., None] for x in axis.span)
     query, key = query[..., None], key[:, None]
     sees = (key // d >= start) & (key // d < end) & (key % d == query % d) & (key < n) & (query < n)
     count = sees.sum((1, 2))
-    rows = torch.cat([sees.flatten(1), short.flatten(0, 1)[chosen]], dim=1)[count > 0]
+    rows = torch.cat([sees.flatten(1), short.flatten(0, 1)[representatives]], dim=1)[count > 0]
     patterns, number = torch.unique(rows.to(torch.uint8), dim=0, return_inverse=True)
     pattern = torch.full_like(groups, -1).masked_scatter_(count > 0, number)
     whole = torch.zeros(len(patterns), dtype=torch.bool)
@@ -238,13 +238,13 @@ def _entries(tiles: Sequence[AxisTiles], keys: _Side) -> tuple[Tensor, Tensor, T
         spread(axis.kv.clamp(max=num - 1), i)
         for i, (axis, num) in enumerate(zip(tiles, keys.number.shape, strict=True))
     ]
-    seen = [spread(axis.seen, i) for i, axis in enumerate(tiles)]
+    visible = [spread(axis.seen, i) for i, axis in enumerate(tiles)]
     whole = [spread(axis.seen & axis.whole[axis.pattern], i) for i, axis in enumerate(tiles)]
     pattern = [spread(axis.pattern, i) for i, axis in enumerate(tiles)]
     num_h, num_w = len(tiles[1].bits), len(tiles[2].bits)
     values = (
         keys.number[tuple(kv)],
-        seen[0] & seen[1] & seen[2],
+        visible[0] & visible[1] & visible[2],
         whole[0] & whole[1] & whole[2],
         (pattern[0] * num_h + pattern[1]) * num_w + pattern[2],
     )

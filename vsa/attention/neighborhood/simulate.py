@@ -113,8 +113,8 @@ def sweep_strides(
     most = [1 if axis.is_whole else axis.window for axis in axes]
     choices = [[replace(axis, stride=s) for s in range(1, m + 1)] for axis, m in zip(axes, most, strict=True)]
     lattice = _Lattice(choices, q_tile, kv_tile, tiling, one_d)
-    kept = [lattice.setting(tuple(place)) for place in _undominated(lattice.worst).nonzero().tolist()]
-    return sorted(kept, key=lambda setting: (-setting.worst_tiles, setting.stride))
+    simulations = [lattice.setting(tuple(place)) for place in _undominated(lattice.worst).nonzero().tolist()]
+    return sorted(simulations, key=lambda setting: (-setting.worst_tiles, setting.stride))
 
 
 def end_to_end(
@@ -226,8 +226,8 @@ def _undominated(cost: Tensor) -> Tensor:
     least = cost
     for dim in range(cost.ndim):
         least = least.cummin(dim).values
-    kept = torch.ones_like(cost, dtype=torch.bool)
+    mask = torch.ones_like(cost, dtype=torch.bool)
     for dim, size in enumerate(cost.shape):
         # each of these elements is at or before a neighbour one step back
-        kept.narrow(dim, 1, size - 1).logical_and_(cost.narrow(dim, 1, size - 1) < least.narrow(dim, 0, size - 1))
-    return kept
+        mask.narrow(dim, 1, size - 1).logical_and_(cost.narrow(dim, 1, size - 1) < least.narrow(dim, 0, size - 1))
+    return mask

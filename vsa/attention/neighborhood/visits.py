@@ -62,10 +62,10 @@ def count_visits(
         kv_stop = (kv_start + kv_size).clamp(max=tokens)
         pairs = list(itertools.product(q_boxes, _boxes(kv_start, kv_stop, sizes)))
         visited = _visited(choices, [[(q[i], kv[i]) for q, kv in pairs] for i in range(len(sizes))])
-        for visits, seen in zip(result, visited, strict=True):
-            count = seen.sum(1)
+        for visits, visible in zip(result, visited, strict=True):
+            count = visible.sum(1)
             visits.worst, visits.summed = max(visits.worst, int(count.max())), visits.summed + int(count.sum())
-            visits.computed += int((seen * (kv_stop - kv_start)).sum(1) @ (stop - start))
+            visits.computed += int((visible * (kv_stop - kv_start)).sum(1) @ (stop - start))
     return result
 
 

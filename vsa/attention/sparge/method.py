@@ -106,8 +106,8 @@ class SpargeAttention(AttentionMethod):
         if (threshold is not None or tuned is not None) and q_tokens % SLICES:
             raise ValueError(f"q_tokens={q_tokens} must be a multiple of {SLICES}, the slices of the second stage")
         if tuned is not None and rule == "topk":
-            shown = tuned if isinstance(tuned, str) else "..."
-            raise ValueError(f"rule=topk has no tau to take from tuned={shown}")
+            label = tuned if isinstance(tuned, str) else "..."
+            raise ValueError(f"rule=topk has no tau to take from tuned={label}")
         if threshold is not None and backend == "gather":
             raise ValueError(f"threshold={threshold} needs backend reference, triton or null, got gather")
         self.q_tokens, self.kv_tokens, self.order, self.rule = q_tokens, kv_tokens, order, rule
@@ -216,17 +216,17 @@ class SpargeAttention(AttentionMethod):
         layout, training = ctx.layout, self.trains(q, k, v)
         ctx.kept(q)
         per_head = self._per_head(q.device)
-        known = self.statistics(q, k, layout) if ctx.ranks else None
+        statistics = self.statistics(q, k, layout) if ctx.ranks else None
 
         def choose(topk: int | SampleTopk) -> BlockIndex:
-            assert known is not None
-            return first_stage(known, topk if self.rule == "topk" else per_head.rule, per_head.theta)
+            assert statistics is not None
+            return first_stage(statistics, topk if self.rule == "topk" else per_head.rule, per_head.theta)
 
         index = ctx.select(choose)
         threshold = None if training or ctx.dense else _of_heads(per_head.threshold, q)
         video, skipped = self.sparse(layout.take_video(q), k, v, index, layout, threshold)
         out = layout.merge(video, text_attn(q, k, v, layout))
-        scores = None if known is None else known.scores
+        scores = None if statistics is None else statistics.scores
         ctx.record(self.layer_idx, index, q=q, k=k, fine=out, scores=scores, skipped=skipped)
         return {"out": out}
 

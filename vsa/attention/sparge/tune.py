@@ -112,37 +112,39 @@ def tune_layer(
     first = _Sums(len(grid))
     for one in inputs():
         problem = _Problem(method, one)
-        known = method.statistics(problem.q, problem.k, problem.layout)
+        statistics = method.statistics(problem.q, problem.k, problem.layout)
         for i, (tau, theta) in enumerate(grid):
-            index = first_stage(known, sparge_top_p(tau), theta)
+            index = first_stage(statistics, sparge_top_p(tau), theta)
             first.add(i, problem, index, None)
             progress(1)
     tried: list[Point] = []
-    chosen: list[HeadSettings] = []
+    head_settings: list[HeadSettings] = []
     for head, points in enumerate(first.points(grid, lambda setting: (*setting, None))):
         tried += points
         best = _best(points, search.l1)
         # dense attention skips nothing
         dense = Point(head, 1.0, min(search.thetas), None, 0.0, 0.0)
-        chosen.append(_settings(dense if best is None or best.sparsity <= 0 else best))
+        head_settings.append(_settings(dense if best is None or best.sparsity <= 0 else best))
     if not search.thresholds:
-        return chosen, tried
+        return head_settings, tried
     second = _Sums(len(search.thresholds))
     for one in inputs():
         problem = _Problem(method, one)
-        heads = per_head_tensors(tuple(chosen), one.q.device)
+        heads = per_head_tensors(tuple(head_settings), one.q.device)
         index = first_stage(method.statistics(problem.q, problem.k, problem.layout), heads.rule, heads.theta)
         for i, threshold in enumerate(search.thresholds):
             bars = torch.full((one.q.shape[2],), threshold, dtype=torch.float64, device=one.q.device)
             second.add(i, problem, index, bars)
             progress(1)
-    for own, some in zip(tuple(chosen), second.points(search.thresholds, lambda bar: (0.0, 0.0, bar)), strict=True):
+    for own, some in zip(
+        tuple(head_settings), second.points(search.thresholds, lambda bar: (0.0, 0.0, bar)), strict=True
+    ):
         points = [point._replace(tau=own.tau, theta=own.theta) for point in some]
         tried += points
         best = _best(points, search.l2)
         if best is not None and best.sparsity > own.sparsity:
-            chosen[best.head] = _settings(best)
-    return chosen, tried
+            head_settings[best.head] = _settings(best)
+    return head_settings, tried
 
 
 class _Problem:
@@ -161,9 +163,9 @@ class _Problem:
         missed = (out.double() - self.dense.double()).abs().sum((0, 1, 3))
         size = self.dense.double().abs().sum((0, 1, 3))
         batch, heads = self.q.shape[0], self.q.shape[2]
-        listed = index.kv_num_blocks.double().expand(batch, heads, -1).sum((0, 2))
-        pairs = torch.full_like(listed, batch * layout.num_blocks * layout.kv_blocks.num)
-        skipped = 2 * (pairs - listed)
+        selected_blocks = index.kv_num_blocks.double().expand(batch, heads, -1).sum((0, 2))
+        pairs = torch.full_like(selected_blocks, batch * layout.num_blocks * layout.kv_blocks.num)
+        skipped = 2 * (pairs - selected_blocks)
         if slices is not None:
             per_block = (rows / (self.method.q_tokens // SLICES)).ceil().double()
             skipped = skipped + (slices / per_block).sum((0, 2))
@@ -177,10 +179,12 @@ class _Sums:
         self.sums: list[Tensor | None] = [None] * count
 
     def add(self, i: int, problem: _Problem, index: BlockIndex, threshold: Tensor | None) -> None:
-        found, before = problem.measure(index, threshold), self.sums[i]
-        self.sums[i] = found if before is None else before + found
+        sums, before = problem.measure(index, threshold), self.sums[i]
+        self.sums[i] = sums if before is None else before + sums
 
-    def points(self, settings: Sequence, named: Callable[..., tuple[float, float, float | None]]) -> list[list[Point]]:
+    def points(
+        self, settings: Sequence, fields_of: Callable[..., tuple[float, float, float | None]]
+    ) -> list[list[Point]]:
         """The points of each head."""
         table = torch.stack([x for x in self.sums if x is not None]).cpu()
         if bad := (~table.isfinite()).any(0).any(0).nonzero().flatten().tolist():
@@ -188,7 +192,7 @@ class _Sums:
         error, sparsity = table[:, 0] / table[:, 1].clamp(min=1e-300), table[:, 2] / table[:, 3]
         return [
             [
-                Point(head, *named(setting), sparsity=float(sparsity[i, head]), error=float(error[i, head]))
+                Point(head, *fields_of(setting), sparsity=float(sparsity[i, head]), error=float(error[i, head]))
                 for i, setting in enumerate(settings)
             ]
             for head in range(table.shape[2])

@@ -95,9 +95,9 @@ def read_tuned(path: str) -> Tuned:
     """Read and check a file of `Tuned.write`."""
     if not Path(path).is_file():
         raise ValueError(f"tuned={path}: no such file; `vsa tune-sparge` writes one")
-    found = Path(path).stat()
+    stat = Path(path).stat()
     # every layer reads the same file, so it is cached
-    return _read(path, (found.st_mtime_ns, found.st_ino))
+    return _read(path, (stat.st_mtime_ns, stat.st_ino))
 
 
 @lru_cache(maxsize=8)

@@ -103,7 +103,7 @@ def capture_clips(
         attention: config of the model's own method.
         progress: called with 1 after each forward.
     """
-    found: list[Capture] = []
+    captures: list[Capture] = []
     for clip in clips:
         text, mask = encode_prompts(run.text_encoder, [clip.caption], run.device, run.text_padding)
         latents = run.statistics.normalise(clip.latents[None])
@@ -114,7 +114,7 @@ def capture_clips(
                 if layer not in layers:
                     return
                 raster = [ctx.layout.unpermute(x).cpu() for x in (q, k, v, *extra.values())]
-                found.append(
+                captures.append(
                     Capture(
                         name=name,
                         grid_thw=ctx.layout.only_video("a capture").grid_thw,
@@ -131,7 +131,7 @@ def capture_clips(
             denoise_once(model, latents, text, mask, sigma=timestep / 1000, topk=topk, seed=seed)
             if progress is not None:
                 progress(1)
-    return Captures(items=found, source=run.source, attention=attention)
+    return Captures(items=captures, source=run.source, attention=attention)
 
 
 class Watched(AttentionMethod):
@@ -163,13 +163,18 @@ class Watched(AttentionMethod):
 
 def save_captures(captures: Captures, path: Path) -> Path:
     """Write captures to a safetensors file whose metadata describes them; see `MEANING`."""
-    tensors, listed = {}, []
+    tensors, descriptions = {}, []
     for i, item in enumerate(captures.items):
-        named = {"q": item.q, "k": item.k, "v": item.v, **{f"extra.{name}": x for name, x in item.extra.items()}}
-        tensors |= {f"{i}.{name}": x.contiguous() for name, x in named.items()}
+        named_tensors = {
+            "q": item.q,
+            "k": item.k,
+            "v": item.v,
+            **{f"extra.{name}": x for name, x in item.extra.items()},
+        }
+        tensors |= {f"{i}.{name}": x.contiguous() for name, x in named_tensors.items()}
         names = ("name", "grid_thw", "layer", "timestep", "topk")
-        listed.append({name: getattr(item, name) for name in names})
-    facts = {"source": captures.source, "attention": captures.attention, "captures": listed}
+        descriptions.append({name: getattr(item, name) for name in names})
+    facts = {"source": captures.source, "attention": captures.attention, "captures": descriptions}
     with atomic_file(path) as temporary:
         save_file(tensors, temporary, metadata={"format": FORMAT, "meaning": MEANING, "captures": json.dumps(facts)})
     return path
@@ -186,7 +191,7 @@ def load_captures(path: Path) -> Captures:
                 raise ValueError(f"{path} holds no captures: expected format {FORMAT}, got {metadata.get('format')}")
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             facts = json.loads(metadata["captures"])
-            items = [_item(tensors, i, listed) for i, listed in enumerate(facts["captures"])]
+            items = [_item(tensors, i, description) for i, description in enumerate(facts["captures"])]
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a complete file of captures: {error}") from None
     except ValueError as error:
@@ -196,8 +201,8 @@ def load_captures(path: Path) -> Captures:
     return Captures(items=items, source=facts["source"], attention=facts["attention"])
 
 
-def _item(tensors: Mapping[str, Tensor], i: int, listed: Mapping[str, Any]) -> Capture:
-    t, h, w = listed["grid_thw"]
+def _item(tensors: Mapping[str, Tensor], i: int, description: Mapping[str, Any]) -> Capture:
+    t, h, w = description["grid_thw"]
     q, k, v = (tensors[f"{i}.{name}"] for name in "qkv")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.shape[1] != t * h * w:
@@ -206,5 +211,5 @@ def _item(tensors: Mapping[str, Tensor], i: int, listed: Mapping[str, Any]) -> C
             )
     prefix = f"{i}.extra."
     extra = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-    values = {name: listed[name] for name in ("name", "layer", "timestep", "topk")}
+    values = {name: description[name] for name in ("name", "layer", "timestep", "topk")}
     return Capture(grid_thw=(t, h, w), q=q, k=k, v=v, extra=extra, **values)

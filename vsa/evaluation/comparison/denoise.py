@@ -137,15 +137,17 @@ def _now(device: torch.device) -> float:
 def _density(run: LoadedRun, model: VideoDiT, clean: Tensor, prompt: str, settings: SampleSettings) -> float:
     """Mean density over steps and layers, measured once for every top-k."""
     plan, count = settings.denoising, len(model.blocks)
-    measured: dict[Row, list[float]] = {}
+    densities_by_row: dict[Row, list[float]] = {}
     steps = []
     for step, timestep in enumerate(settings.timesteps):
         dense = [step < plan.dense_steps or layer in plan.dense_layers for layer in range(count)]
         if not all(dense):
             row = row_at(settings.topk, progress_of(timestep), step)
-            if row not in measured:
-                measured[row] = _densities(run, model, clean, prompt, replace(settings, topk=row))
-            steps.append(fmean(1.0 if whole else share for whole, share in zip(dense, measured[row], strict=True)))
+            if row not in densities_by_row:
+                densities_by_row[row] = _densities(run, model, clean, prompt, replace(settings, topk=row))
+            steps.append(
+                fmean(1.0 if whole else share for whole, share in zip(dense, densities_by_row[row], strict=True))
+            )
         else:
             steps.append(1.0)
     return fmean(steps)

@@ -35,12 +35,14 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows that belong together: all, each layer and each timestep of a model; each kind of drawn tensors by itself."""
     if any(row.timestep is None for row in rows):
         return {name: [row for row in rows if row.capture == name] for name in dict.fromkeys(r.capture for r in rows)}
-    found = {"all": [*rows]}
+    rows_by_group = {"all": [*rows]}
     for text, key in (("layer {}", "layer"), ("timestep {:g}", "timestep")):
         values = list(dict.fromkeys(getattr(row, key) for row in rows))
         if len(values) > 1:
-            found |= {text.format(value): [row for row in rows if getattr(row, key) == value] for value in values}
-    return found
+            rows_by_group |= {
+                text.format(value): [row for row in rows if getattr(row, key) == value] for value in values
+            }
+    return rows_by_group
 
 
 def is_part(group: str) -> bool:
@@ -50,12 +52,12 @@ def is_part(group: str) -> bool:
 
 def means(rows: Sequence[Row]) -> list[Row]:
     """One row a method with the means over the captures, in the order of the methods."""
-    found = []
+    mean_rows = []
     for name in dict.fromkeys(row.method for row in rows):
         some = [row for row in rows if row.method == name]
         values = {key: [v for row in some if (v := getattr(row, key)) is not None] for key in MEANT}
-        found.append(replace(some[0], **{key: fmean(v) if v else None for key, v in values.items()}))
-    return found
+        mean_rows.append(replace(some[0], **{key: fmean(v) if v else None for key, v in values.items()}))
+    return mean_rows
 
 
 def error_chart(rows: Sequence[Row]) -> Chart:
@@ -91,9 +93,9 @@ def recall_chart(rows: Sequence[Row]) -> Chart:
     """Recall over density."""
     colours, panels = families(rows), {}
     for group, some in groups(rows).items():
-        known = [row for row in means(some) if row.recall is not None]
+        measured_rows = [row for row in means(some) if row.recall is not None]
         panels[(group,)] = _panel(
-            known,
+            measured_rows,
             colours,
             lambda row: row.density,
             lambda row: row.recall,
@@ -171,8 +173,8 @@ def result_table(rows: Sequence[Row]) -> Table:
         visited = "" if f"{row.visited:.3f}" == f"{row.density:.3f}" else f"visited {row.visited:.1%}"
         texts = [share(row.recall), number(row.error_l1), number(row.error_l2), f"{row.speedup:.2f}"]
         texts += [number(row.ms), number(row.attention_ms), number(row.prediction_ms)]
-        kept = Cell(text="" if row.topk is None else f"{row.topk} of {row.tiles}")
-        head = [_named(row, colours), kept, Cell(text=share(row.density), sub=visited)]
+        topk_cell = Cell(text="" if row.topk is None else f"{row.topk} of {row.tiles}")
+        head = [_named(row, colours), topk_cell, Cell(text=share(row.density), sub=visited)]
         cells.append([*head, *map(_cell, texts)])
     return Table(headings=HEADINGS, rows=cells, marked=[0])
 
@@ -190,8 +192,8 @@ def place_table(rows: Sequence[Row]) -> Table | None:
             (mean,) = means([row for row in own if (row.layer, row.timestep) == place])
             line.append(Cell(text=number(mean.error_l1), sub="" if mean.recall is None else share(mean.recall)))
         cells.append(line)
-    named = [(f"layer {layer}, {timestep:g}", "L1 error; below: recall") for layer, timestep in places]
-    return Table(headings=[("method", ""), *named], rows=cells, marked=[0])
+    place_headings = [(f"layer {layer}, {timestep:g}", "L1 error; below: recall") for layer, timestep in places]
+    return Table(headings=[("method", ""), *place_headings], rows=cells, marked=[0])
 
 
 def denoising_table(rows: Sequence[Denoised]) -> Table:

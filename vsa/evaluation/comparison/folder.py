@@ -127,11 +127,13 @@ def compare_attention(
     # with a run, the pipeline only provides VAE and text encoder
     alone = pipeline if run is None else None
     sources = {"--run": run, "--pipeline": alone, "--captures": captures, "--synthetic": synthetic}
-    if len(given := [name for name, value in sources.items() if value is not None]) != 1:
-        raise ValueError(f"expected one of {', '.join(sources)}, got {', '.join(given) or 'none'}")
+    if len(source_options := [name for name, value in sources.items() if value is not None]) != 1:
+        raise ValueError(f"expected one of {', '.join(sources)}, got {', '.join(source_options) or 'none'}")
     model = run or alone
     if model is not None and clips is None and not prompts:
-        raise ValueError(f"{given[0]} {model} needs --clips to capture q, k, v of, or --prompt to denoise, or both")
+        raise ValueError(
+            f"{source_options[0]} {model} needs --clips to capture q, k, v of, or --prompt to denoise, or both"
+        )
     if model is None and (clips is not None or prompts):
         raise ValueError("--clips and --prompt need a model: set --run or --pipeline")
     if alone is not None and weights is not None:
@@ -152,19 +154,19 @@ def compare_attention(
             raise ValueError(f"{run} is a dense export, which has no sampling settings: set --shift")
         tile = tile or loaded.model.layout_for(loaded.settings().latent_shape).tile_thw
     tile = tile or (4, 4, 4)
-    asked, notes = parse_methods(methods, tile_thw=tile), []
+    parsed_methods, notes = parse_methods(methods, tile_thw=tile), []
     if alone is not None:
         opened = OpenedPipeline(alone, latents, flow_shift=flow_shift, dtype=getattr(torch, kind), device=device)
     if captures is not None:
         tensors = load_captures(captures)
     if not methods:
-        asked, notes = usual_on(_grid(loaded, opened, tensors, synthetic), sparsities or SPARSITIES, tile)
+        parsed_methods, notes = usual_on(_grid(loaded, opened, tensors, synthetic), sparsities or SPARSITIES, tile)
     settings, plan = None, DenoisingPlan()
     if opened is not None:
-        plan = opened.plan(asked, denoising or {}, steps=steps, guidance=guidance)
+        plan = opened.plan(parsed_methods, denoising or {}, steps=steps, guidance=guidance)
     if loaded is not None and prompts:
         # raises before anything is measured
-        plan = comparison_plan(loaded, asked, denoising or {})
+        plan = comparison_plan(loaded, parsed_methods, denoising or {})
         own = denoising
         if not loaded.model.selects:
             followed = plan.for_method(selects=False, predicts=loaded.model.predicts)
@@ -173,8 +175,8 @@ def compare_attention(
     if loaded is not None and clips is not None:
         tensors = _capture(loaded, clips, layers, timesteps or TIMESTEPS, most_clips, seed)
     elif opened is not None and clips is not None:
-        chosen = _layers(opened.source, opened.num_layers, layers, timesteps or TIMESTEPS)
-        tensors = opened.capture(_videos(clips)[:most_clips], chosen, timesteps or TIMESTEPS, seed)
+        layer_numbers = _layers(opened.source, opened.num_layers, layers, timesteps or TIMESTEPS)
+        tensors = opened.capture(_videos(clips)[:most_clips], layer_numbers, timesteps or TIMESTEPS, seed)
     elif synthetic is not None:
         tensors = draw_captures(synthetic, heads=heads, head_dim=head_dim, seed=seed, device=device)
     rows: list[Row] = []
@@ -183,14 +185,14 @@ def compare_attention(
             save_captures(tensors, save)
         if tensors.attention is not None:
             own = Method(label=AS_TRAINED, family=AS_TRAINED, config=tensors.attention, trained=True)
-            asked_here = [*asked, own]
+            capture_methods = [*parsed_methods, own]
         else:
-            asked_here = asked
-        with progress_bar("comparing", len(tensors.items) * len(asked_here), transient=True) as advance:
+            capture_methods = parsed_methods
+        with progress_bar("comparing", len(tensors.items) * len(capture_methods), transient=True) as advance:
             for item in tensors.items:
                 rows += measure(
                     item,
-                    asked_here,
+                    capture_methods,
                     device=device,
                     dtype=getattr(torch, kind),
                     queries=queries,
@@ -201,20 +203,20 @@ def compare_attention(
     denoised: list[Denoised] = []
     sampling: Mapping[str, Any] = {}
     if settings is not None and loaded is not None:
-        denoised, sampling = _denoise(loaded, prompts, asked, settings, plan), settings_dict(settings, loaded)
+        denoised, sampling = _denoise(loaded, prompts, parsed_methods, settings, plan), settings_dict(settings, loaded)
     elif opened is not None and prompts:
-        denoised, sampling = opened.denoise(prompts, asked, plan, seed)
+        denoised, sampling = opened.denoise(prompts, parsed_methods, plan, seed)
     facts = _facts(tensors, device, kind, queries, repeats, len(prompts), sampling, plan)
     record = {"made_by": "vsa compare-attention", "facts": facts, "tile_thw": [*tile], "seed": seed}
     record |= {
         "sampling": dict(sampling),
         "denoising_plan": plan.changes(),
-        "methods": [_plain(asdict(method)) for method in asked],
+        "methods": [_plain(asdict(method)) for method in parsed_methods],
     }
     record |= {"rows": [_plain(asdict(row)) for row in rows], "denoising": [_plain(asdict(row)) for row in denoised]}
     write_whole(out / RECORD, without_secrets(json.dumps(record, indent=1, allow_nan=False), named=False) + "\n")
     print_results(rows, denoised, plan)
-    missing = [*notes, *left_out(asked, rows)]
+    missing = [*notes, *left_out(parsed_methods, rows)]
     print(*missing, sep="\n", end="\n" if missing else "")
     return _write(out, rows, denoised, plan, facts, [*CAREFUL, *missing])
 
@@ -236,25 +238,25 @@ def _capture(
     run: LoadedRun, clips: str, layers: Sequence[int] | None, timesteps: Sequence[float], most: int, seed: int
 ) -> Captures:
     """q, k and v of clips."""
-    chosen = _layers(run.source, len(run.model.blocks), layers, timesteps)
+    layer_numbers = _layers(run.source, len(run.model.blocks), layers, timesteps)
     opened = [open_clip(run, name) for name in _videos(clips)[:most]]
     own = None
     if is_run(run.source) and not _is_dense(run):
         own = resolve_checkpoint(run.source).state["config"]["attention"]
     with progress_bar("capturing", len(opened) * len(timesteps), transient=True) as advance:
         return capture_clips(
-            run, opened, layers=chosen, timesteps=timesteps, seed=seed, attention=own, progress=advance
+            run, opened, layers=layer_numbers, timesteps=timesteps, seed=seed, attention=own, progress=advance
         )
 
 
 def _layers(source: str, count: int, layers: Sequence[int] | None, timesteps: Sequence[float]) -> Sequence[int]:
     """Layers to capture; also checks the timesteps."""
-    chosen = tuple(dict.fromkeys((0, count // 2, count - 1))) if layers is None else tuple(sorted(set(layers)))
-    if bad := [n for n in chosen if not 0 <= n < count]:
+    layer_numbers = tuple(dict.fromkeys((0, count // 2, count - 1))) if layers is None else tuple(sorted(set(layers)))
+    if bad := [n for n in layer_numbers if not 0 <= n < count]:
         raise ValueError(f"--layers: {source} has layers 0 to {count - 1}, got {', '.join(map(str, bad))}")
     if bad := [t for t in timesteps if not 0 <= t <= 1000]:
         raise ValueError(f"--timesteps lie between 0 and 1000, got {', '.join(f'{t:g}' for t in bad)}")
-    return chosen
+    return layer_numbers
 
 
 def _videos(clips: str) -> list[str]:
@@ -344,9 +346,9 @@ def _write(
         write_csv(folder / "rows.csv", names, [[getattr(row, name) for name in names] for row in rows])
         summary = [(group, row) for group, some in groups(rows).items() for row in means(some)]
         left_out = ("capture", "layer", "timestep")
-        kept = [name for name in names if name not in left_out]
-        lines = [[group, *(getattr(row, name) for name in kept)] for group, row in summary]
-        write_csv(folder / "means.csv", ["captures", *kept], lines)
+        columns = [name for name in names if name not in left_out]
+        lines = [[group, *(getattr(row, name) for name in columns)] for group, row in summary]
+        write_csv(folder / "means.csv", ["captures", *columns], lines)
         # layers and timesteps have a separate table
         for group, some in groups(rows).items():
             if not is_part(group):

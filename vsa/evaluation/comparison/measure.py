@@ -110,13 +110,13 @@ def measure(
                     raise
         # with known lists, attention is also timed separately
         calls = [call for one in prepared for call in (one, one.attention) if call is not None]
-        taken = iter(interleaved_ms(calls, repeats, device))
-        times = [(next(taken), None if one.attention is None else next(taken)) for one in prepared]
+        timings = iter(interleaved_ms(calls, repeats, device))
+        times = [(next(timings), None if one.attention is None else next(timings)) for one in prepared]
         sampled = sample_tokens(q.shape[1], queries, seed=seed).to(device)
-        found = _accuracy(prepared, (q, k, v), sampled, progress)
+        accuracies = _accuracy(prepared, (q, k, v), sampled, progress)
     dense_ms = statistics.median(times[0][0])
     rows = []
-    for one, (whole, alone), accuracy in zip(prepared, times, found, strict=True):
+    for one, (whole, alone), accuracy in zip(prepared, times, accuracies, strict=True):
         if accuracy is None:
             continue
         recall, l1, l2 = accuracy
@@ -173,8 +173,8 @@ class _Prepared:
         batch, length, heads, dim = q.shape
         self.asked = asked
         with torch.random.fork_rng(devices=[]):
-            made = asked.make(dim=heads * dim, num_heads=heads, head_dim=dim, layer_idx=capture.layer)
-        self.method: AttentionMethod = made.to(q.device, q.dtype).eval()
+            attention = asked.make(dim=heads * dim, num_heads=heads, head_dim=dim, layer_idx=capture.layer)
+        self.method: AttentionMethod = attention.to(q.device, q.dtype).eval()
         self.layout: TileLayout = self.method.layout([Segment(capture.grid_thw)], q.device)
         # methods that share a layout share the permuted tokens
         self.q, self.k, self.v = permuted.setdefault(
@@ -222,29 +222,31 @@ def _accuracy(
     """Recall and errors of each method; None where its output and the exact one do not fit into memory together."""
     chunks = list(_exact(qkv, sampled))
     batch, _, heads, _ = qkv[0].shape
-    found: list[tuple[float | None, float, float] | None] = []
+    accuracies: list[tuple[float | None, float, float] | None] = []
     for one in prepared:
         try:
             out = one().float()
         except (RuntimeError, MemoryError) as error:
-            if not (found and is_out_of_memory(error)):
+            if not (accuracies and is_out_of_memory(error)):
                 raise
-            found.append(None)
+            accuracies.append(None)
             continue
         sums = torch.zeros(5, dtype=torch.float64, device=sampled.device)
         for tokens, weights, exact in chunks:
             # the same tokens in the order of the method's layout
             own = one.layout.inverse[tokens]
             missed = out[:, own] - exact
-            held = weights if one.computed.rows is None else weights * one.computed.rows(own)[..., one.layout.inverse]
-            parts = (missed.abs(), exact.abs(), missed.square(), exact.square(), held)
+            covered_mass = (
+                weights if one.computed.rows is None else weights * one.computed.rows(own)[..., one.layout.inverse]
+            )
+            parts = (missed.abs(), exact.abs(), missed.square(), exact.square(), covered_mass)
             sums += torch.stack([x.sum(dtype=torch.float64) for x in parts])
-        l1, size_l1, l2, size_l2, held = sums.tolist()
-        recall = None if one.computed.rows is None else held / (batch * heads * len(sampled))
-        found.append((recall, l1 / size_l1, math.sqrt(l2 / size_l2)))
+        l1, size_l1, l2, size_l2, covered_mass = sums.tolist()
+        recall = None if one.computed.rows is None else covered_mass / (batch * heads * len(sampled))
+        accuracies.append((recall, l1 / size_l1, math.sqrt(l2 / size_l2)))
         if progress is not None:
             progress(1)
-    return found
+    return accuracies
 
 
 def _exact(qkv: tuple[Tensor, Tensor, Tensor], sampled: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -62,8 +62,10 @@ class OpenedPipeline:
             raise ValueError(f"--pipeline {source} has a sparse transformer: give it as --run {source}")
         self.codec = WanVAE(source)
         self.shape = (self.codec.channels, *latents)
-        if (taken := transformers(self.pipe)[0].config.in_channels) != self.codec.channels:
-            raise ValueError(f"--pipeline {source} takes {taken} latent channels, its VAE makes {self.codec.channels}")
+        if (channels := transformers(self.pipe)[0].config.in_channels) != self.codec.channels:
+            raise ValueError(
+                f"--pipeline {source} takes {channels} latent channels, its VAE makes {self.codec.channels}"
+            )
         self.num_layers = len(transformers(self.pipe)[0].blocks)
         t, h, w = (n // side for n, side in zip(latents, transformers(self.pipe)[0].config.patch_size, strict=True))
         self.grid_thw: Grid = (t, h, w)
@@ -250,8 +252,8 @@ def _selects(method: Method) -> bool:
 
 
 def _watched(method: Method, densities: _Densities, **layer: Any) -> Watched:
-    made = method.make(**layer)
-    return Watched(made, partial(densities.add, made))
+    attention = method.make(**layer)
+    return Watched(attention, partial(densities.add, attention))
 
 
 class _Densities:

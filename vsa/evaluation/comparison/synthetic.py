@@ -42,8 +42,8 @@ def draw_captures(grid_thw: Grid, *, heads: int, head_dim: int, seed: int = 0, d
         raise ValueError(f"sizes must be at least 1, got grid {tuple(grid_thw)} and {heads} heads")
     axis_dims(head_dim)
     generator = torch.Generator().manual_seed(seed)
-    made = [_head(grid_thw, head_dim, WIDTHS[head % len(WIDTHS)], generator, device) for head in range(heads)]
-    q, k, v = (torch.stack(some, dim=1)[None] for some in zip(*made, strict=True))
+    head_tensors = [_head(grid_thw, head_dim, WIDTHS[head % len(WIDTHS)], generator, device) for head in range(heads)]
+    q, k, v = (torch.stack(some, dim=1)[None] for some in zip(*head_tensors, strict=True))
     noise = [torch.randn(q.shape, generator=generator).to(device) for _ in range(3)]
     items = [
         Capture(name="fields", grid_thw=grid_thw, q=q, k=k, v=v),

@@ -39,12 +39,14 @@ def print_results(rows: Sequence[Row], denoised: Sequence[Denoised], plan: Denoi
 
 def _printed(title: str, table: Table, width: int) -> Printed:
     printed = Printed(title=escape(title), box=SIMPLE, pad_edge=False)
-    shown = _columns_that_fit(table, width)
-    for place in shown:
-        named = {"overflow": "fold", "min_width": METHOD_WIDTH} if place == 0 else {"no_wrap": True, "justify": "right"}
-        printed.add_column(table.headings[place][0], **named)
+    columns = _columns_that_fit(table, width)
+    for place in columns:
+        options = (
+            {"overflow": "fold", "min_width": METHOD_WIDTH} if place == 0 else {"no_wrap": True, "justify": "right"}
+        )
+        printed.add_column(table.headings[place][0], **options)
     for row in table.rows:
-        cells = [f"{row[place].text} {row[place].sub}" if place == 0 else row[place].text for place in shown]
+        cells = [f"{row[place].text} {row[place].sub}" if place == 0 else row[place].text for place in columns]
         printed.add_row(*map(escape, cells))
     return printed
 
@@ -53,10 +55,10 @@ def _columns_that_fit(table: Table, width: int) -> list[int]:
     """Places of the columns whose numbers stand whole beside a method's name in `width` columns of a terminal."""
     names = [heading for heading, _ in table.headings]
     widths = [max(len(name), *(len(row[place].text) for row in table.rows)) for place, name in enumerate(names)]
-    shown = list(range(len(names)))
+    columns = list(range(len(names)))
     for name in SPARED:
-        if EDGES + METHOD_WIDTH + sum(BETWEEN + widths[place] for place in shown[1:]) <= width:
+        if EDGES + METHOD_WIDTH + sum(BETWEEN + widths[place] for place in columns[1:]) <= width:
             break
         if name in names:
-            shown.remove(names.index(name))
-    return shown
+            columns.remove(names.index(name))
+    return columns

@@ -39,10 +39,10 @@ def interleaved_ms(
         done()
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats):
-        for call, seconds, taken in zip(calls, first, times, strict=True):
+        for call, seconds, call_times in zip(calls, first, times, strict=True):
             if turn and seconds > LONG_SECONDS:
                 continue
-            taken.append(_cpu_ms(call) if flush is None else _gpu_ms(call, flush))
+            call_times.append(_cpu_ms(call) if flush is None else _gpu_ms(call, flush))
             done()
     return times
 

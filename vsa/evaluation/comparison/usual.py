@@ -52,28 +52,28 @@ def usual_on(
     grid: Grid, sparsities: Sequence[float] = SPARSITIES, tile_thw: Grid = (4, 4, 4)
 ) -> tuple[list[Method], list[str]]:
     """The `usual_methods` that differ on a grid, and a note on those that compute all pairs or repeat a row."""
-    kept: list[Method] = []
+    methods: list[Method] = []
     missing: dict[str, list[str]] = {}
-    seen: set[tuple[str, int]] = set()
+    budgets: set[tuple[str, int]] = set()
     for method in parse_methods(usual_methods(grid, sparsities, tile_thw), tile_thw=tile_thw):
-        if method.family != "full" and _is_dense_or_seen(method, grid, seen):
+        if method.family != "full" and _is_dense_or_seen(method, grid, budgets):
             budget = "" if method.sparsity is None else f"sparsity={method.sparsity:g}"
             missing.setdefault(budget, []).append(method.label)
         else:
-            kept.append(method)
+            methods.append(method)
     words = [*missing.pop("", []), *(f"{len(labels)} rows of {budget}" for budget, labels in missing.items())]
     where = f"left out on {'x'.join(map(str, grid))}, where they compute all pairs or as many tiles as another row"
-    return kept, [f"{where}: {', '.join(words)}"] if words else []
+    return methods, [f"{where}: {', '.join(words)}"] if words else []
 
 
-def _is_dense_or_seen(method: Method, grid: Grid, seen: set[tuple[str, int]]) -> bool:
-    """Whether a method keeps every tile, or as many as one of `seen`, which it joins; or all pairs in every layer."""
+def _is_dense_or_seen(method: Method, grid: Grid, budgets: set[tuple[str, int]]) -> bool:
+    """Whether a method keeps all tiles, or as many as one of `budgets`, which it joins; or all pairs in every layer."""
     first, segments = _layer(method, 0), [Segment(grid)]
     if first.selects:
         layout = first.layout(segments, "cpu")
         own = (method.family, method.kept(layout))
-        repeats = own in seen or own[1] == layout.num_video_tiles
-        seen.add(own)
+        repeats = own in budgets or own[1] == layout.num_video_tiles
+        budgets.add(own)
         return repeats
     if method.predicts:
         return False

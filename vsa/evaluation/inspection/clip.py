@@ -155,10 +155,10 @@ def read_clip(
     if not path.is_file():
         raise ValueError(f"no such video: {path}")
     if caption is None:
-        found = read_captions(path.parent, None, [path])
-        if path in found.missing:
-            raise ValueError(f"{found.missing[path]}; --caption gives one")
-        caption = found.of[path][0]
+        captions = read_captions(path.parent, None, [path])
+        if path in captions.missing:
+            raise ValueError(f"{captions.missing[path]}; --caption gives one")
+        caption = captions.of[path][0]
     rules = ClipRules(buckets=tuple(clip_size(codec, shape) for shape in latent_shapes))
     video, _ = rules.cut(path, codec)
     return Clip(name=path.name, caption=caption, video=video, latents=codec.encode(video.to(device)))

@@ -81,8 +81,8 @@ def inspect_checkpoint(
     refuse_unwritable(folder)
     refuse_others(folder)
     run = open_inspected(checkpoint, pipeline=pipeline, weights=weights, device=usable_device(device))
-    found = open_clip(run, clip, caption)
-    settings = run.settings(topk=topk, sparsity=sparsity, latent_shape=tuple(found.latents.shape), seed=seed)
+    opened_clip = open_clip(run, clip, caption)
+    settings = run.settings(topk=topk, sparsity=sparsity, latent_shape=tuple(opened_clip.latents.shape), seed=seed)
     timesteps = tuple(timesteps or run.step_list or TIMESTEPS)
     layout = run.model.layout_for(settings.latent_shape)
     num_layers, num_heads = len(run.model.blocks), run.model.num_heads
@@ -96,9 +96,9 @@ def inspect_checkpoint(
             raise ValueError(f"--{name}: {checkpoint} has {name} 0 to {count - 1}, got {', '.join(map(str, bad))}")
     if bad := [t for t in timesteps if not 0 <= t <= 1000]:
         raise ValueError(f"--timesteps lie between 0 and 1000, got {', '.join(f'{t:g}' for t in bad)}")
-    times = token_times(run.codec, len(found.video), run.model.patch_size[0])
-    varied = varied_tiles(found.video, tile_map(layout), times, count=3) if layout.num_blocks > 1 else [0]
-    shown = choose_shown(
+    times = token_times(run.codec, len(opened_clip.video), run.model.patch_size[0])
+    varied = varied_tiles(opened_clip.video, tile_map(layout), times, count=3) if layout.num_blocks > 1 else [0]
+    subset = choose_shown(
         layers=layers,
         num_heads=num_heads,
         num_queries=layout.num_blocks,
@@ -109,8 +109,8 @@ def inspect_checkpoint(
         queries=queries,
         first=varied,
     )
-    text, mask = encode_prompts(run.text_encoder, [found.caption], run.device, run.text_padding)
-    latents = run.statistics.normalise(found.latents[None])
+    text, mask = encode_prompts(run.text_encoder, [opened_clip.caption], run.device, run.text_padding)
+    latents = run.statistics.normalise(opened_clip.latents[None])
     with progress_bar("inspecting", len(timesteps), transient=True) as advance:
         try:
             inspection = inspect_clip(
@@ -120,7 +120,7 @@ def inspect_checkpoint(
                 mask,
                 timesteps=timesteps,
                 topk=settings.topk,
-                shown=shown,
+                shown=subset,
                 layers=layers,
                 tokens=tokens,
                 seed=seed,
@@ -131,26 +131,26 @@ def inspect_checkpoint(
             raise ValueError(
                 f"{checkpoint} attends with {method}, which selects no tiles: nothing to inspect"
             ) from None
-    record = {**settings_dict(settings, run), "clip": found.name, "caption": found.caption, "seed": seed}
+    record = {**settings_dict(settings, run), "clip": opened_clip.name, "caption": opened_clip.caption, "seed": seed}
     note = left_out(inspection, num_layers=len(layers))
-    facts = _facts(run, found, inspection, record)
+    facts = _facts(run, opened_clip, inspection, record)
     _write(folder, inspection, record)
-    drawn = [q for q in varied if q in inspection.shown.queries] or list(inspection.shown.queries[:3])
-    title = " ".join(found.caption.split())
-    draw_selected(inspection, found.video, times, folder / "selected.png", queries=drawn, title=title)
+    drawn_queries = [q for q in varied if q in inspection.shown.queries] or list(inspection.shown.queries[:3])
+    title = " ".join(opened_clip.caption.split())
+    draw_selected(inspection, opened_clip.video, times, folder / "selected.png", queries=drawn_queries, title=title)
     draw_heatmaps(inspection, folder / "layers.png", title=f"{title}\n{facts}")
     if inspection.maps:
-        draw_maps(inspection, found.video, times, folder / "gates.png", title=title)
+        draw_maps(inspection, opened_clip.video, times, folder / "gates.png", title=title)
     draw_popularity(inspection, folder / "popularity.png", title=title)
     write_page(
         inspection,
         folder / "inspect.html",
-        video=found.video,
+        video=opened_clip.video,
         times=times,
         caption=title,
         facts=facts,
         notes=note,
-        first_query=drawn[0],
+        first_query=drawn_queries[0],
         most_bytes=round(megabytes * 1e6),
     )
     return folder, inspection, note
@@ -176,12 +176,12 @@ def refuse_others(folder: Path) -> None:
 
 def left_out(inspection: Inspection, *, num_layers: int) -> str:
     """One line about what the page does not show tile by tile, and which options show it; empty when it shows all."""
-    shown, parts = inspection.shown, []
+    subset, parts = inspection.shown, []
     tables = inspection.tables
     for name, some, count in (
-        ("layers", shown.layers, len(inspection.layers)),
-        ("heads", shown.heads, tables.shape[-1]),
-        ("query tiles", shown.queries, inspection.layout.num_blocks),
+        ("layers", subset.layers, len(inspection.layers)),
+        ("heads", subset.heads, tables.shape[-1]),
+        ("query tiles", subset.queries, inspection.layout.num_blocks),
     ):
         if len(some) < count:
             parts.append(f"{len(some)} of {count} {name}")
@@ -204,10 +204,10 @@ def _facts(run: LoadedRun, clip: Clip, inspection: Inspection, record: dict[str,
         tiles = f"{layout.num_blocks} query tiles and {layout.kv_blocks.num} kv tiles"
     frames, height, width = clip.video.shape[:3]
     recall, random = (float(inspection.table(name).nanmean()) for name in ("recall", "recall_random"))
-    kept = record["topk"] if isinstance(record["topk"], int) else f"{min(record['topk'])} to {max(record['topk'])}"
+    topk = record["topk"] if isinstance(record["topk"], int) else f"{min(record['topk'])} to {max(record['topk'])}"
     return (
         f"{run.source}, step {run.step}; {clip.name}: {frames} frames of {height}x{width}, "
-        f"{'x'.join(map(str, inspection.tiles.shape))} tokens in {tiles}, top-k {kept}; "
+        f"{'x'.join(map(str, inspection.tiles.shape))} tokens in {tiles}, top-k {topk}; "
         f"recall {recall:.1%}, random tiles {random:.1%}"
     )
 

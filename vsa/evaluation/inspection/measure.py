@@ -131,9 +131,9 @@ def inspect_clip(
     sampled = stats.sample_tokens(layout.num_tokens, tokens, seed=seed)
     looks: list[dict[int, _Look]] = []
     for timestep in timesteps:
-        found: dict[int, _Look] = {}
+        layer_looks: dict[int, _Look] = {}
 
-        def recorder(layer: int, tensors: dict[str, Tensor], found=found) -> None:
+        def recorder(layer: int, tensors: dict[str, Tensor], layer_looks=layer_looks) -> None:
             if layer not in layers or "kv_indices" not in tensors:
                 return
             if (lists := tensors["kv_indices"].shape[2]) != layout.num_blocks:
@@ -142,19 +142,19 @@ def inspect_clip(
                     "other query tiles cannot be inspected"
                 )
             previous = looks[-1][layer].index if looks and layer in looks[-1] else None
-            found[layer] = _look(tensors, layout, sampled, previous, shown if layer in shown.layers else None)
+            layer_looks[layer] = _look(tensors, layout, sampled, previous, shown if layer in shown.layers else None)
 
         denoise_once(model, latents, text, text_mask, sigma=timestep / 1000, topk=topk, recorder=recorder, seed=seed)
-        looks.append(found)
+        looks.append(layer_looks)
         if progress is not None:
             progress(1)
-    seen = tuple(sorted(looks[0]))
-    if not seen:
+    recorded_layers = tuple(sorted(looks[0]))
+    if not recorded_layers:
         raise NothingSelected(f"layers {', '.join(map(str, layers))} select no tiles")
-    shown = replace(shown, layers=tuple(layer for layer in shown.layers if layer in seen))
+    shown = replace(shown, layers=tuple(layer for layer in shown.layers if layer in recorded_layers))
 
     def stacked(name: str) -> Tensor:
-        return torch.stack([torch.stack([getattr(look[layer], name) for layer in seen]) for look in looks])
+        return torch.stack([torch.stack([getattr(look[layer], name) for layer in recorded_layers]) for look in looks])
 
     def kept(name: str) -> Tensor:
         return torch.stack([torch.stack([look[layer].rows[name] for layer in shown.layers]) for look in looks])
@@ -165,8 +165,8 @@ def inspect_clip(
         query_tiles=tile_map(layout),
         tiles=tile_map(layout, layout.kv_blocks),
         timesteps=tuple(timesteps),
-        layers=seen,
-        silent=tuple(layer for layer in layers if layer not in seen),
+        layers=recorded_layers,
+        silent=tuple(layer for layer in layers if layer not in recorded_layers),
         tables=stacked("metrics").movedim(2, 0),
         overlap_heads=stacked("overlap_heads"),
         counts=stacked("counts"),
@@ -194,7 +194,7 @@ class _Look:
 
 
 def _look(
-    tensors: dict[str, Tensor], layout: TileLayout, tokens: Tensor, previous: BlockIndex | None, shown: Shown | None
+    tensors: dict[str, Tensor], layout: TileLayout, tokens: Tensor, previous: BlockIndex | None, subset: Shown | None
 ) -> _Look:
     selected = selected_tiles(tensors, layout)
     return _Look(
@@ -202,13 +202,13 @@ def _look(
         metrics=head_metrics(tensors, layout, tokens, previous),
         overlap_heads=stats.head_overlap(selected).float().cpu(),
         counts=selected[0].sum(1, dtype=torch.int32).cpu(),
-        rows={} if shown is None else _rows(tensors, layout, selected, shown),
-        maps={} if shown is None else token_maps(tensors, layout),
+        rows={} if subset is None else _rows(tensors, layout, selected, subset),
+        maps={} if subset is None else token_maps(tensors, layout),
     )
 
 
-def _rows(tensors: dict[str, Tensor], layout: TileLayout, selected: Tensor, shown: Shown) -> dict[str, Tensor]:
-    heads, queries = list(shown.heads), list(shown.queries)
+def _rows(tensors: dict[str, Tensor], layout: TileLayout, selected: Tensor, subset: Shown) -> dict[str, Tensor]:
+    heads, queries = list(subset.heads), list(subset.queries)
     selected = selected[0][heads][:, queries]
     coarse = torch.full(selected.shape, torch.nan)
     if "scores" in tensors:
@@ -271,24 +271,24 @@ def choose_shown(
         first: query tiles that are among those chosen.
     """
     some_layers, some_heads = list(layers), list(range(num_heads)) if heads is None else list(heads)
-    wanted = min(num_queries, 32) if queries is None else len(queries)
+    target_queries = min(num_queries, 32) if queries is None else len(queries)
 
     def room() -> int:
         row = num_timesteps * len(some_layers) * len(some_heads) * num_tiles * 8 // 3
         return most_bytes // row
 
     for layer_limit, head_limit in ((len(some_layers), 4), (8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1)):
-        if room() >= wanted:
+        if room() >= target_queries:
             break
         some_heads = _spread(some_heads, head_limit) if heads is None else some_heads
         some_layers = _spread(some_layers, layer_limit)
     if queries is None:
         count = min(num_queries, max(1, room()))
         others = [query for query in range(num_queries) if query not in first]
-        chosen = {*first[:count], *_spread(others, count - len(first[:count]))}
+        chosen_queries = {*first[:count], *_spread(others, count - len(first[:count]))}
     else:
-        chosen = set(queries)
-    return Shown(layers=tuple(some_layers), heads=tuple(sorted(some_heads)), queries=tuple(sorted(chosen)))
+        chosen_queries = set(queries)
+    return Shown(layers=tuple(some_layers), heads=tuple(sorted(some_heads)), queries=tuple(sorted(chosen_queries)))
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:

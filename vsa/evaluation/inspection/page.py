@@ -69,11 +69,11 @@ def write_page(
 def page_data(inspection: Inspection, video: Tensor, times: Sequence[int], most_bytes: int) -> dict[str, Any]:
     """What the page's script reads: numbers as JSON, arrays and frames in base64."""
     picked = shown_frames(times)
-    shown = inspection.shown
-    place = [inspection.layers.index(layer) for layer in shown.layers]
+    subset = inspection.shown
+    place = [inspection.layers.index(layer) for layer in subset.layers]
     # base64 has four letters for three bytes
     map_bytes = round(most_bytes * SHARES["maps"] * 3 / 4 / max(len(inspection.maps), 1))
-    counts = inspection.counts[:, place][:, :, list(shown.heads)]
+    counts = inspection.counts[:, place][:, :, list(subset.heads)]
     return {
         "frames": pictures(video[picked], round(most_bytes * SHARES["frames"])),
         "frame_numbers": picked,
@@ -87,7 +87,7 @@ def page_data(inspection: Inspection, video: Tensor, times: Sequence[int], most_
         "timesteps": list(inspection.timesteps),
         "layers": list(inspection.layers),
         "num_heads": inspection.tables.shape[-1],
-        "shown": {"layers": list(shown.layers), "heads": list(shown.heads), "queries": list(shown.queries)},
+        "shown": {"layers": list(subset.layers), "heads": list(subset.heads), "queries": list(subset.queries)},
         "metrics": {
             name: {"label": label, "values": rounded(inspection.table(name))} for name, label in HEAD_METRICS.items()
         },

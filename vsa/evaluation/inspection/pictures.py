@@ -37,21 +37,21 @@ def draw_selected(
         queries: some of the shown query tiles; up to three layers are drawn.
         title: first line above the picture.
     """
-    shown, at = inspection.shown, len(inspection.timesteps) // 2
-    places = sorted({0, len(shown.layers) // 2, len(shown.layers) - 1})
+    subset, at = inspection.shown, len(inspection.timesteps) // 2
+    places = sorted({0, len(subset.layers) // 2, len(subset.layers) - 1})
     ranked = not bool(inspection.coarse.isnan().any())
     rows = []
     for query in queries:
         for place in places:
-            some = (at, place, slice(None), shown.queries.index(query))
-            chosen = inspection.selected[some].float()
+            some = (at, place, slice(None), subset.queries.index(query))
+            selection = inspection.selected[some].float()
             # square roots: weak tiles stay visible
-            strength = chosen.mean(0).sqrt()
+            strength = selection.mean(0).sqrt()
             if ranked:
-                weight = (inspection.coarse[some] * chosen).mean(0)
+                weight = (inspection.coarse[some] * selection).mean(0)
                 strength = strength * (0.4 + 0.6 * (weight / weight.max()).sqrt())
-            rows.append((f"tile {query}, layer {shown.layers[place]}", inspection.query_tiles == query, strength))
-    heads = f"{'heads' if len(shown.heads) > 1 else 'head'} {', '.join(map(str, shown.heads))}"
+            rows.append((f"tile {query}, layer {subset.layers[place]}", inspection.query_tiles == query, strength))
+    heads = f"{'heads' if len(subset.heads) > 1 else 'head'} {', '.join(map(str, subset.heads))}"
     line = f"timestep {inspection.timesteps[at]:g}, {heads}"
     strength = "brighter: by more heads" + (", and likelier in the coarse stage" if ranked else "")
     return attention_sheet(
@@ -82,7 +82,7 @@ def draw_maps(inspection: Inspection, video: Tensor, times: Sequence[int], path:
             axes = grid[place, column]
             axes.imshow(grey, cmap="gray", vmin=0, vmax=1)
             pixels = to_pixels(values[place], [times[frame]], height, width)[0]
-            shown = axes.imshow(pixels, cmap="viridis", vmin=low, vmax=high, alpha=0.7)
+            image = axes.imshow(pixels, cmap="viridis", vmin=low, vmax=high, alpha=0.7)
             axes.set_xticks([])
             axes.set_yticks([])
             if place == 0:
@@ -90,7 +90,7 @@ def draw_maps(inspection: Inspection, video: Tensor, times: Sequence[int], path:
             if column == 0:
                 axes.set_ylabel(f"layer {layer}", fontsize=8)
         # all layers have one scale
-        bar = figure.colorbar(shown, ax=list(grid[:, column]), location="bottom", shrink=0.8, pad=0.01)
+        bar = figure.colorbar(image, ax=list(grid[:, column]), location="bottom", shrink=0.8, pad=0.01)
         bar.ax.tick_params(labelsize=6)
     line = f"frame {frame}, timestep {inspection.timesteps[at]:g}, root mean square over heads and channels"
     set_title(figure.suptitle, f"{title}\n{line}", width=round(TITLE * figure.get_figwidth()))

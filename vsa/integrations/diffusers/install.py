@@ -123,7 +123,9 @@ class Applied:
         layout = method.layout((Segment(now.grid_thw),), "cpu")
         tiles = layout.num_video_tiles
         topk = [self.budget.layer_topk(i, tiles, now) for i in range(len(self.methods))]
-        kept = sum(topk) / (len(topk) * tiles) if method.selects else method.pairs(layout, tiles) / layout.num_tokens**2
+        density = (
+            sum(topk) / (len(topk) * tiles) if method.selects else method.pairs(layout, tiles) / layout.num_tokens**2
+        )
         return {
             "method": type(method).__name__,
             **({} if name_of(method) is None else method.settings()),
@@ -134,7 +136,7 @@ class Applied:
             "grid_thw": list(now.grid_thw),
             "num_tiles": tiles,
             "topk": topk[0] if len(set(topk)) == 1 else topk,
-            "sparsity": 1 - kept,
+            "sparsity": 1 - density,
         }
 
 
@@ -183,17 +185,17 @@ def apply(
     """
     family = family_of(transformer)
     tiled = dict(tile_thw=tile_thw, block_order=block_order, partition=partition, gates=gates)
-    given = {name: value for name, value in tiled.items() if value is not None}
-    if given and method != "video_sparse":
-        name, value = next(iter(given.items()))
+    tile_options = {name: value for name, value in tiled.items() if value is not None}
+    if tile_options and method != "video_sparse":
+        name, value = next(iter(tile_options.items()))
         raise ValueError(f"{name}={value} is an option of video_sparse, not of {method}")
     if settings and (callable(method) or method not in WITHOUT_PARAMETERS):
         raise ValueError(f"settings={dict(settings)} are for {', '.join(WITHOUT_PARAMETERS)}, not for {method}")
-    factory = method if callable(method) else _named_factory(method, given, dict(settings or {}), backend)
+    factory = method if callable(method) else _named_factory(method, tile_options, dict(settings or {}), backend)
     if method == "full" and (sparsity is not None or topk is not None):
         raise ValueError(f"full attention keeps all tiles, got sparsity={sparsity} and topk={topk}")
-    asked = sparsity is not None or topk is not None
-    if not asked and method != "video_sparse":
+    has_budget = sparsity is not None or topk is not None
+    if not has_budget and method != "video_sparse":
         # methods that select nothing keep all tiles
         sparsity = 0
     own = {name: value for name, value in (("dense_layers", dense_layers), ("dense_steps", dense_steps)) if value}
@@ -211,12 +213,14 @@ def apply(
     except ValueError:
         remove(transformer)
         raise
-    if asked != selects and method != "full":
+    if has_budget != selects and method != "full":
         remove(transformer)
         name = type(applied.methods[0]).__name__
-        said = f"got topk={topk} and sparsity={sparsity if asked else None}"
+        budget_text = f"got topk={topk} and sparsity={sparsity if has_budget else None}"
         raise ValueError(
-            f"{name} selects no tiles, {said}" if asked else f"{name} needs exactly one of topk and sparsity, {said}"
+            f"{name} selects no tiles, {budget_text}"
+            if has_budget
+            else f"{name} needs exactly one of topk and sparsity, {budget_text}"
         )
     return applied
 
@@ -255,9 +259,9 @@ def _named_factory(
         raise ValueError(
             f"method must be video_sparse, full, {', '.join(WITHOUT_PARAMETERS)} or a factory, got {method!r}"
         )
-    known = own_settings(WITHOUT_PARAMETERS[method])
-    if unknown := sorted(set(settings) - set(known)):
-        raise ValueError(f"settings of {method}: unknown {unknown}, expected some of {', '.join(known)}")
+    setting_names = own_settings(WITHOUT_PARAMETERS[method])
+    if unknown := sorted(set(settings) - set(setting_names)):
+        raise ValueError(f"settings of {method}: unknown {unknown}, expected some of {', '.join(setting_names)}")
     if missing := sorted(set(required_settings(WITHOUT_PARAMETERS[method])) - set(settings)):
         raise ValueError(f"settings of {method}: missing {missing}")
     return partial(WITHOUT_PARAMETERS[method], **settings, backend=backend)

@@ -248,9 +248,9 @@ def generate_videos(
         part = slice(start, start + batch_size)
         texts = list(prompts[part])
 
-        def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], done: int = len(texts)) -> dict:
+        def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], num_clips: int = len(texts)) -> dict:
             if progress is not None:
-                progress(done)
+                progress(num_clips)
             return tensors
 
         result = pipe(
@@ -277,10 +277,10 @@ def _step_list(pipe: Any) -> Sequence[float] | None:
 
 def _steps(pipe: Any, steps: int | None) -> int:
     """Number of steps of a clip: those of a few-step generator, the requested ones, or the default."""
-    listed = _step_list(pipe)
-    if listed is not None:
-        _refuse_for_list("steps", steps, listed)
-        return len(listed)
+    step_list = _step_list(pipe)
+    if step_list is not None:
+        _refuse_for_list("steps", steps, step_list)
+        return len(step_list)
     steps = DEFAULTS.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -297,9 +297,9 @@ def _noise(pipe: Any, seeds: Sequence[int], size: tuple[int, int], frames: int) 
     return {"latents": pipe.scheduler.start(latents, torch.tensor(seeds, dtype=torch.int64))}
 
 
-def _refuse_for_list(name: str, value: float | None, listed: Sequence[float]) -> None:
+def _refuse_for_list(name: str, value: float | None, step_list: Sequence[float]) -> None:
     if value is not None:
-        raise ValueError(f"{name} {value} has no meaning: the transformer is distilled to the steps {list(listed)}")
+        raise ValueError(f"{name} {value} has no meaning: the transformer is distilled to the steps {list(step_list)}")
 
 
 def _is_sparse(folder: Path) -> bool:

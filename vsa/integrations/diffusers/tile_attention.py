@@ -146,13 +146,13 @@ class TileAttention:
             raise ValueError(f"{batch} rows of {length} tokens do not fit a grid of {now.grid_thw}, texts {lengths}")
         # samples with equally long texts share one layout
         outs, order = [], []
-        for kept in sorted(set(lengths)):
-            rows = [i for i, n in enumerate(lengths) if n == kept]
+        for text_length in sorted(set(lengths)):
+            rows = [i for i, n in enumerate(lengths) if n == text_length]
             # padding is at the end of the text, and padded text is at the end of the row
-            stop = length - text + kept
+            stop = length - text + text_length
             part = (x[:, :stop] if len(rows) == batch else x[rows, :stop] for x in (q, k, v, hidden))
-            out = self._attend(Row(*part), kept, now)
-            outs.append(F.pad(out, (0, 0, 0, text - kept)))
+            out = self._attend(Row(*part), text_length, now)
+            outs.append(F.pad(out, (0, 0, 0, text - text_length)))
             order += rows
         if len(outs) == 1:
             return outs[0]
