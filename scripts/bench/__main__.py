@@ -9,6 +9,7 @@ selection  selection by share beside top-k and a sort, and SpargeAttn's predicti
 neighborhood  the block-sparse kernel on windows of several strides, with and without the permutation of the tokens
 norm_rope  RMS norm and rotation of queries beside torch's operations and a copy
 linear_gelu  bias and GELU of a feed-forward layer beside torch's operations and a copy
+residual_norm  gated residual connection and norm of its sum beside torch's operations and a copy
 fine_grained  FG-Attn's kernel on random masks of small tiles, its planning, and the kernel on lists of uneven length
 dynamic_hilbert  the block-sparse kernel over DFSAttn's schedule, with the cost of its selections
 vsa     the whole operator
@@ -47,6 +48,7 @@ from .neighborhood import grid_of, window_shapes
 from .norm_rope import rotation_shapes
 from .peers import PEERS
 from .problems import LISTS, choose_shapes
+from .residual_norm import residual_shapes
 from .timing import Setup, Strategy
 
 _SIZE = ("batch", "heads", "tokens", "head_dim")
@@ -157,6 +159,8 @@ def run_case(args: argparse.Namespace, command: str) -> None:
         shapes = rotation_shapes(args, device)
     elif args.case == "linear_gelu":
         shapes = layer_shapes(args, device)
+    elif args.case == "residual_norm":
+        shapes = residual_shapes(args, device)
     else:
         shapes = choose_shapes(args.shapes or usual, args.all, device)
     if args.case not in ("fine", "selection", "neighborhood", "fine_grained") and args.shapes is None:
@@ -211,7 +215,7 @@ def main(argv: list[str]) -> None:
             )  # fmt: skip
         else:
             sub.set_defaults(against=["none"])
-        if name in ("layer", "step", "distill", "denoise", "norm_rope", "linear_gelu"):
+        if name in ("layer", "step", "distill", "denoise", "norm_rope", "linear_gelu", "residual_norm"):
             sub.add_argument(
                 "--modes", nargs="+", choices=["eager", "compiled"],
                 help="modes of the networks' blocks (layer: without self-attention), or of torch's operations "

@@ -29,6 +29,7 @@ from .neighborhood import check_strides, neighborhood
 from .norm_rope import check_rotation, norm_rope
 from .peers import add_peers
 from .problems import SELECTION_SHAPES, Problem, Shape, pair_counts, problem
+from .residual_norm import check_residual, residual_norm
 from .selection import check_selection, selection
 from .step import TEXT_TOKENS, TrainingStep, attention_of, model_size
 from .timing import BACKWARD, FORWARD, Measured, Op, Setup, Skipped, against, breakdown, fast_sdpa, measure, say
@@ -180,6 +181,7 @@ CASES = {
     "neighborhood": Case(neighborhood, lambda backend, s: [check_strides(backend, s.dtype, s.device)]),
     "linear_gelu": Case(linear_gelu, lambda backend, s: [check_linear_gelu(backend, s.dtype, s.device)]),
     "norm_rope": Case(norm_rope, lambda backend, s: [check_rotation(backend, s.dtype, s.device)]),
+    "residual_norm": Case(residual_norm, lambda backend, s: [check_residual(backend, s.dtype, s.device)]),
     "fine_grained": Case(fine_grained, lambda backend, s: [check_groups(backend, s.dtype, s.device)]),
     "dynamic_hilbert": Case(
         dynamic_hilbert, lambda backend, s: [checks.check(backend, s.dtype, s.device)], ["wan14b-21x45x80"]
@@ -189,7 +191,9 @@ CASES = {
 }
 NETWORK_CASES = ("layer", "step", "distill", "denoise")
 """Cases of whole layers and networks."""
-OWN_LISTS = (*NETWORK_CASES, "neighborhood", "norm_rope", "linear_gelu", "fine_grained", "dynamic_hilbert")
+OWN_LISTS = (
+    *NETWORK_CASES, "neighborhood", "norm_rope", "linear_gelu", "residual_norm", "fine_grained", "dynamic_hilbert",
+)  # fmt: skip
 """Cases that do not use the block lists of the problem."""
 
 

@@ -27,20 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from vsa_kernels.linear_gelu.op import bias_gelu_fwd as ours
 
-from .norm_rope import beside_a_copy, chosen, refuse_wrong
+from .norm_rope import beside_a_copy, chosen, refuse_wrong, token_shape
 from .problems import Shape
 from .timing import Measured, Setup
 
-
-def _shape(name: str, batch: int, tokens: int, heads: int, head_dim: int) -> Shape:
-    return Shape(name=name, grid_thw=(1, 1, tokens), batch=batch, heads=heads, head_dim=head_dim, topk=1)
-
-
 GPU_LAYERS = (
-    _shape("pretrain_120m", 8, 16384, 24, 128),
-    _shape("wan1.3b", 1, 23296, 70, 128),
+    token_shape("pretrain_120m", 8, 16384, 24, 128),
+    token_shape("wan1.3b", 1, 23296, 70, 128),
 )
-CPU_LAYERS = (_shape("small", 2, 999, 3, 80),)
+CPU_LAYERS = (token_shape("small", 2, 999, 3, 80),)
 
 
 def layer_shapes(args: argparse.Namespace, device: torch.device) -> list[Shape]:
@@ -95,7 +90,7 @@ def check_layer(backend: str, dtype: torch.dtype, device: torch.device) -> str:
     """
     name = "triton" if backend == "triton" else "torch"
     call = ours if name == "triton" else _gelu
-    p = _Inputs.of(_shape("check", 2, 37, 3, 80), dtype, device)
+    p = _Inputs.of(token_shape("check", 2, 37, 3, 80), dtype, device)
     exact = p.exact()
     refuse_wrong(p.results(partial(call, p.x, p.bias)), exact, dtype, name)
     try:

@@ -42,16 +42,17 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _MOVED = {FORWARD: 2, BOTH: 5}
 
 
-def _shape(name: str, batch: int, tokens: int, heads: int, head_dim: int) -> Shape:
+def token_shape(name: str, batch: int, tokens: int, heads: int, head_dim: int) -> Shape:
+    """A problem of elementwise operators: tokens of H * D channels, without a grid."""
     return Shape(name=name, grid_thw=(1, 1, tokens), batch=batch, heads=heads, head_dim=head_dim, topk=1)
 
 
 GPU_ROTATIONS = (
-    _shape("pretrain_120m", 8, 16384, 12, 64),
-    _shape("wan1.3b", 1, 23296, 12, 128),
-    _shape("wan14b", 1, 23296, 40, 128),
+    token_shape("pretrain_120m", 8, 16384, 12, 64),
+    token_shape("wan1.3b", 1, 23296, 12, 128),
+    token_shape("wan14b", 1, 23296, 40, 128),
 )
-CPU_ROTATIONS = (_shape("small", 2, 999, 3, 80),)
+CPU_ROTATIONS = (token_shape("small", 2, 999, 3, 80),)
 
 
 def rotation_shapes(args: argparse.Namespace, device: torch.device) -> list[Shape]:
@@ -120,7 +121,11 @@ def norm_rope(shape: Shape, setup: Setup) -> Measured:
 
 
 def beside_a_copy(
-    calls: Mapping[str, Callable[[], Tensor]], p: Any, inputs: tuple[Tensor, ...], setup: Setup
+    calls: Mapping[str, Callable[[], Any]],
+    p: Any,
+    inputs: tuple[Tensor, ...],
+    setup: Setup,
+    moved: Mapping[str, int] = _MOVED,
 ) -> Measured:
     """Compare calls with fp64, and time them beside a copy of the tokens.
 
@@ -129,6 +134,7 @@ def beside_a_copy(
         p: a problem with tokens `x`, gradient `dout`, `results(call)` and their `exact()` values in fp64.
         inputs: tensors to differentiate with respect to.
         setup: settings of the command line.
+        moved: tensors of tokens that a pass reads or writes.
     """
     exact, x = p.exact(), p.x
     for name, call in calls.items():
@@ -142,7 +148,7 @@ def beside_a_copy(
     rows = measure(ops, setup)
     copy = rows[0]["median_ms"]
     for row in rows:
-        num_tensors = _MOVED[row["pass"]]
+        num_tensors = 2 if row["op"] == "copy" else moved[row["pass"]]
         row |= {"block": "-", "q_block": "-", "topk": None, "sparsity": None}
         row["gb_per_s"] = round(num_tensors * x.numel() * x.itemsize / row["median_ms"] / 1e6, 1)
         row["share_of_copy"] = round(num_tensors / 2 * copy / row["median_ms"], 3)
@@ -156,7 +162,7 @@ def check_rotation(backend: str, dtype: torch.dtype, device: torch.device) -> st
         ValueError: an error exceeds its tolerance, or the other rotation stays within it.
     """
     name = "triton" if backend == "triton" else "reference"
-    p = _Inputs.of(_shape("check", 2, 37, 3, 80), dtype, device)
+    p = _Inputs.of(token_shape("check", 2, 37, 3, 80), dtype, device)
 
     def result(sin: Tensor) -> dict[str, Tensor]:
         return p.results(lambda: ours(p.x, p.weight, p.cos, sin, num_heads=p.heads, eps=_EPS, backend=name))

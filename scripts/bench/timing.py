@@ -94,7 +94,7 @@ class Op:
         name: name in the report.
         call: the forward, which holds its inputs in its closure.
         inputs: tensors to differentiate with respect to.
-        dout: gradient of the result of `call`.
+        dout: gradient of the result of `call`, or of each of its results.
         head_dim: D.
         pairs: useful token pairs over batch and heads; 0: no TFLOP/s.
         executed: token pairs that are multiplied.
@@ -108,7 +108,7 @@ class Op:
     name: str
     call: Callable[[], Any]
     inputs: tuple[Tensor, ...] = ()
-    dout: Tensor | None = None
+    dout: Tensor | tuple[Tensor, ...] | None = None
     head_dim: int = 0
     pairs: int = 0
     executed: int = 0
