@@ -213,7 +213,7 @@ def test_triton_runs_again_where_a_block_is_computed_again(triton_device, monkey
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], *map(further, (KINDS[1], *KINDS[3:]))])
 def test_triton_opcheck(kind, triton_device):
     p = problem((2, 5, 6), kind, triton_device)
     dtotal, dnorm = p.pop("dtotal"), p.pop("dnorm")
