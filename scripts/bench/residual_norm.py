@@ -1,8 +1,8 @@
 """Gated residual connection and modulated norm beside torch's operations, eager and compiled, and beside a copy.
 
-Estimates for an H200 from before the measurement, in bf16. The floor is that of a copy at 4.1 TB/s: the forward reads
-two tensors of tokens and writes two, the backward reads four and writes two. A first measurement with a temporary
-script (2026-11-24) gave 202 us forward and 415 us backward for the first shape; for the others it timed the host.
+Estimates for an H200 in bf16; this case has not run there yet. The floor is that of a copy at 4.1 TB/s: the forward
+reads two tensors of tokens and writes two, the backward reads four and writes two. The first row follows a temporary
+script (2026-11-24: 202 us forward, 415 us backward); for the other shapes it timed the host.
 
 | B x L x C | forward: floor, estimate | forward + backward: floor, estimate |
 |---|---|---|

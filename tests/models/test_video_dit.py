@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
+from vsa_kernels import residual_norm
 
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import TileLayout
@@ -399,10 +400,12 @@ def test_inductor_blocks_equal_eager(device):
     torch._dynamo.reset()
 
 
-def test_compiled_gradients_of_one_sample_are_those_of_eager_blocks(device):
-    """The pattern of pytorch's issue 193061: shift and scale of both norms are slices of one parameter."""
+@pytest.mark.parametrize("norms", ["reference", None])
+def test_compiled_gradients_of_one_sample_are_those_of_eager_blocks(norms, device, monkeypatch):
+    """The pattern of pytorch's issue 193061: shift and scale of torch's norms are slices of one parameter."""
     if device.type == "cpu":
         pytest.skip("torch generates the kernels in question for GPUs")
+    monkeypatch.setattr("vsa.models.embeddings.residual_norm", partial(residual_norm, backend=norms))
     torch._dynamo.reset()
     wide = {"num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 1024, "num_layers": 2}
     plain, compiled = (make_model(SPARSE, device=device, **wide) for _ in range(2))

@@ -68,7 +68,8 @@ class ResidualNorm(LayerNormFp32):
         if scale is not None and shift is not None:
             weight, bias = 1 + scale, shift
         else:
-            weight, bias = (at_least_fp32(rounded(x, self.compute_dtype)) for x in (self.weight, self.bias))
+            parameters = (self.weight, self.bias)
+            weight, bias = (at_least_fp32(rounded(parameter, self.compute_dtype)) for parameter in parameters)
         return residual_norm(x, update, gate, weight, bias, eps=self.eps)
 
 
