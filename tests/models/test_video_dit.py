@@ -14,6 +14,7 @@ from vsa_kernels import residual_norm
 from vsa.attention.full import FullAttention
 from vsa.attention.layout import TileLayout
 from vsa.attention.video_sparse import VideoSparseAttention
+from vsa.models.embeddings import ResidualNorm
 from vsa.models.recompute import _keep_attention
 from vsa.models.video_dit import VideoDiT
 
@@ -430,6 +431,20 @@ def test_compiled_blocks_do_without_reductions_in_mixed_order(monkeypatch):
     monkeypatch.setattr(config.triton, "mix_order_reduction", True)
     make_model(SPARSE, num_layers=1).compile_blocks()
     assert config.triton.mix_order_reduction is False
+
+
+@pytest.mark.parametrize(
+    ("affine", "given", "message"),
+    [
+        (False, ["scale"], "expected scale and shift, got scale"),
+        (False, [], "expected scale and shift, got neither"),
+        (True, ["scale", "shift"], "expected neither scale nor shift, got scale and shift"),
+    ],
+)
+def test_a_norm_of_blocks_takes_modulation_or_has_parameters(affine, given, message):
+    rows = torch.zeros(2, 1, 6)
+    with pytest.raises(ValueError, match=message):
+        ResidualNorm(6, elementwise_affine=affine)(torch.zeros(2, 3, 6), **dict.fromkeys(given, rows))
 
 
 # --- parameters ---

@@ -64,7 +64,15 @@ class ResidualNorm(LayerNormFp32):
             gate: `[B, M, C]` with M = 1 or L; None: 1.
             scale: `[B, M, C]`, the norm is multiplied by 1 + scale; with shift, of norms without parameters.
             shift: `[B, M, C]`, added to it.
+
+        Raises:
+            ValueError: shift and scale are not given together, or given to a norm with parameters.
         """
+        modulated = [rows is not None for rows in (scale, shift)]
+        if modulated != 2 * [self.weight is None]:
+            expected = "scale and shift" if self.weight is None else "neither scale nor shift"
+            names = [name for name, rows in (("scale", scale), ("shift", shift)) if rows is not None]
+            raise ValueError(f"expected {expected}, got {' and '.join(names) or 'neither'}")
         if scale is not None and shift is not None:
             weight, bias = 1 + scale, shift
         else:
