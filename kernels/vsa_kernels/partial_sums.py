@@ -5,6 +5,8 @@ Without atomics, the sums are the same bits in every call. G groups of N partial
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,9 +20,11 @@ _PARTIALS, _CHANNELS = 512, 8
 @triton.jit
 def _add_partials_kernel(partials, out, N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     o_n = tl.arange(0, BLOCK_N)
-    o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    partials += tl.program_id(1).to(tl.int64) * N * C
-    out += tl.program_id(1).to(tl.int64) * C
+    programs = tl.cdiv(C, BLOCK_C)
+    i_g = (tl.program_id(0) // programs).to(tl.int64)
+    o_c = tl.program_id(0) % programs * BLOCK_C + tl.arange(0, BLOCK_C)
+    partials += i_g * N * C
+    out += i_g * C
     b_sum = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     for n in range(0, N, BLOCK_N):
         m = (n + o_n < N)[:, None] & (o_c < C)[None, :]
@@ -33,7 +37,8 @@ def add_partials(partials: Tensor, out: Tensor) -> Tensor:
     *groups, number, channels = partials.shape
     launch(
         _add_partials_kernel,
-        (-(-channels // _CHANNELS), *groups),
+        # one axis: the others of a grid end at 65,535 programs
+        (-(-channels // _CHANNELS) * math.prod(groups),),
         partials,
         out,
         number,

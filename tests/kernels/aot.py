@@ -303,7 +303,9 @@ def residual_norm(p: Problem) -> None:
             total, norm, mean, rstd = triton_residual_norm.forward(x, update, gate, weight, weight, 1e-6)
             dtotal, factor = (None, x) if update is None else (x, total)
             gated = None if gate is None else update
-            triton_residual_norm.backward(dtotal, norm, factor, gated, gate, weight, mean, rstd)
+            triton_residual_norm.backward(dtotal, norm, factor, gated, gate, weight, weight, mean, rstd)
+            # frozen parameters
+            triton_residual_norm.backward(dtotal, norm, factor, None, gate, weight, None, mean, rstd)
 
 
 def selection(p: Problem) -> None:

@@ -155,6 +155,65 @@ def test_triton_takes_any_strides(triton_device):
     assert_close(actual, expected, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "kept"),
+    [
+        ((), {"total", "update", "gate", "weight", "bias"}),
+        (("gate",), {"total", "gate", "weight", "bias"}),
+        (("weight", "bias"), {"total", "update", "gate", "weight"}),
+        (("bias",), {"total", "update", "gate", "weight", "bias"}),
+        # what training of adapters leaves
+        (("gate", "weight", "bias"), {"total", "gate", "weight"}),
+        (("x", "update"), {"total", "update", "gate", "weight", "bias"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [KINDS[3], further(KINDS[2])])
+def test_triton_neither_sums_nor_keeps_for_frozen_tensors(kind, frozen, kept, triton_device):
+    p = problem((3, 5, 6), kind, triton_device)
+    upstream = tuple(p.pop(name) for name in ("dtotal", "dnorm"))
+    call = partial(residual_norm, eps=EPS, backend="triton")
+    everything = dict(zip(p, torch.autograd.grad(call(**p), list(p.values()), upstream), strict=True))
+    some = {name: x.detach().requires_grad_(name not in frozen) for name, x in p.items()}
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        outputs = call(**some)
+    wanted = [name for name in p if name not in frozen]
+    grads = torch.autograd.grad(outputs, [some[name] for name in wanted], upstream)
+    for name, grad in zip(wanted, grads, strict=True):
+        assert torch.equal(grad, everything[name]), name
+    places = {x.data_ptr() for x in saved}
+    assert {name for name, x in (some | {"total": outputs[0]}).items() if x.data_ptr() in places} == kept
+
+
+@pytest.mark.parametrize("used", ["total", "norm"])
+@pytest.mark.parametrize("kind", [KINDS[3], further(KINDS[4])])
+def test_triton_takes_a_gradient_of_one_output(kind, used, triton_device):
+    p = problem((2, 5, 6), kind, triton_device)
+    # the sum is x itself where there is no update
+    p["dnorm" if used == "total" else "dtotal"].zero_()
+    expected = results(define, **p)
+    upstream = {name: p.pop(name) for name in ("dtotal", "dnorm")}
+    output = residual_norm(**p, eps=EPS, backend="triton")[used == "norm"]
+    leaves = [x for x in p.values() if x is not None]
+    grads = torch.autograd.grad(output, leaves, upstream[f"d{used}"], allow_unused=True)
+    names = [name for name, x in p.items() if x is not None]
+    for name, grad in zip(names, grads, strict=True):
+        actual = torch.zeros_like(p[name]) if grad is None else grad
+        torch.testing.assert_close(actual, expected[f"d{name}"], rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+def test_triton_takes_more_samples_than_the_second_axis_of_a_grid(triton_device):
+    if triton_device.type == "cpu":
+        pytest.skip("takes minutes in the interpreter")
+    assert_defined((65537, 2, 6), KINDS[3], "triton", triton_device)
+
+
 def test_parameters_of_each_token_are_computed_by_the_reference(device):
     p = problem((2, 5, 6), "modulated, gated update", device)
     for name in ("gate", "weight", "bias"):
@@ -221,11 +280,12 @@ def test_triton_opcheck(kind, triton_device):
     plain = {name: None if x is None else x.detach() for name, x in p.items()}
     total, _, mean, rstd = residual_norm_fwd(*plain.values(), EPS)
     updated, gated = plain["update"] is not None, plain["gate"] is not None
-    call = (
-        dtotal if updated else None, dnorm, total if updated else plain["x"], plain["update"] if gated else None,
-        plain["gate"], plain["weight"], mean, rstd,
-    )  # fmt: skip
-    torch.library.opcheck(residual_norm_bwd, call)
+    for update, bias in ((plain["update"] if gated else None, plain["bias"]), (None, None)):
+        call = (
+            dtotal if updated else None, dnorm, total if updated else plain["x"], update, plain["gate"],
+            plain["weight"], bias, mean, rstd,
+        )  # fmt: skip
+        torch.library.opcheck(residual_norm_bwd, call)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,18 +296,19 @@ def test_an_empty_batch_gives_an_empty_result(kind):
     assert actual["norm"].shape == actual["dx"].shape == (0, 5, 4)
     # the op itself needs no GPU for nothing
     _, norm, mean, rstd = residual_norm_fwd(*p.values(), EPS)
-    grads = residual_norm_bwd(None, norm, p["x"], p["update"], p["gate"], p["weight"], mean, rstd)
+    grads = residual_norm_bwd(None, norm, p["x"], p["update"], p["gate"], p["weight"], p["bias"], mean, rstd)
     assert (norm.shape, grads[0].shape, mean.shape) == ((0, 5, 4), (0, 5, 4), (0, 5))
     assert grads[3].abs().sum() == grads[4].abs().sum() == 0
 
 
+@pytest.mark.parametrize("of_bias", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
-def test_triton_takes_parameters_of_another_dtype(other, triton_device):
+def test_triton_takes_parameters_of_another_dtype(other, of_bias, triton_device):
     p = problem((2, 5, 6), "affine, gated update", triton_device)
-    for name in ("gate", "weight", "bias"):
-        p[name] = p[name].detach().to(other).requires_grad_()
+    for name, dtype in (("gate", other), ("weight", other), ("bias", of_bias)):
+        p[name] = p[name].detach().to(dtype).requires_grad_()
     actual = results(partial(residual_norm, eps=EPS, backend="triton"), **p)
-    assert (actual["norm"].dtype, actual["dgate"].dtype, actual["dbias"].dtype) == (torch.float32, other, other)
+    assert (actual["norm"].dtype, actual["dgate"].dtype, actual["dbias"].dtype) == (torch.float32, other, of_bias)
     expected = results(define, **p)
     for name, exact in expected.items():
         error = (actual[name].double() - exact.double()).abs().max() / exact.abs().max()

@@ -427,10 +427,24 @@ def test_compiled_gradients_of_one_sample_are_those_of_eager_blocks(norms, devic
 def test_compiled_blocks_do_without_reductions_in_mixed_order(monkeypatch):
     """A CPU cannot show wrong gradients of this option, the test before needs a GPU."""
     from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    settings = []
+
+    def run(*_):
+        settings.append(config.triton.mix_order_reduction)
+        raise RuntimeError("no code is generated")
 
     monkeypatch.setattr(config.triton, "mix_order_reduction", True)
-    make_model(SPARSE, num_layers=1).compile_blocks()
-    assert config.triton.mix_order_reduction is False
+    monkeypatch.setattr(config, "fx_graph_cache", False)
+    monkeypatch.setattr(GraphLowering, "run", run)
+    torch._dynamo.reset()
+    model = make_model(SPARSE, num_layers=1)
+    model.compile_blocks()
+    with pytest.raises(RuntimeError, match="no code is generated"):
+        model(*make_inputs(), topk=4)
+    assert settings == [False]
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

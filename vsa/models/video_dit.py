@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -288,14 +288,13 @@ class VideoDiT(nn.Module):
         for index in range(len(self.blocks)):
             self._block(index).activation_checkpointing = level
 
-    def compile_blocks(self, *, backend: str = "inductor", mode: str | None = None) -> None:
+    def compile_blocks(self, *, backend: str = "inductor") -> None:
         """Compile the body that all blocks share as one graph, without sharding hooks and full checkpointing.
 
         Args:
             backend: backend of `torch.compile`.
-            mode: mode of `torch.compile`.
         """
-        run = compiled_body(backend=backend, mode=mode)
+        run = compiled_body(backend=backend)
         for index in range(len(self.blocks)):
             self._block(index).run = run
 
@@ -372,26 +371,23 @@ class VideoDiT(nn.Module):
             raise ValueError(f"image_embeds must be set exactly if image_dim is: {self.image_dim}, got {shape}")
 
 
-def compiled_body(
-    *, backend: str = "inductor", mode: str | None = None, dynamic: bool | None = None
-) -> Callable[..., Tensor]:
+def compiled_body(*, backend: str = "inductor", dynamic: bool | None = None) -> Callable[..., Tensor]:
     """The compiled body of a block, for `TransformerBlock.run`.
 
     Args:
         backend: backend of `torch.compile`.
-        mode: mode of `torch.compile`.
         dynamic: whether sizes are symbols; None: once they change.
     """
     # imported here, because the import takes a second
     from torch._dynamo import config as dynamo
-    from torch._inductor import config as inductor
 
     # torch counts graphs per function, which all networks of a process share (three roles, batch sizes, top-k)
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     # from torch 2.10 on, gradients of shift and scale of a batch of one sample would be memory that nobody wrote
-    # (github.com/pytorch/pytorch/issues/193061), and sums over tokens may include rows that do not exist (195845)
-    inductor.triton.mix_order_reduction = False
-    return torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, mode=mode, dynamic=dynamic)
+    # (github.com/pytorch/pytorch/issues/193061), and sums over tokens may include rows that do not exist (195845);
+    # an option, because from torch 2.12 on a change of the configuration is of the thread that makes it
+    options: dict[str, Any] | None = {"triton.mix_order_reduction": False} if backend == "inductor" else None
+    return torch.compile(TransformerBlock.body, fullgraph=True, backend=backend, options=options, dynamic=dynamic)
 
 
 def _shallow_copy(module: Module) -> Module:

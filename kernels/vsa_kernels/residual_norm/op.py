@@ -36,26 +36,33 @@ residual_norm_fwd.register_fake(_forward_like)
 @torch.library.custom_op("vsa_kernels::residual_norm_bwd", mutates_args=())
 def residual_norm_bwd(
     dtotal: Tensor | None, dnorm: Tensor, total: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor,
-    mean: Tensor, rstd: Tensor,
+    bias: Tensor | None, mean: Tensor, rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, of the update (empty without a gate: that of x), of gate (empty without one), weight and bias."""
+    """Gradients of x, of the update (empty without a gate: that of x), of gate, weight and bias.
+
+    Without the update, that of gate is empty; without bias, those of weight and bias.
+    """
     if not total.shape[0]:
-        grads = _backward_like(dtotal, dnorm, total, update, gate, weight, mean, rstd)
+        grads = _backward_like(dtotal, dnorm, total, update, gate, weight, bias, mean, rstd)
         for grad in grads:
             grad.zero_()
         return grads
     from vsa_kernels.residual_norm import triton_residual_norm
 
-    return triton_residual_norm.backward(dtotal, dnorm, total, update, gate, weight, mean, rstd)
+    return triton_residual_norm.backward(dtotal, dnorm, total, update, gate, weight, bias, mean, rstd)
 
 
 def _backward_like(
-    _dtotal: Tensor | None, _dnorm: Tensor, total: Tensor, _update: Tensor | None, gate: Tensor | None, weight: Tensor,
-    *_args: Any,
+    _dtotal: Tensor | None, _dnorm: Tensor, total: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor,
+    bias: Tensor | None, *_args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dupdate = total.new_empty(total.shape if gate is not None else (0,))
-    dgate = total.new_empty((0,)) if gate is None else gate.new_empty(gate.shape)
-    return total.new_empty(total.shape), dupdate, dgate, weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+    dgate, dweight, dbias = (total.new_empty((0,)) for _ in range(3))
+    if gate is not None and update is not None:
+        dgate = gate.new_empty(gate.shape)
+    if bias is not None:
+        dweight, dbias = weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+    return total.new_empty(total.shape), dupdate, dgate, dweight, dbias
 
 
 residual_norm_bwd.register_fake(_backward_like)
@@ -64,22 +71,29 @@ residual_norm_bwd.register_fake(_backward_like)
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, update, gate, weight, bias, _ = inputs
     total, _, mean, rstd = output
-    ctx.bias_dtype = bias.dtype
+    _, _, gate_needed, *parameters_needed, _ = ctx.needs_input_grad
+    # frozen parameters need no sums, and a frozen gate not the update
     ctx.save_for_backward(
-        x if update is None else total, update if gate is not None else None, gate, weight, mean, rstd
+        x if update is None else total,
+        update if gate_needed else None,
+        gate,
+        weight,
+        bias if any(parameters_needed) else None,
+        mean,
+        rstd,
     )
     ctx.updated = update is not None
     ctx.mark_non_differentiable(*(() if ctx.updated else (total,)), mean, rstd)
 
 
 def _backward(ctx: Any, dtotal: Tensor | None, dnorm: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    total, update, gate, weight, mean, rstd = ctx.saved_tensors
-    dx, dupdate, dgate, dweight, dbias = residual_norm_bwd(
-        dtotal if ctx.updated else None, dnorm, total, update, gate, weight, mean, rstd
-    )
-    gated = gate is not None
-    grads = (dupdate if gated else dx) if ctx.updated else None, dgate if gated else None
-    return dx, *grads, dweight, dbias.to(ctx.bias_dtype), None
+    # read once: activation checkpointing computes them anew at each reading
+    saved = ctx.saved_tensors
+    _, update, gate, _, bias, _, _ = saved
+    dx, dupdate, dgate, dweight, dbias = residual_norm_bwd(dtotal if ctx.updated else None, dnorm, *saved)
+    of_update = dx if gate is None else dupdate
+    of_parameters = (None, None) if bias is None else (dweight, dbias)
+    return dx, of_update if ctx.updated else None, None if update is None else dgate, *of_parameters, None
 
 
 residual_norm_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -67,7 +67,7 @@ def _residual_norm_grad_kernel(
     dtotal, dnorm, total, update, gate, weight, mean, rstd, dx, dupdate, gate_sums, sums,
     L, dt_b, dt_l, dn_b, dn_l, t_b, t_l, u_b, u_l, gate_b, weight_b,
     C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UPDATED: tl.constexpr, GATED: tl.constexpr,
-    HELD: tl.constexpr,
+    GATE_SUMMED: tl.constexpr, SUMMED: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     programs = tl.cdiv(L, ROWS)
     i_b, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * ROWS
@@ -90,12 +90,13 @@ def _residual_norm_grad_kernel(
         b_x = tl.load(total + i_b * t_b + i_l * t_l + o_c, mask=m_c, other=0.0).to(tl.float32)
         if UPDATED:
             b_dt = tl.load(dtotal + i_b * dt_b + i_l * dt_l + o_c, mask=m_c, other=0.0).to(tl.float32)
-        if GATED:
+        if GATE_SUMMED:
             b_update = tl.load(update + i_b * u_b + i_l * u_l + o_c, mask=m_c, other=0.0).to(tl.float32)
         b_rstd = tl.load(rstd + row)
         b_x = tl.where(m_c, (b_x - tl.load(mean + row)) * b_rstd, 0.0)
-        b_dweight += b_dn * b_x
-        b_dbias += b_dn
+        if SUMMED:
+            b_dweight += b_dn * b_x
+            b_dbias += b_dn
         if not HELD:
             b_weight = tl.load(p_weight, mask=m_c, other=0.0).to(tl.float32)
         b_dn *= b_weight
@@ -103,16 +104,18 @@ def _residual_norm_grad_kernel(
         if UPDATED:
             b_dx += b_dt
         tl.store(dx + row * C + o_c, b_dx.to(dx.dtype.element_ty), mask=m_c)
-        if GATED:
+        if GATE_SUMMED:
             b_dgate += b_dx * b_update
+        if GATED:
             if not HELD:
                 b_gate = tl.load(p_gate, mask=m_c, other=0.0).to(tl.float32)
             tl.store(dupdate + row * C + o_c, (b_dx * b_gate).to(dupdate.dtype.element_ty), mask=m_c)
     # [2, B * N, C]: of weight and of bias
     o_sum = tl.program_id(0).to(tl.int64) * C + o_c
-    tl.store(sums + o_sum, b_dweight, mask=m_c)
-    tl.store(sums + tl.num_programs(0).to(tl.int64) * C + o_sum, b_dbias, mask=m_c)
-    if GATED:
+    if SUMMED:
+        tl.store(sums + o_sum, b_dweight, mask=m_c)
+        tl.store(sums + tl.num_programs(0).to(tl.int64) * C + o_sum, b_dbias, mask=m_c)
+    if GATE_SUMMED:
         tl.store(gate_sums + o_sum, b_dgate, mask=m_c)
 
 
@@ -146,9 +149,9 @@ def forward(
 
 def backward(
     dtotal: Tensor | None, dnorm: Tensor, total: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor,
-    mean: Tensor, rstd: Tensor,
+    bias: Tensor | None, mean: Tensor, rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, of the update (empty without a gate), gate (empty without one), weight and bias.
+    """Gradients of x, the update, gate, weight and bias; those that are not needed are empty.
 
     They are the same bits in every call.
 
@@ -156,9 +159,10 @@ def backward(
         dtotal: `[B, L, C]` gradient of the sum; None where the sum is x itself.
         dnorm: `[B, L, C]` gradient of the norm.
         total: `[B, L, C]` the sum.
-        update: `[B, L, C]`, None without a gate.
+        update: `[B, L, C]`; None where gate needs no gradient.
         gate: as in `forward`.
         weight: as in `forward`.
+        bias: as in `forward`; None where weight and bias need no gradients.
         mean: fp32 `[B, L]` of `forward`.
         rstd: fp32 `[B, L]` of `forward`.
     """
@@ -168,21 +172,28 @@ def backward(
     share = max(B * L // _PROGRAMS, 1)
     rows = min(max(1 << share.bit_length() - 1, _FEWEST_ROWS), _MOST_ROWS)
     programs = triton.cdiv(L, rows)
-    gated = gate is not None
+    gated, gate_summed, summed = gate is not None, update is not None, bias is not None
     dx, dupdate = total.new_empty(total.shape), total.new_empty(total.shape if gated else (0,))
-    sums, gate_sums = (total.new_empty((n, B * programs, C), dtype=torch.float32) for n in (2, int(gated)))
+    sums, gate_sums = (
+        total.new_empty((n, B * programs, C), dtype=torch.float32) for n in (2 * summed, int(gate_summed))
+    )
     launch(
         _residual_norm_grad_kernel, (B * programs,),
         dtotal, dnorm, total, update, gate, weight, mean, rstd, dx, dupdate, gate_sums, sums,
         L, *_strides(dtotal), *_strides(dnorm), *_strides(total), *_strides(update), _per_sample(gate),
         _per_sample(weight),
-        ROWS=rows, UPDATED=dtotal is not None, GATED=gated, HELD=C <= _LONGEST_HELD, **_tile(C, _BACKWARD_ELEMENTS),
+        ROWS=rows, UPDATED=dtotal is not None, GATED=gated, GATE_SUMMED=gate_summed, SUMMED=summed,
+        HELD=C <= _LONGEST_HELD, **_tile(C, _BACKWARD_ELEMENTS),
     )  # fmt: skip
-    samples = B if weight.ndim == 3 else 1
-    dweight, dbias = (add_partials(part.view(samples, -1, C), weight.new_empty(weight.shape)) for part in sums)
-    dgate = total.new_empty((0,)) if gate is None else gate.new_empty(gate.shape)
-    if gated:
-        add_partials(gate_sums.view(B, -1, C), dgate)
+    dgate, dweight, dbias = (total.new_empty((0,)) for _ in range(3))
+    if bias is not None:
+        samples = B if weight.ndim == 3 else 1
+        dweight, dbias = (
+            add_partials(part.view(samples, -1, C), like.new_empty(like.shape))
+            for part, like in zip(sums, (weight, bias), strict=True)
+        )
+    if gate is not None and update is not None:
+        dgate = add_partials(gate_sums.view(B, -1, C), gate.new_empty(gate.shape))
     return dx, dupdate, dgate, dweight, dbias
 
 
