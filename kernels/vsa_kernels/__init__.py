@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vsa_kernels.block_index import BlockIndex, Blocks
 from vsa_kernels.block_sparse import block_sparse_attn
 from vsa_kernels.coarse_fine import CoarseFineOutput, coarse_fine_attn
+from vsa_kernels.compile_cache import tag_caches
 from vsa_kernels.gathered import TileGroups, gathered_attn, group_tiles, longest_first
 from vsa_kernels.linear_gelu import linear_gelu
 from vsa_kernels.norm_rope import norm_rope
@@ -33,3 +36,5 @@ __all__ = [
     "select_topk",
     "skipping_attn",
 ]
+
+tag_caches(Path(__file__).parent)
